@@ -1,4 +1,4 @@
-"""The channel in its Ray actor keeps what `tests/storage/test_channel.py` says of it, and its clients outlive it."""
+"""The channel in its Ray actor fulfils the contract of `tests/storage/test_channel.py`; its clients outlive it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.waiting import RUN_SECONDS
 pytestmark = pytest.mark.slow
 
 
-async def test_the_channel_actor(tmp_path: Path) -> None:
+async def test_channel_actor_fulfils_the_channels_contract(tmp_path: Path) -> None:
     head = RayHead(tmp_path, cpus=1)
     await asyncio.to_thread(head.start)
     try:

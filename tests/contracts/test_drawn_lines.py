@@ -1,7 +1,7 @@
-"""Responses behind one prompt, drawn: whatever the rows are, log-probs and gradients are those of each row alone.
+"""Randomly drawn rows that share a prompt: log-probs and gradients equal those of each row alone.
 
-Rows of any length up to the model's context, groups of one, silent rows, copies, prompts that begin other prompts,
-tokens of an environment before, between and after those of the policy, passes shorter than a prompt.
+Rows have any length up to the model's context. There are groups of one, rows without tokens of the policy, copies,
+prompts that are prefixes of other prompts, tokens of an environment, and micro-batches shorter than a prompt.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tests.contracts.test_token_logprobs import learner_of, model_of
 from tests.support.counts import examples
 from tests.tasks.test_algorithms import batch_of
 
-CONTEXT = 64  # of the models that are tried
-Piece = tuple[bool, list[int]]  # whether the policy chose these tokens
-Row = tuple[int, list[Piece]]  # so many tokens of the group's prompt, and what follows
+CONTEXT = 64  # context length of the tested models
+Piece = tuple[bool, list[int]]  # True if the policy sampled these tokens
+Row = tuple[int, list[Piece]]  # number of tokens of the group's prompt, and the pieces after them
 
 
 def row_of(prompt: Sequence[int], row: Row) -> Trajectory:
-    """No longer than the context, and with at least one token."""
+    """Build a trajectory no longer than the context, with at least one token."""
     taken, pieces = row
     made = [(False, token) for token in prompt[: max(1, taken)]]
     made += [(chosen, token) for chosen, tokens in pieces for token in tokens]
@@ -40,7 +40,7 @@ def row_of(prompt: Sequence[int], row: Row) -> Trajectory:
     return Trajectory(0, 0, tokens, mask, quiet, tuple(0 if c else -1 for c in mask), 1.0, "", Ending.LENGTH)
 
 
-TOKENS = st.lists(st.integers(3, 6), max_size=12)  # few, so that rows are alike by chance
+TOKENS = st.lists(st.integers(3, 6), max_size=12)  # few values, so that rows are alike by chance
 PIECES = st.lists(st.tuples(st.booleans(), TOKENS), max_size=3)
 PROMPT = st.lists(st.integers(3, 6), min_size=1, max_size=20)
 GROUPS = st.lists(st.tuples(PROMPT, st.lists(st.tuples(st.just(99), PIECES), min_size=1)), min_size=1, max_size=3)
@@ -54,7 +54,7 @@ def learner(name: str) -> TorchLearner:
 
 
 def found(made: TorchLearner, data: Rows, micro_tokens: int, width: int | None) -> tuple[Tensor, Tensor]:
-    """(B,) log-probs, and the gradient of a sum of them that tells them apart."""
+    """Return (B,) log-probs, and the gradient of a weighted sum of them."""
     made.config = made.config.model_copy(update={"micro_tokens": micro_tokens})
     made.width = width
     made.model.zero_grad()
@@ -73,10 +73,10 @@ def found(made: TorchLearner, data: Rows, micro_tokens: int, width: int | None) 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @settings(max_examples=examples(300), deadline=None)
 @given(groups=GROUPS, micro_tokens=st.sampled_from([1, 7, 64, 4096]), width=st.sampled_from([1, 32, 10**6]))
-@example([([3, 4, 5], [(99, LONG), (99, LONG), (99, [])])], 4096, 10**6)  # a line above the context, copies, silence
-@example([([3] * 40, [(99, LONG)] * 4)], 4096, 10**6)  # each ends at the last position
+@example([([3, 4, 5], [(99, LONG), (99, LONG), (99, [])])], 4096, 10**6)  # a line beyond the context, copies, no tokens
+@example([([3] * 40, [(99, LONG)] * 4)], 4096, 10**6)  # each row ends at the last position
 @example([([3, 4, 5], [(99, SAID), (2, SAID), (99, [(False, [4]), *SAID])]), ([3, 4], [(99, SAID)])], 4, 10**6)
-def test_whatever_the_rows_are(
+def test_drawn_rows_match_each_row_alone(
     name: str, groups: list[tuple[list[int], list[Row]]], micro_tokens: int, width: int
 ) -> None:
     data = Rows.of(batch_of(*([row_of(prompt, row) for row in rows] for prompt, rows in groups)))
@@ -87,7 +87,7 @@ def test_whatever_the_rows_are(
 
 
 def check_lines(data: Rows, micro_tokens: int, width: int) -> None:
-    """Each row is in one line; a line of several is no longer than a pass, and saves tokens."""
+    """Check that each row is in one line, and that a line of several rows fits a micro-batch and saves tokens."""
     every = range(len(data.rewards))
     lines = lines_of(data, every, micro_tokens, width)
     assert sorted(row for line in lines for row in line.rows) == list(every)

@@ -1,4 +1,4 @@
-"""What vLLM itself counts, through a real Ray node, and that the dashboard asks for nothing else."""
+"""vLLM's own metrics, served by a real Ray node; the dashboard must ask for no other metrics of vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("vllm"
 BOARD = Path("infra/watching/grafana.json")
 SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
-# In a process of its own: Ray reads its environment when it is imported.
+# Runs in a separate process: Ray reads its environment when it is imported.
 SCRAPED = """
 import asyncio, os, sys, time, urllib.request
 from pathlib import Path
@@ -72,7 +72,7 @@ with Head(Path(sys.argv[1]), cpus=1) as head:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """Sums over all engines and labels, by name, of the run's figures."""
+    """Return the run's metrics by name, each summed over all engines and labels."""
     folder = tmp_path_factory.mktemp("engine")
     make_policy(folder / "policy")
     make_weights(folder / "weights", seed=0)
@@ -87,7 +87,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return sums
 
 
-def test_a_node_serves_what_vllm_counts(found: dict[str, float]) -> None:
+def test_node_serves_vllms_metrics(found: dict[str, float]) -> None:
     assert found["ray_vllm_num_requests_running"] == 0
     tokens = found["ray_vllm_generation_tokens_total"]
     assert 8 <= tokens <= 2 * 4 * 8
@@ -96,7 +96,7 @@ def test_a_node_serves_what_vllm_counts(found: dict[str, float]) -> None:
     assert 0 < found["ray_vllm_prefix_cache_hits_total"] < found["ray_vllm_prefix_cache_queries_total"]
 
 
-def test_the_dashboard_asks_vllm_for_what_is_there(found: dict[str, float]) -> None:
+def test_dashboard_uses_existing_vllm_metrics(found: dict[str, float]) -> None:
     panels = json.loads(BOARD.read_text())["panels"]
     exprs = [target["expr"] for panel in panels for target in panel["targets"]]
     asked = {SUFFIX.sub("", name) for expr in exprs for name in re.findall(r"ray_vllm_\w+", expr)}

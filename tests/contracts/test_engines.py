@@ -1,4 +1,4 @@
-"""The engine contract (tasks/engines/base.py), sentence by sentence, on every engine."""
+"""The engine contract (tasks/engines/base.py): each sentence is tested on every engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LONG = 200
 
 @dataclass
 class Case:
-    """An engine under test, started and updated to version 0, with what its tests need beside it."""
+    """An engine under test that has version 0, with what its tests need."""
 
     engine: Engine
     folder: Path
@@ -52,11 +52,11 @@ class Case:
         return GenerationRequest(f"request-{self.ids}", prompt, max_new_tokens, temperature, seed=self.ids)
 
     def weights(self, version: int) -> Path:
-        """Even and odd versions hold different weights."""
+        """Return the weights of a version; even and odd versions have different weights."""
         return self.folder / f"weights-{version % 2}"
 
     def taken(self, version: int) -> Path | Here:
-        """Those weights as the engine takes them."""
+        """Return those weights in the form that the engine expects."""
         return Here(self.weights(version)) if isinstance(self.engine, RayEngine) else self.weights(version)
 
     async def update(self) -> int:
@@ -96,7 +96,7 @@ async def case(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Ca
 
 
 async def started(case: Case, count: int = 8) -> tuple[list[GenerationRequest], list[asyncio.Task[Generation]]]:
-    """Long responses of which tokens have been reported."""
+    """Start long responses, and wait until some of their tokens have been reported."""
     requests = [case.request(LONG) for _ in range(count)]
     tasks = [asyncio.create_task(case.engine.generate(request)) for request in requests]
     ids = {request.id: 2 for request in requests}
@@ -114,7 +114,7 @@ def check(generation: Generation) -> None:
     assert all(logprob <= 0 for logprob in generation.logprobs)
 
 
-async def test_a_generation_is_labelled_with_the_version_in_use(case: Case) -> None:
+async def test_generation_has_the_version_in_use(case: Case) -> None:
     requests = [case.request(LONG if i == 0 else 4 + i) for i in range(20)]
     generations = await asyncio.gather(*map(case.engine.generate, requests))
     for request, generation in zip(requests, generations, strict=True):
@@ -129,7 +129,7 @@ async def test_a_generation_is_labelled_with_the_version_in_use(case: Case) -> N
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-async def test_logprobs_are_those_of_the_distribution_sampled_from(case: Case, temperature: float) -> None:
+async def test_logprobs_are_of_the_sampling_distribution(case: Case, temperature: float) -> None:
     if not case.has_model:
         pytest.skip("no model")
     request = case.request(40, temperature=temperature)
@@ -166,7 +166,7 @@ async def test_no_token_between_suspend_and_resume(case: Case) -> None:
     late = asyncio.create_task(case.engine.generate(case.request(4)))
     ids, seen = dict.fromkeys([request.id for request in requests], 0), None
     while seen != (seen := [len(partial) for partial in case.engine.progress(ids).values()]):
-        await asyncio.sleep(0.3)  # what was made before arrives; a report comes more often
+        await asyncio.sleep(0.3)  # earlier tokens arrive meanwhile; reports come more often
     assert not all(task.done() for task in tasks)
     assert not late.done()
     await case.engine.resume()
@@ -175,7 +175,7 @@ async def test_no_token_between_suspend_and_resume(case: Case) -> None:
         assert generation.ending in (Ending.STOP, Ending.LENGTH)
 
 
-async def test_running_requests_go_on_under_the_new_weights(case: Case) -> None:
+async def test_running_requests_continue_with_the_new_weights(case: Case) -> None:
     before = case.engine.version
     _, tasks = await started(case)
     await case.engine.suspend("continue")
@@ -190,10 +190,10 @@ async def test_running_requests_go_on_under_the_new_weights(case: Case) -> None:
         assert set(generation.versions) <= {before, version}
 
 
-async def test_tokens_after_an_update_come_from_the_new_weights_alone(case: Case) -> None:
+async def test_tokens_after_an_update_use_only_the_new_weights(case: Case) -> None:
     if not case.has_model:
         pytest.skip("no model")
-    requests, tasks = await started(case)  # several: one alone may draw an early end
+    requests, tasks = await started(case)  # several: a single one may end early
     await case.engine.suspend("continue")
     version = await case.update()
     probe = await case.engine.logprobs(range(3, 43))  # new weights can be probed before they serve
@@ -209,7 +209,7 @@ async def test_tokens_after_an_update_come_from_the_new_weights_alone(case: Case
     assert spanning, "no response went on after the update"
 
 
-async def test_restart_aborts_what_runs(case: Case) -> None:
+async def test_restart_aborts_running_requests(case: Case) -> None:
     _, tasks = await started(case)
     await case.engine.suspend("restart")
     generations = await asyncio.wait_for(asyncio.gather(*tasks), HANG_SECONDS)
@@ -222,7 +222,7 @@ async def test_restart_aborts_what_runs(case: Case) -> None:
     check(await case.engine.generate(case.request()))
 
 
-async def test_abort_returns_what_there_is(case: Case) -> None:
+async def test_abort_returns_the_tokens_so_far(case: Case) -> None:
     requests, tasks = await started(case, 4)
     await case.engine.abort([request.id for request in requests[:2]] + ["unknown"])
     aborted = await asyncio.wait_for(asyncio.gather(*tasks[:2]), HANG_SECONDS)
@@ -234,7 +234,7 @@ async def test_abort_returns_what_there_is(case: Case) -> None:
         assert generation.ending in (Ending.STOP, Ending.LENGTH)
 
 
-async def test_an_abort_never_overtakes_its_request(case: Case) -> None:
+async def test_abort_never_overtakes_its_request(case: Case) -> None:
     request = case.request(LONG)
     task = asyncio.create_task(case.engine.generate(request))
     await asyncio.sleep(0)
@@ -243,7 +243,7 @@ async def test_an_abort_never_overtakes_its_request(case: Case) -> None:
     assert generation.ending is Ending.ABORTED or len(generation.tokens) < LONG
 
 
-async def test_a_cancelled_caller_leaves_the_engine_well(case: Case) -> None:
+async def test_engine_works_after_a_cancelled_call(case: Case) -> None:
     _, tasks = await started(case, 4)
     for task in tasks[:2]:
         task.cancel()
@@ -264,7 +264,7 @@ async def test_progress_is_the_beginning_of_the_answer(case: Case) -> None:
     assert case.engine.progress(dict.fromkeys(ids, 0)) == {}
 
 
-async def test_a_prefix_stays_and_the_answer_goes_on_from_it(case: Case) -> None:
+async def test_answer_continues_from_its_prefix(case: Case) -> None:
     requests = [case.request(LONG) for _ in range(4)]
     made = await asyncio.gather(*map(case.engine.generate, requests))
     request, whole = max(zip(requests, made, strict=True), key=lambda pair: len(pair[1].tokens))
@@ -290,14 +290,14 @@ async def test_a_prefix_stays_and_the_answer_goes_on_from_it(case: Case) -> None
             assert generation.tokens == whole.tokens
 
 
-async def test_many_more_requests_than_slots(case: Case) -> None:
+async def test_engine_takes_more_requests_than_slots(case: Case) -> None:
     requests = [case.request(2) for _ in range(600)]
     generations = await asyncio.gather(*map(case.engine.generate, requests))
     assert [generation.id for generation in generations] == [request.id for request in requests]
 
 
 async def test_death_reaches_every_call(case: Case, request: pytest.FixtureRequest) -> None:
-    """Last: the engine does not survive it."""
+    """This test is the last: it kills the engine."""
     requests, tasks = await started(case)
     ids = [request.id for request in requests]
     case.engine.check()

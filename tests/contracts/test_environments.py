@@ -1,4 +1,4 @@
-"""What every environment guarantees, on each kind. A new one is one line in CASES."""
+"""The guarantees of every environment, tested on each kind. A new environment is one line in CASES."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @dataclass
 class Scripted:
-    """An `Episode` that is over after `turns` generations, with all that was asked of it."""
+    """An `Episode` that ends after `turns` generations, and records all calls."""
 
     turns: int = 100
     longest: int = 40
@@ -78,7 +78,7 @@ def test_there_is_a_case_for_every_kind() -> None:
     assert {type(config) for config in CASES.values()} == set(kinds)
 
 
-async def test_an_episode_has_a_generation_and_ends_with_a_finite_reward(environment: Environment) -> None:
+async def test_episode_generates_and_ends_with_a_finite_reward(environment: Environment) -> None:
     episode = Scripted()
     score = await environment.play(episode)
     assert score is not None
@@ -88,7 +88,7 @@ async def test_an_episode_has_a_generation_and_ends_with_a_finite_reward(environ
 
 
 @pytest.mark.parametrize("turns", range(3))
-async def test_one_that_is_over_is_left_at_once(environment: Environment, turns: int) -> None:
+async def test_ended_episode_is_left_at_once(environment: Environment, turns: int) -> None:
     episode = Scripted(turns=turns)
     score = await environment.play(episode)
     if episode.asked.count("generate") > turns:
@@ -97,13 +97,13 @@ async def test_one_that_is_over_is_left_at_once(environment: Environment, turns:
 
 
 @pytest.mark.parametrize("longest", range(1, 12))
-async def test_no_response_is_too_short_for_it(environment: Environment, longest: int) -> None:
+async def test_environment_plays_with_any_room(environment: Environment, longest: int) -> None:
     episode = Scripted(longest=longest)
     assert await environment.play(episode) is not None
     assert len(episode.response) <= longest
 
 
-async def test_episodes_that_are_played_together_are_those_that_are_played_alone(environment: Environment) -> None:
+async def test_concurrent_episodes_do_not_affect_each_other(environment: Environment) -> None:
     async def played(longest: int) -> tuple[Score | None, tuple[int, ...], list[str]]:
         episode = Scripted(longest=longest)
         return await environment.play(episode), episode.response, episode.asked
@@ -112,7 +112,7 @@ async def test_episodes_that_are_played_together_are_those_that_are_played_alone
     assert await asyncio.gather(*(played(longest) for longest in range(1, 30))) == alone
 
 
-def test_a_run_that_it_leads_audits_clean(environment: Environment) -> None:
+def test_run_with_the_environment_audits_clean(environment: Environment) -> None:
     pipeline = Pipeline(MemoryStore("environment"), versions=4, async_ratio=1.0, environment=environment)
     run_virtual(pipeline.run())
     report = audit(pipeline.store)
@@ -120,11 +120,11 @@ def test_a_run_that_it_leads_audits_clean(environment: Environment) -> None:
     assert report.versions == 4
 
 
-# --- several turns, by hand --------------------------------------------------------------------------------
+# --- several turns ----------------------------------------------------------------------------------------
 
 
 class Turns(Environment):
-    """As many answers as there is room for, with a word of its own between them."""
+    """An environment that plays as many turns as fit, with two tokens of its own between them."""
 
     def __init__(self, most: int = 3) -> None:
         self.most = most
@@ -140,12 +140,12 @@ class Turns(Environment):
 
 
 def trajectories(pipeline: Pipeline) -> list[Trajectory]:
-    """All that was trained on."""
+    """Return all trajectories that were trained on."""
     groups = [group for _, batch in trained(pipeline.store) for group in batch.groups()]
     return [one for group in groups for one in group.trajectories]
 
 
-def test_what_an_environment_adds_is_nobodys_token_and_the_rest_is_the_policys() -> None:
+def test_tokens_of_an_environment_are_masked() -> None:
     pipeline = Pipeline(MemoryStore("turns"), versions=3, async_ratio=1.0, environment=Turns())
     run_virtual(pipeline.run())
     assert audit(pipeline.store).clean
@@ -163,8 +163,8 @@ def test_what_an_environment_adds_is_nobodys_token_and_the_rest_is_the_policys()
     assert several
 
 
-def test_a_turn_is_drawn_anew_and_goes_on_where_the_one_before_ended() -> None:
-    """The same seed for each would say the same again."""
+def test_each_turn_has_its_own_seed() -> None:
+    """With the same seed, each turn would repeat the first one's tokens."""
     pipeline = Pipeline(MemoryStore("seeds"), versions=1, environment=Turns(2), sigma=0.0)
     run_virtual(pipeline.run())
     for one in trajectories(pipeline):
@@ -173,8 +173,8 @@ def test_a_turn_is_drawn_anew_and_goes_on_where_the_one_before_ended() -> None:
         assert response[:16] != response[18:34]
 
 
-def test_a_group_that_has_enough_lets_the_others_turns_go() -> None:
-    """They are counted as surplus, as if a request of theirs had been aborted."""
+def test_surplus_episodes_are_dropped_between_turns() -> None:
+    """Their tokens count as surplus, like those of aborted requests."""
     choices = {"extra_responses": 2, "at_bound": "drop"}
     pipeline = Pipeline(MemoryStore("extra"), versions=4, environment=Turns(3), choices=choices)
     run_virtual(pipeline.run())
@@ -184,7 +184,7 @@ def test_a_group_that_has_enough_lets_the_others_turns_go() -> None:
 
 
 class Thinking(Environment):
-    """Every second episode thinks for long before its second turn."""
+    """An environment in which every second episode pauses for long before its second turn."""
 
     def __init__(self) -> None:
         self.played = 0
@@ -198,8 +198,8 @@ class Thinking(Environment):
         return None if made is None else Score(1.0, "said")
 
 
-def test_an_episode_that_is_caught_between_two_turns_makes_no_more_tokens() -> None:
-    """It has no request that could be aborted: it is interrupted."""
+def test_episode_is_interrupted_between_two_turns() -> None:
+    """It has no request that could be aborted, so the episode itself is interrupted."""
     choices = {"extra_responses": 1, "at_bound": "drop"}
     store = MemoryStore("between")
     pipeline = Pipeline(store, versions=2, group_size=1, sigma=0.0, environment=Thinking(), choices=choices)
@@ -214,7 +214,7 @@ ODD: dict[str, Any] = {"below": [-1], "part": [1.5], "word": ["a"], "above": [5,
 
 
 class Odd(Environment):
-    """It goes wrong as it is told to."""
+    """An environment that fails in the way that its option names."""
 
     def __init__(self, wrong: str) -> None:
         self.wrong = wrong
@@ -267,7 +267,7 @@ def own(wrong: str) -> Environment:
         ("unsaid", "None"),
     ],
 )
-def test_what_goes_wrong_in_an_episode_is_its_reason(wrong: str, reason: str) -> None:
+def test_fault_in_an_episode_becomes_its_reason(wrong: str, reason: str) -> None:
     pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong), vocabulary=300)
     run_virtual(pipeline.run())
     assert {one.reward for one in trajectories(pipeline)} == {0.0}
@@ -279,7 +279,7 @@ def test_what_goes_wrong_in_an_episode_is_its_reason(wrong: str, reason: str) ->
     ("wrong", "kind", "words"),
     [("silent", ConfigError, "without a generation"), ("engine", EngineFailed, "none is left")],
 )
-def test_what_no_episode_can_go_on_with_ends_the_run(wrong: str, kind: type[RollflowError], words: str) -> None:
+def test_fault_of_all_episodes_ends_the_run(wrong: str, kind: type[RollflowError], words: str) -> None:
     pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong))
     with pytest.raises(BaseExceptionGroup) as ended:
         run_virtual(pipeline.run())
@@ -287,6 +287,6 @@ def test_what_no_episode_can_go_on_with_ends_the_run(wrong: str, kind: type[Roll
     assert others is None
 
 
-def test_a_class_that_is_no_environment_is_refused() -> None:
+def test_class_that_is_no_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match="it is no class that derives from rollflow's Environment"):
         build_environment(ImportEnvironment(path=f"{__name__}:Scripted"))

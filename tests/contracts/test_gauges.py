@@ -1,4 +1,4 @@
-"""What Prometheus gets of a run: the statuses' numbers through a real Ray node, and the dashboard that shows them."""
+"""Metrics of a run for Prometheus: the numbers of the statuses, served by a real Ray node, and the dashboard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.waiting import RUN_SECONDS
 WATCHING = Path("infra/watching")
 STATUSES = {"rollout": RolloutStatus, "reward": RewardStatus, "learner": LearnerStatus}
 
-# In a process of its own: Ray reads its environment when it is imported.
+# Runs in a separate process: Ray reads its environment when it is imported.
 SCRAPED = """
 import os, sys, time, urllib.request
 from collections.abc import Mapping
@@ -72,8 +72,8 @@ def scraped(home: Path, switch: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_node_serves_what_an_actor_says_of_itself(tmp_path: Path) -> None:
-    """What is not said any more stands at zero."""
+def test_node_serves_an_actors_gauges(tmp_path: Path) -> None:
+    """A value that the actor no longer reports becomes zero."""
     on, *lines = scraped(tmp_path, "1")
     assert on == "True"
     values = {re.sub(r"\{.*", "", line): float(line.split()[-1]) for line in lines if 'run="run-1"' in line}
@@ -82,11 +82,11 @@ def test_a_node_serves_what_an_actor_says_of_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_told_where_ray_collects_nothing(tmp_path: Path) -> None:
+def test_gauges_are_off_without_rays_metrics(tmp_path: Path) -> None:
     assert scraped(tmp_path, "0")[0] == "False"
 
 
-def test_every_number_of_a_status_is_a_figure() -> None:
+def test_every_number_of_a_status_is_a_gauge() -> None:
     status = RolloutStatus(
         costs=[Cost("engine", "a", 1.0), Cost("engine", "b", 2.0)],
         waits_for="storage",
@@ -101,7 +101,7 @@ def test_every_number_of_a_status_is_a_figure() -> None:
     assert {one.name for one in fields(status)} - told <= {"costs", "waits_for", "filtered", "warned"}
 
 
-def test_the_dashboard_asks_for_nothing_that_is_not_there() -> None:
+def test_dashboard_uses_existing_gauges() -> None:
     board = json.loads((WATCHING / "grafana.json").read_text())
     asked = {
         name

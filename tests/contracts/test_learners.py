@@ -1,4 +1,4 @@
-"""What every learner guarantees (tasks/learners/base.py), on each kind. A new one is one line in CASES."""
+"""The guarantees of every learner (tasks/learners/base.py), tested on each kind. A new learner is one line in CASES."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ Change = Callable[[dict[str, Tensor]], object]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy with a tied output head."""
+    """Build a policy with a tied output head."""
     return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
 
 
 def cases(*always: str) -> list[ParameterSet]:
-    """All; ranks of learners in parts take seconds to start, so most of their tests are in `make soak`."""
+    """Return all cases; sharded learners take seconds to start, so most of their tests run only in `make soak`."""
     soak = {name for name in CASES if name.startswith(("DeepSpeed", "in parts"))} - set(always)
     return [pytest.param(name, marks=[pytest.mark.soak] if name in soak else []) for name in CASES]
 
@@ -113,7 +113,7 @@ def config(case: str) -> TrainConfig:
 
 @pytest.fixture
 def start(case: str, folder: Path) -> LearnerStart:
-    """The start of a run of ten versions."""
+    """Return the start of a run of ten versions."""
     dtype = "bfloat16" if "bfloat16" in case else "float32"
     return LearnerStart(
         folder, trained=True, dtype=dtype, versions=10, shard_bytes=100_000, first=partial(Path, folder)
@@ -126,7 +126,7 @@ def learner(config: TrainConfig, start: LearnerStart) -> Learner:
 
 
 def batch(seed: int) -> TrajectoryBatch:
-    """Four groups of four answers, every other one of them right."""
+    """Return four groups of four answers; every second answer is right."""
     draw = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> list[int]:
@@ -142,12 +142,12 @@ def batch(seed: int) -> TrajectoryBatch:
 
 
 def joined(files: Mapping[str, Data]) -> Files:
-    """Files as the bytes they are in storage; the views a learner gives change with its next step."""
+    """Return files as bytes; the views that a learner returns change with its next step."""
     return {name: b"".join(pieces(data)) for name, data in files.items()}
 
 
 def saved(learner: Learner) -> tuple[Files, Files]:
-    """Its weights and its state."""
+    """Return a learner's weights and state."""
     return joined(learner.weights()), joined(learner.state())
 
 
@@ -158,7 +158,7 @@ def trained(learner: Learner, versions: int) -> Learner:
 
 
 def changed(files: Files, change: Change) -> Files:
-    """The files with other tensors in them: what `change` does to those of the one that has the most."""
+    """Return the files with `change` applied to the tensors of the largest one."""
     name = max((name for name in files if name.endswith(".safetensors")), key=lambda name: len(files[name]))
     tensors = load(files[name])
     change(tensors)
@@ -169,15 +169,15 @@ def test_there_is_a_case_for_every_kind() -> None:
     assert {type(config) for config in CASES.values()} == set(sections_of(TrainConfig))
 
 
-# --- a step is a function of the state and the batch --------------------------------------------------------
+# --- a step depends only on state and batch -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", cases("DeepSpeed"), indirect=True)
 @pytest.mark.parametrize("versions", [0, 2])
-def test_what_was_restored_takes_the_same_next_step(
+def test_restored_learner_takes_the_same_next_steps(
     learner: Learner, config: TrainConfig, start: LearnerStart, versions: int
 ) -> None:
-    """Bit for bit, and the one after it: so any version can be replayed. The other learner has had a life before."""
+    """Two steps are equal bit for bit, so any version can be replayed. The restored learner had other state before."""
     before = saved(trained(learner, versions))
     after = [(learner.step(batch(7 + version), version), saved(learner)) for version in (versions, versions + 1)]
     other = trained(build_learner(config, replace(start, trained=False, seed=99)), 1)
@@ -192,10 +192,10 @@ def test_what_was_restored_takes_the_same_next_step(
 
 
 @pytest.mark.parametrize("versions", [0, 2])
-def test_one_that_began_without_weights_takes_the_same_next_step(
+def test_blank_learner_takes_the_same_next_step(
     learner: Learner, config: TrainConfig, start: LearnerStart, versions: int
 ) -> None:
-    """As after a restart, where `load` comes before anything else."""
+    """This is the case after a restart, where `load` comes first."""
     before = saved(trained(learner, versions))
     likely, metrics, after = learner.logprobs(PROBE), learner.step(batch(7), versions), saved(learner)
     other = build_learner(config, replace(start, trained=False, blank=True, seed=99))
@@ -206,8 +206,8 @@ def test_one_that_began_without_weights_takes_the_same_next_step(
     assert saved(other) == after
 
 
-def test_it_can_go_back_to_where_it_was(learner: Learner) -> None:
-    """As it does when a batch is voided while it is trained on."""
+def test_learner_can_go_back_to_an_earlier_state(learner: Learner) -> None:
+    """It does so if a batch is voided while the learner trains on it."""
     before = saved(trained(learner, 1))
     learner.step(batch(1), 1)
     once = saved(learner)
@@ -218,8 +218,8 @@ def test_it_can_go_back_to_where_it_was(learner: Learner) -> None:
 
 
 @pytest.mark.parametrize("versions", [1, 2])
-def test_a_step_changes_nothing_that_is_stored_until_it_has_settled(learner: Learner, versions: int) -> None:
-    """So a version can be stored while the next one is computed. Where that fails, the learner stays as it is."""
+def test_stored_tensors_do_not_change_before_settle(learner: Learner, versions: int) -> None:
+    """So a version can be stored while the next one is computed. If storing fails, the learner stays unchanged."""
     before = saved(trained(learner, versions))
     given, seen = (learner.weights(), learner.state()), list[tuple[Files, Files]]()
 
@@ -238,7 +238,7 @@ def test_a_step_changes_nothing_that_is_stored_until_it_has_settled(learner: Lea
     assert saved(learner) != before
 
 
-def test_another_batch_gives_other_weights(learner: Learner) -> None:
+def test_other_batch_gives_other_weights(learner: Learner) -> None:
     before = saved(learner)
     learner.step(batch(0), 0)
     one = saved(learner)
@@ -247,25 +247,25 @@ def test_another_batch_gives_other_weights(learner: Learner) -> None:
     assert saved(learner) != one
 
 
-def test_to_look_at_it_changes_nothing(learner: Learner) -> None:
+def test_reading_changes_nothing(learner: Learner) -> None:
     before = saved(trained(learner, 1))
     assert learner.logprobs(PROBE) == learner.logprobs(PROBE)
     assert learner.broken() is None
     assert saved(learner) == before
 
 
-def test_the_same_start_gives_the_same_untrained_policy(config: TrainConfig, start: LearnerStart) -> None:
+def test_same_start_gives_the_same_untrained_policy(config: TrainConfig, start: LearnerStart) -> None:
     fresh = replace(start, trained=False)
     first, again, other = (build_learner(config, s) for s in (fresh, fresh, replace(fresh, seed=3)))
     assert saved(first) == saved(again)
     assert saved(first)[0] != saved(other)[0]
 
 
-# --- what is stored -----------------------------------------------------------------------------------------
+# --- stored files ------------------------------------------------------------------------------------------
 
 
 def test_weights_are_a_hugging_face_folder(learner: Learner, start: LearnerStart, tmp_path: Path) -> None:
-    """transformers reads them to the same log-probs, with the output head that is tied and not stored."""
+    """transformers reads them to the same log-probs, with a tied output head that is not stored."""
     trained(learner, 1)
     make_policy(tmp_path)
     for name, data in joined(learner.weights()).items():
@@ -280,28 +280,28 @@ def test_weights_are_a_hugging_face_folder(learner: Learner, start: LearnerStart
     assert len(stored) == len(set(stored))
 
 
-def test_weights_and_state_are_told_apart_by_their_names(learner: Learner) -> None:
+def test_weights_and_state_differ_by_name(learner: Learner) -> None:
     trained(learner, 1)
     assert all(name.startswith(WEIGHTS) for name in learner.weights())
     assert not any(name.startswith(WEIGHTS) for name in learner.state())
-    assert len(learner.weights()) > 2  # in shards of the size that was asked for
+    assert len(learner.weights()) > 2  # several files of the configured size
 
 
-def test_its_model_is_what_it_stores(learner: Learner) -> None:
-    """A cold start trains it in place."""
+def test_stored_weights_are_those_of_the_model(learner: Learner) -> None:
+    """A cold start trains the model in place."""
     before = saved(learner)[0]
     with torch.no_grad():
         next(iter(learner.model.parameters())).add_(1.0)
     assert saved(learner)[0] != before
 
 
-def test_a_step_says_finite_figures(learner: Learner) -> None:
+def test_step_returns_finite_metrics(learner: Learner) -> None:
     metrics = learner.step(batch(0), 0)
     assert metrics
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_log_probs_are_those_of_each_token_after_the_first(learner: Learner) -> None:
+def test_logprobs_has_one_value_for_each_later_token(learner: Learner) -> None:
     found = learner.logprobs(PROBE)
     assert len(found) == len(PROBE) - 1
     assert all(logprob < 0 for logprob in found)
@@ -309,7 +309,7 @@ def test_log_probs_are_those_of_each_token_after_the_first(learner: Learner) -> 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("part", [0, 1], ids=["weights", "state"])
-def test_a_broken_tensor_is_named(learner: Learner, part: int, value: float) -> None:
+def test_nonfinite_tensor_is_named(learner: Learner, part: int, value: float) -> None:
     names: list[str] = []
 
     def spoil(tensors: dict[str, Tensor]) -> None:
@@ -322,7 +322,7 @@ def test_a_broken_tensor_is_named(learner: Learner, part: int, value: float) -> 
     assert learner.broken() in names
 
 
-# --- what is refused ----------------------------------------------------------------------------------------
+# --- refused files -----------------------------------------------------------------------------------------
 
 
 def drop(tensors: dict[str, Tensor]) -> None:
@@ -345,7 +345,7 @@ def retype(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("change", [drop, add, reshape, retype])
 @pytest.mark.parametrize("part", [0, 1], ids=["weights", "state"])
-def test_tensors_of_another_model_are_refused_and_change_nothing(learner: Learner, part: int, change: Change) -> None:
+def test_tensors_of_another_model_are_refused(learner: Learner, part: int, change: Change) -> None:
     files = list(saved(trained(learner, 1)))
     learner.step(batch(1), 1)
     before = saved(learner)
@@ -356,9 +356,7 @@ def test_tensors_of_another_model_are_refused_and_change_nothing(learner: Learne
 
 @pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[::-1]])
 @pytest.mark.parametrize("part", [0, 1], ids=["weights", "state"])
-def test_files_that_are_none_are_refused_and_change_nothing(
-    learner: Learner, part: int, damage: Callable[[bytes], bytes]
-) -> None:
+def test_damaged_files_are_refused(learner: Learner, part: int, damage: Callable[[bytes], bytes]) -> None:
     files = list(saved(trained(learner, 1)))
     learner.step(batch(1), 1)
     before = saved(learner)
@@ -369,7 +367,7 @@ def test_files_that_are_none_are_refused_and_change_nothing(
 
 
 @pytest.mark.parametrize("swap", [lambda w, s: (w, {}), lambda w, s: ({}, s), lambda w, s: (s, w)])
-def test_so_is_a_half_of_it_or_the_one_for_the_other(
+def test_missing_or_swapped_weights_or_state_are_refused(
     learner: Learner, swap: Callable[[Files, Files], tuple[Files, Files]]
 ) -> None:
     before = saved(trained(learner, 1))
@@ -377,8 +375,8 @@ def test_so_is_a_half_of_it_or_the_one_for_the_other(
     assert saved(learner) == before
 
 
-def test_so_is_a_state_without_one_of_its_parts(learner: Learner) -> None:
-    """As another config would have stored it: its critic would begin anew, and nobody would know."""
+def test_state_without_one_of_its_files_is_refused(learner: Learner) -> None:
+    """Another config might have stored it; without the check, its critic would silently start again."""
     weights, state = before = saved(trained(learner, 1))
     for part in {name.partition(".")[0].partition("-")[0] for name in state}:
         assert_refused(learner, weights, {name: data for name, data in state.items() if not name.startswith(part)})
@@ -386,7 +384,7 @@ def test_so_is_a_state_without_one_of_its_parts(learner: Learner) -> None:
 
 
 def assert_refused(learner: Learner, weights: Files, state: Files) -> None:
-    """`Corrupt`, with one sentence."""
+    """Check that `load` raises `Corrupt` with one sentence."""
     with pytest.raises(Corrupt) as caught:
         learner.load(weights, state)
     assert len(str(caught.value).splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Each preset at the ends of what it may be given: log-probs that have nothing in common, one token, none, bfloat16."""
+"""Each preset with extreme inputs: log-probs that are far apart, one token, no token, bfloat16."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rollflow.tasks.objectives.base import MaskedTokens
 from rollflow.tasks.objectives.config import PartsObjective
 from rollflow.tasks.objectives.presets import PRESETS
 
-FAR = (-1e-9, -1.0, -700.0, -1e4)  # nats; e^700 is the largest that float64 has
+FAR = (-1e-9, -1.0, -700.0, -1e4)  # nats; float64 overflows just above e^700
 
 
 def given(logp: list[float], old: list[float], advantage: float, dtype: torch.dtype) -> MaskedTokens:
-    """Tokens of rows of two, the last one alone in its row where their number is odd."""
+    """Return tokens in rows of two; with an odd number, the last token is alone in its row."""
 
     def tensor(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=dtype)
@@ -36,7 +36,7 @@ def given(logp: list[float], old: list[float], advantage: float, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", PRESETS)
-def test_nothing_overflows_where_policies_are_as_far_apart_as_can_be(name: str, dtype: torch.dtype) -> None:
+def test_far_apart_policies_do_not_overflow(name: str, dtype: torch.dtype) -> None:
     objective = build_objective(PartsObjective(kind=name))
     for logp, old, advantage in itertools.product(FAR, FAR, (1e6, -1e6)):
         tokens = given([logp, logp, -1.0], [old, old, -1.0], advantage, dtype)
@@ -47,7 +47,7 @@ def test_nothing_overflows_where_policies_are_as_far_apart_as_can_be(name: str, 
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_micro_batch_may_have_no_tokens(name: str) -> None:
+def test_micro_batch_may_have_no_tokens(name: str) -> None:
     objective = build_objective(PartsObjective(kind=name))
     tokens = given([], [], 1.0, torch.float64)
     found = objective.loss(tokens)
@@ -58,8 +58,8 @@ def test_a_micro_batch_may_have_no_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_row_of_one_token_is_the_same_at_every_level(name: str) -> None:
-    """Sum, mean and token are one then; a weight by the response is one by the token."""
+def test_row_of_one_token_is_the_same_at_every_level(name: str) -> None:
+    """Sum, mean and token are the same then."""
     part = PartsObjective(kind=name)
     tokens = given([-0.5], [-0.7], -1.0, torch.float64)
     losses = {
@@ -72,7 +72,7 @@ def test_a_row_of_one_token_is_the_same_at_every_level(name: str) -> None:
 
 
 def test_m2po_may_mask_every_token() -> None:
-    """By hand: squares of 0.09 and 0.25 are both above 0.04, so that no token counts and nothing has a slope."""
+    """By hand: squares of 0.09 and 0.25 are both above 0.04, so no token counts and all gradients are zero."""
     objective = build_objective(PartsObjective(kind="m2po"))
     proximal, behaviour = torch.tensor([-1.0, -1.0]), torch.tensor([-1.3, -0.5])
     kept = objective.keep(proximal, behaviour)
@@ -83,4 +83,4 @@ def test_m2po_may_mask_every_token() -> None:
     assert found.loss_M.tolist() == slope_M.tolist() == [0.0, 0.0]
     assert found.corrected_M is not None
     assert found.corrected_M.tolist() == [True, True]
-    assert objective.keep(proximal, torch.tensor([-1.1, -0.5])).tolist() == [True, False]  # 0.01 is not above
+    assert objective.keep(proximal, torch.tensor([-1.1, -0.5])).tolist() == [True, False]  # 0.01 is below 0.04

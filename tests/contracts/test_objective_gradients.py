@@ -1,7 +1,7 @@
-"""Gradients by the closed forms that papers print, and what the page on objectives says of each preset.
+"""Gradients against the closed forms in papers, and the completeness of the docs page on objectives.
 
-`oracles.py` writes losses and differentiates them; here are the gradients themselves, worked out on paper. G is the
-gradient of the loss by log pi of a token, n the tokens of its row, N those of all rows, R the rows that have tokens.
+`oracles.py` defines losses and differentiates them; the gradients here were derived on paper. G is the gradient of the
+loss with respect to log pi of a token, n the tokens of its row, N the tokens of all rows, R the rows that have tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def centred(rows: Rows, row: Row) -> float:
 
 
 def normalised(rows: Rows, row: Row) -> float:
-    """By the identity of variances: that of n is (the sum of squares less n mean^2) / (n - 1)."""
+    """Return GRPO's advantage; the variance is (the sum of squares - n mean^2) / (n - 1)."""
     group = group_of(rows, row)
     mean, count = sum(group) / len(group), len(group)
     variance = max(sum(r * r for r in group) - count * mean * mean, 0.0) / max(count - 1, 1)
@@ -38,7 +38,7 @@ def normalised(rows: Rows, row: Row) -> float:
 
 
 def moved(row: Row) -> float:
-    """log pi/mu of the response."""
+    """Return log pi/mu of the response."""
     return math.fsum(p.value for p in row.pi) - math.fsum(row.mu)
 
 
@@ -51,12 +51,12 @@ def with_tokens(rows: Rows) -> int:
 
 
 def rises(ratio: float, advantage: float, low: float, high: float) -> bool:
-    """Whether PPO's minimum still is the ratio's side: it has a gradient."""
+    """Return True if PPO's minimum takes the unclipped side, which has a gradient."""
     return ratio < 1 + high if advantage > 0 else ratio > 1 - low
 
 
 def gspo(rows: Rows, row: Row, _: int) -> float:
-    """G = -s A / (n R), s = (pi/mu of the response)^(1/n): every token has the same (Zheng et al. 2025, section 4)."""
+    """G = -s A / (n R), s = (pi/mu of the response)^(1/n), the same for every token (Zheng et al. 2025, section 4)."""
     s, a = math.exp(moved(row) / len(row.pi)), normalised(rows, row)
     return -s * a / len(row.pi) / with_tokens(rows) if rises(s, a, 3e-4, 4e-4) else 0.0
 
@@ -120,7 +120,7 @@ FORMS: Mapping[str, Callable[[Rows, Row, int], float]] = {
 
 @pytest.mark.parametrize("staleness", [0.1, 0.5, 2.0])
 @pytest.mark.parametrize("name", FORMS)
-def test_a_gradient_is_its_closed_form(name: str, staleness: float) -> None:
+def test_gradient_equals_its_closed_form(name: str, staleness: float) -> None:
     rows = drawn(11, staleness)
     expected = [FORMS[name](rows, row, t) for row in rows for t in range(len(row.pi))]
     _, found = composed(PartsObjective(kind=name), rows)
@@ -129,14 +129,14 @@ def test_a_gradient_is_its_closed_form(name: str, staleness: float) -> None:
 
 
 def cells(heading: str) -> dict[str, str]:
-    """The first table below a heading: of each preset, the cell beside it."""
+    """Return the second column of the first table below a heading, by preset."""
     blocks = PAGE.read_text().split(f"## {heading}\n")[1].split("\n\n")
     table = next(block.strip() for block in blocks if block.strip().startswith("|"))
     rows = [[cell.strip(" `") for cell in line.split("|")] for line in table.splitlines()]
     return {name: beside for _, name, beside, *_ in rows if name in PRESETS}
 
 
-def test_the_page_has_a_formula_and_a_measured_bias_of_each_preset() -> None:
+def test_docs_have_formula_and_bias_of_each_preset() -> None:
     formulas, biases = cells("Presets"), cells("Bias on stale samples")
     assert formulas.keys() == biases.keys() == PRESETS.keys()
     assert not any(formula.count(" / ") == 2 for formula in formulas.values())

@@ -1,4 +1,4 @@
-"""What every objective guarantees, on each kind. A new preset is one function in `tests/support/oracles.py`."""
+"""The guarantees of every objective, tested on each kind. A new preset needs a function in `support/oracles.py`."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ F64 = torch.float64
 
 @dataclass(frozen=True)
 class Case:
-    """An objective, and the loss of a whole batch by its formula."""
+    """An objective, and a function that returns the loss of a whole batch by its formula."""
 
     config: ObjectiveConfig
     oracle: Callable[[Rows], Dual]
 
 
 def truncated_reinforce(rows: Rows) -> Dual:
-    """That of docs/own_parts, with GRPO's advantages."""
+    """Return the loss of the example in docs/own_parts, with GRPO's advantages."""
 
     def loss(pi: Dual, mu: float, _: float, a: float) -> Dual:
         return -(min(math.exp(pi.value - mu), 3.0) * a * pi)
@@ -58,7 +58,7 @@ def truncated_reinforce(rows: Rows) -> Dual:
 
 
 def kept(**parts: object) -> PartsObjective:
-    """As a run may have kept it: no new one has k1 in the loss."""
+    """Build an objective as an older run may have recorded it: a new run may not have k1 in the loss."""
     return PartsObjective.model_validate(dict(PartsObjective()) | parts)
 
 
@@ -98,7 +98,7 @@ def objective(case: Case) -> Objective:
 
 
 def tokens(count: int = 200, spread: float = 0.5, dtype: torch.dtype = F64) -> MaskedTokens:
-    """Tokens of rows of five, with advantages of both signs and some of zero."""
+    """Return tokens in rows of five, with advantages of both signs and some of zero."""
     draw = torch.Generator().manual_seed(0)
 
     def normal() -> Tensor:
@@ -124,7 +124,7 @@ def gradient(found: TokenLoss, given: MaskedTokens) -> Tensor:
 
 
 def picked(given: MaskedTokens, where_M: Tensor) -> MaskedTokens:
-    """Some of the tokens, in another order."""
+    """Return some of the tokens, in another order."""
     whole = {field.name: getattr(given, field.name) for field in fields(given)}
     columns = {name: value[where_M].detach() for name, value in whole.items() if value is not None}
     leaves = {name: columns[name].requires_grad_() for name in ("logp_M", "entropy_M")}
@@ -147,12 +147,12 @@ def test_there_is_a_case_for_every_kind() -> None:
         ({"penalties": {"kl_weight": 0.1, "kl_to": "reference", "kl_in": "reward"}}, False),
     ],
 )
-def test_rows_of_advantage_zero_are_run_only_where_they_pay(parts: dict[str, object], every: bool) -> None:
+def test_rows_of_advantage_zero_run_only_with_a_penalty(parts: dict[str, object], every: bool) -> None:
     assert build_objective(PartsObjective.model_validate(parts)).every_row is every
 
 
 def drawn(seed: int, staleness: float) -> list[Row]:
-    """A ragged batch: groups of one to five rows, some without tokens; log-ratios of about `staleness` nats."""
+    """Draw a ragged batch: groups of one to five rows, some without tokens; log-ratios of about `staleness` nats."""
     draw = random.Random(seed)
 
     def row(group: int) -> Row:
@@ -169,7 +169,7 @@ def drawn(seed: int, staleness: float) -> list[Row]:
 
 
 def composed(config: ObjectiveConfig, rows: list[Row]) -> tuple[float, list[float]]:
-    """Loss and gradient of the batch by the code, put together as a learner does."""
+    """Compute a batch's loss and gradient with the product's code, combined as a learner does it."""
     objective, counts_R = build_objective(config), torch.tensor([len(row.pi) for row in rows])
     row_M = torch.arange(len(rows)).repeat_interleave(counts_R)
 
@@ -195,7 +195,7 @@ def composed(config: ObjectiveConfig, rows: list[Row]) -> tuple[float, list[floa
 
 
 def data_of(rows: list[Row]) -> PackedRows:
-    """The rows as a learner opens them, with rewards in float64."""
+    """Return the rows as a learner reads them, with rewards in float64."""
     counts = [len(row.pi) for row in rows]
     starts, empty = np.concatenate([[0], np.cumsum(counts)]), np.zeros(0)
     groups, rewards = np.array([row.group for row in rows]), np.array([row.reward for row in rows])
@@ -204,25 +204,25 @@ def data_of(rows: list[Row]) -> PackedRows:
 
 @pytest.mark.parametrize("staleness", [0.0, 0.1, 1.0, 4.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_loss_and_gradient_of_a_batch_are_those_of_the_formula(case: Case, staleness: float, seed: int) -> None:
+def test_loss_and_gradient_equal_the_formula(case: Case, staleness: float, seed: int) -> None:
     rows = drawn(seed, staleness)
     loss, slopes = composed(case.config, rows)
     assert loss == pytest.approx(case.oracle(rows).value, rel=1e-10, abs=1e-10)
     expected = [slope for row in oracles.gradient(case.oracle, rows) for slope in row]
     assert slopes == pytest.approx(expected, rel=1e-10, abs=1e-10)
-    assert any(slopes) or case.config.kind in ("geometric-mask", "m2po")  # which may leave nothing of stale rows
+    assert any(slopes) or case.config.kind in ("geometric-mask", "m2po")  # these may mask all stale rows
 
 
-def test_only_an_objective_that_looks_at_rows_changes_where_they_are_cut(objective: Objective) -> None:
-    """`by_token` says which: too many would be run in parts that are wrong, too few in parts that cost more."""
+def test_by_token_tells_if_rows_may_be_split(objective: Objective) -> None:
+    """A wrong True would run rows in wrong parts; a wrong False would run parts that cost more."""
     given, some_M = tokens(), torch.arange(200) % 5 < 2
     whole, cut = objective.loss(given), objective.loss(picked(given, some_M))
     same = torch.equal(whole.loss_M[some_M], cut.loss_M) and torch.equal(whole.clipped_M[some_M], cut.clipped_M)
     assert same is objective.by_token
 
 
-def test_every_level_of_a_part_counts() -> None:
-    """Each alone makes an objective look at rows."""
+def test_any_row_level_makes_an_objective_need_rows() -> None:
+    """Each of these parts alone makes an objective need whole rows."""
     assert build_objective(PartsObjective()).by_token
     for parts in (
         {"ratio": {"level": "sequence"}, "aggregation": "sequence-mean"},
@@ -232,15 +232,15 @@ def test_every_level_of_a_part_counts() -> None:
         assert not build_objective(PartsObjective.model_validate(parts)).by_token
 
 
-def test_a_good_answer_becomes_likelier_and_a_bad_one_less(objective: Objective) -> None:
+def test_good_answers_become_likelier_and_bad_ones_less(objective: Objective) -> None:
     given = tokens()
     found_M = gradient(objective.loss(given), given)
-    if not objective.every_row:  # a penalty pulls the other way
+    if not objective.every_row:  # a penalty may pull in the other direction
         assert bool((found_M * given.advantage_M <= 0).all())
     assert bool((found_M[given.advantage_M != 0] != 0).any())
 
 
-def test_a_row_of_advantage_zero_has_no_gradient_unless_it_is_asked_for(objective: Objective) -> None:
+def test_row_of_advantage_zero_has_no_gradient(objective: Objective) -> None:
     given = tokens()
     zero_M = given.advantage_M == 0
     assert bool(zero_M.any())
@@ -248,7 +248,7 @@ def test_a_row_of_advantage_zero_has_no_gradient_unless_it_is_asked_for(objectiv
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_it_is_finite_where_two_policies_have_nothing_in_common(objective: Objective, dtype: torch.dtype) -> None:
+def test_loss_is_finite_for_policies_far_apart(objective: Objective, dtype: torch.dtype) -> None:
     given = tokens(spread=20.0, dtype=dtype)
     found = objective.loss(given)
     assert found.loss_M.dtype == dtype
@@ -258,8 +258,8 @@ def test_it_is_finite_where_two_policies_have_nothing_in_common(objective: Objec
     assert bool(gradient(found, given).isfinite().all())
 
 
-def test_the_order_of_rows_and_who_else_is_there_changes_nothing(objective: Objective) -> None:
-    """Rows stay whole, as they do when a batch is split into micro-batches."""
+def test_rows_do_not_depend_on_each_other(objective: Objective) -> None:
+    """Rows stay whole, as in a batch that is split into micro-batches."""
     given = tokens()
     whole = objective.loss(given)
     whole_M = gradient(whole, given)
@@ -273,19 +273,19 @@ def test_the_order_of_rows_and_who_else_is_there_changes_nothing(objective: Obje
         assert torch.equal(gradient(found, part), whole_M[where_M])
 
 
-def test_it_does_without_a_proximal_policy_where_it_does_not_ask_for_one(objective: Objective) -> None:
+def test_proximal_policy_is_optional_if_not_used(objective: Objective) -> None:
     given = tokens()
     if not objective.uses_proximal:
         assert torch.equal(objective.loss(replace(given, proximal_M=None)).loss_M, objective.loss(given).loss_M)
 
 
-# --- one by one, by hand ------------------------------------------------------------------------------------
+# --- cases by hand -------------------------------------------------------------------------------------------
 
 
 def tokens_of(
     logp: list[float], behaviour: list[float], advantage: float, proximal: list[float] | None = None
 ) -> MaskedTokens:
-    """Tokens of given probabilities."""
+    """Return tokens with the given probabilities."""
 
     def logs(values: list[float]) -> Tensor:
         return torch.tensor([math.log(value) for value in values], dtype=F64)
@@ -299,10 +299,10 @@ def tokens_of(
     ("ratio", "advantage", "loss", "slope", "clipped"),
     [
         (1.1, 2.0, -2.2, -2.2, False),  # inside: -(r A), and d(r A)/dlogp = r A
-        (1.5, 2.0, -2.56, 0.0, True),  # above 1 + 0.28 with A > 0: held at 1.28 A
-        (0.5, 2.0, -1.0, -1.0, False),  # below with A > 0: not held (min takes r A)
-        (0.5, -2.0, 1.6, 0.0, True),  # below 1 - 0.2 with A < 0: held at 0.8 A
-        (1.5, -2.0, 3.0, 3.0, False),  # above with A < 0: not held
+        (1.5, 2.0, -2.56, 0.0, True),  # above 1 + 0.28 with A > 0: clipped to 1.28 A
+        (0.5, 2.0, -1.0, -1.0, False),  # below with A > 0: not clipped (min takes r A)
+        (0.5, -2.0, 1.6, 0.0, True),  # below 1 - 0.2 with A < 0: clipped to 0.8 A
+        (1.5, -2.0, 3.0, 3.0, False),  # above with A < 0: not clipped
     ],
 )
 def test_grpo_by_hand(ratio: float, advantage: float, loss: float, slope: float, clipped: bool) -> None:
@@ -317,13 +317,13 @@ def test_grpo_by_hand(ratio: float, advantage: float, loss: float, slope: float,
 # pi_p = (0.3, 0.25): pi/pi_p = (1.2, 0.8), pi_p/mu = (1, 0.5). log pi = (-1.0217, -1.6094).
 LOGS = math.log(0.36), math.log(0.2)
 BY_HAND: dict[str, tuple[float, list[float]]] = {
-    "ppo": (2.0, [-2.4, -0.8]),  # r A, both within, or held only from above
-    "grpo": (-2.0, [2.4, 1.6]),  # the second is held at 0.8
+    "ppo": (2.0, [-2.4, -0.8]),  # r A, both within the clip, or clipped only from above
+    "grpo": (-2.0, [2.4, 1.6]),  # the second is clipped to 0.8
     "dr-grpo": (1.0, [-1.2, -0.4]),
     "dapo": (2.0, [-2.4, -0.8]),
     "gspo": (2.0, [-2 * math.sqrt(0.48)] * 2),  # exp(mean) = sqrt(0.48) = 0.693 for both
     "decoupled-ppo": (2.0, [-2.4, -0.8]),  # 1 x 1.2 x 2; 0.5 x 0.8 x 2
-    "tis": (2.0, [-2.4 * LOGS[0], -0.8 * LOGS[1]]),  # neither is above 2
+    "tis": (2.0, [-2.4 * LOGS[0], -0.8 * LOGS[1]]),  # neither ratio is above 2
     "mis": (2.0, [-2.4 * LOGS[0], 0.0]),  # 0.4 is below 0.5
     "geometric-mask": (2.0, [0.0, 0.0]),  # 0.693 is below 0.99
     "cispo": (2.0, [-2.4 * LOGS[0], -0.8 * LOGS[1]]),  # 0.4 is not raised: there is no lower bound
@@ -341,12 +341,12 @@ BY_HAND: dict[str, tuple[float, list[float]]] = {
 }
 
 
-def test_each_preset_has_a_case_by_hand() -> None:
+def test_every_preset_has_a_case_by_hand() -> None:
     assert BY_HAND.keys() == PRESETS.keys()
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_a_preset_by_hand(name: str) -> None:
+def test_preset_by_hand(name: str) -> None:
     advantage, losses = BY_HAND[name]
     objective = build_objective(PartsObjective(kind=name))  # type: ignore[arg-type]
     given = tokens_of([0.36, 0.2], [0.3, 0.5], advantage, proximal=[0.3, 0.25])
@@ -359,7 +359,7 @@ def test_decoupled_ppo_by_hand() -> None:
     """pi = 0.36, pi_p = 0.3, mu = 0.2: q = 1.2, weight 1.5; with A = 2 the loss is -1.5 x 1.2 x 2 = -3.6."""
     given = tokens_of([0.36, 0.36, 0.36], [0.2, 0.2, 0.01], 2.0, proximal=[0.3, 0.2, 0.3])
     found = build_objective(PartsObjective(kind="decoupled-ppo")).loss(given)
-    # second: q = 1.8 is held at 1.28, weight 1; third: weight 30 is capped at 5
+    # second: q = 1.8 is clipped to 1.28, weight 1; third: weight 30 is capped at 5
     assert found.loss_M.tolist() == pytest.approx([-3.6, -2.56, -12.0], abs=1e-12)
     assert found.clipped_M.tolist() == [False, True, False]
     assert found.corrected_M is not None
@@ -374,10 +374,10 @@ def test_decoupled_ppo_by_hand() -> None:
         ({"penalties": {"kl": "k1", "kl_weight": 0.5}}, [0.5 * math.log(1.2), 0.5 * math.log(0.4)]),
         ({"penalties": {"kl": "k2", "kl_weight": 0.5}}, [0.25 * math.log(1.2) ** 2, 0.25 * math.log(0.4) ** 2]),
         ({"penalties": {"kl": "k3", "kl_weight": 1.0}}, [1 / 1.2 - 1 + math.log(1.2), 2.5 - 1 + math.log(0.4)]),
-        ({"penalties": {"entropy_weight": 0.1}}, [-0.05, -0.2]),  # of entropies 0.5 and 2
+        ({"penalties": {"entropy_weight": 0.1}}, [-0.05, -0.2]),  # entropies are 0.5 and 2
     ],
 )
-def test_a_penalty_by_hand(part: dict[str, object], losses: list[float]) -> None:
+def test_penalty_by_hand(part: dict[str, object], losses: list[float]) -> None:
     objective = build_objective(kept(**part))
     entropy_M = torch.tensor([0.5, 2.0], dtype=F64)
     given = replace(tokens_of([0.36, 0.2], [0.3, 0.5], 2.0), entropy_M=entropy_M)
@@ -390,26 +390,26 @@ def test_a_penalty_by_hand(part: dict[str, object], losses: list[float]) -> None
 @pytest.mark.parametrize(
     ("part", "weights"),
     [
-        # of a REINFORCE with A = 1, so losses are -weight log pi; r = (1.2, 0.4)
+        # REINFORCE with A = 1, so losses are -weight log pi; r = (1.2, 0.4)
         ({"outside": "clamp", "low": 0.5, "high": 1.1}, [1.1, 0.5]),
         ({"outside": "clamp", "level": "sequence"}, [0.48, 0.48]),
         ({"outside": "clamp", "level": "geometric", "low": 0.7}, [0.7, 0.7]),
         ({"outside": "mask", "high": 1.1}, [0.0, 0.4]),
         ({"outside": "mask", "high": 1.1, "weigh": False}, [0.0, 1.0]),
-        ({"outside": "mask", "low": 0.4, "high": 1.2}, [1.2, 0.4]),  # a bound is within
+        ({"outside": "mask", "low": 0.4, "high": 1.2}, [1.2, 0.4]),  # bounds belong to the range
         ({"outside": "mask", "low": 0.6, "judge": "geometric"}, [1.2, 0.4]),
         ({"outside": "mask", "low": 0.7, "judge": "geometric"}, [0.0, 0.0]),
         ({"outside": "mask", "low": 0.5, "judge": "sequence", "weigh": False}, [0.0, 0.0]),
     ],
 )
-def test_a_correction_by_hand(part: dict[str, object], weights: list[float]) -> None:
+def test_correction_by_hand(part: dict[str, object], weights: list[float]) -> None:
     objective = build_objective(PartsObjective.model_validate({"kind": "reinforce", "correction": part}))
     found = objective.loss(tokens_of([0.36, 0.2], [0.3, 0.5], 1.0)).loss_M
     assert found.tolist() == pytest.approx([-weights[0] * LOGS[0], -weights[1] * LOGS[1]], abs=1e-12)
 
 
-def test_a_second_moment_keeps_the_most_tokens_it_can() -> None:
-    """Squares 0.01, 0.04, 0.09, 0.16: means of the first 0.01, 0.025, 0.0467, 0.075."""
+def test_second_moment_keeps_the_most_tokens_it_can() -> None:
+    """Squares 0.01, 0.04, 0.09, 0.16: means of the first one to four are 0.01, 0.025, 0.0467, 0.075."""
     objective = build_objective(PartsObjective(kind="m2po"))
     changes = torch.tensor([-0.3, 0.1, 0.4, -0.2], dtype=F64)
     assert objective.keep(changes, torch.zeros(4, dtype=F64)).tolist() == [False, True, False, True]
@@ -424,14 +424,14 @@ def test_a_second_moment_keeps_the_most_tokens_it_can() -> None:
         ("tis", 1.0, [False, False, True]),  # ratios 1.2, 0.4, 3; above 2
         ("cispo", 1.0, [False, False, True]),  # above 1.28
         ("reinforce", 1.0, [False, False, False]),
-        ("topr", 1.0, [False, False, False]),  # good answers have no weight
+        ("topr", 1.0, [False, False, False]),  # good answers have weight 1
         ("topr", -1.0, [True, True, True]),  # 1.2 x 0.4 x 3 is above 1
         ("dppo", 1.0, [False, False, True]),  # pi - mu = 0.06, -0.3, 0.6
         ("dppo", -1.0, [False, True, False]),
         ("kimi", 1.0, [False, False, False]),
     ],
 )
-def test_what_was_held_back_is_told(name: str, advantage: float, clipped: list[bool]) -> None:
+def test_clipped_tokens_are_reported(name: str, advantage: float, clipped: list[bool]) -> None:
     given = tokens_of([0.36, 0.2, 0.9], [0.3, 0.5, 0.3], advantage)
     found = build_objective(PartsObjective(kind=name)).loss(given)  # type: ignore[arg-type]
     assert found.clipped_M.tolist() == clipped
@@ -446,7 +446,7 @@ def test_what_was_held_back_is_told(name: str, advantage: float, clipped: list[b
         ("decoupled-ppo", [False, False, True]),  # pi_p/mu = 1, 0.5, 6; above 5
     ],
 )
-def test_what_was_corrected_is_told(name: str, corrected: list[bool]) -> None:
+def test_corrected_tokens_are_reported(name: str, corrected: list[bool]) -> None:
     given = tokens_of([0.36, 0.2, 0.45], [0.3, 0.5, 0.15], 1.0, proximal=[0.3, 0.25, 0.9])
     found = build_objective(PartsObjective(kind=name)).loss(given)  # type: ignore[arg-type]
     assert found.corrected_M is not None
@@ -454,8 +454,8 @@ def test_what_was_corrected_is_told(name: str, corrected: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_a_log_ratio_is_bounded(level: Level) -> None:
-    """At e^20, and there it has no gradient."""
+def test_log_ratio_is_clipped(level: Level) -> None:
+    """Log-ratios are clipped to 20 nats, and have no gradient beyond."""
     new = torch.tensor([50.0, 30.0, -90.0], dtype=F64, requires_grad=True)
     found = log_ratio(new, torch.zeros(3, dtype=F64), torch.tensor([0, 0, 1]), level)
     assert found.tolist() == [20.0, 20.0, -20.0]
@@ -472,31 +472,31 @@ def test_decoupled_ppo_on_policy_is_grpo() -> None:
     torch.testing.assert_close(a.loss_M, b.loss_M)
 
 
-# --- of your own --------------------------------------------------------------------------------------------
+# --- user-defined -------------------------------------------------------------------------------------------
 
 
 class Mean(Objective):
-    """It gives one number for all tokens, which would be spread over each of them."""
+    """An objective that returns one number for all tokens, which torch would broadcast over them."""
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
         return TokenLoss(-(tokens.logp_M * tokens.advantage_M).mean(), torch.zeros_like(tokens.logp_M).bool())
 
 
-def test_a_loss_that_is_not_one_number_a_token_is_refused() -> None:
+def test_loss_without_one_number_a_token_is_refused() -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:Mean"))
     with pytest.raises(ConfigError, match=r"train\.objective\.path = .*the shapes \(\) and \(200,\), of 200 tokens"):
         objective.loss(tokens())
 
 
 class Silent(Objective):
-    """It keeps its loss to itself."""
+    """An objective that returns no TokenLoss."""
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
         return tokens.logp_M  # type: ignore[return-value]
 
 
 class Detached(Objective):
-    """There is nothing to learn from its loss."""
+    """An objective whose loss has no gradient."""
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
         return TokenLoss(-tokens.logp_M.detach() * tokens.advantage_M, torch.zeros_like(tokens.logp_M).bool())
@@ -505,13 +505,13 @@ class Detached(Objective):
 @pytest.mark.parametrize(
     ("name", "words"), [("Silent", "it gave a Tensor; give rollflow's TokenLoss"), ("Detached", "has no gradient")]
 )
-def test_a_loss_that_nothing_can_be_learnt_from_is_refused(name: str, words: str) -> None:
+def test_loss_of_wrong_type_or_without_gradient_is_refused(name: str, words: str) -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:{name}"))
     with pytest.raises(ConfigError, match=rf"train\.objective\.path = .*{words}"):
         objective.loss(tokens())
 
 
-def test_an_objective_that_takes_other_options_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objective_with_unknown_options_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     put_in_reach(monkeypatch, FOLDER)
     with pytest.raises(
         ConfigError, match=r"train\.objective\.options = \{'lid': 3\}: .* give it options that it takes"
@@ -520,30 +520,30 @@ def test_an_objective_that_takes_other_options_is_refused(monkeypatch: pytest.Mo
 
 
 class Cut(Detached):
-    """Its loss of a token is made of that token."""
+    """An objective whose loss of a token depends only on that token."""
 
     by_token = True
 
 
 class Looks(Cut):
-    """It says nothing of its own loss."""
+    """A subclass that does not say if its own loss is by token."""
 
 
-def test_that_a_loss_is_by_token_is_not_inherited() -> None:
-    """A loss that is written anew may look at whole rows."""
+def test_by_token_is_not_inherited() -> None:
+    """A subclass's new loss may need whole rows."""
     for name, expected in (("Detached", False), ("Cut", True), ("Looks", False)):
         assert build_objective(ImportObjective(path=f"{__name__}:{name}")).by_token is expected
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_a_token_of_advantage_zero_is_never_clipped(kind: PresetName) -> None:
-    """Its loss is what it was."""
+def test_token_of_advantage_zero_is_never_clipped(kind: PresetName) -> None:
+    """A clip would not change its loss."""
     given, objective = tokens(), build_objective(PartsObjective(kind=kind))
     assert not bool(objective.loss(given).clipped_M[given.advantage_M == 0].any())
 
 
 class Unsure(Mean):
-    """It looks at the whole batch, and says of it what is not to the point."""
+    """An objective that needs the whole batch, and returns a wrong type from `keep`."""
 
     uses_batch = True
 
@@ -551,7 +551,7 @@ class Unsure(Mean):
         return proximal_B - behaviour_B
 
 
-def test_what_an_objective_keeps_is_one_bool_a_token() -> None:
+def test_keep_must_return_one_bool_a_token() -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:Unsure"))
     assert objective.uses_batch
     with pytest.raises(ConfigError, match=r"train\.objective\.path = .*keep gave something else than one bool a token"):

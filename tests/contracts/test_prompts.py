@@ -1,4 +1,4 @@
-"""What every source of prompts guarantees, on each kind. A new one is one line in CASES."""
+"""The guarantees of every prompt source, tested on each kind. A new source is one line in CASES."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from rollflow.tasks.run.user_code import check_own_parts
 from tests.support.user_code import FOLDER, put_in_reach
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-HELD_OUT = 40  # of the 200 to 300 questions that each source has: a leak would show at once
+HELD_OUT = 40  # each source has 200 to 300 questions, so that a leak would show
 ASKED = 600
 
 
 def questions(folder: Path) -> JsonlPrompts:
-    """A file, some lines of which ask the same."""
+    """Write a file in which some lines ask the same question."""
     path = folder / "mine.jsonl"
     lines = [{"question": f"q{i % 250}", "answer": i % 250} for i in range(300)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -62,7 +62,7 @@ def encode(text: str, chat: bool, system: str | None) -> list[int]:
 
 
 def keys(questions: Iterable[Question]) -> set[str]:
-    """Their keys and normalised texts."""
+    """Return the questions' keys and normalised texts."""
     return {key for question in questions for key in (question.canonical_key, normalise(question.text))}
 
 
@@ -75,7 +75,7 @@ def test_there_is_a_case_for_every_kind(tmp_path: Path) -> None:
     assert {type(make(tmp_path)) for make in CASES.values()} == set(kinds)
 
 
-def test_the_same_seed_gives_the_same_prompts_in_any_order_of_asking(config: PromptConfig) -> None:
+def test_same_seed_gives_the_same_prompts_in_any_order(config: PromptConfig) -> None:
     first, second = opened(config), opened(config)
     forward = [first.prompt(i) for i in range(50)], [first.demonstration(i) for i in range(50)], first.held_out()
     held = second.held_out()
@@ -84,8 +84,8 @@ def test_the_same_seed_gives_the_same_prompts_in_any_order_of_asking(config: Pro
     assert forward[0] != [opened(config, seed=1).prompt(i) for i in range(50)]
 
 
-def test_another_process_asks_the_same(config: PromptConfig) -> None:
-    """It has another seed for the hashes of strings, so what leans on the order of a set differs there."""
+def test_another_process_gives_the_same_prompts(config: PromptConfig) -> None:
+    """It has another seed for string hashes, so a source that depends on the order of a set would differ."""
     asked = "rollflow.tasks.prompts.run_prompts import RunPrompts; from rollflow.tasks.prompts.jsonl import read_file"
     code = f"from {asked}; from rollflow.tasks.prompts.config import {type(config).__name__} as C; import sys; "
     code += f"made = RunPrompts([C.model_validate_json(sys.argv[1])], 0, {HELD_OUT}, None, 0, read_file)"
@@ -98,7 +98,7 @@ def test_another_process_asks_the_same(config: PromptConfig) -> None:
     assert told.stdout.strip() == opened(config).sha256(0)
 
 
-def test_held_out_prompts_are_never_trained_on_nor_demonstrated(config: PromptConfig) -> None:
+def test_held_out_prompts_are_not_trained_or_demonstrated(config: PromptConfig) -> None:
     made = opened(config)
     source = made.sources[0]
     held = source.held_out(HELD_OUT)
@@ -108,18 +108,18 @@ def test_held_out_prompts_are_never_trained_on_nor_demonstrated(config: PromptCo
         assert not keys(held) & keys(stream(i) for i in range(ASKED))
 
 
-def test_training_and_demonstrations_are_two_streams(config: PromptConfig) -> None:
+def test_training_and_demonstrations_are_separate_streams(config: PromptConfig) -> None:
     made = opened(config)
     assert [made.prompt(i).text for i in range(50)] != [made.demonstration(i)[0].text for i in range(50)]
 
 
-def test_fewer_are_the_first_of_those_that_are_held_out(config: PromptConfig) -> None:
+def test_smaller_held_out_set_is_a_prefix_of_a_larger(config: PromptConfig) -> None:
     source = opened(config).sources[0]
     assert source.held_out(7) == source.held_out(HELD_OUT)[:7]
     assert len({question.text for question in source.held_out(10_000)}) == len(source.held_out(10_000))
 
 
-def test_a_question_has_an_answer_and_a_reference_for_another_process(config: PromptConfig) -> None:
+def test_question_has_an_answer_and_a_json_reference(config: PromptConfig) -> None:
     source = opened(config).sources[0]
     for question in [source.training(3), source.demonstration(3), *source.held_out(3)]:
         assert question.text.strip()
@@ -127,11 +127,11 @@ def test_a_question_has_an_answer_and_a_reference_for_another_process(config: Pr
         assert json.dumps(dict(question.reference))
 
 
-# --- of your own -------------------------------------------------------------------------------------------
+# --- user-defined ------------------------------------------------------------------------------------------
 
 
 class Own(QuestionSource):
-    """A source that goes wrong as it is told to."""
+    """A source that fails in the way that its option names."""
 
     opened = 0
 
@@ -192,7 +192,7 @@ def own(wrong: str) -> ImportPrompts:
         ("drawn", "it asks other questions each time it is opened; draw from its seed alone"),
     ],
 )
-def test_what_a_source_does_wrong_is_said_before_a_run_begins(wrong: str, words: str) -> None:
+def test_faulty_source_is_refused_before_a_run(wrong: str, words: str) -> None:
     config = parse({"prompts": [own(wrong).model_dump()], "evaluation": {"prompts": 5}})
     with pytest.raises(ConfigError) as refused:
         check_own_parts(config)
@@ -200,26 +200,26 @@ def test_what_a_source_does_wrong_is_said_before_a_run_begins(wrong: str, words:
     assert str(refused.value).startswith("prompts.")
 
 
-def test_another_form_of_what_is_held_out_ends_no_run() -> None:
-    """It comes up in the middle of a run, and no position before it tells."""
+def test_other_spelling_of_a_held_out_question_is_replaced() -> None:
+    """It occurs in the middle of a run, and earlier positions do not show it."""
     source = opened(own("late")).sources[0]
     assert [source.training(position).text for position in (4, 5)] == ["t4", "t1000008"]
 
 
-def test_a_demonstration_that_is_held_out_is_refused() -> None:
+def test_held_out_demonstration_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"demonstration\(0\) asks a question that is held out"):
         opened(own("shown")).demonstration(0)
 
 
-def test_of_held_out_questions_without_end_so_many_are_taken_as_are_wanted() -> None:
+def test_endless_held_out_set_is_cut_to_the_wanted_size() -> None:
     assert [prompt.text for prompt in opened(own("endless"), held_out=3).held_out()] == ["h0", "h1", "h2"]
 
 
-def test_a_class_that_is_no_source_is_refused() -> None:
+def test_class_that_is_no_source_is_refused() -> None:
     with pytest.raises(ConfigError, match="it is no class that derives from rollflow's QuestionSource"):
         opened(ImportPrompts(path=f"{__name__}:HELD_OUT"))
 
 
-def test_its_prompts_are_called_by_the_name_of_the_class_or_as_you_like() -> None:
+def test_prompts_are_named_by_class_or_option() -> None:
     assert opened(own("")).prompt(0).id == "Own/00000000"
     assert opened(own("").model_copy(update={"name": "letters"})).prompt(0).domain == "letters"

@@ -1,4 +1,4 @@
-"""What `ray_process` and `cluster.attach` take from Ray's private parts: red when Ray changes it."""
+"""Ray's private API as `ray_process` and `cluster.attach` use it: these tests fail when Ray changes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-def test_a_node_is_made_of_what_we_give_it() -> None:
+def test_node_accepts_our_parameters() -> None:
     assert set(inspect.signature(RayParams).parameters) >= PARAMETERS
     assert set(inspect.signature(Node).parameters) >= {"ray_params", "head", "shutdown_at_exit", "spawn_reaper"}
     left_out = inspect.signature(Node.start_api_server).parameters.values()
@@ -34,26 +34,26 @@ def test_a_node_is_made_of_what_we_give_it() -> None:
     ]
 
 
-def test_ray_looks_on_loopback_where_clusters_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_uses_loopback_if_clusters_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
-    monkeypatch.setattr(worker, "_global_node", None)  # another test's, in this process
+    monkeypatch.setattr(worker, "_global_node", None)  # may be left by another test in this process
     assert services.get_node_ip_address() == "127.0.0.1"
     assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
 
 
 def named(head: RayHead) -> list[tuple[str, int]]:
-    """What runs in the node: what each process calls itself, and its id."""
+    """Return the name and id of each process in the node."""
     found = []
     for pid in head.processes:
-        with contextlib.suppress(psutil.Error, IndexError):  # it has just ended
+        with contextlib.suppress(psutil.Error, IndexError):  # the process has just ended
             found.append((Path(psutil.Process(pid).cmdline()[0]).name, pid))
     return sorted(found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", [pytest.param("gcs_server", marks=pytest.mark.soak), "raylet"])
-def test_a_node_has_no_process_too_many_and_ends_with_any_of_them(tmp_path: Path, ended: str) -> None:
-    """Also one that ends in order: by itself Ray waits on."""
+def test_node_has_expected_processes_and_ends_with_each(tmp_path: Path, ended: str) -> None:
+    """Also with a process that ends normally: Ray itself would wait for it."""
     with RayHead(tmp_path, cpus=1) as head:
         wanted = ["gcs_server", "python", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "raylet"]
         until(lambda: [name for name, _ in named(head)] == wanted)

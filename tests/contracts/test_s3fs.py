@@ -1,4 +1,4 @@
-"""What `s3_requests` takes from s3fs: its open client, with our limits, and its names for refusals. No private name."""
+"""The parts of s3fs that `s3_requests` uses: its open client, with our limits, and its error names; nothing private."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rollflow.storage.objects.s3_requests import AT_ONCE, Connection, Patience, 
 
 @pytest.fixture
 def connection(monkeypatch: pytest.MonkeyPatch) -> Connection:
-    """One that asks nobody."""
+    """Build a connection to an endpoint that nobody serves."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     return Connection(Patience(connect_seconds=3.0, silence_seconds=7.0))
 
 
-def test_the_client_is_one_and_tries_once(connection: Connection) -> None:
-    """A client for each request would be a connection for each; one that tries again has a count of its own."""
+def test_connection_has_one_client_without_retries(connection: Connection) -> None:
+    """A client for each request would open new connections; a client that retries would count tries on its own."""
     first, second = (connection.wait(connection._filesystem.set_session) for _ in range(2))
     assert first is second
     config = first.meta.config
@@ -32,7 +32,7 @@ def test_the_client_is_one_and_tries_once(connection: Connection) -> None:
     assert config.max_pool_connections == 4 * AT_ONCE
 
 
-def test_the_region_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_region_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     for name, region in (("AWS_DEFAULT_REGION", "eu-west-1"), ("AWS_REGION", "eu-central-1")):  # the second wins
@@ -41,8 +41,8 @@ def test_the_region_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) 
         assert client.meta.region_name == region
 
 
-def test_a_condition_that_the_client_does_not_know_is_refused(connection: Connection) -> None:
-    """Left out in silence, it would let two writers create one object."""
+def test_condition_unknown_to_the_client_is_refused(connection: Connection) -> None:
+    """If the client ignored it silently, two writers could create one object."""
     with pytest.raises(botocore.exceptions.ParamValidationError, match="IfNobodyDid"):
         connection.call("put_object", Bucket="bucket", Key="key", Body=b"", IfNobodyDid="*")
 
@@ -59,14 +59,14 @@ def test_a_condition_that_the_client_does_not_know_is_refused(connection: Connec
         ("never heard of", OSError),
     ],
 )
-def test_a_refusal_keeps_the_services_own_word(code: str, kind: type[OSError]) -> None:
+def test_refusal_keeps_the_services_error_code(code: str, kind: type[OSError]) -> None:
     refused = botocore.exceptions.ClientError({"Error": {"Code": code, "Message": "no"}}, "PutObject")
     found = translate_boto_error(refused)
     assert isinstance(found, kind)
     assert code_of(found) == code
 
 
-def test_nothing_private_is_taken_from_s3fs() -> None:
+def test_no_private_name_of_s3fs_is_used() -> None:
     tree = ast.parse(inspect.getsource(s3_requests))
     taken = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     of_s3fs = [node for node in taken if ast.unparse(node.value) in ("s3fs", "s3fs.core", "self._filesystem")]

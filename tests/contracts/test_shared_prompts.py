@@ -1,4 +1,4 @@
-"""Responses behind one prompt have the log-probs and gradients of rows on their own, on each architecture that can."""
+"""Responses that share a prompt have the log-probs and gradients of separate rows, on each architecture that can."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rollflow.tasks.objectives.rows import Rows
 from tests.contracts.test_token_logprobs import ARCHITECTURES, learner_of, model_of, tokens_of
 from tests.tasks.test_algorithms import batch_of, trajectory
 
-WINDOWED = {"mistral", "gemma2", "gemma3_text", "cohere2"}  # they say that a layer sees a window
+WINDOWED = {"mistral", "gemma2", "gemma3_text", "cohere2"}  # their config declares sliding windows
 
 
 def groups() -> TrajectoryBatch:
-    """Two groups of three responses of unlike length."""
+    """Return two groups of three responses of different length."""
     prompts = [tokens_of(7, 50 + group) for group in range(2)]
     return batch_of(
         *(
@@ -25,7 +25,7 @@ def groups() -> TrajectoryBatch:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_log_probs_and_gradients_are_those_of_rows_on_their_own(name: str) -> None:
+def test_shared_prompts_give_the_results_of_separate_rows(name: str) -> None:
     made = learner_of(model_of(name), max_grad_norm=1e9)
     assert (made.width is None) == (name in WINDOWED)
     if made.width is None:
@@ -45,8 +45,8 @@ def test_log_probs_and_gradients_are_those_of_rows_on_their_own(name: str) -> No
 
 
 @pytest.mark.parametrize("unheard", ["attention_mask", "position_ids"])
-def test_a_model_that_does_not_hear_is_found(unheard: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the mask the second response sees the first; without positions it begins behind that."""
+def test_model_that_ignores_mask_or_positions_is_refused(unheard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the mask the second response sees the first; without positions it starts after the first."""
     model = model_of("llama")
     forward = model.model.forward
 

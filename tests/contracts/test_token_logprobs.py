@@ -1,4 +1,4 @@
-"""Log-probs are those of the model's own forward, whatever its head does: tiny random models of many architectures."""
+"""Log-probs equal those of the model's own forward, for any head: tiny random models of many architectures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPE: Mapping[str, object] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
-    "initializer_range": 0.5,  # so that a cap or a scale matters
+    "initializer_range": 0.5,  # large enough for a cap or a scale to matter
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -49,7 +49,7 @@ GPT2: Mapping[str, object] = {
     "n_positions": 64,
     "initializer_range": 0.5,
 }
-ARCHITECTURES: Mapping[str, Mapping[str, object]] = {  # by model type; some have dropout unless it is switched off
+ARCHITECTURES: Mapping[str, Mapping[str, object]] = {  # by model type; some have dropout by default
     "llama": SHAPE | {"attention_dropout": 0.5},
     "mistral": SHAPE,
     "qwen2": SHAPE,
@@ -69,11 +69,11 @@ ARCHITECTURES: Mapping[str, Mapping[str, object]] = {  # by model type; some hav
     "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.5, "dropout": 0.5},
     "gpt2": GPT2,  # dropout is 0.1
 }
-OTHERS: Mapping[str, Mapping[str, object]] = {  # that not every test has
+OTHERS: Mapping[str, Mapping[str, object]] = {  # architectures that only some tests use
     "deepseek_v3": SHAPE
     | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1}
     | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "topk_group": 1, "num_experts_per_tok": 2}
-    | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},  # of whose gate a part stays in float32
+    | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},  # part of its gate stays in float32
     "qwen3_moe": SHAPE
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
     "mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
@@ -84,7 +84,7 @@ DROPOUT = {"llama", "phi", "phi3", "gpt_neox", "opt", "gpt2"}
 
 @dataclass
 class Spy(Objective):
-    """An objective that keeps what it is given."""
+    """An objective that records its inputs."""
 
     uses_batch: bool = False  # type: ignore[misc]
     every_row: bool = True  # type: ignore[misc]
@@ -104,7 +104,7 @@ def model_of(name: str, more: Mapping[str, object] = NOTHING) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**(ARCHITECTURES | OTHERS)[name], **more})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # biases, too, which begin as zeros
+    for parameter in model.parameters():  # changes biases, too, which start as zeros
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model
 
@@ -119,13 +119,13 @@ def tokens_of(count: int, seed: int = 0) -> list[int]:
 
 
 def one_row() -> tuple[list[int], TrajectoryBatch]:
-    """A row's tokens, and a batch of that row alone: the first four are its prompt."""
+    """Return a row's tokens, and a batch of that row alone; its first four tokens are the prompt."""
     tokens = tokens_of(12)
     return tokens, batch_of([trajectory(tokens[:4], tokens[4:], 0, reward=1.0)])
 
 
 def by_the_model(model: Any, tokens: list[int], temperature: float = 1.0) -> Tensor:
-    """Of tokens[1:], as transformers itself computes them."""
+    """Return log-probs of tokens[1:], computed by transformers itself."""
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.tensor([tokens])).logits[0, :-1]
     logp = torch.log_softmax(logits / temperature, -1)
@@ -133,14 +133,14 @@ def by_the_model(model: Any, tokens: list[int], temperature: float = 1.0) -> Ten
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *OTHERS])
-def test_training_the_pass_before_it_and_the_probe_use_the_models_own_head(name: str) -> None:
+def test_all_passes_use_the_models_own_head(name: str) -> None:
     tokens, batch = one_row()
     made, spy = learner_of(model_of(name)), Spy(uses_batch=True)
     made.objective = spy
     made.step(batch, 0)
     probe = torch.tensor(made.logprobs(tokens))
     expected = by_the_model(made.model, tokens)
-    assert float(expected.std()) > 0.3  # else it would not tell
+    assert float(expected.std()) > 0.3  # else the comparison would show nothing
     for found in (spy.before[0], spy.trained[0].logp_M.detach(), probe[3:]):
         torch.testing.assert_close(found, expected[3:], atol=1e-5, rtol=0)
     torch.testing.assert_close(probe, expected, atol=1e-5, rtol=0)
@@ -172,7 +172,7 @@ ATTENTION: Mapping[str, Mapping[str, object]] = {  # terms of attention, each la
 
 
 def written_to(folder: Path, name: str) -> Path:
-    """A policy folder whose queries and keys are so large that every term of its attention shows."""
+    """Save a policy folder with queries and keys so large that every term of its attention matters."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**ARCHITECTURES.get(name, {}), **ATTENTION.get(name, {})})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -186,20 +186,20 @@ def written_to(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
-def test_learner_computes_all_that_the_config_says(name: str, tmp_path: Path) -> None:
-    """As transformers' own eager attention, which drops nothing; past windows and the length positions scale from."""
+def test_learner_computes_every_term_of_the_config(name: str, tmp_path: Path) -> None:
+    """It equals transformers' eager attention, which drops no term, beyond windows and original context lengths."""
     folder, tokens = written_to(tmp_path, name), torch.tensor([tokens_of(48)])
     found = load_model(folder, "float32", trained=True)
     eager = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         ours, theirs = (torch.log_softmax(model(tokens).logits[0], -1) for model in (found, eager))
-    assert float(theirs.std()) > 0.3  # else it would not tell
+    assert float(theirs.std()) > 0.3  # else the comparison would show nothing
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
 def test_attention_drops_no_argument(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A term that a later model hands to its attention must be known here before it is trained."""
+    """An argument that a future model passes to its attention must be listed here before the model is trained."""
     given: set[str] = set()
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -214,7 +214,7 @@ def test_attention_drops_no_argument(name: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_default_attention_drops_a_softcap(tmp_path: Path) -> None:
-    """The scaled weights above are large enough to show it; recorded runs keep that attention."""
+    """The scaled weights above are large enough to show it; recorded runs keep the default attention."""
     folder, tokens = written_to(tmp_path, "gemma2"), torch.tensor([tokens_of(48)])
     with torch.no_grad():
         exact, default = (
@@ -226,7 +226,7 @@ def test_default_attention_drops_a_softcap(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(DROPOUT))
 def test_dropout_is_off(name: str) -> None:
-    """Whatever the model's config says: two looks at the same batch are equal."""
+    """Whatever the model's config says, two passes over the same batch are equal."""
     made = learner_of(model_of(name))
     made.objective = spy = Spy()
     made.learning_rate = lambda version: 0.0  # type: ignore[method-assign]
@@ -235,8 +235,8 @@ def test_dropout_is_off(name: str) -> None:
     assert torch.equal(spy.trained[0].logp_M, spy.trained[1].logp_M)
 
 
-def test_a_model_that_cannot_be_run_so_is_refused_at_the_start() -> None:
-    """One whose forward looks at more than the last hidden state; and one that is its own decoder."""
+def test_model_without_a_separable_head_is_refused() -> None:
+    """A model whose forward uses more than the last hidden state, and a model that is its own decoder."""
     odd = model_of("llama")
     plain = type(odd).forward
 
@@ -252,8 +252,8 @@ def test_a_model_that_cannot_be_run_so_is_refused_at_the_start() -> None:
         assert len(str(caught.value).splitlines()) == 1
 
 
-def test_the_weight_of_a_divergence_is_told_only_where_it_is_adapted() -> None:
-    """An objective of one's own has its own weight, else."""
+def test_kl_weight_is_passed_only_if_it_is_adapted() -> None:
+    """Otherwise an objective uses its own weight."""
     for penalties, expected in (({"kl_weight": 0.5}, None), ({"kl_weight": 0.5, "kl_target": 0.1}, 0.5)):
         made, spy = learner_of(model_of("llama"), objective={"kind": "grpo", "penalties": penalties}), Spy()
         made.objective = spy
@@ -261,8 +261,8 @@ def test_the_weight_of_a_divergence_is_told_only_where_it_is_adapted() -> None:
         assert spy.trained[0].kl_weight == expected
 
 
-def test_two_ways_are_told_apart_where_one_gives_no_number() -> None:
-    """Of broken weights both give none; a row of minus infinity is as far from itself as any other."""
+def test_distance_is_infinite_if_one_side_is_no_number() -> None:
+    """NaN on both sides has distance zero; so has minus infinity on both sides."""
     whole, minus = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, -math.inf, 3.0])
     broken = torch.tensor([1.0, math.nan, 3.0])
     assert distance(whole, whole + 0.5) == pytest.approx(0.5)
@@ -275,11 +275,11 @@ def test_two_ways_are_told_apart_where_one_gives_no_number() -> None:
 # --- a chunk of tokens at a time ----------------------------------------------------------------------------
 
 ROWS, LENGTH = 20, 11
-HEAD = (32, VOCABULARY)  # the head's own weights, the other way round
+HEAD = (32, VOCABULARY)  # the shape of the head's weights, transposed
 
 
 class Made(TorchDispatchMode):
-    """Notes how many rows the largest tensor of logits had: (rows, V) or (1, rows, V)."""
+    """Record the number of rows of the largest logits tensor: (rows, V) or (1, rows, V)."""
 
     rows = 0
 
@@ -295,7 +295,7 @@ class Made(TorchDispatchMode):
 
 
 def pass_over(model: Any, chunk: int, monkeypatch: pytest.MonkeyPatch, temperature: float = 0.7) -> list[Tensor]:
-    """Log-probs, entropies and all gradients of rows that are run in chunks of at most `chunk` tokens."""
+    """Return log-probs, entropies and all gradients of rows that run in chunks of at most `chunk` tokens."""
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * VOCABULARY * chunk)
     tokens = torch.tensor(tokens_of(ROWS * LENGTH)).reshape(ROWS, LENGTH)
     row, position = (index.reshape(-1) for index in torch.meshgrid(torch.arange(ROWS), torch.arange(LENGTH - 1)))
@@ -312,19 +312,19 @@ def pass_over(model: Any, chunk: int, monkeypatch: pytest.MonkeyPatch, temperatu
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "gpt2", "phi"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_change_nothing(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probs and entropies; the gradients of the head are summed in another order."""
+    """Log-probs and entropies are equal; the head's gradients are summed in another order."""
     model = model_of(name)
     whole = pass_over(model, ROWS * LENGTH, monkeypatch)
     found = pass_over(model, chunk, monkeypatch)
     assert len(found) == len(whole) > 10
     for number, (one, other) in enumerate(zip(found, whole, strict=True)):
-        near = 2e-5 if number < 2 else 5e-6 * float(other.abs().max()) + 1e-5  # of sums over all tokens, in float32
+        near = 2e-5 if number < 2 else 5e-6 * float(other.abs().max()) + 1e-5  # float32 sums over all tokens
         torch.testing.assert_close(one, other, atol=near, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_no_more_logits_than_a_chunk_s_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither on the way forward nor on the way back."""
+def test_logits_never_exceed_a_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the forward nor in the backward pass."""
     model = model_of(name)
     for chunk, most in ((ROWS * LENGTH, ROWS * (LENGTH - 1)), (50, 50), (24, 23)):
         with Made() as made:

@@ -1,4 +1,4 @@
-"""What every verifier guarantees, on each kind. A new one is one line in CASES."""
+"""The guarantees of every verifier, tested on each kind. A new verifier is one line in CASES."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.waiting import HANG_SECONDS
 
 @dataclass(frozen=True)
 class Case:
-    """A verifier, the reference of one question, and an answer that is right."""
+    """A verifier, the reference of one question, and a right answer."""
 
     config: RewardConfig
     reference: Mapping[str, Any]
@@ -68,12 +68,12 @@ def test_there_is_a_case_for_every_kind() -> None:
     assert {type(case.config) for case in CASES.values()} == set(kinds)
 
 
-def test_the_right_answer_has_the_whole_reward_and_a_wrong_one_has_less(case: Case, verify: Verifier) -> None:
+def test_right_answer_gets_full_reward_and_wrong_one_less(case: Case, verify: Verifier) -> None:
     assert verify(case.right, case.reference).reward == 1.0
     assert verify("1000001", case.reference).reward < 1.0
 
 
-def test_a_score_is_a_finite_number_with_a_reason(case: Case, verify: Verifier) -> None:
+def test_score_is_a_finite_number_with_a_reason(case: Case, verify: Verifier) -> None:
     for response in (case.right, *ODD):
         score = verify(response, case.reference)
         assert math.isfinite(score.reward), response
@@ -81,26 +81,26 @@ def test_a_score_is_a_finite_number_with_a_reason(case: Case, verify: Verifier) 
         assert score.reason, response
 
 
-def test_the_same_response_gets_the_same_score_whatever_was_judged_before(case: Case, verify: Verifier) -> None:
+def test_score_does_not_depend_on_earlier_responses(case: Case, verify: Verifier) -> None:
     first = [verify(response, case.reference) for response in (case.right, *ODD)]
     assert [verify(response, case.reference) for response in (*ODD[::-1], case.right)] == first[::-1]
     assert [build_verifier(case.config)(response, case.reference) for response in (case.right, *ODD)] == first
 
 
-def test_the_reference_stays_as_it_was(case: Case, verify: Verifier) -> None:
+def test_verifier_does_not_change_the_reference(case: Case, verify: Verifier) -> None:
     before = copy.deepcopy(dict(case.reference))
     for response in (case.right, *ODD):
         verify(response, case.reference)
     assert case.reference == before
 
 
-def test_what_it_raises_is_a_reason(case: Case, verify: Verifier) -> None:
+def test_verifier_error_becomes_the_reason(case: Case, verify: Verifier) -> None:
     score = judge(verify, "all", case.right, {"family": "no such family"})
     assert score.reward == 0.0
     assert score.reason.startswith("verifier failed: ")
 
 
-async def test_a_worker_process_says_the_same(case: Case, verify: Verifier, folder: Path) -> None:
+async def test_worker_process_gives_the_same_scores(case: Case, verify: Verifier, folder: Path) -> None:
     tokenizer, pool = Tokenizer.from_file(str(folder / "tokenizer.json")), RewardPool(case.config, folder)
     await pool.start()
     try:
@@ -133,21 +133,21 @@ THOUGHT = "<think>.*</think>\\s*<answer>[^<]*</answer>"
         (THOUGHT, f"Well, <think>8 + 9</think>{WRONG}", -0.25),
     ],
 )
-def test_a_response_that_is_not_in_form_pays_for_it(pattern: str | None, response: str, reward: float) -> None:
+def test_response_that_is_not_in_form_pays_the_price(pattern: str | None, response: str, reward: float) -> None:
     form = Format(price=0.25) if pattern is None else Format(price=0.25, pattern=pattern)
     score = judge(build_verifier(ExactReward()), "tag", response, {"answer": 17}, form)
     assert score.reward == reward
     assert score.reason.startswith("not in its form; ") == (reward in (0.75, -0.25))
 
 
-def test_what_a_verifier_raises_is_told_beside_the_form() -> None:
+def test_verifier_error_is_reported_beside_the_form() -> None:
     score = judge(build_verifier(ReasoningGymReward()), "tag", "17", {"family": "no such family"}, Format(price=0.25))
     assert score.reward == -0.25
     assert score.reason.startswith("not in its form; verifier failed: ")
 
 
-def test_the_form_takes_from_every_verifier_the_same(case: Case, verify: Verifier) -> None:
-    """By an oracle: the tags are looked for as text, and the price is taken from what is given without a form."""
+def test_form_costs_the_same_with_every_verifier(case: Case, verify: Verifier) -> None:
+    """By an oracle that searches the tags as text, and subtracts the price from the score without a form."""
     for answer in (case.right, *ODD):
         for response in (answer, f"<answer>{answer}</answer>", f"</answer>{answer}<answer>"):
             plain = judge(verify, "tag", response, case.reference)
@@ -158,7 +158,7 @@ def test_the_form_takes_from_every_verifier_the_same(case: Case, verify: Verifie
             assert found.reason.endswith(plain.reason)
 
 
-async def test_a_worker_process_looks_at_the_form_of_the_whole_response(folder: Path) -> None:
+async def test_worker_process_checks_the_whole_responses_form(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     pool = RewardPool(ExactReward(format=Format(pattern="\\d \\+ \\d = \\d", price=0.5)), folder)
     await pool.start()
@@ -185,6 +185,6 @@ async def test_a_worker_process_looks_at_the_form_of_the_whole_response(folder: 
         (1.0, Score(0.0, "verifier failed: AttributeError: 'float' object has no attribute 'reward'")),
     ],
 )
-def test_whatever_is_given_as_a_score_can_be_stored(score: Score, kept: Score) -> None:
+def test_any_returned_score_can_be_stored(score: Score, kept: Score) -> None:
     assert replace(judge(lambda _, __: score, "all", "", {}), seconds=0.0) == kept
     kept.reason.encode()

@@ -1,4 +1,4 @@
-"""The input embedding's gradient, added in the rows that were read: autograd's bits, and no second gradient."""
+"""The input embedding's in-place gradient: equal to autograd's to the bit, without a second gradient in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def of(embedding: nn.Module) -> AddingEmbedding:
 
 
 def gradient(*, adds: bool, dtype: torch.dtype, padding: int | None) -> torch.Tensor:
-    """Of three micro-batches, whose tokens come more than once in each and among them."""
+    """Return the gradient of three micro-batches; tokens repeat within each and across them."""
     torch.manual_seed(0)
     embedding = nn.Embedding(VOCABULARY, HIDDEN, padding_idx=padding).to(dtype)
     heard: list[int] = []
@@ -43,13 +43,13 @@ def gradient(*, adds: bool, dtype: torch.dtype, padding: int | None) -> torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("padding", [None, 3, 30])
-def test_it_is_autograd_s(dtype: torch.dtype, padding: int | None) -> None:
+def test_gradient_equals_autograd(dtype: torch.dtype, padding: int | None) -> None:
     own, theirs = (gradient(adds=adds, dtype=dtype, padding=padding) for adds in (True, False))
     assert own.abs().sum() > 0
     assert torch.equal(own, theirs)
 
 
-def test_a_tied_weight_has_both_gradients() -> None:
+def test_tied_weight_gets_both_gradients() -> None:
     torch.manual_seed(0)
     embedding = nn.Embedding(VOCABULARY, HIDDEN)
     ids = torch.tensor([[1, 2, 2]])
@@ -66,7 +66,7 @@ def test_a_tied_weight_has_both_gradients() -> None:
     torch.testing.assert_close(gradient(), whole)
 
 
-def test_a_block_that_fails_leaves_the_embedding_as_it_was() -> None:
+def test_failed_block_restores_the_embedding() -> None:
     embedding = nn.Embedding(VOCABULARY, HIDDEN)
     with suppress(ZeroDivisionError), of(embedding).adding():
         raise ZeroDivisionError
@@ -92,7 +92,7 @@ def _with_a_hook(embedding: nn.Embedding) -> nn.Embedding:
         nn.Embedding(VOCABULARY, HIDDEN, max_norm=1.0),
     ],
 )
-def test_an_embedding_that_is_more_than_a_table_is_left_alone(embedding: Any) -> None:
+def test_special_embedding_is_left_to_autograd(embedding: Any) -> None:
     heard: list[int] = []
     embedding.weight.register_post_accumulate_grad_hook(lambda _: heard.append(1))
     with of(embedding).adding():
@@ -100,7 +100,7 @@ def test_an_embedding_that_is_more_than_a_table_is_left_alone(embedding: Any) ->
     assert heard == [1]
 
 
-def test_a_model_that_does_not_know_its_embedding_is_left_alone() -> None:
+def test_model_without_known_embedding_is_left_to_autograd() -> None:
     def unknown() -> None:
         raise NotImplementedError
 
@@ -108,14 +108,14 @@ def test_a_model_that_does_not_know_its_embedding_is_left_alone() -> None:
         pass
 
 
-def test_a_weight_that_does_not_train_has_no_gradient() -> None:
+def test_frozen_weight_gets_no_gradient() -> None:
     embedding = nn.Embedding(VOCABULARY, HIDDEN).requires_grad_(False)
     with of(embedding).adding():
         assert not embedding(torch.tensor([1])).requires_grad
     assert embedding.weight.grad is None
 
 
-def test_autograd_is_back_behind_the_block() -> None:
+def test_autograd_is_restored_after_the_block() -> None:
     embedding = nn.Embedding(VOCABULARY, HIDDEN)
     with of(embedding).adding():
         pass

@@ -1,4 +1,4 @@
-"""The last layer's gradient, added where it is: autograd's bits, and no second gradient."""
+"""The last layer's in-place gradient: equal to autograd's to the bit, without a second gradient in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS, POSITIONS, HIDDEN = 50, 23, 8
 
 
 def gradients(*, adds: bool, parts: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """Of the weight and of what is given, of some parts one after the other."""
+    """Return the gradients of the weight and of the input, for several parts one after the other."""
     torch.manual_seed(0)
     linear = nn.Linear(HIDDEN, ROWS, bias=False).to(dtype)
     given = torch.randn(parts, 1, POSITIONS, HIDDEN).to(dtype).requires_grad_()
@@ -33,16 +33,14 @@ def gradients(*, adds: bool, parts: int = 3, dtype: torch.dtype = torch.float32)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 7, 16, ROWS, 1000])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_gradients_are_those_of_autograd(
-    rows: int, parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_equal_autograd(rows: int, parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adding_linear, "PIECE_BYTES", rows * HIDDEN * dtype.itemsize)
     own, theirs = gradients(adds=True, parts=parts, dtype=dtype), gradients(adds=False, parts=parts, dtype=dtype)
     for mine, other in zip(own, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0 if rows > 1 else 1e-5)  # of one row is another kernel
+        torch.testing.assert_close(mine, other, rtol=0, atol=0 if rows > 1 else 1e-5)  # one row uses another kernel
 
 
-def test_no_gradient_is_made_of_a_weight_that_does_not_train() -> None:
+def test_frozen_weight_gets_no_gradient() -> None:
     linear = nn.Linear(HIDDEN, ROWS, bias=False).requires_grad_(False)
     given = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
     made = AddingLinear(linear)
@@ -52,8 +50,8 @@ def test_no_gradient_is_made_of_a_weight_that_does_not_train() -> None:
     assert given.grad is not None
 
 
-def test_autograd_is_back_behind_the_block() -> None:
-    """Whoever waits for a gradient hears of it, and of none before."""
+def test_autograd_is_restored_after_the_block() -> None:
+    """Autograd's hooks run after the block, and not within it."""
     linear = nn.Linear(HIDDEN, ROWS, bias=False)
     given = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
     heard: list[int] = []

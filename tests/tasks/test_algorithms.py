@@ -1,4 +1,4 @@
-"""Advantages, aggregation and packing against values worked by hand; losses: `contracts/test_objectives.py`."""
+"""Advantages, aggregation and packing against values by hand; losses are in `contracts/test_objectives.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ F64 = torch.float64
 
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 1])
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=F64)
-COUNTS = torch.tensor([1, 1, 1, 1, 1, 5])  # tokens: ten in all
+COUNTS = torch.tensor([1, 1, 1, 1, 1, 5])  # tokens: ten in total
 
 
 def found_by(
@@ -44,50 +44,50 @@ def test_group_advantages_by_hand() -> None:
     assert found_by(scale="none") == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0, 0], abs=1e-12)
 
 
-def test_advantages_over_the_others_by_hand() -> None:
-    """Less the mean of the others: 1 - 0, 0 - 1/2; alone there is nothing to compare with."""
+def test_leave_one_out_advantages_by_hand() -> None:
+    """Minus the mean of the others: 1 - 0, 0 - 1/2. A response alone in its group has advantage zero."""
     expected = [1.0, -0.5, -0.5, 0.0, 0.0, 0.0]
     assert found_by(baseline="leave-one-out", scale="none") == pytest.approx(expected, abs=1e-12)
     alone = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 1])
     rewards = torch.tensor([5.0, 2.0, 0.0], dtype=F64)
     assert found_by(rewards, *alone, baseline="leave-one-out", scale="none") == [0.0, 2.0, -2.0]
-    deviation = math.sqrt(1 / 3) + EPSILON  # of the rewards 1, 0, 0
+    deviation = math.sqrt(1 / 3) + EPSILON  # deviation of the rewards 1, 0, 0
     expected = [1 / deviation, -0.5 / deviation, -0.5 / deviation, 0.0, 0.0, 0.0]
     assert found_by(baseline="leave-one-out", scale="group") == pytest.approx(expected, abs=1e-12)
 
 
-def test_advantages_over_the_batch_by_hand() -> None:
-    """Of ten tokens, eight are of rows of reward 1: mean 0.8, variance (8 x 0.04 + 2 x 0.64) / 9."""
+def test_batch_advantages_by_hand() -> None:
+    """Eight of ten tokens are in rows with reward 1: mean 0.8, variance (8 x 0.04 + 2 x 0.64) / 9."""
     assert found_by(baseline="batch", scale="none") == pytest.approx([0.2, -0.8, -0.8, 0.2, 0.2, 0.2], abs=1e-12)
     deviation = math.sqrt(1.6 / 9 + TINY)
     expected = [x / deviation for x in (0.2, -0.8, -0.8, 0.2, 0.2, 0.2)]
     assert found_by(baseline="batch", scale="batch") == pytest.approx(expected, abs=1e-12)
 
 
-def test_weights_of_the_two_signs() -> None:
+def test_each_sign_has_its_weight() -> None:
     found = found_by(scale="none", positive_weight=3.0, negative_weight=0.3)
     assert found == pytest.approx([2.0, -0.1, -0.1, 0, 0, 0], abs=1e-12)
 
 
-def test_without_a_baseline_rewards_are_advantages() -> None:
+def test_rewards_are_advantages_without_a_baseline() -> None:
     assert found_by(baseline="none", scale="none") == REWARDS.tolist()
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave-one-out", "batch"])
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_equal_rewards_are_advantage_zero_exactly(baseline: str, scale: str, dtype: torch.dtype) -> None:
-    """Whatever their mean is rounded to: that of three times 0.1 is not 0.1."""
+def test_equal_rewards_give_advantage_zero(baseline: str, scale: str, dtype: torch.dtype) -> None:
+    """Exactly zero, although the mean of three times 0.1 is not exactly 0.1."""
     rewards = torch.tensor([0.1] * 3 + [0.7] * 3, dtype=dtype)
     if baseline == "batch":
         rewards[:] = 0.1
-        scale = "none" if scale == "group" else scale  # together they are refused
+        scale = "none" if scale == "group" else scale  # this baseline refuses the scale "group"
     counts = torch.tensor([3, 1, 7, 2, 5, 6])
     assert found_by(rewards, GROUPS, counts, baseline=baseline, scale=scale) == [0.0] * 6
 
 
-def test_a_long_answer_costs_up_to_one() -> None:
-    """Of at most 10 tokens, the last 4 cost 0.25 each."""
+def test_overlong_penalty_by_hand() -> None:
+    """At most 10 tokens are allowed; the last 4 cost 0.25 each."""
     counts = torch.tensor([0, 6, 7, 8, 10, 12])
     assert overlong(counts, 10, 0.4).tolist() == pytest.approx([0, 0, 0.25, 0.5, 1, 1], abs=1e-12)
     assert overlong(counts, 10, 0.0).tolist() == [0.0] * 6
@@ -95,7 +95,7 @@ def test_a_long_answer_costs_up_to_one() -> None:
     assert found == pytest.approx([1, 0, -0.25, 0.5, 0, 0], abs=1e-12)
 
 
-def test_groups_need_not_stand_together() -> None:
+def test_rows_of_a_group_may_be_apart() -> None:
     rewards = torch.tensor([1.0, 5.0, 0.0, 7.0], dtype=F64)
     found = found_by(rewards, torch.tensor([0, 1, 0, 1]), torch.ones(4), scale="none")
     assert found == [0.5, -1.0, -0.5, 1.0]
@@ -111,12 +111,12 @@ def test_groups_need_not_stand_together() -> None:
     ],
 )
 def test_aggregation_by_hand(aggregation: str, weights: list[float]) -> None:
-    """Rows of 1, none and 3 tokens, at most 10: the one without tokens is not among the rows that are averaged."""
+    """Rows of 1, 0 and 3 tokens, at most 10: the row without tokens does not count in averages."""
     assert row_weights(torch.tensor([1, 0, 3]), aggregation, 10).tolist() == pytest.approx(weights, abs=1e-15)
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum", "constant"])
-def test_a_minibatch_without_tokens_weighs_nothing(aggregation: str) -> None:
+def test_minibatch_without_tokens_has_finite_weights(aggregation: str) -> None:
     assert all(math.isfinite(weight) for weight in row_weights(torch.tensor([0, 0]), aggregation, 10).tolist())
 
 
@@ -146,13 +146,13 @@ def test_packing_pairs_every_masked_token_with_its_predictor() -> None:
 
 
 def pairs_of(micro: MicroBatch) -> list[tuple[int, int, int]]:
-    """Row, token before, token, of each masked token."""
+    """Return row, token before, and token, for each masked token."""
     before = micro.tokens[micro.where].tolist()
     return list(zip(micro.row_M.tolist(), before, micro.targets.tolist(), strict=True))
 
 
-def test_responses_stand_behind_one_prompt() -> None:
-    """[5 6 | 8 9 10 | 7] and [1 | 2 3]: each sees its prompt and itself, from where its prompt ends."""
+def test_responses_share_one_prompt() -> None:
+    """[5 6 | 8 9 10 | 7] and [1 | 2 3]: each response attends to its prompt and itself; positions follow the prompt."""
     batch = batch_of([trajectory([5, 6], [7]), trajectory([5, 6], [8, 9, 10], 1)], [trajectory([1], [2, 3])])
     data = Rows.of(batch)
     [micro] = micro_batches(data, [0, 1, 2], 1000, width=64)
@@ -172,7 +172,7 @@ def test_responses_stand_behind_one_prompt() -> None:
         "110001",
     ]
     assert micro.seen[1, 0, :3].int().tolist() == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
-    assert bool(micro.seen.any(-1).all())  # padding sees padding: none sees nothing
+    assert bool(micro.seen.any(-1).all())  # padding attends to padding, so each token attends to one at least
 
 
 @given(
@@ -180,10 +180,10 @@ def test_responses_stand_behind_one_prompt() -> None:
     st.integers(8, 60),
     st.sampled_from([None, 1, 64]),
 )
-def test_every_masked_token_is_in_one_line_behind_what_was_before_it(
+def test_every_masked_token_is_packed_once_in_context(
     groups: list[tuple[int, list[int]]], most: int, width: int | None
 ) -> None:
-    """Whatever the lengths (a response without tokens, too), the budget and the width."""
+    """For any lengths (also a response without tokens), any budget and any width."""
     number = itertools.count(1)
     made = []
     for prompt, lengths in groups:
@@ -212,62 +212,62 @@ def test_every_masked_token_is_in_one_line_behind_what_was_before_it(
 
 
 @pytest.mark.parametrize(("baseline", "scale"), [("none", "group"), ("none", "batch"), ("batch", "group")])
-def test_what_would_divide_equal_rewards_by_nothing_is_refused(baseline: str, scale: str) -> None:
-    """A group of four right answers would have an advantage of 10,000."""
+def test_scale_that_does_not_fit_the_baseline_is_refused(baseline: str, scale: str) -> None:
+    """Otherwise a group of four right answers would have an advantage of 10,000."""
     with pytest.raises(ValidationError, match=rf'scale = .{scale}.: with the baseline "{baseline}", equal rewards'):
         Advantage.model_validate({"baseline": baseline, "scale": scale})
 
 
 @pytest.mark.parametrize("key", ["gamma", "gae_lambda"])
-def test_what_counts_with_a_critic_alone_is_refused_without(key: str) -> None:
+def test_critic_keys_are_refused_without_a_critic(key: str) -> None:
     with pytest.raises(ValidationError, match=f"advantage.{key} = 0.5: it changes nothing without a critic"):
         Advantage.model_validate({key: 0.5})
     assert getattr(Advantage.model_validate({key: 0.5, "baseline": "critic", "scale": "none"}), key) == 0.5
 
 
-def test_two_tokens_are_whitened_by_hand() -> None:
+def test_whitening_two_tokens_by_hand() -> None:
     found = whitened(torch.tensor([1.0, 3.0], dtype=F64), torch.ones(2, dtype=F64))
     assert found.tolist() == pytest.approx([-1 / math.sqrt(2 + TINY), 1 / math.sqrt(2 + TINY)], rel=1e-12)
 
 
 @pytest.mark.parametrize(("baseline", "scale"), [("batch", "none"), ("batch", "batch"), ("none", "whiten")])
-def test_rows_without_tokens_are_not_compared(baseline: str, scale: str) -> None:
-    """Of what has tokens all are equal; a mean that is rounded would make something of it."""
+def test_rows_without_tokens_do_not_count_in_the_baseline(baseline: str, scale: str) -> None:
+    """All rows with tokens have the same reward; a rounded mean must not make a difference."""
     part = Advantage.model_validate({"baseline": baseline, "scale": scale})
     rewards_R, tokens_R = torch.tensor([0.9, 0.9, 0.0, 0.9]), torch.tensor([3, 5, 0, 4])
     found_R = advantages(part, rewards_R, torch.tensor([0, 0, 1, 1]), tokens_R, 8)
     assert found_R[tokens_R > 0].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_response_as_long_as_it_may_be_loses_nothing() -> None:
+def test_longest_unpenalized_response_loses_nothing() -> None:
     tokens_R = torch.tensor([44, 45, 46])
     assert overlong(tokens_R, 100, 0.55).tolist() == pytest.approx([0.0, 0.0, 1 / 55], abs=1e-12)
     assert overlong(tokens_R, 100, 0.55)[1] == 0.0
 
 
-def test_equal_numbers_are_whitened_to_zero_whatever_their_mean_is_rounded_to() -> None:
+def test_equal_numbers_are_whitened_to_zero() -> None:
     equal = torch.full((3,), 0.1, dtype=F64)
     assert float(equal.sum() / 3) != 0.1
     assert whitened(equal, torch.ones(3, dtype=F64)).tolist() == [0.0, 0.0, 0.0]
     assert whitened(equal[:0], equal[:0]).tolist() == []
 
 
-def test_a_batch_of_one_token_has_its_whole_loss() -> None:
+def test_single_token_has_weight_one() -> None:
     for aggregation in ("token-mean", "sequence-mean", "sequence-sum"):
         assert row_weights(torch.tensor([1, 0]), aggregation, longest=10)[0] == 1.0
 
 
-def test_a_response_joins_a_line_only_where_that_saves_work() -> None:
-    """Behind a prompt of one token, long responses attend to each other for nothing."""
+def test_response_joins_a_line_only_if_that_saves_work() -> None:
+    """Behind a prompt of one token, long responses would waste attention on each other."""
     short, long = [trajectory([1] * 50, [2] * 3, i) for i in range(4)], [trajectory([1], [2] * 50, i) for i in range(4)]
     data = Rows.of(batch_of(short, long))
     lines = lines_of(data, range(8), 1000, 2)
     assert [line.rows for line in lines] == [(0, 1, 2, 3), (4,), (5,), (6,), (7,)]
     assert [line.length for line in lines] == [62, 51, 51, 51, 51]
-    assert [line.rows for line in lines_of(data, range(4), 57, 2)] == [(0, 1), (2, 3)]  # a line is at most so long
+    assert [line.rows for line in lines_of(data, range(4), 57, 2)] == [(0, 1), (2, 3)]  # 57 tokens is the longest line
 
 
-def test_micro_batches_keep_to_their_budget_and_lose_no_row() -> None:
+def test_micro_batches_keep_their_budget_and_all_rows() -> None:
     batch = batch_of(*[[trajectory([1] * n, [2] * (n % 4 + 1))] for n in range(1, 30)])
     data = Rows.of(batch)
     found = list(micro_batches(data, range(29), 64))

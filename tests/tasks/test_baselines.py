@@ -1,4 +1,4 @@
-"""A baseline is chosen by the config, once; what each does is in `test_choices`, `test_slots` and the schedules."""
+"""The config chooses a baseline; `test_choices`, `test_slots` and the schedules test what each baseline does."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.support.pipeline import Pipeline
         ("least-work", 7, 0, 7),
         ("group", None, 0, 4),  # 20 slots of one engine hold 2 groups of 8
         ("group", None, 3, 2),  # and one of 11
-        ("group", None, 50, 2),  # one that is wider has all the slots of an engine
+        ("group", None, 50, 2),  # a wider group has all slots of an engine
         ("group", 7, 0, 7),
     ],
 )
-def test_by_default_as_many_groups_run_as_keep_the_engines_busy(
+def test_default_depth_keeps_the_engines_busy(
     routing: AnyRouting, depth: int | None, extra: int, expected: int
 ) -> None:
     config = RunConfig(
@@ -53,7 +53,7 @@ def test_by_default_as_many_groups_run_as_keep_the_engines_busy(
         ("batch", "group", WholeGroupBatches),
     ],
 )
-def test_a_baseline_is_what_a_person_asks_for(
+def test_config_chooses_the_baseline(
     mode: Literal["queue", "batch"], routing: AnyRouting, expected: type[RolloutScheduler]
 ) -> None:
     pipeline = Pipeline(MemoryStore(uuid.uuid4().hex), versions=2, routing=routing, choices={"mode": mode})

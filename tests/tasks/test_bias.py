@@ -1,4 +1,4 @@
-"""Where the true gradient is known, corrections bring an objective nearer to it; only exact weights have no bias."""
+"""Bias of objectives where the true gradient is known: corrections reduce it; only exact weights remove it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_exact_weights_have_no_bias(staleness: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_on_fresh_samples_only_weights_of_the_signs_bias(kind: str) -> None:
+def test_only_sign_weights_bias_fresh_samples(kind: str) -> None:
     assert (Bandit(0.0).found(preset(kind)).bias < 1e-9) == (kind != "weighted-topr")
 
 
 @pytest.mark.parametrize("kind", ["decoupled-ppo", "tis", "mis", "cispo"])
-def test_on_stale_samples_a_correction_takes_bias_away(kind: str) -> None:
-    """`roll-current` takes them for fresh ones, as a REINFORCE with a baseline does."""
+def test_corrections_reduce_the_bias_of_stale_samples(kind: str) -> None:
+    """`roll-current` treats stale samples as fresh, like REINFORCE with a baseline."""
     bandits = [Bandit(0.3, seed) for seed in range(7)]
     corrected, current, plain = (
         [one.found(preset(name)).bias for one in bandits] for name in (kind, "roll-current", "rloo")

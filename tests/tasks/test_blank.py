@@ -1,6 +1,6 @@
-"""A learner that begins without weights, as before a restore, is what any other is once it has loaded some.
+"""A learner that starts without weights, as before a restore, equals any other learner once it has loaded some.
 
-Its memory is made as bad as it may be: every parameter begins as a NaN.
+The worst possible memory is simulated: every parameter starts as NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.tiny_policy import make_policy, make_weights
 
 @pytest.fixture(autouse=True)
 def bad_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of models that begin blank."""
+    """Fill the parameters of blank models with NaN."""
 
     def loaded(folder: Path, dtype: str, *, trained: bool, blank: bool = False, attention: str) -> Any:
         model = load_model(folder, dtype, trained=trained, blank=blank, attention=attention)
@@ -49,8 +49,8 @@ def begun(folder: Path, **given: Any) -> TorchLearner:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *OTHERS])
-def test_every_architecture_can_begin_so(name: str, dtype: str, tmp_path: Path) -> None:
-    """Also what is in no file, as tables of positions, is there; and what stays in float32 is."""
+def test_every_architecture_can_start_blank(name: str, dtype: str, tmp_path: Path) -> None:
+    """Buffers that no file holds, such as tables of positions, are also there, and float32 exceptions stay float32."""
     model_of(name).save_pretrained(tmp_path)
     made, other = begun(tmp_path, dtype=dtype), begun(tmp_path, dtype=dtype, trained=False, blank=True, seed=4)
     assert other.width is None
@@ -62,8 +62,8 @@ def test_every_architecture_can_begin_so(name: str, dtype: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("part", [{"objective": {"kind": "ppo"}}, {"lora": {"rank": 4}}], ids=["critic", "LoRA"])
-def test_what_is_drawn_beside_a_model_is_the_same(folder: Path, part: Mapping[str, Any]) -> None:
-    """A critic's head or an adapter, and whatever comes after: nothing of it depends on what a model has drawn."""
+def test_random_parts_do_not_depend_on_the_model(folder: Path, part: Mapping[str, Any]) -> None:
+    """A critic's head, an adapter and all later draws are the same, whatever the model has drawn."""
     found = []
     for blank in (False, True):
         made = begun(folder, trained=False, blank=blank, train=part)
@@ -74,8 +74,8 @@ def test_what_is_drawn_beside_a_model_is_the_same(folder: Path, part: Mapping[st
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_model_is_tried_once_its_weights_are_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it can share prompts, and whether its head can be run alone; and once only."""
+def test_blank_model_is_tested_once_after_its_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test asks if the model can share prompts and if its head can be run alone; it runs only once."""
     seen: list[bool] = []
 
     def tried(model: Any, logprobs: Any) -> int | None:
@@ -91,7 +91,7 @@ def test_a_model_is_tried_once_its_weights_are_there(folder: Path, monkeypatch: 
     assert (seen, other.width) == ([False], None)
 
 
-def test_a_head_that_cannot_be_run_alone_is_refused_then(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_head_is_refused_after_the_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, other = begun(folder), begun(folder, blank=True)
     monkeypatch.setattr("rollflow.tasks.policies.head.NEAR", {torch.float32: -1.0})
     with pytest.raises(ConfigError, match=r"^policy.path: the head of a .* cannot be run on its own"):

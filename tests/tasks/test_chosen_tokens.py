@@ -1,4 +1,4 @@
-"""Log-probs and entropies in the memory of the logits: those of plain autograd, to the bit."""
+"""Log-probs and entropies computed in the logits' memory equal those of plain autograd to the bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Way = Callable[..., Found]
 
 
 def plain(logits_MV: Tensor, targets_M: Tensor, *, temperature: float = 1.0, entropy: bool = False) -> Found:
-    """What autograd is left alone with."""
+    """Compute log-probs and entropies with plain autograd."""
     if temperature != 1.0:
         logits_MV = logits_MV / temperature
     logp_MV = torch.log_softmax(logits_MV, -1)
@@ -30,7 +30,10 @@ def plain(logits_MV: Tensor, targets_M: Tensor, *, temperature: float = 1.0, ent
 
 
 def by_hand(logits_MV: Tensor, targets_M: Tensor, weight_M: Tensor, less_M: Tensor, temperature: float) -> Tensor:
-    """(M, V) d(weight log p(target) + less entropy) / d logits = (weight (1[target] - p) - less p (log p + H)) / T."""
+    """Return (M, V) d(weight log p(target) + less entropy) / d logits.
+
+    It is (weight (1[target] - p) - less p (log p + H)) / T.
+    """
     logp_MV = torch.log_softmax(logits_MV / temperature, -1)
     p_MV = logp_MV.exp()
     entropy_M1 = -(p_MV * logp_MV).sum(-1, keepdim=True)
@@ -40,7 +43,7 @@ def by_hand(logits_MV: Tensor, targets_M: Tensor, weight_M: Tensor, less_M: Tens
 
 
 def drawn(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Hidden states, the head's weights, targets, and the weights of log-probs and of entropies in the loss."""
+    """Return hidden states, the head's weights, targets, and the weights of log-probs and entropies in the loss."""
     torch.manual_seed(0)
     hidden_MH, weight_VH = torch.randn(M, H, dtype=dtype), torch.randn(V, H, dtype=dtype)
     kind = torch.float64 if dtype == torch.float64 else torch.float32
@@ -48,7 +51,7 @@ def drawn(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def gradients(way: Way, dtype: torch.dtype, parts: Sequence[str], temperature: float) -> list[Tensor]:
-    """Log-probs, entropies, and the gradients of a sum of what `parts` names by the hidden states and the head."""
+    """Return log-probs, entropies, and the gradients for hidden states and head of a loss with the named `parts`."""
     hidden_MH, weight_VH, targets_M, of_logp_M, of_entropy_M = drawn(dtype)
     leaves = [hidden_MH.requires_grad_(), weight_VH.requires_grad_()]
     logits_MV = hidden_MH @ weight_VH.T
@@ -64,10 +67,10 @@ def gradients(way: Way, dtype: torch.dtype, parts: Sequence[str], temperature: f
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("rows", [1, 5, 100])
-def test_values_and_gradients_are_those_of_autograd_to_the_bit(
+def test_values_and_gradients_equal_autograd(
     dtype: torch.dtype, temperature: float, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many rows are worked on at a time, and whatever the loss looks at."""
+    """For any number of rows at a time, and for each part of the loss."""
     monkeypatch.setattr(module, "PIECE_BYTES", rows * V * 4)
     for parts in (["logp"], ["entropy"], ["logp", "entropy"]):
         found, expected = (gradients(way, dtype, parts, temperature) for way in (chosen_tokens, plain))
@@ -76,7 +79,7 @@ def test_values_and_gradients_are_those_of_autograd_to_the_bit(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_gradient_is_the_formula_s_in_float64(temperature: float) -> None:
+def test_gradient_equals_the_formula_in_float64(temperature: float) -> None:
     hidden_MH, weight_VH, targets_M, of_logp_M, of_entropy_M = drawn(torch.float64)
     logits_MV = (hidden_MH @ weight_VH.T).requires_grad_()
     expected = by_hand(logits_MV.detach(), targets_M, of_logp_M, of_entropy_M, temperature)
@@ -87,7 +90,7 @@ def test_the_gradient_is_the_formula_s_in_float64(temperature: float) -> None:
 
 
 class Storages(TorchDispatchMode):
-    """Notes where tensors of M x V numbers lie."""
+    """Record the storages of tensors of M x V elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +106,7 @@ class Storages(TorchDispatchMode):
         return made
 
 
-def test_there_is_one_tensor_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_use_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, with a temperature and entropies."""
     monkeypatch.setattr(module, "PIECE_BYTES", 5 * V * 4)
     for way, one in ((chosen_tokens, True), (plain, False)):
@@ -112,8 +115,8 @@ def test_there_is_one_tensor_as_large_as_the_logits(monkeypatch: pytest.MonkeyPa
         assert (len(storages.seen) == 1) == one
 
 
-def test_what_is_used_up_is_not_used_again() -> None:
-    """Neither by a second backward pass, nor where the logits' own maker needs them: that one keeps a copy."""
+def test_overwritten_logits_are_not_used_again() -> None:
+    """A second backward pass raises; an operation that needs its own output (tanh) keeps a copy of the logits."""
     hidden_MH, weight_VH, targets_M, *_ = drawn()
     logits_MV = (hidden_MH @ weight_VH.T).requires_grad_()
     found = list[Tensor]()
@@ -129,7 +132,7 @@ def test_what_is_used_up_is_not_used_again() -> None:
     assert torch.equal(*found)
 
 
-def test_a_batch_without_a_token_has_a_gradient_of_zero() -> None:
+def test_empty_batch_has_gradient_zero() -> None:
     weight_VH = torch.randn(V, H, requires_grad=True)
     logp_M, entropy_M = chosen_tokens(torch.zeros(0, H) @ weight_VH.T, torch.zeros(0, dtype=torch.long), entropy=True)
     assert entropy_M is not None
@@ -139,10 +142,8 @@ def test_a_batch_without_a_token_has_a_gradient_of_zero() -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_every_architecture_has_the_gradients_of_autograd(
-    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a soft-cap, a scale, a bias, embeddings that are the head's; also where logits are made again."""
+def test_every_architecture_has_autograds_gradients(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a soft-cap, a scale, a bias or tied embeddings; also where logits are recomputed."""
     model = model_of(name)
     found = pass_over(model, chunk, monkeypatch)
     monkeypatch.setattr(token_logprobs, "chosen_tokens", plain)

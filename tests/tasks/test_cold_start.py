@@ -1,4 +1,4 @@
-"""A cold start ends near its target, whatever the seed, the size and the machine's rounding."""
+"""A cold start ends near its target, for any seed, any size and any machine's rounding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY = {
 
 
 class Started:
-    """A cold start: where it ended, its evaluations, and what the policy can do afterwards."""
+    """A finished cold start: its result, its evaluations, and the policy's accuracy afterwards."""
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         cold = config.policy.cold_start
@@ -74,7 +74,7 @@ def test_cold_start_ends_near_the_target(tmp_path: Path, seed: int, target: floa
 
 @pytest.mark.long
 def test_cold_start_goes_back_to_the_target(tmp_path: Path) -> None:
-    """There is one evaluation only, long after the target: the first weights are the other end of the line."""
+    """There is only one evaluation, long after the target: bisection starts from the first weights."""
     started = Started(tmp_path, tiny(0, 0.3, evaluate_every=120))
     step, first = started.seen[0]
     assert step == 120
@@ -85,7 +85,7 @@ def test_cold_start_goes_back_to_the_target(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_cold_start_never_ends_below_the_target(tmp_path: Path) -> None:
-    """Of four questions one is answered right, or none."""
+    """With four questions, the policy answers at least one right."""
     config = tiny(0, 0.01)
     few = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"prompts": 4})})
     assert Started(tmp_path, few).accuracy >= 0.25
@@ -100,7 +100,7 @@ def test_target_out_of_reach_is_refused(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("recipe", ["sorting", "reasoning"])
-def test_recipes_begin_near_their_targets(tmp_path: Path, recipe: str, seed: int) -> None:
+def test_recipes_start_near_their_targets(tmp_path: Path, recipe: str, seed: int) -> None:
     config = load_recipe(Path(f"flows/recipes/{recipe}.toml"), [f"seed={seed}"])
     assert config.policy.cold_start is not None
     started = Started(tmp_path, config)

@@ -1,4 +1,4 @@
-"""The length of a policy's context and of its probe, from its config.json alone."""
+"""The context length and the probe length of a policy, from its config.json alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scaled(kind: str, **more: object) -> dict[str, Any]:
         ({"text_config": {"max_position_embeddings": 99}, "vision_config": {"max_position_embeddings": 7}}, 99),
         (scaled("linear"), 8192),
         ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 2.0}}, 4096),
-        (scaled("linear") | {"model_type": "gemma3_text"}, 2048),  # whose length is the scaled one
+        (scaled("linear") | {"model_type": "gemma3_text"}, 2048),  # its length is scaled already
         (scaled("yarn", original_max_position_embeddings=512), 2048),
         (scaled("llama3", original_max_position_embeddings=512), 2048),
         (scaled("dynamic"), 2048),
@@ -36,7 +36,7 @@ def scaled(kind: str, **more: object) -> dict[str, Any]:
         ({"max_position_embeddings": 64, "rope_parameters": {"full": {"rope_type": "linear", "factor": 2}}}, 128),
     ],
 )
-def test_context_is_what_learner_and_engines_share(config: dict[str, Any], length: int) -> None:
+def test_context_is_the_length_that_all_support(config: dict[str, Any], length: int) -> None:
     assert context_length(config) == length
 
 
@@ -47,7 +47,7 @@ def test_config_without_a_context_is_refused(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -5, 1, "128", 1.5, True, [128]])
-def test_context_that_is_no_length_is_refused(value: object) -> None:
+def test_context_that_is_not_a_length_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"max_position_embeddings = .*; write a whole number"):
         context_length({"max_position_embeddings": value})
 
@@ -71,15 +71,15 @@ def test_probe_covers_windows_and_scaled_positions(config: dict[str, Any], lengt
 
 
 @pytest.mark.parametrize("value", [0, -4, 0.5, 1e30, "8", True, [8]])
-def test_window_that_is_no_length_is_refused(value: object) -> None:
+def test_window_that_is_not_a_length_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"sliding_window = .*; write a whole number above 0 there, or null"):
         check_window(LONG | {"text_config": {"sliding_window": value}})
 
 
 @pytest.mark.parametrize("more", [{}, {"sliding_window": None}, {"sliding_window": 4096}])
-def test_window_that_is_a_length_or_none_is_taken(more: dict[str, Any]) -> None:
+def test_valid_window_is_accepted(more: dict[str, Any]) -> None:
     check_window(LONG | more)
 
 
-def test_window_that_is_switched_off_is_not_looked_at() -> None:
+def test_unused_window_is_not_checked() -> None:
     check_window(LONG | {"sliding_window": 0, "use_sliding_window": False})

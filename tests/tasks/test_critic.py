@@ -1,4 +1,4 @@
-"""The critic: GAE and the clipped loss by hand, its gradient by the plain formula, and that it learns to expect."""
+"""The critic: GAE and the clipped loss by hand, its gradient by the plain formula, and its training."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
 
 
-def test_a_reward_is_that_of_the_last_token_and_prices_are_paid_on_the_way() -> None:
+def test_last_token_gets_the_reward_and_each_pays_its_price() -> None:
     """Rows of two tokens, none, and one."""
     found = token_rewards(torch.tensor([1.0, 5.0, 0.0]), torch.tensor([0.1, 0.2, 0.3]), np.array([0, 2, 2, 3]))
     assert found.tolist() == pytest.approx([-0.1, 0.8, -0.3], abs=1e-7)
 
 
 def test_advantages_of_tokens_by_hand() -> None:
-    """gamma 0.5, lambda 0.5. Backwards: 1 - 0.4 = 0.6; 0.5 x 0.4 - 0.2 + 0.25 x 0.6 = 0.15. The other row: 0 - 0.8."""
+    """gamma = lambda = 0.5. Backwards: 1 - 0.4 = 0.6; 0.5 x 0.4 - 0.2 + 0.25 x 0.6 = 0.15. The second row: 0 - 0.8."""
     part = Advantage(baseline="critic", scale="none", gamma=0.5, gae_lambda=0.5)
     rewards, values, starts = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.2, 0.4, 0.8]), np.array([0, 2, 3])
     advantage, returns = token_advantages(part, rewards, values, starts)
@@ -44,29 +44,29 @@ def test_advantages_of_tokens_by_hand() -> None:
     assert returns.tolist() == pytest.approx([0.35, 1.0, 0.0], abs=1e-7)
 
 
-def test_rewards_of_tokens_are_float64_whatever_they_are_made_of() -> None:
-    """GAE adds up thousands of them."""
+def test_token_rewards_are_float64() -> None:
+    """GAE adds up thousands of rewards."""
     found = token_rewards(torch.tensor([0.1]), torch.tensor([0.1, 0.2]), np.array([0, 2]))
     assert found.dtype == torch.float64
     assert found.tolist() == [-float(np.float32(0.1)), float(np.float32(0.1)) - float(np.float32(0.2))]
 
 
-def test_signs_are_weighed_after_whitening_and_returns_are_not() -> None:
-    """Advantages 1 and -1 have mean 0 and deviation sqrt(2)."""
+def test_sign_weights_apply_after_whitening() -> None:
+    """Advantages 1 and -1 have mean 0 and deviation sqrt(2); returns keep their values."""
     part = Advantage(baseline="critic", scale="whiten", negative_weight=0.5)
     advantage, returns = token_advantages(part, torch.tensor([1.0, -1.0]), torch.zeros(2), np.array([0, 1, 2]))
     assert advantage.tolist() == pytest.approx([2**-0.5, -0.5 * 2**-0.5])
     assert returns.tolist() == [1.0, -1.0]
 
 
-def test_the_clipped_loss_by_hand() -> None:
-    """Held within 0.2 of 0: 0.5 counts as 0.2 where that is worse; -0.3 towards -1 as -0.2."""
+def test_clipped_value_loss_by_hand() -> None:
+    """Values are clipped to 0.2 around 0: 0.5 counts as 0.2 where that is worse, and -0.3 towards -1 as -0.2."""
     found = value_loss(torch.tensor([0.1, 0.5, -0.3]), torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), 0.2)
     assert found.tolist() == pytest.approx([0.9**2 / 2, 0.8**2 / 2, 0.8**2 / 2])
 
 
-def test_what_is_explained_by_hand() -> None:
-    """The returns vary by 0.25; what is left varies by 0.0625."""
+def test_explained_variance_by_hand() -> None:
+    """The returns have variance 0.25, the errors 0.0625."""
     returns = torch.tensor([0.0, 1.0])
     assert explained_variance(torch.tensor([0.25, 0.75]), returns) == pytest.approx(0.75)
     assert explained_variance(torch.tensor([7.0, 7.0]), returns) == 0.0
@@ -74,8 +74,8 @@ def test_what_is_explained_by_hand() -> None:
 
 
 @pytest.mark.parametrize("model", ["own", "head"])
-def test_its_update_follows_the_plain_formula(folder: Path, model: str) -> None:
-    """One row at a time, no padding: mean over tokens of (value - reward)^2 / 2, at a second version."""
+def test_critic_update_follows_the_plain_formula(folder: Path, model: str) -> None:
+    """One row at a time, without padding: mean over tokens of (value - reward)^2 / 2, at the second version."""
     made = learner(folder, micro_tokens=24, max_grad_norm=1e9, objective=PPO, critic={"model": model})
     made.step(some_batch(), 0)
     assert made.critic is not None
@@ -90,7 +90,7 @@ def test_its_update_follows_the_plain_formula(folder: Path, model: str) -> None:
     made.critic.optimized.adamw.step = noted  # type: ignore[method-assign,assignment]
     data = some_batch(seed=3)
     metrics = made.step(data, 1)
-    if model == "head":  # on what the policy computes after its own update
+    if model == "head":  # on the policy's hidden states after its own update
         decoder.load_state_dict(made.model.get_decoder().state_dict())
     loss = plain_loss(values, decoder if model == "head" else values.decoder, data)
     loss.backward()
@@ -113,8 +113,8 @@ def plain_loss(values: torch.nn.Module, decoder: object, data: TrajectoryBatch) 
 
 
 @pytest.mark.parametrize("model", ["own", "head"])
-def test_it_learns_what_to_expect(folder: Path, model: str) -> None:
-    """Of answers whose first token says which are right: the policy stands still."""
+def test_critic_learns_the_rewards(folder: Path, model: str) -> None:
+    """The first token of an answer tells if it is right, and the policy hardly moves."""
     made = learner(folder, objective=PPO, critic={"model": model, "learning_rate": 0.01}, learning_rate=1e-12)
     first, *_, last = [made.step(batch(0), version % 10) for version in range(60)]
     assert first["explained_variance"] == first["value_mean"] == 0.0
@@ -122,8 +122,8 @@ def test_it_learns_what_to_expect(folder: Path, model: str) -> None:
     assert last["value_loss"] < first["value_loss"] / 2
 
 
-def test_it_begins_as_the_policy_that_was_there(folder: Path) -> None:
-    """A cold start changes the policy's weights after the learner was made, and before its first step."""
+def test_critic_starts_as_the_current_policy(folder: Path) -> None:
+    """A cold start changes the policy's weights after the learner was built and before its first step."""
     made = learner(folder, objective=PPO, critic={"learning_rate": 1e-12})
     with torch.no_grad():
         for parameter in made.model.parameters():
@@ -135,8 +135,8 @@ def test_it_begins_as_the_policy_that_was_there(folder: Path) -> None:
         torch.testing.assert_close(parameter.detach(), before[name], atol=1e-9, rtol=0)
 
 
-def test_it_changes_the_policy_only_through_its_values(folder: Path) -> None:
-    """Of the first version values are zero, however fast it learns; of the second they are not."""
+def test_critic_changes_the_policy_only_through_its_values(folder: Path) -> None:
+    """At the first version all values are zero, whatever the critic's rate; at the second they differ."""
     slow, fast = (learner(folder, objective=PPO, critic={"learning_rate": rate}) for rate in (1e-12, 1e-2))
     for made in (slow, fast):
         made.step(batch(0), 0)
@@ -146,7 +146,7 @@ def test_it_changes_the_policy_only_through_its_values(folder: Path) -> None:
     assert saved(slow)[0] != saved(fast)[0]
 
 
-def test_a_loss_that_is_not_finite_stops_before_its_weights_change(folder: Path) -> None:
+def test_nonfinite_loss_leaves_the_critic_unchanged(folder: Path) -> None:
     made = learner(folder, objective=PPO)
     made.step(batch(0), 0)
     assert made.critic is not None
@@ -161,7 +161,7 @@ def test_a_loss_that_is_not_finite_stops_before_its_weights_change(folder: Path)
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_a_batch_without_a_token_changes_nothing_and_tells_no_nan(folder: Path, kind: str) -> None:
+def test_empty_batch_changes_nothing_and_reports_no_nan(folder: Path, kind: str) -> None:
     made = learner(folder, objective={"kind": kind}, minibatches=2)
     empty = batch_of(*([trajectory([3, 4], [], i, reward=float(i)) for i in range(2)] for _ in range(2)))
     before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
@@ -169,7 +169,7 @@ def test_a_batch_without_a_token_changes_nothing_and_tells_no_nan(folder: Path, 
     assert all(torch.equal(p.detach(), before[name]) for name, p in made.model.named_parameters())
 
 
-def test_an_objective_without_one_has_none(folder: Path) -> None:
+def test_objective_without_critic_builds_none(folder: Path) -> None:
     made = learner(folder)
     made.step(batch(0), 0)
     assert made.critic is None

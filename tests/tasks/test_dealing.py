@@ -1,4 +1,4 @@
-"""How work is dealt to ranks, against the best deal that there is."""
+"""The dealing of work to ranks, compared with an optimal deal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def loads(lengths: list[int], dealt: list[list[int]]) -> list[int]:
 
 
 @given(lengths=st.lists(st.integers(0, 4000), max_size=60), ranks=RANKS)
-def test_each_piece_goes_to_one_rank_and_none_has_much_more_than_its_share(lengths: list[int], ranks: int) -> None:
+def test_pieces_are_dealt_once_and_evenly(lengths: list[int], ranks: int) -> None:
     dealt = deal(lengths, ranks)
     assert len(dealt) == ranks
     assert sorted(piece for own in dealt for piece in own) == list(range(len(lengths)))
@@ -28,7 +28,7 @@ def test_each_piece_goes_to_one_rank_and_none_has_much_more_than_its_share(lengt
 
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=7), ranks=st.integers(1, 3))
-def test_the_fullest_rank_is_within_a_third_of_the_best_deal(lengths: list[int], ranks: int) -> None:
+def test_fullest_rank_is_within_a_third_of_the_optimum(lengths: list[int], ranks: int) -> None:
     def fullest(where: tuple[int, ...]) -> int:
         return max(sum(n for n, rank in zip(lengths, where, strict=True) if rank == one) for one in range(ranks))
 
@@ -36,14 +36,14 @@ def test_the_fullest_rank_is_within_a_third_of_the_best_deal(lengths: list[int],
     assert max(loads(lengths, deal(lengths, ranks))) <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9
 
 
-def test_a_deal_by_hand() -> None:
-    """7, then 5, then 4 to the one that has 5; of two that have the same, the first gets the next."""
+def test_deal_by_hand() -> None:
+    """7 goes first, then 5, then 4 to the rank that has 5; among equal ranks, the first gets the next piece."""
     assert deal([4, 5, 7], 2) == [[2], [0, 1]]
     assert deal([3, 3, 3], 2) == [[0, 2], [1]]
     assert deal([9], 3) == [[0], [], []]
 
 
 def test_imbalance_by_hand() -> None:
-    """7 and 9 are 8 in the mean."""
+    """7 and 9 have mean 8."""
     assert imbalance([7, 9]) == pytest.approx(1 / 8)
     assert imbalance([5, 5]) == imbalance([0, 0]) == 0

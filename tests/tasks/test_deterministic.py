@@ -1,4 +1,4 @@
-"""`train.deterministic`: on a processor it changes no bit. What a GPU would have in the state is tried without one."""
+"""`train.deterministic` changes no bit on a CPU. A GPU's part of the state is simulated."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def made(start: LearnerStart, **keys: Any) -> TorchLearner:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"objective": {"kind": "gspo"}},  # ratios of responses
+        {"objective": {"kind": "gspo"}},  # sequence ratios
         {"objective": {"kind": "ppo"}, "minibatches": 2},
         {"objective": {"kind": "m2po"}},
         {"objective": {"penalties": {"kl_to": "reference", "kl_weight": 0.1}}, "checkpoint_activations": True},
         {"share_prompts": False, "lora": {"rank": 2}},
     ],
 )
-def test_on_a_processor_it_changes_no_bit(start: LearnerStart, keys: dict[str, Any]) -> None:
+def test_deterministic_changes_no_bit_on_a_cpu(start: LearnerStart, keys: dict[str, Any]) -> None:
     plain = saved(trained(made(start, **keys), 2))
     assert not torch.are_deterministic_algorithms_enabled()
     learner = trained(made(start, **keys, deterministic=True), 2)
@@ -65,7 +65,7 @@ def test_on_a_processor_it_changes_no_bit(start: LearnerStart, keys: dict[str, A
     assert saved(learner) == plain
 
 
-def test_cublas_is_told_unless_a_person_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cublas_workspace_is_set_unless_the_user_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     begin_process(TorchTrain(), 0)
     assert WORKSPACE not in os.environ
     begin_process(TorchTrain(deterministic=True), 0)
@@ -77,7 +77,7 @@ def test_cublas_is_told_unless_a_person_did(monkeypatch: pytest.MonkeyPatch) -> 
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_the_devices_generator_is_part_of_the_state(start: LearnerStart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_generator_is_part_of_the_state(start: LearnerStart, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, given = torch.tensor([3, 1, 4], dtype=torch.uint8), list[list[int]]()
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: drawn)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: given.append(state.tolist()))
@@ -89,20 +89,20 @@ def test_the_devices_generator_is_part_of_the_state(start: LearnerStart, monkeyp
     drawn = drawn + 1
     learner.load(weights, on_gpu)
     assert given == [[3, 1, 4]]
-    learner.load(weights, on_cpu)  # of a machine without one
+    learner.load(weights, on_cpu)  # from a machine without a GPU
     learner.device = torch.device("cpu")
     learner.load(weights, on_gpu)
     assert given == [[3, 1, 4]]
     assert joined(learner.state()) == on_cpu
 
 
-def test_without_it_a_state_is_what_it_was(start: LearnerStart) -> None:
+def test_state_without_deterministic_has_no_gpu_generator(start: LearnerStart) -> None:
     learner = made(start)
     learner.device = GPU
     assert DEVICE_RNG not in from_files(joined(learner.state()))
 
 
-def test_a_state_without_the_processors_generator_is_refused(start: LearnerStart) -> None:
+def test_state_without_cpu_generator_is_refused(start: LearnerStart) -> None:
     learner = made(start)
     weights, state = saved(learner)
     tensors = from_files(state)

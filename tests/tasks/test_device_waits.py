@@ -1,6 +1,6 @@
-"""An update on a GPU launches its micro-batches one after the other: it reads nothing of them, since to read waits.
+"""An update on a GPU launches its micro-batches without reading a value between them, since reading waits.
 
-Tried on the processor, where what would wait can be counted.
+Tested on the CPU, where reads can be counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.tiny_policy import make_policy, make_weights
 
 
 class Reads(TorchDispatchMode):
-    """Counts the numbers that are read of tensors, and the passes through a model: transformers reads one in each."""
+    """Count values read from tensors, and passes through the model: transformers reads one value in each pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ def watch_step(folder: Path, micro_tokens: int) -> Reads:
     return seen
 
 
-def test_reads_of_a_step_do_not_grow_with_its_micro_batches(folder: Path) -> None:
+def test_reads_of_a_step_do_not_grow_with_micro_batches(folder: Path) -> None:
     few, many = watch_step(folder, 10**6), watch_step(folder, 1)
     assert many.passes > 2 * few.passes > 0, "the batch has not been split"
     assert many.reads - many.passes == few.reads - few.passes
 
 
-def test_reads_of_a_step_do_not_grow_with_its_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_of_a_step_do_not_grow_with_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = watch_step(folder, 10**6)
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * 320)  # a token at a time
     chunked = watch_step(folder, 10**6)
@@ -65,7 +65,7 @@ def test_reads_of_a_step_do_not_grow_with_its_chunks(folder: Path, monkeypatch: 
     assert chunked.reads == whole.reads
 
 
-def test_diagnostics_stay_on_the_device_until_they_are_asked_for() -> None:
+def test_diagnostics_stay_on_the_device_until_read() -> None:
     one_M = torch.zeros(3, device="meta")
     tokens = MaskedTokens(
         logp_M=one_M, behaviour_M=one_M, advantage_M=one_M, row_M=one_M.long(), entropy_M=one_M, reference_M=one_M

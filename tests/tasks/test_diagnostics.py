@@ -1,4 +1,4 @@
-"""What a version tells of its update, worked by hand: by age, over the tokens that it claims."""
+"""The diagnostics of a version's update, by hand: by age, over the tokens that they claim to cover."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_diagnostics_by_hand() -> None:
     assert found["engine_gap"] == pytest.approx(log / 2)
 
 
-def test_what_is_very_old_counts_together_and_what_comes_later_is_no_gap() -> None:
+def test_oldest_ages_are_merged_and_gap_is_of_first_update() -> None:
     seen = Diagnostics(9)
     added(seen, [1.0, 3.0, 2.0], [0, 3, 5], [False] * 3, [1.0] * 3)
     seen.updates += 1
@@ -70,5 +70,5 @@ def test_what_is_very_old_counts_together_and_what_comes_later_is_no_gap() -> No
     assert "entropy" not in found
 
 
-def test_without_a_token_there_is_nothing_to_tell() -> None:
+def test_no_tokens_give_no_metrics() -> None:
     assert Diagnostics(0).metrics(entropy=True) == {}

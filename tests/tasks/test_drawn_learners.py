@@ -1,4 +1,4 @@
-"""Learners of drawn config: every key of `[train]` beside every other; what is stored goes on as if nothing was."""
+"""Learners with randomly drawn config: any combination of `[train]` keys; another learner continues from the state."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.contracts.test_learners import batch, saved
 from tests.support.counts import examples
 from tests.support.tiny_policy import make_policy, make_weights
 
-RANKS = {"ranks", "rank_seconds", "sharded"}  # processes: see `test_ranks.py` and `test_fsdp.py`
-DRAWN: dict[type[Section], set[str]] = {}  # the keys of each section that are
+RANKS = {"ranks", "rank_seconds", "sharded"}  # need several processes: see `test_ranks.py` and `test_fsdp.py`
+DRAWN: dict[type[Section], set[str]] = {}  # the drawn keys of each section
 
 
 def of(section: type[Section], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Some keys of a section; those that have a few values only are found in its fields."""
+    """Draw some keys of a section; those with only a few values are taken from its fields."""
     few = {n: info.annotation for n, info in section.model_fields.items() if _few(info.annotation) and n not in RANKS}
     keys = {**{name: st.from_type(kinds) for name, kinds in few.items()}, **given}  # type: ignore[arg-type]
     DRAWN[section] = set(keys)
@@ -114,13 +114,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_key_is_drawn() -> None:
-    """A key that comes later is drawn here, too, or this fails."""
+    """A key that is added later must be drawn here, too, or this test fails."""
     for section, keys in DRAWN.items():
         assert keys >= section.model_fields.keys() - {"learner", "threads", *RANKS}, section
 
 
 def valid(tree: dict[str, Any], dtype: str) -> TrainConfig | None:
-    """None where it is refused, which is by a sentence that names the key."""
+    """Return the config; None if it is refused, with a sentence that names the key."""
     try:
         policy = {"cold_start": {}, "dtype": dtype}
         return RunConfig.model_validate({"train": tree, "policy": policy, "groups": 4}).train
@@ -131,7 +131,7 @@ def valid(tree: dict[str, Any], dtype: str) -> TrainConfig | None:
 
 
 def go_on(folder: Path, config: TrainConfig, dtype: str, temperature: float) -> None:
-    """Train, store, and go on from that in another learner. There may be one in parts at a time."""
+    """Train, store, and continue from the files in another learner. Only one sharded learner may exist at a time."""
     start = LearnerStart(folder, trained=True, dtype=dtype, temperature=temperature, versions=10, longest=6)
     start = replace(start, first=partial(Path, folder))
     made, other = build_learner(config, start), build_learner(config, start)
@@ -152,7 +152,7 @@ DTYPES, TEMPERATURES = st.sampled_from(["float32", "bfloat16"]), st.sampled_from
 @pytest.mark.many
 @settings(max_examples=examples(200), deadline=None)
 @given(tree=TRAINS, dtype=DTYPES, temperature=TEMPERATURES)
-def test_a_learner_of_any_config_goes_on_from_what_it_stored(
+def test_learner_of_any_config_continues_from_its_state(
     folder: Path, tree: dict[str, Any], dtype: str, temperature: float
 ) -> None:
     if config := valid(tree, dtype):
@@ -162,6 +162,8 @@ def test_a_learner_of_any_config_goes_on_from_what_it_stored(
 @pytest.mark.soak
 @settings(max_examples=20, deadline=None)
 @given(tree=SHARDED, dtype=DTYPES, temperature=TEMPERATURES)
-def test_so_does_one_in_parts(folder: Path, tree: dict[str, Any], dtype: str, temperature: float) -> None:
+def test_sharded_learner_continues_from_its_state(
+    folder: Path, tree: dict[str, Any], dtype: str, temperature: float
+) -> None:
     if config := valid({"learner": "deepspeed", **tree}, dtype):
         go_on(folder, config, dtype, temperature)

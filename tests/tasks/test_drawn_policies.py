@@ -1,7 +1,7 @@
-"""Policy folders with drawn faults: each is refused in one sentence, or trained exactly as it is.
+"""Policy folders with randomly drawn faults: each is refused in one sentence, or trained exactly as it is.
 
-What is accepted gives a version 0 with the folder's own tensors, and an engine whose log-probs are the learner's. There
-is no third outcome: neither another exception nor a difference that nobody names.
+An accepted folder gives a version 0 with the folder's own tensors, and an engine whose log-probs equal the learner's.
+There is no third outcome: neither another exception nor an unreported difference.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from tests.support.refused import refused
 
 KINDS = ("llama", "qwen3", "gemma2")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-NEAR = 1e-4  # nats between engine and learner, of weights far larger than trained ones
+NEAR = 1e-4  # nats between engine and learner, for weights far larger than trained ones
 DRAWN = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 Change = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Path]]:
-    """Make a sound folder of each kind."""
+    """Build a valid folder of each kind."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(tmp_path_factory.mktemp("home")))
-        patch.setattr(tokenizer, "PIECES", tokenizer.PIECES[:5])  # other tests read them all
+        patch.setattr(tokenizer, "PIECES", tokenizer.PIECES[:5])  # other tests use all of them
         made = tmp_path_factory.mktemp("folders")
         yield {kind: make_folder(made / kind, kind, tokenizer={"template": CHAT}) for kind in KINDS}
 
@@ -188,7 +188,7 @@ def tokenizer_faults(folder: Path) -> st.SearchStrategy[Change]:
 
 
 def checked(folder: Path, **prompts: object) -> Preflight | None:
-    """Return what a run begins with; None if it is refused, in one sentence."""
+    """Return what a run starts with; None if the folder is refused, in one sentence."""
     try:
         return preflight(recipe_of(folder, **prompts), ask=False)
     except ConfigError as error:
@@ -200,7 +200,7 @@ def checked(folder: Path, **prompts: object) -> Preflight | None:
 
 
 def trains_what_it_is(found: Preflight, folder: Path, stored: Path) -> None:
-    """Check that version 0 equals the folder tensor by tensor, and that the engine's log-probs are the learner's."""
+    """Check that version 0 equals the folder tensor by tensor, and that engine and learner give the same log-probs."""
     stored.mkdir()
     for name, data in found.files.items():
         (stored / name).write_bytes(data)
@@ -216,7 +216,7 @@ def trains_what_it_is(found: Preflight, folder: Path, stored: Path) -> None:
     given, first = load_file(folder / "model.safetensors"), {}
     for file in version.glob("*.safetensors"):
         first |= load_file(file)
-    for name, tensor in given.items():  # of two that are tied one is stored, whichever the folder has
+    for name, tensor in given.items():  # one of two tied tensors is stored, whichever the folder has
         other = first.get(name, first.get(EMBEDDING))
         assert other is not None, name
         assert torch.equal(other, tensor.float()), name
@@ -228,14 +228,14 @@ def trains_what_it_is(found: Preflight, folder: Path, stored: Path) -> None:
 
 
 def try_folder(kind: str, folders: Mapping[str, Path], data: st.DataObject, faults: Any, place: Path) -> None:
-    """Draw a fault or two, put them into a copy of the folder, and check the outcome."""
+    """Draw one or two faults, put them into a copy of the folder, and check the outcome."""
     folder = place / "policy"
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(folders[kind], folder)
     for change in data.draw(st.lists(faults(folders[kind]), min_size=1, max_size=2)):
         try:
             change(folder)
-        except Exception:  # noqa: BLE001 - the second fault found nothing of the first one's folder to change
+        except Exception:  # noqa: BLE001 - after the first fault, the second may find nothing to change
             event("the first fault left nothing for a second")
     prompts = data.draw(st.sampled_from([{}, {"chat": True}, {"chat": True, "system": "Be kind."}]))
     found = checked(folder, **prompts)
@@ -260,7 +260,7 @@ def test_drawn_fault_is_refused_or_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sound_folder_is_trained_as_it_is(kind: str, folders: Mapping[str, Path], tmp_path: Path) -> None:
+def test_valid_folder_is_trained_as_it_is(kind: str, folders: Mapping[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders[kind], tmp_path / "policy")
     found = checked(tmp_path / "policy", chat=True, system="Be kind.")
     assert found is not None
@@ -275,7 +275,7 @@ def test_tied_embedding_may_be_stored_as_the_head(folders: Mapping[str, Path], t
     trains_what_it_is(found, tmp_path / "policy", tmp_path / "stored")
 
 
-def test_value_that_only_a_new_model_reads_does_no_harm(folders: Mapping[str, Path], tmp_path: Path) -> None:
+def test_initializer_range_does_no_harm(folders: Mapping[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders["gemma2"], tmp_path / "policy")
     change_json(tmp_path / "policy/config.json", initializer_range=-0.5)
     found = checked(tmp_path / "policy")
@@ -301,7 +301,7 @@ def recipe_in(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_check_and_run_refuse_in_the_same_sentence(
+def test_check_and_run_refuse_with_the_same_sentence(
     fault: str, folders: Mapping[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "policy"

@@ -1,5 +1,4 @@
-"""The torch learner in parts on its ranks (FSDP2) beside one rank: the same steps, and what one stores goes on in the
-other."""
+"""The torch learner sharded over ranks (FSDP2) compared with one rank: the same steps, and interchangeable state."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def whole(folder: Path, dtype: str = "float32", **given: Any) -> Any:
         ),
     ],
 )
-def test_what_cannot_be_in_parts_is_refused(given: dict[str, Any], sentence: str) -> None:
+def test_options_that_cannot_be_sharded_are_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         TorchTrain.model_validate({"sharded": True, **given})
 
@@ -82,10 +81,10 @@ def test_what_cannot_be_in_parts_is_refused(given: dict[str, Any], sentence: str
         pytest.param(4, "PPO with a critic", {}, marks=SOAK),
     ],
 )
-def test_it_trains_what_one_rank_trains_and_each_goes_on_from_the_other(
+def test_sharded_learner_trains_as_one_rank_and_exchanges_state(
     folder: Path, ranks: int, kind: str, more: dict[str, Any]
 ) -> None:
-    """Whatever else changes how it is computed, and not what."""
+    """With options that change how the update is computed, but not its result."""
     one, expected = alone(folder, kind)
     made = in_parts(folder, ranks, **{**KINDS[kind], **more})
     for version, told in enumerate(expected):
@@ -113,8 +112,8 @@ def test_it_trains_what_one_rank_trains_and_each_goes_on_from_the_other(
 
 @pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_train_as_on_one_rank_whatever_they_are_gathered_with(tied: bool, tmp_path: Path) -> None:
-    """Of 320 tokens the last of three ranks has fewer; a head of its own is gathered beside them."""
+def test_embeddings_train_as_on_one_rank(tied: bool, tmp_path: Path) -> None:
+    """With 320 tokens the last of three ranks has fewer rows; a separate head is gathered beside the embeddings."""
     policy = make_weights(tmp_path, seed=1, tied=tied)
     made, one = in_parts(policy, ranks=3), whole(policy)
     for version in range(4):
@@ -126,7 +125,7 @@ def test_embeddings_train_as_on_one_rank_whatever_they_are_gathered_with(tied: b
 
 
 @pytest.mark.long
-def test_what_has_modules_in_it_is_not_gathered_for_itself(tmp_path: Path) -> None:
+def test_module_with_child_modules_is_not_gathered_alone(tmp_path: Path) -> None:
     """RoBERTa's head has a bias of its own, beside a norm and the embeddings."""
     torch.manual_seed(1)
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "is_decoder": True}
@@ -140,8 +139,8 @@ def test_what_has_modules_in_it_is_not_gathered_for_itself(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_each_rank_has_its_part_and_what_four_stored_goes_on_on_any_number(folder: Path) -> None:
-    """Three of four have nothing of what has a single row: the critic's head."""
+def test_state_of_four_ranks_continues_on_any_number(folder: Path) -> None:
+    """Each rank has only its shards. Three of four ranks have nothing of the critic's head, which has a single row."""
     kind = KINDS["PPO with a critic"]
     made = in_parts(folder, 4, **kind)
     made.step(batch(0), 0)
@@ -162,8 +161,8 @@ def test_each_rank_has_its_part_and_what_four_stored_goes_on_on_any_number(folde
 
 
 @pytest.mark.long
-def test_a_critic_that_has_not_begun_is_not_looked_at(folder: Path) -> None:
-    """Its memory is whatever was there."""
+def test_unstarted_critic_is_not_checked(folder: Path) -> None:
+    """The critic's memory may hold anything before its start."""
     made = in_parts(folder, **KINDS["PPO with a critic"])
     stored = saved(made)
     for parameter in made.model.parameters():
@@ -175,13 +174,13 @@ def test_a_critic_that_has_not_begun_is_not_looked_at(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_is_stored_is_gathered_while_the_next_step_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_gathered_while_the_next_step_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_gathered_beside_a_step(in_parts(folder, **KINDS["PPO with a critic"]), monkeypatch)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_goes_on_in_deepspeed_and_back(folder: Path, kind: str) -> None:
+def test_state_continues_in_deepspeed_and_back(folder: Path, kind: str) -> None:
     made = in_parts(folder, **KINDS[kind])
     made.step(batch(0), 0)
     stored = saved(made)
@@ -199,8 +198,8 @@ def test_it_goes_on_in_deepspeed_and_back(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_without_rows_takes_part(folder: Path) -> None:
-    """Nor does it matter what a cold start leaves as gradients. Where no rank has rows, nothing is changed."""
+def test_rank_without_rows_takes_part(folder: Path) -> None:
+    """Gradients left by a cold start do not matter either. If no rank has rows, nothing changes."""
     one, _ = alone(folder, "GRPO", one_with_signal)
     made = in_parts(folder)
     for parameter in made.model.parameters():
@@ -223,10 +222,10 @@ def test_a_rank_without_rows_takes_part(folder: Path) -> None:
     ],
     ids=["killed", "stopped"],
 )
-def test_a_rank_that_ends_or_hangs_is_named(
+def test_dead_or_hung_rank_is_named(
     folder: Path, sent: signal.Signals, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank is between a forward and a backward pass then."""
+    """The first rank is between a forward and a backward pass at that moment."""
     made, loss_of = in_parts(folder, seconds=20.0), Updates.loss_of
     made.step(batch(0), 0)
 
@@ -240,8 +239,8 @@ def test_a_rank_that_ends_or_hangs_is_named(
 
 
 @pytest.mark.long
-def test_what_is_not_finite_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is on the first rank alone; the others say so, too, and the next step is what it would have been."""
+def test_nonfinite_loss_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first rank has a NaN; the other rank stops, too, and the next step is the same as without it."""
     made, quiet = in_parts(folder), whole(folder)
     for one in (made, quiet):
         one.step(batch(0), 0)
@@ -259,8 +258,8 @@ def test_what_is_not_finite_changes_nothing(folder: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["PPO with a critic", pytest.param("GRPO", marks=SOAK)])
-def test_a_policy_in_bfloat16_has_masters_in_parts(folder: Path, kind: str) -> None:
-    """Beside ranks that are whole: gradients are rounded to bfloat16 on each rank, and one rank has others."""
+def test_bfloat16_policy_has_sharded_masters(folder: Path, kind: str) -> None:
+    """Compared with unsharded ranks, since each of several ranks rounds its gradients to bfloat16."""
     to_reference = {"kl_to": "reference", "kl_weight": 0.1}
     given = {**KINDS[kind], "objective": {"kind": "ppo", "penalties": to_reference}} if "critic" in KINDS[kind] else {}
     made, beside = in_parts(folder, dtype="bfloat16", **given), whole(folder, "bfloat16", ranks=2, **given)
@@ -271,14 +270,14 @@ def test_a_policy_in_bfloat16_has_masters_in_parts(folder: Path, kind: str) -> N
     assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in expected.items()}
     in_float32 = [name for name, tensor in found.items() if tensor.dtype == torch.float32]
     assert farthest(*({name: held[name] for name in in_float32} for held in (found, expected))) < NEAR
-    assert farthest(found, expected) <= 2**-7  # of a weight that is 1 or so and rounded to another neighbour
+    assert farthest(found, expected) <= 2**-7  # one rounding step of a weight near 1
     stored = saved(made)
     beside.load(*stored)
     assert saved(beside) == stored
     beside.step(batch(3), 3)
     made.load(stored[0], saved(beside)[1])
-    assert saved(made)[0] == stored[0]  # whose masters these are not
+    assert saved(made)[0] == stored[0]  # its masters do not belong to these weights
     made.load(*stored)
-    assert saved(made) == stored  # a critic's masters stand before its weights
+    assert saved(made) == stored  # a critic's masters are stored before its weights
     for one in (made, beside):
         one._others.end()

@@ -1,4 +1,4 @@
-"""Files that are gathered: whoever asks gets one at a time, made for him, and names cost nothing."""
+"""Gathered files: one is gathered at a time, newly for each request, and listing names gathers nothing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from rollflow.tasks.learners.gathered import Gathered
 
 
-def test_one_is_gathered_at_a_time_whoever_asks() -> None:
+def test_one_file_is_gathered_at_a_time() -> None:
     made: list[str] = []
     together = Barrier(2)
 
     def gather(name: str) -> bytes:
         with pytest.raises(BrokenBarrierError):
-            together.wait(0.05)  # for another one that gathers
+            together.wait(0.05)  # waits for a second gather
         together.reset()
         made.append(name)
         return name.encode()

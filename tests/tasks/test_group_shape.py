@@ -1,4 +1,4 @@
-"""The transformers engine's groups on a GPU: their rows, and the same guarantee in their shape."""
+"""Groups of the transformers engine in a GPU's shape: their number of rows, and the same reproducibility."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REQUESTS = [
 
 @pytest.fixture
 def sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FixedShapeSampler:
-    """A sampler of the processor with a GPU's shape."""
+    """Build a sampler on the CPU with a GPU's shape."""
     make_policy(tmp_path)
     make_weights(tmp_path, seed=0)
     monkeypatch.setattr(fixed_shape, "ON_CPU", ON_GPU)
@@ -52,7 +52,7 @@ def test_long_spans_have_fewer_rows_on_a_gpu(row_bytes: int, rows: int) -> None:
     assert fit_rows(ON_GPU, row_bytes) == rows
 
 
-def test_processor_groups_have_64_rows(sampler: FixedShapeSampler) -> None:
-    """Whatever their size: runs were recorded so."""
+def test_cpu_groups_have_64_rows(sampler: FixedShapeSampler) -> None:
+    """Whatever the row size, since recorded runs depend on it."""
     group = Group(sampler._config, 64, torch.float32, torch.device("meta"), ON_CPU)
     assert len(group.rows) == 64

@@ -1,4 +1,4 @@
-"""The torch learner: gradients against autograd on the plain formula, exact restore, exact replay."""
+"""The torch learner: its gradients against autograd on the plain formulas, and its stale-batch check."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def some_batch(seed: int = 0, groups: int = 4):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.long
-def test_the_gradient_is_that_of_the_plain_formula(folder: Path) -> None:
-    """Micro-batches, padding and the skipped rows change nothing: compared with one row at a time."""
+def test_gradient_equals_the_plain_formula(folder: Path) -> None:
+    """Micro-batches, padding and skipped rows change nothing; the formula runs one row at a time."""
     batch, made = some_batch(), learner(folder, micro_tokens=24, max_grad_norm=1e9)
     expected_model = learner(folder).model
     rewards = torch.tensor(batch.table["reward"].to_pylist())
@@ -89,7 +89,7 @@ def test_the_gradient_is_that_of_the_plain_formula(folder: Path) -> None:
 
 
 def token_logprobs(made: TorchLearner, batch: TrajectoryBatch) -> list[Tensor]:
-    """Of each row's response, one row at a time."""
+    """Return the log-probs of each row's response, computed one row at a time."""
     found = []
     for tokens, mask in zip(batch.table["tokens"].to_pylist(), batch.table["loss_mask"].to_pylist(), strict=True):
         logp = torch.log_softmax(made.model(input_ids=torch.tensor([tokens])).logits[0, :-1], -1)
@@ -100,7 +100,7 @@ def token_logprobs(made: TorchLearner, batch: TrajectoryBatch) -> list[Tensor]:
 def expected_gradient(
     made: TorchLearner, batch: TrajectoryBatch, part: Sequence[int], name: str, before: Sequence[Sequence[float]]
 ) -> dict[str, Tensor]:
-    """The gradient of `part` of the rows by the preset's formula; advantages and second moments are of all rows."""
+    """Return the gradient of the rows in `part` by the preset's formula; advantages and moments are over all rows."""
     logp = token_logprobs(made, batch)
     columns = [batch.table[column].to_pylist() for column in ("reward", "logprobs", "loss_mask")]
     behaviour = [[p for p, m in zip(*row, strict=True) if m] for row in zip(*columns[1:], strict=True)]
@@ -117,11 +117,11 @@ def expected_gradient(
     return found
 
 
-OVER_THE_BATCH = ("ppo", "reinforce++", "m2po")  # their loss is not one of the minibatch's rows alone
+OVER_THE_BATCH = ("ppo", "reinforce++", "m2po")  # their loss depends on rows outside the minibatch
 
 
 def gradient_of_part(name: str, rows: list[Row], part: Sequence[int]) -> dict[int, list[float]]:
-    """Of the rows' loss, the tokens of other rows left out of all means but those of advantages and moments."""
+    """Return the slopes of these rows' loss; other rows count only in advantages and second moments."""
     empty = [row if i in part else replace(row, pi=[], mu=[], proximal=[]) for i, row in enumerate(rows)]
     return dict(enumerate(oracles.gradient(ORACLES[name], empty)))
 
@@ -130,7 +130,7 @@ def gradient_of_part(name: str, rows: list[Row], part: Sequence[int]) -> dict[in
     ("name", "minibatches"),
     [(name, parts) for name in PRESETS for parts in (1, 2) if parts == 1 or name not in OVER_THE_BATCH],
 )
-def test_every_update_follows_the_formula_of_its_preset(folder: Path, name: str, minibatches: int) -> None:
+def test_updates_follow_the_formula_of_each_preset(folder: Path, name: str, minibatches: int) -> None:
     """Micro-batches, padding, rows that are skipped, and the log-probs from before the first update."""
     made = learner(folder, micro_tokens=24, max_grad_norm=1e9, minibatches=minibatches, objective={"kind": name})
     batch = near(some_batch(groups=2), made)
@@ -155,7 +155,7 @@ def test_every_update_follows_the_formula_of_its_preset(folder: Path, name: str,
 
 
 def near(batch: TrajectoryBatch, made: TorchLearner) -> TrajectoryBatch:
-    """The batch with behaviour log-probs a little off the learner's."""
+    """Return the batch with behaviour log-probs close to the learner's."""
     draw = torch.Generator().manual_seed(7)
     logprobs = batch.table["logprobs"].to_pylist()
     masks = batch.table["loss_mask"].to_pylist()
@@ -168,13 +168,13 @@ def near(batch: TrajectoryBatch, made: TorchLearner) -> TrajectoryBatch:
     return replace(batch, table=batch.table.set_column(where, field, pa.array(logprobs, field.type)))
 
 
-def test_the_learning_rate_warms_up_and_decays(folder: Path) -> None:
+def test_learning_rate_warms_up_and_decays(folder: Path) -> None:
     made = learner(folder, learning_rate=1.0, schedule="linear")
     assert [made.learning_rate(v) for v in (0, 5, 9)] == pytest.approx([1.0, 0.5, 0.1])
 
 
-def test_the_learner_refuses_a_stale_batch_whatever_was_committed() -> None:
-    """The bound is checked once more on the rows: batches started under version 0, alpha 2."""
+def test_learner_refuses_a_stale_batch() -> None:
+    """The learner checks the bound on the rows again: batches started under version 0, alpha 2."""
     actor = LearnerActor.__new__(LearnerActor)
     actor.config = RunConfig(async_ratio=2.0)
     actor._check_fresh(2, some_batch())

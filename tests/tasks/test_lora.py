@@ -1,4 +1,4 @@
-"""LoRA: what is trained, what is published of it, and what a learner that starts again makes of it."""
+"""LoRA: which weights are trained and published, and how a restarted learner continues."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def layers(made: TorchLearner) -> dict[str, Any]:
     return made.policy._layers
 
 
-# --- what is trained ----------------------------------------------------------------------------------------
+# --- trained weights ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -68,10 +68,10 @@ def test_only_the_adapter_is_trained(folder: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "warned"), [("float32", 0), ("bfloat16", 1)])
-def test_rounding_at_bfloat16_is_warned_of_once(
+def test_bfloat16_rounding_is_warned_of_once(
     folder: Path, dtype: str, warned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the share of the adapter's part that the published weights lose."""
+    """The warning has the share of the adapter's part that the published weights lose."""
     made = learner(folder, dtype)
     made.weights()
     assert not caplog.records  # nothing is added yet
@@ -92,17 +92,17 @@ def test_rounding_at_bfloat16_is_warned_of_once(
     assert all(share in text for text in said)
 
 
-def test_each_linear_layer_of_the_decoder_has_one_and_targets_choose(folder: Path) -> None:
+def test_targets_choose_the_adapted_layers(folder: Path) -> None:
     every, some = learner(folder), learner(folder, lora=Lora(targets=("q_proj", "mlp.down_proj")))
-    assert len(layers(every)) == 14  # of two blocks: q, k, v, o, gate, up, down
+    assert len(layers(every)) == 14  # two blocks of q, k, v, o, gate, up, down
     assert sorted(layers(some)) == [
         f"model.layers.{n}.{part}" for n in range(2) for part in ("mlp.down_proj", "self_attn.q_proj")
     ]
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
-def test_linear_layers_beside_experts_have_one_and_experts_none(name: str) -> None:
-    """peft would choose anew by the model's type."""
+def test_experts_get_no_adapter(name: str) -> None:
+    """peft alone would choose layers by the model's type."""
     model = model_of(name)
     linear = {name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)}
     made = learner_of(model, lora=Lora(rank=2))
@@ -113,13 +113,13 @@ def test_linear_layers_beside_experts_have_one_and_experts_none(name: str) -> No
     assert saved(made)
 
 
-def test_a_layer_that_is_not_there_is_refused_with_those_that_are(folder: Path) -> None:
+def test_unknown_target_is_refused_with_the_known_ones(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"targets = \['c_proj'\]: .* no such linear layer; .* down_proj, gate_proj"):
         learner(folder, lora=Lora(targets=("q_proj", "c_proj")))
 
 
-def test_before_the_first_step_it_is_the_policy_that_is_trained_in_place(folder: Path) -> None:
-    """As a cold start does; the first version is that policy, to the bit, and so is the second one's base."""
+def test_policy_itself_is_trained_before_the_first_step(folder: Path) -> None:
+    """A cold start does so. The first version is that policy, to the bit, and so is the base of the second."""
     made = learner(folder)
     made.model(input_ids=torch.tensor([PROBE])).logits.sum().backward()
     named = dict(made.model.named_parameters())
@@ -146,18 +146,18 @@ print(*{"peft", "accelerate"} & set(sys.modules))
 
 
 @pytest.mark.long
-def test_a_learner_without_one_does_not_wait_for_its_libraries(folder: Path) -> None:
+def test_learner_without_lora_does_not_import_peft(folder: Path) -> None:
     command = [sys.executable, "-c", LOADED, str(folder)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == []
 
 
-# --- what is published --------------------------------------------------------------------------------------
+# --- published weights ------------------------------------------------------------------------------------
 
 
 def test_rank_one_by_hand(folder: Path) -> None:
-    """alpha / rank = 6; W + 6 x b a, for two entries: + 6 x 2 x 0.5 = 6, and + 6 x (-1) x 0.25 = -1.5."""
+    """alpha / rank = 6. Two entries of W + 6 x b a: 6 x 2 x 0.5 = 6, and 6 x (-1) x 0.25 = -1.5."""
     made = learner(folder, lora=Lora(rank=1, alpha=6.0, targets=("layers.0.self_attn.q_proj",)))
     made.policy.begin(1e-2)
     ((name, layer),) = layers(made).items()
@@ -172,7 +172,7 @@ def test_rank_one_by_hand(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-5), ("bfloat16", 0.1)])
-def test_what_is_published_has_the_log_probs_of_peft_s_own_model(folder: Path, dtype: str, near: float) -> None:
+def test_published_policy_has_the_log_probs_of_peft(folder: Path, dtype: str, near: float) -> None:
     made = trained(learner(folder, dtype), 3)
     assert isinstance(made, TorchLearner)
     config = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -187,7 +187,7 @@ def test_what_is_published_has_the_log_probs_of_peft_s_own_model(folder: Path, d
     assert made.logprobs(PROBE) != pytest.approx(learner(folder, dtype).logprobs(PROBE), abs=2 * near)
 
 
-def test_the_reference_is_the_policy_without_its_adapter(folder: Path) -> None:
+def test_reference_is_the_policy_without_its_adapter(folder: Path) -> None:
     objective = {"penalties": {"kl_to": "reference", "kl_weight": 0.1}}
     made = learner(folder, objective=objective)
     first = made.logprobs(PROBE)
@@ -201,21 +201,21 @@ def test_the_reference_is_the_policy_without_its_adapter(folder: Path) -> None:
     assert made.logprobs(PROBE) != pytest.approx(first, abs=1e-3)
 
 
-# --- what is stored -----------------------------------------------------------------------------------------
+# --- stored state ------------------------------------------------------------------------------------------
 
 
-def test_the_state_is_the_adapter_and_its_moments(folder: Path) -> None:
-    """Against full training: 0.1M parameters, of which a rank of 2 trains 5,632 = 2 x (in + out) of each layer."""
+def test_state_is_the_adapter_and_its_moments(folder: Path) -> None:
+    """Full training has 0.1M parameters; rank 2 trains 5,632 of them: 2 x (in + out) of each layer."""
     small, whole = (trained(learner(folder, lora=lora), 1) for lora in (Lora(rank=2), None))
     sizes = [sum(len(data) for data in joined(made.state()).values()) for made in (small, whole)]
     inputs = [layer.in_features + layer.out_features for layer in layers(small).values()]  # type: ignore[arg-type]
     assert 2 * sum(inputs) == 5632
-    assert sizes[0] < 3 * 4 * 5632 + 20_000  # three float32 each; names and the generator's state
+    assert sizes[0] < 3 * 4 * 5632 + 20_000  # three float32 for each parameter, names, and the generator's state
     assert sizes[1] > 2 * 4 * 130_000
 
 
-def test_weights_of_another_kind_of_machine_are_taken(folder: Path) -> None:
-    """They are not the base and the adapter: the difference stays, and everything else goes on as it was."""
+def test_weights_of_another_kind_of_machine_are_loaded(folder: Path) -> None:
+    """They differ from base plus adapter: the difference stays in the base, and training continues."""
     made, other = (trained(learner(folder), 2) for _ in range(2))
     assert isinstance(made, TorchLearner)
     assert isinstance(other, TorchLearner)
@@ -237,8 +237,8 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunC
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_a_killed_learner_ends_where_the_unbroken_one_does(small: Callable[..., RunContext], every: int) -> None:
-    """The base is there again, and what is trained again is the same to the bit."""
+def test_killed_learner_ends_with_the_same_bits(small: Callable[..., RunContext], every: int) -> None:
+    """The restarted learner finds the base again, and its replay is the same to the bit."""
     whole, broken = small("whole"), small("broken", state_every=every)
     train_small(whole)
     for until in (0, 2, 3, 5):

@@ -1,4 +1,4 @@
-"""float32 masters behind a bfloat16 policy: no update is lost, and the policy is what they round to."""
+"""float32 masters behind a bfloat16 policy: no update is lost, and the policy equals the rounded masters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begun(folder: Path, kind: str, learning_rate: float = 1e-6) -> TorchLearner:
-    """`kind` is float32, masters, or policy; all begin with the same weights, which a bfloat16 can hold."""
+    """Build a learner; `kind` is float32, masters or policy. All start with the same weights, exact in bfloat16."""
     model = load_model(folder, "bfloat16", trained=True)
     config = TorchTrain(
         warmup_versions=0, learning_rate=learning_rate, master_dtype="policy" if kind == "policy" else "float32"
@@ -38,26 +38,26 @@ def all_of(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def policy(made: TorchLearner) -> Tensor:
-    """Its weights in one row."""
+    """Return the policy's weights as one vector."""
     return all_of(dict(made.model.named_parameters()))
 
 
 def share_moved(made: TorchLearner) -> float:
-    """Of the weights that the optimizer changes, by one step."""
+    """Return the share of the optimizer's weights that one step moves."""
     before = all_of(made.policy.trained.parameters).clone()
     made.step(batch(0), 0)
     return float((all_of(made.policy.trained.parameters) != before).float().mean())
 
 
-def test_the_first_step_at_1e_6_moves_as_many_weights_as_in_float32(folder: Path) -> None:
+def test_masters_move_as_many_weights_as_float32(folder: Path) -> None:
     found = {kind: share_moved(begun(folder, kind)) for kind in ("float32", "masters", "policy")}
     assert found["float32"] > 0.99
     assert found["masters"] > 0.99 * found["float32"]
-    assert found["policy"] < 0.05  # what is lost without
+    assert found["policy"] < 0.05  # without masters most changes are lost
 
 
-def test_after_fifty_steps_the_policy_is_where_float32_is_when_rounded(folder: Path) -> None:
-    """Most of its weights; gradients in bfloat16 are a little off. Without masters the policy stays behind."""
+def test_fifty_steps_with_masters_match_rounded_float32(folder: Path) -> None:
+    """This holds for most weights: gradients in bfloat16 differ a little. Without masters the policy lags behind."""
     start = policy(begun(folder, "masters"))
     whole, made, lost = (trained(begun(folder, kind, 2e-5), 50) for kind in ("float32", "masters", "policy"))
     rounded = policy(whole).to(BF16).float()  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_after_fifty_steps_the_policy_is_where_float32_is_when_rounded(folder: P
     assert float(same.float().mean()) > 0.95
 
 
-def test_the_policy_is_its_masters_rounded(folder: Path) -> None:
+def test_policy_equals_its_rounded_masters(folder: Path) -> None:
     made = begun(folder, "masters", 1e-3)
     for version in range(3):
         made.step(batch(version), version)
@@ -80,7 +80,7 @@ def test_the_policy_is_its_masters_rounded(folder: Path) -> None:
 
 
 def test_gradients_are_added_up_in_float32(folder: Path) -> None:
-    """Over micro-batches: 256 gradients of which each is less than half a step of a bfloat16 sum."""
+    """Over micro-batches: 256 gradients, each smaller than half a rounding step of a bfloat16 sum."""
     made = begun(folder, "masters")
     name, parameter = next(iter(made.model.named_parameters()))
     for _ in range(257):
@@ -91,8 +91,8 @@ def test_gradients_are_added_up_in_float32(folder: Path) -> None:
     assert float(grad.max()) == 257.0  # in bfloat16 the sum stays at 256
 
 
-def test_masters_follow_who_trains_the_policy_in_place(folder: Path) -> None:
-    """As a cold start does."""
+def test_masters_follow_changes_of_the_policy_in_place(folder: Path) -> None:
+    """A cold start changes the policy in place."""
     made = begun(folder, "masters")
     made.step(batch(0), 0)
     parameter = made.model.get_input_embeddings().weight
@@ -104,8 +104,8 @@ def test_masters_follow_who_trains_the_policy_in_place(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "masters", "policy"])
-def test_gradients_that_a_cold_start_left_are_forgotten(folder: Path, kind: str) -> None:
-    """Else the first version is not the one that a replay trains from the same weights."""
+def test_gradients_left_by_a_cold_start_are_deleted(folder: Path, kind: str) -> None:
+    """Otherwise a replay from the same weights would train another first version."""
     fresh, left = begun(folder, kind, 1e-2), begun(folder, kind, 1e-2)
     for parameter in left.model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -114,7 +114,7 @@ def test_gradients_that_a_cold_start_left_are_forgotten(folder: Path, kind: str)
     assert torch.equal(policy(fresh), policy(left))
 
 
-def test_in_float32_there_is_nothing_beside_the_policy(folder: Path) -> None:
+def test_float32_policy_has_no_masters(folder: Path) -> None:
     made = begun(folder, "float32")
     made.step(batch(0), 0)
     assert all(made.policy.trained.parameters[name] is parameter for name, parameter in made.model.named_parameters())
@@ -122,7 +122,7 @@ def test_in_float32_there_is_nothing_beside_the_policy(folder: Path) -> None:
 
 
 def test_recorded_run_keeps_attention_and_advantages() -> None:
-    """Other attention or longer sums would give other bits when it is replayed."""
+    """Other attention or float64 sums would give other bits in a replay."""
     config = RunConfig().model_dump(mode="json")
     assert (config["train"].pop("attention"), config["train"].pop("advantage_dtype")) == ("exact", "float64")
     found = RunConfig.model_validate(complete_config(config)).train
@@ -130,8 +130,8 @@ def test_recorded_run_keeps_attention_and_advantages() -> None:
 
 
 @pytest.mark.parametrize("recorded", [{}, {"master_dtype": "float32", "share_prompts": True, "fused_adamw": True}])
-def test_a_run_recorded_before_there_were_masters_has_none(recorded: dict[str, object]) -> None:
-    """Nor does it share prompts or fuse its optimizer: other sums would give other bits."""
+def test_run_recorded_before_masters_has_none(recorded: dict[str, object]) -> None:
+    """Nor does such a run share prompts or use the fused optimizer: other sums would give other bits."""
     config = RunConfig().model_dump(mode="json")
     del config["train"]["master_dtype"], config["train"]["share_prompts"], config["train"]["fused_adamw"]
     config["train"] |= recorded
@@ -140,8 +140,8 @@ def test_a_run_recorded_before_there_were_masters_has_none(recorded: dict[str, o
     assert found.share_prompts == found.fused_adamw == recorded.get("share_prompts", False)
 
 
-def test_an_engine_in_bfloat16_may_differ_by_what_its_logits_are_rounded_by() -> None:
-    """Else vLLM's first probe ends the run: two sound engines are 0.06 to 0.5 nats apart on single tokens."""
+def test_probe_tolerance_is_larger_in_bfloat16() -> None:
+    """Otherwise vLLM's first probe would end the run: correct engines differ by 0.06 to 0.5 nats on single tokens."""
     plain = RunConfig()
     half = plain.model_copy(update={"policy": plain.policy.model_copy(update={"dtype": "bfloat16"})})
     strict = half.model_copy(update={"engine": half.engine.model_copy(update={"probe_tolerance": 0.2})})

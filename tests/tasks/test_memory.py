@@ -1,4 +1,4 @@
-"""What saves memory changes nothing: heads in parts, layers that are run again."""
+"""Options that save memory do not change results: heads in parts, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9, 1000])
-def test_parts_are_whole_rows_of_no_more_than_a_chunk(
-    folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of 3, 1, 5, 4 and 4 tokens; one that is longer than a chunk is a part alone."""
+def test_parts_by_row_have_whole_rows(folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 3, 1, 5, 4 and 4 tokens; a row longer than a chunk is a part of its own."""
     made = learner(folder).token_logprobs
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made._head.vocabulary * chunk)
     row_M = torch.tensor([7] * 3 + [2] + [5] * 5 + [1] * 4 + [9] * 4)
@@ -43,8 +41,8 @@ def test_parts_are_whole_rows_of_no_more_than_a_chunk(
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9, 1000])
-def test_parts_of_tokens_are_never_more_than_a_chunk(folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are cut."""
+def test_parts_by_token_never_exceed_a_chunk(folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows may be split."""
     made = learner(folder).token_logprobs
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made._head.vocabulary * chunk)
     row_M = torch.tensor([7] * 3 + [2] + [5] * 5 + [1] * 4 + [9] * 4)
@@ -55,8 +53,8 @@ def test_parts_of_tokens_are_never_more_than_a_chunk(folder: Path, chunk: int, m
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "kimi", "decoupled-ppo", "m2po"])
-def test_an_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of objectives that look at whole rows; and no more logits are there than asked for."""
+def test_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for objectives that need whole rows; and no more logits exist at once than allowed."""
     seen: list[int] = []
     logits = OwnHead.__call__
 
@@ -67,14 +65,14 @@ def test_an_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypa
     monkeypatch.setattr(OwnHead, "__call__", noted)
 
     def gradients(chunk: int, *, adds: bool = True) -> tuple[float, torch.Tensor]:
-        keeps = {"correction": {"second_moment": 30}} if kind == "m2po" else {}  # else it would leave nothing
+        keeps = {"correction": {"second_moment": 30}} if kind == "m2po" else {}  # otherwise no token would be kept
         made = learner(folder, objective={"kind": kind, **keeps}, max_grad_norm=1e9, learning_rate=1e-12)
         monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made.token_logprobs._head.vocabulary * chunk)
         if not adds:
             monkeypatch.setattr(made.token_logprobs, "adding", nullcontext)
         assert made.token_logprobs._head._linear is not None
         assert made.token_logprobs._head._linear.gains
-        seen.clear()  # what was tried at the start
+        seen.clear()  # drop the calls of the test at the start
         found: list[torch.Tensor] = []
         monkeypatch.setattr(made.policy, "apply", lambda: found.extend(p.grad for p in made.model.parameters()))
         loss = made.step(batch(1), 0)["loss"]
@@ -89,12 +87,12 @@ def test_an_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypa
     assert float((parts - whole).norm() / whole.norm()) < 1e-5
     for chunk, found in ((7, parts), (10**6, whole)):
         other = gradients(chunk, adds=False)[1]
-        assert float((other - found).norm() / found.norm()) < 1e-6  # a tied head's is added in another order
+        assert float((other - found).norm() / found.norm()) < 1e-6  # a tied head's gradient is added in another order
 
 
 @pytest.mark.parametrize("kind", ["kimi", "dppo", "grpo"])
-def test_a_micro_batch_without_tokens_changes_nothing(folder: Path, kind: str) -> None:
-    """Rows that the policy chose nothing of, in a micro-batch of their own: some objectives run every row."""
+def test_micro_batch_without_tokens_changes_nothing(folder: Path, kind: str) -> None:
+    """A micro-batch of rows without sampled tokens: some objectives run every row."""
 
     def weights(groups: list[list[Trajectory]]) -> object:
         made = learner(folder, objective={"kind": kind}, micro_tokens=12, share_prompts=False)
@@ -106,8 +104,8 @@ def test_a_micro_batch_without_tokens_changes_nothing(folder: Path, kind: str) -
     assert weights([full, empty]) == weights([full])
 
 
-def test_no_gradient_is_left_beside_what_is_published(folder: Path) -> None:
-    """It would be a third of the weights and moments."""
+def test_no_gradient_is_left_after_a_step(folder: Path) -> None:
+    """Gradients would need a third of the memory of weights and moments."""
     made = learner(folder, objective={"kind": "ppo"})
     made.step(batch(1), 0)
     assert made.critic is not None
@@ -116,8 +114,8 @@ def test_no_gradient_is_left_beside_what_is_published(folder: Path) -> None:
 
 
 @pytest.mark.skipif(freed._trim() is None, reason="this C library keeps what is freed")
-def test_what_a_step_of_a_large_policy_freed_is_given_back() -> None:
-    """Memory that lies between two pieces that stay is not given back by itself."""
+def test_memory_freed_by_a_large_step_is_released() -> None:
+    """The C library does not release memory between two pieces in use by itself."""
     code = """
 import gc, sys, torch
 from rollflow.tasks.learners.freed import give_back
@@ -142,18 +140,18 @@ def stored(made: TorchLearner) -> object:
     return saved(made)
 
 
-def test_layers_that_are_run_again_give_the_same_bits(folder: Path) -> None:
-    """Of the policy and of the critic."""
+def test_recomputed_layers_give_the_same_bits(folder: Path) -> None:
+    """For the policy and for the critic."""
     plain, again = (learner(folder, objective={"kind": "ppo"}, checkpoint_activations=on) for on in (False, True))
     calls: list[int] = []
     layer = again.model.get_decoder().layers[0].self_attn
     layer.register_forward_hook(lambda *_: calls.append(1))
     assert stored(plain) == stored(again)
-    assert len(calls) == 4  # of each of two versions, forward and once more
+    assert len(calls) == 4  # two versions, each with a forward pass and its recomputation
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_can_run_its_layers_again(name: str) -> None:
-    """Its dropout stays off."""
+def test_every_architecture_can_recompute_its_layers(name: str) -> None:
+    """Dropout stays off."""
     plain, again = (learner_of(model_of(name), checkpoint_activations=on) for on in (False, True))
     assert plain.step(groups(), 0)["grad_norm"] == pytest.approx(again.step(groups(), 0)["grad_norm"], rel=1e-6)

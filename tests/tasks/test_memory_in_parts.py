@@ -1,4 +1,4 @@
-"""A learner in parts: while a version is stored, loaded or looked at, no process holds more of it than it has to."""
+"""A sharded learner: no process holds more of a version than it must while it is stored, loaded or evaluated."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.contracts.test_learners import batch
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there the kernel tells the most of a process"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux reports the peak memory of a process"),
 ]
 
-FILE = 2**22  # bytes of tensors in one, where a tensor has no more
-FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed is given back at once
+FILE = 2**22  # bytes of tensors in one file, if no tensor is larger
+FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # freed memory is released at once
 SIDE = """
 import json, sys
 from pathlib import Path
@@ -49,7 +49,7 @@ def described(folder: Path, *, tied: bool = True, **shape: int) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """17 million parameters, no tensor of more than a million."""
+    """Build a policy of 17 million parameters, with no tensor of more than a million."""
     found = tmp_path_factory.mktemp("policy")
     return described(found, vocab_size=400, intermediate_size=1024, num_hidden_layers=16)
 
@@ -63,18 +63,18 @@ def begun(folder: Path, *, blank: bool) -> RankedLearner:
 
 
 def pids(made: RankedLearner) -> list[int]:
-    """Of all ranks, the first one first."""
+    """Return the processes of all ranks, the first rank's first."""
     return [os.getpid(), *(one.process.pid for one in made._others._started.values())]
 
 
 def memory(pid: int, what: str) -> int:
-    """Bytes that a process has (VmRSS), or the most that it had (VmHWM)."""
+    """Return a process's memory in bytes: the current (VmRSS) or the peak (VmHWM)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
 
 
 class Most:
-    """The most that processes have from now on, above what they have now."""
+    """The peak memory of processes from now on, above their current memory."""
 
     def __init__(self, of: Iterable[int]) -> None:
         gc.collect()
@@ -83,12 +83,12 @@ class Most:
             Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def found(self) -> list[int]:
-        """In their order."""
+        """Return the peaks in the order of the processes."""
         return [memory(pid, "VmHWM") - before for pid, before in self._before.items()]
 
 
 def stores(policy: Path, folder: Path) -> list[int]:
-    """A version after a step, its files one after the other."""
+    """Take a step and store the version, its files one after the other."""
     made = begun(policy, blank=False)
     made.step(batch(0), 0)
     most, given = Most(pids(made)), files(made)
@@ -99,7 +99,7 @@ def stores(policy: Path, folder: Path) -> list[int]:
 
 
 def loads(policy: Path, folder: Path) -> list[int]:
-    """What the other one stored, for the first time."""
+    """Load the files that `stores` has written."""
     weights, state = (
         MappedFiles({path.name.replace("-", "/", 1): path for path in folder.glob(f"{part}-*")})
         for part in ("weights", "learner")
@@ -111,9 +111,9 @@ def loads(policy: Path, folder: Path) -> list[int]:
 
 
 def looks(policy: Path, _: Path) -> list[int]:
-    """Log-probs, after a step."""
+    """Compute log-probs after a step."""
     made = begun(policy, blank=False)
-    made.step(batch(0), 0)  # before it the first rank has all
+    made.step(batch(0), 0)  # before it the first rank has the whole model
     most = Most(pids(made))
     made.logprobs(range(3, 19))
     return most.found()
@@ -123,7 +123,7 @@ SIDES = {"stores": stores, "loads": loads, "looks": looks}
 
 
 def side(name: str, policy: Path, folder: Path) -> list[int]:
-    """What it found, in a process of its own."""
+    """Run a measurement in a process of its own, and return its result."""
     command = [sys.executable, "-c", SIDE, name, str(policy), str(folder)]
     done = subprocess.run(command, env={**os.environ, **FREED}, capture_output=True, text=True, check=True)
     return [int(most) for most in json.loads(done.stdout.splitlines()[-1])]
@@ -131,7 +131,7 @@ def side(name: str, policy: Path, folder: Path) -> list[int]:
 
 @pytest.mark.soak
 def test_no_process_holds_the_whole(folder: Path, tmp_path: Path) -> None:
-    """To store is a file or two more than it has; to load, its half, a file or two, and what is imported meanwhile."""
+    """Storing needs a file or two more memory; loading needs half of the version, a file or two, and late imports."""
     most = side("stores", folder, tmp_path)
     whole = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert max(most) < 5 * FILE < whole / 8
@@ -140,7 +140,7 @@ def test_no_process_holds_the_whole(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_are_gathered_once(tied: bool, tmp_path: Path) -> None:
-    """FSDP's own way holds one of them twice. Those that are no head, too, are beside the head."""
+    """FSDP's own way holds one embedding twice. Embeddings that are not tied are gathered beside the head."""
     policy = described(tmp_path, tied=tied, vocab_size=40_000, intermediate_size=256, num_hidden_layers=2)
     whole = 40_000 * 256 * 4 * (1 if tied else 2)
     assert 0.9 * whole < max(side("looks", policy, tmp_path)) < 1.25 * whole

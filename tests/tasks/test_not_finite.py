@@ -1,4 +1,4 @@
-"""A NaN or an infinity changes no weights, whichever way it comes; and every weight is looked at."""
+"""A NaN or an infinity changes no weights, wherever it comes from; and every weight is checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def two_groups() -> TrajectoryBatch:
 
 
 def with_last(batch: TrajectoryBatch, column: str, value: float) -> TrajectoryBatch:
-    """The batch with `value` in the last place of a column: that of the last row's last token, where there are many."""
+    """Return the batch with `value` in the last place of a column: the last row's last token, if rows have several."""
     where = batch.table.schema.get_field_index(column)
     field, given = batch.table.schema.field(where), batch.table[column].to_pylist()
     if isinstance(given[-1], list):
@@ -41,7 +41,7 @@ def with_last(batch: TrajectoryBatch, column: str, value: float) -> TrajectoryBa
 
 
 def assert_nothing_changes(made: TorchLearner, batch: TrajectoryBatch, why: str) -> None:
-    """The step raises with that sentence, and the learner's weights and state are those from before."""
+    """Check that the step raises with that sentence, and that weights and state stay unchanged."""
     made.step(two_groups(), 4)
     before = saved(made)
     with pytest.raises(NotFinite, match=why) as caught:
@@ -54,15 +54,15 @@ def assert_nothing_changes(made: TorchLearner, batch: TrajectoryBatch, why: str)
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
 @pytest.mark.parametrize(("column", "name"), [("logprobs", "a log-prob"), ("reward", "a reward")])
-def test_a_batch_that_is_not_finite_changes_nothing(column: str, name: str, value: float, minibatches: int) -> None:
-    """Neither where another minibatch, which is sound, comes first."""
+def test_nonfinite_batch_changes_nothing(column: str, name: str, value: float, minibatches: int) -> None:
+    """Nor does it if a valid minibatch comes first."""
     made = learner_of(model_of("llama"), minibatches=minibatches)
     why = f"^version 6 is not trained: {name} of batch 5 is {value}; mend the "
     assert_nothing_changes(made, with_last(two_groups(), column, value), why)
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_so_it_is_whatever_the_objective_bounds(kind: str) -> None:
+def test_nonfinite_log_prob_changes_nothing_for_any_preset(kind: str) -> None:
     made = learner_of(model_of("llama"), objective={"kind": kind})
     assert_nothing_changes(made, with_last(two_groups(), "logprobs", -math.inf), "a log-prob of batch 5 is -inf")
 
@@ -72,12 +72,12 @@ def infinite(logp_M: Tensor) -> Tensor:
 
 
 def with_no_slope(logp_M: Tensor) -> Tensor:
-    """Zero, and its derivative is infinity times zero."""
+    """Return zero, whose derivative is infinity times zero."""
     return (logp_M - logp_M).sqrt()
 
 
 @pytest.mark.parametrize(("loss", "figure"), [(infinite, "loss"), (with_no_slope, "grad_norm")])
-def test_a_gradient_that_is_not_finite_is_not_taken(loss: Callable[[Tensor], Tensor], figure: str) -> None:
+def test_nonfinite_loss_or_gradient_is_not_applied(loss: Callable[[Tensor], Tensor], figure: str) -> None:
     class Broken(Objective):
         def loss(self, tokens: MaskedTokens) -> TokenLoss:
             return TokenLoss(loss(tokens.logp_M), torch.zeros_like(tokens.logp_M, dtype=torch.bool))
@@ -95,8 +95,8 @@ def test_a_gradient_that_is_not_finite_is_not_taken(loss: Callable[[Tensor], Ten
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "gpt2", "opt"])
-def test_every_weight_is_looked_at(name: str, value: float) -> None:
-    """Heads of their own, tied ones and biases: one number of each tensor in turn."""
+def test_every_weight_is_checked(name: str, value: float) -> None:
+    """Separate heads, tied heads and biases: one element of each tensor in turn."""
     made = learner_of(model_of(name))
     assert made.broken() is None
     for parameter_name, parameter in made.model.named_parameters():

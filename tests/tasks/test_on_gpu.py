@@ -1,7 +1,7 @@
-"""Tensors on a GPU are not mixed with the processor's: tried without a GPU, on "meta" tensors, which have no values.
+"""Tensors on a GPU are not mixed with tensors on the CPU: tested on "meta" tensors, which have no values.
 
-An operation on tensors of both devices raises, as it would on a GPU. What reads a value ends the attempt: a step gets
-as far as the first token that it would read.
+An operation on tensors of both devices raises, as it would on a GPU. Reading a value ends the test, so a step gets as
+far as the first token that it would read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEVICE = torch.device("meta")
 
 
 class _Head:
-    """A head that is not tried at the start, which would read values."""
+    """A head without the test at the start, which would read values."""
 
     def __init__(self, model: Any, *, judged: bool) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Whoever has hidden states takes the model's own head: what the engine records, and what the cold start trains on."""
+"""The engine and the cold start use the model's own head: log-probs and loss equal those of its own forward."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rollflow.tasks.policies.cold_start import answer_loss
 from rollflow.tasks.policies.head import OwnHead
 from tests.contracts.test_token_logprobs import ARCHITECTURES, by_the_model, learner_of, model_of, tokens_of
 
-SHAPED = ("gemma2", "gemma3_text", "granite", "granitemoe", "cohere", "cohere2")  # by a soft-cap or a scale
-OTHER_CACHE = {"gpt_neox", "opt", "gpt2"}  # the engine's attention state is not made for these
-FULL: Mapping[str, object] = {"layer_types": ["full_attention"] * 2}  # the only attention that the engine has
+SHAPED = ("gemma2", "gemma3_text", "granite", "granitemoe", "cohere", "cohere2")  # logits with a soft-cap or a scale
+OTHER_CACHE = {"gpt_neox", "opt", "gpt2"}  # the engine's attention cache does not support these
+FULL: Mapping[str, object] = {"layer_types": ["full_attention"] * 2}  # the only attention that the engine supports
 LENGTH = 24
 
 
 def policy_of(name: str, folder: Path) -> Any:
-    """The model, and its folder with its weights as a learner publishes them."""
+    """Return the model, and write its folder with weights as a learner publishes them."""
     model = model_of(name, FULL if hasattr(model_of(name).config, "layer_types") else {})
     model.set_attn_implementation(attention_of(model.config) or "sdpa")
     model.config.save_pretrained(folder)
@@ -38,7 +38,7 @@ def policy_of(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - OTHER_CACHE))
-async def test_an_engine_records_the_log_probs_of_the_models_own_forward(name: str, tmp_path: Path) -> None:
+async def test_engine_records_the_models_own_log_probs(name: str, tmp_path: Path) -> None:
     model, prompts = policy_of(name, tmp_path), [tokens_of(3, seed=1), tokens_of(20, seed=2)]
     engine = TransformersEngine(TransformersEngineConfig(), tmp_path)
     await engine.start()
@@ -52,13 +52,13 @@ async def test_an_engine_records_the_log_probs_of_the_models_own_forward(name: s
 
 
 def plain_loss(model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """One row at a time, as transformers computes it."""
+    """Compute the loss one row at a time, as transformers does."""
     parts = [by_the_model(model, [*prompt, *answer])[len(prompt) - 1 :] for prompt, answer in pairs]
     return -torch.cat(parts).mean()
 
 
 @pytest.mark.parametrize("name", ["llama", *SHAPED])
-def test_a_cold_start_trains_on_the_models_own_log_probs(name: str) -> None:
+def test_cold_start_trains_on_the_models_own_log_probs(name: str) -> None:
     model, pairs = model_of(name).eval(), [(tokens_of(5, 1), tokens_of(4, 2)), (tokens_of(3, 3), tokens_of(7, 4))]
     loss = answer_loss(model.get_decoder(), OwnHead(model), pairs)
     torch.testing.assert_close(loss, plain_loss(model, pairs), atol=1e-5, rtol=0)
@@ -66,11 +66,9 @@ def test_a_cold_start_trains_on_the_models_own_log_probs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [16, 64])  # of a prefill and of a decode
-def test_where_the_head_is_a_matrix_its_logits_are_that_product_bit_for_bit(
-    name: str, dtype: torch.dtype, rows: int
-) -> None:
-    """So that runs of an earlier version are made again as they were."""
+@pytest.mark.parametrize("rows", [16, 64])  # as in a prefill and in a decode
+def test_matrix_head_equals_the_product_to_the_bit(name: str, dtype: torch.dtype, rows: int) -> None:
+    """Otherwise older recorded runs could not be reproduced."""
     model = model_of(name).to(dtype).eval()
     hidden = torch.randn(rows, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.inference_mode():

@@ -46,7 +46,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(folder: Path, **prompts: object) -> str:
-    """Return the one sentence with which the preflight refuses a run of this folder."""
+    """Return the sentence with which the preflight refuses a run of this folder."""
     with pytest.raises(ConfigError) as caught:
         preflight(recipe_of(folder, **prompts))
     [line] = str(caught.value).splitlines()
@@ -77,7 +77,7 @@ def with_value(name: str, value: float) -> Callable[[Tensors], Tensors]:
     ],
     ids=["missing tensor", "missing head", "prefixed names", "unused", "shape", "nan", "inf"],
 )
-def test_tensors_that_are_not_the_models_are_refused(
+def test_tensors_that_do_not_match_the_model_are_refused(
     tmp_path: Path, change: Callable[[Tensors], Tensors], words: str
 ) -> None:
     folder = make_folder(tmp_path / "policy", tie_word_embeddings=False)
@@ -93,7 +93,7 @@ def test_value_beyond_the_trained_type_is_refused(tmp_path: Path) -> None:
 
 
 def split(folder: Path) -> dict[str, Any]:
-    """Save the folder's weights as two files; returns the index."""
+    """Save the folder's weights as two files; return the index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -109,7 +109,7 @@ def write_index(folder: Path, index: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
+def test_wrong_index_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     index = split(folder)
     check_tensors(folder, "float32")
@@ -136,15 +136,15 @@ def test_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
     refused("other.safetensors is none of its weights")
 
 
-def test_weights_in_another_tools_format_are_left_out(tmp_path: Path) -> None:
+def test_weights_in_another_tools_format_are_skipped(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     save_file({"tok_embeddings.weight": torch.ones(1)}, folder / "consolidated.safetensors")
     check_tensors(folder, "float32")
     assert "consolidated.safetensors" not in weight_files(str(folder))
 
 
-def test_files_of_no_use_need_not_be_readable(tmp_path: Path) -> None:
-    """For example, links of a hub cache to weights in other formats that were not downloaded."""
+def test_unused_files_need_not_be_readable(tmp_path: Path) -> None:
+    """For example, links in the hub's cache to weights in other formats that were not downloaded."""
     folder = make_folder(tmp_path / "policy")
     (folder / "pytorch_model.bin").symlink_to(tmp_path / "not downloaded")
     assert list(weight_files(str(folder))) == ["model.safetensors"]
@@ -160,7 +160,7 @@ def test_truncated_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_tied_tensors_must_be_equal(tmp_path: Path) -> None:
-    """Transformers would not tie unequal tensors, and engines would."""
+    """Transformers would not tie unequal tensors, while engines would."""
     folder = make_folder(tmp_path / "policy")
     change_tensors(folder, lambda w: {**w, "lm_head.weight": w["model.embed_tokens.weight"].clone()})
     check_tensors(folder, "float32")
@@ -174,14 +174,14 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     assert "its weights are quantized" in refusal(folder)
 
 
-def test_weights_that_give_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_weights_that_give_nan_logits_are_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     change_json(folder / "config.json", rms_norm_eps=-1000.0)
     assert "NaN or infinite logits" in refusal(folder)
 
 
 def test_names_that_transformers_converts_are_accepted(tmp_path: Path) -> None:
-    """Old checkpoints have experts one by one; transformers fuses them when it loads."""
+    """Old checkpoints store each expert separately; transformers fuses the experts when it loads them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = tmp_path / "policy"
@@ -203,14 +203,14 @@ def test_names_that_transformers_converts_are_accepted(tmp_path: Path) -> None:
 
 
 class NoFeed(StoreFeed):
-    """A feed that ends the learner as soon as it asks for a batch."""
+    """A feed that stops the learner when it asks for its first batch."""
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> Any:
         raise Halt
 
 
 def first_version(config: Any) -> RunContext:
-    """Make a run whose learner has published version 0 and nothing else."""
+    """Run a learner until it has published version 0, and no further."""
     context = prepare(config, "first")
     with pytest.raises(Halt):
         LearnerActor(context, channel=NoFeed(context)).run()
@@ -245,14 +245,14 @@ def test_end_token_without_a_row_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, "x", 1.5, True, [END, None]])
-def test_end_token_that_is_no_id_is_refused(tmp_path: Path, value: object) -> None:
+def test_invalid_end_token_id_is_refused(tmp_path: Path, value: object) -> None:
     folder = make_folder(tmp_path / "policy")
     change_json(folder / "generation_config.json", eos_token_id=value)
     assert "policy.path: its eos_token_id" in refusal(folder)
 
 
 def test_end_tokens_are_the_union_of_all_places(tmp_path: Path) -> None:
-    """The config's, the generation config's, the tokenizer's and the template's end of turn."""
+    """They come from config, generation config, tokenizer, and the template's end of turn."""
     folder = make_folder(tmp_path / "policy", tokenizer={"template": CHAT, "end": "<|start|>"}, eos_token_id=END)
     change_json(folder / "generation_config.json", eos_token_id=[END, 9])
     found = preflight(recipe_of(folder))
@@ -275,7 +275,7 @@ def test_prompts_have_one_start_and_no_end(tmp_path: Path, around: str, starts: 
     assert found.count(START) == max(starts, question.startswith("<|start|>"))
     assert END not in found
     recorded = PolicyTokenizer(tmp_path / "policy", single_start=False).encode(question)
-    assert recorded.count(END) == ("<|end|>" in around)  # runs that were recorded keep the tokens they had
+    assert recorded.count(END) == ("<|end|>" in around)  # older recorded runs keep their tokens
 
 
 def test_start_token_of_a_template_is_not_doubled(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""A version is published while the next step runs: in order, whole, to the same bits; what fails is told and made good.
+"""A version is published while the next step runs: in order, whole, to the same bits; failures are reported and fixed.
 
-The batches are `ahead`: each may be trained on while the version that it trains is still on its way.
+The batches are `ahead`: a batch may be trained on while the version that it starts from is still being published.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRAINS: Mapping[str, Any] = {
     "ranks": {"ranks": 2},
     "in parts": {"ranks": 2, "sharded": True, "minibatches": 2},
 }
-SLOW = 4  # the version whose upload is slow: it ends once something has come of the step behind it
+SLOW = 4  # the version whose upload is slow: it ends when the next step has settled or failed
 
 
 @pytest.fixture
@@ -53,28 +53,28 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
 
 
 class Slow:
-    """Holds up what a store is given of version `SLOW` until its actor trains on the batch behind it."""
+    """Delay the upload of version `SLOW` until the learner trains on the next batch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, context: RunContext) -> None:
         self.context, self.begun = context, threading.Event()
-        self.meanwhile: Callable[[], object] = lambda: None  # done in the step behind it, before it is let go on
-        self.failure: Exception | None = None  # what its upload then fails with
-        self.committed: list[int] = []  # the newest version when the step behind it began
+        self.meanwhile: Callable[[], object] = lambda: None  # called in the next step, before the upload may go on
+        self.failure: Exception | None = None  # the error that the upload then raises
+        self.committed: list[int] = []  # the newest version at the start of the next step
         self._put, self._step = LocalStore.put, TorchLearner.step
         slow = self
         monkeypatch.setattr(LocalStore, "put", lambda store, path, data: slow.put(store, path, data))
         monkeypatch.setattr(TorchLearner, "step", lambda *given: slow.step(*given))
 
     def put(self, store: LocalStore, path: str, data: Data) -> str:
-        """As `LocalStore`."""
+        """Store as `LocalStore` does."""
         if path.startswith(f"policies/{SLOW:08d}/"):
-            assert self.begun.wait(HANG_SECONDS), "the next step was not begun"
+            assert self.begun.wait(HANG_SECONDS), "the next step did not start"
             if self.failure is not None:
                 raise self.failure
         return self._put(store, path, data)
 
     def step(self, learner: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
-        """As `TorchLearner`."""
+        """Train as `TorchLearner` does."""
         if version != SLOW or self.begun.is_set():
             return self._step(learner, batch, version, settle)
         self.committed.append(self.context.policies.newest())
@@ -91,14 +91,14 @@ class Slow:
 
 
 def train(context: RunContext, feed: StoreFeed | None = None) -> LearnerActor:
-    """To the end, or to what ends it."""
+    """Run the learner to the end, or until it raises."""
     actor = LearnerActor(context, channel=feed or StoreFeed(context, ahead=True))
     actor.run()
     return actor
 
 
 def whole(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> RunContext:
-    """The same run with every version published in line."""
+    """Train the same run, with each version published before the next step."""
 
     def in_line(publishing: Publishing, job: Callable[[], None]) -> None:
         job()
@@ -110,7 +110,7 @@ def whole(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> RunContext:
 
 
 def assert_same(context: RunContext, other: RunContext) -> None:
-    """Every version, and a clean ledger."""
+    """Check that all versions are equal and that the audit is clean."""
     found = [[[o.sha256 for o in run.policies.find(v).objects] for v in range(7)] for run in (context, other)]
     assert found[0] == found[1]
     assert hashes(restored(context, 5)[0]) == hashes(restored(other, 5)[0])
@@ -121,10 +121,10 @@ def assert_same(context: RunContext, other: RunContext) -> None:
 
 
 @pytest.mark.parametrize("train_keys", TRAINS.values(), ids=TRAINS)
-def test_the_next_step_begins_before_the_commit(
+def test_next_step_starts_before_the_commit(
     small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: Mapping[str, Any]
 ) -> None:
-    """And every version has the bits that it has where nothing runs beside it."""
+    """Every version has the same bits as without concurrent publishing."""
     quiet, context = whole(small("quiet", **train_keys), monkeypatch), small(**train_keys)
     slow = Slow(monkeypatch, context)
     assert train(context).version == 6
@@ -133,8 +133,8 @@ def test_the_next_step_begins_before_the_commit(
 
 
 @pytest.mark.parametrize("async_ratio", [0, 0.5])
-def test_without_staleness_it_waits_for_the_commit(small: Prepare, async_ratio: float) -> None:
-    """So it asks for each batch once: when it does, the version that the batch begins under is there."""
+def test_learner_without_staleness_waits_for_the_commit(small: Prepare, async_ratio: float) -> None:
+    """So it asks for each batch once: by then the version that the batch starts from is published."""
     context, asked = small(async_ratio=async_ratio), list[int]()
 
     class Looking(StoreFeed):
@@ -148,10 +148,10 @@ def test_without_staleness_it_waits_for_the_commit(small: Prepare, async_ratio: 
 
 
 @pytest.mark.parametrize("train_keys", TRAINS.values(), ids=TRAINS)
-def test_an_upload_that_fails_is_told_by_the_next_step(
+def test_failed_upload_is_raised_by_the_next_step(
     small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: Mapping[str, Any]
 ) -> None:
-    """Nothing is committed behind it. The batch of that step waits, and the learner that follows trains on it once."""
+    """Nothing is committed after it. The batch of the next step waits, and a restarted learner trains on it once."""
     quiet, context = whole(small("quiet", **train_keys), monkeypatch), small(**train_keys)
     with monkeypatch.context() as patch:
         slow = Slow(patch, context)
@@ -164,7 +164,7 @@ def test_an_upload_that_fails_is_told_by_the_next_step(
     assert_same(context, quiet)
 
 
-def test_a_learner_that_is_deposed_meanwhile_stops(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_deposed_while_publishing_stops(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet, context = whole(small("quiet"), monkeypatch), small()
     with monkeypatch.context() as patch:
         slow = Slow(patch, context)
@@ -176,8 +176,8 @@ def test_a_learner_that_is_deposed_meanwhile_stops(small: Prepare, monkeypatch: 
     assert_same(context, quiet)
 
 
-def test_a_batch_that_is_voided_meanwhile_is_made_again(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step behind it is lost; its batch is trained on after the new one."""
+def test_batch_voided_while_publishing_is_formed_again(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is lost; its batch is trained on after the new one."""
     context = small()
     slow, feed, behind = Slow(monkeypatch, context), StoreFeed(context, ahead=True), list[int]()
 
@@ -195,9 +195,7 @@ def test_a_batch_that_is_voided_meanwhile_is_made_again(small: Prepare, monkeypa
     assert context.log.state.voids == 1
 
 
-def test_what_is_not_finite_in_the_next_step_leaves_the_version_before_it(
-    small: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nonfinite_next_step_keeps_the_version_before(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     context, stopped = small(not_finite="next"), small("stopped")
     with monkeypatch.context() as patch:
         slow = Slow(patch, context)
@@ -214,7 +212,7 @@ def test_what_is_not_finite_in_the_next_step_leaves_the_version_before_it(
     assert stopped.policies.newest() == SLOW
 
 
-def test_of_two_versions_that_fail_the_earlier_one_is_told(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_earlier_failed_version_is_raised(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     context = small()
     slow = Slow(monkeypatch, context)
     slow.failure = StoreFailed("the store is full")

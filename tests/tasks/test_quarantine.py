@@ -1,4 +1,4 @@
-"""`train.not_finite = "next"`: a batch that is not finite is voided by name, and its version is trained on another."""
+"""`train.not_finite = "next"`: a nonfinite batch is voided by name, and its version is trained on another batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
 
 
 class Poisoned(StoreFeed):
-    """The first `makings` times that batch `number` is formed, one log-prob in it is -inf."""
+    """A feed that puts a log-prob of -inf into batch `number` the first `makings` times that it is formed."""
 
     def __init__(
         self, context: RunContext, number: int = 3, makings: int = 1, *, dies: bool = False, ahead: bool = False
@@ -75,7 +75,7 @@ class Poisoned(StoreFeed):
 
 
 def assert_trained_on_another(context: RunContext, whole: RunContext, why: str) -> None:
-    """Batch 3 was quarantined once, and by name; the run has ended as one whose first batch 3 was sound."""
+    """Check that batch 3 was quarantined once, by name, and that the run ends as if it had been finite at first."""
     assert context.policies.newest() == 6
     [void] = of_kind(context.store, BatchVoided)
     assert isinstance(void.body, BatchVoided)
@@ -93,7 +93,7 @@ def assert_trained_on_another(context: RunContext, whole: RunContext, why: str) 
     assert (context.log.state.not_finite, context.log.state.redraws) == (0, {})
 
 
-def test_the_version_is_trained_on_the_next_batch(small: Prepare) -> None:
+def test_version_is_trained_on_the_next_batch(small: Prepare) -> None:
     whole, context, notes = small("whole"), small("broken"), list[str]()
     train_small(whole)
 
@@ -108,7 +108,7 @@ def test_the_version_is_trained_on_the_next_batch(small: Prepare) -> None:
     assert_trained_on_another(context, whole, WHY)
 
 
-def test_a_learner_that_died_behind_the_void_is_followed_by_one_that_waits_for_the_next(small: Prepare) -> None:
+def test_learner_restarted_after_the_void_waits_for_the_next(small: Prepare) -> None:
     whole, context = small("whole"), small("broken")
     train_small(whole)
     with pytest.raises(Halt):
@@ -120,7 +120,7 @@ def test_a_learner_that_died_behind_the_void_is_followed_by_one_that_waits_for_t
 
 
 @pytest.mark.parametrize("where", [row_of_the_embedding, moment])
-def test_so_it_is_for_a_version_that_is_not_finite(
+def test_nonfinite_version_is_trained_on_the_next_batch(
     small: Prepare, where: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, context = small("whole"), small("broken")
@@ -142,7 +142,7 @@ def test_so_it_is_for_a_version_that_is_not_finite(
 
 
 class SecondIsNaN(Objective):
-    """Of the losses that it is asked for only the first is finite."""
+    """An objective whose first loss is finite and all later ones are NaN."""
 
     def __init__(self, own: Objective) -> None:
         self.own, self.asked = own, 0
@@ -165,7 +165,7 @@ TOGETHER: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("train", TOGETHER.values(), ids=TOGETHER)
-def test_minibatches_before_the_one_that_is_not_finite_are_taken_back(
+def test_minibatches_before_a_nonfinite_one_are_undone(
     small: Prepare, train: dict[str, object], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, context = (small(name, dtype, minibatches=2, **train) for name in ("whole", "broken"))
@@ -188,8 +188,8 @@ def test_minibatches_before_the_one_that_is_not_finite_are_taken_back(
     assert_trained_on_another(context, whole, "version 4 is not trained: loss of batch 3 is nan")
 
 
-def test_what_is_never_finite_stops_the_run_with_one_sentence(small: Prepare) -> None:
-    """Also after another learner has taken over on the way."""
+def test_always_nonfinite_batch_stops_the_run(small: Prepare) -> None:
+    """The message is one sentence, also after another learner has taken over in between."""
     context = small()
     with pytest.raises(Halt):
         LearnerActor(context, channel=Poisoned(context, makings=99, dies=True)).run()
@@ -199,23 +199,23 @@ def test_what_is_never_finite_stops_the_run_with_one_sentence(small: Prepare) ->
     assert len(of_kind(context.store, BatchVoided)) == context.log.state.not_finite == MAKINGS
     assert context.policies.newest() == 3
     assert audit(context.store).violations == []
-    train_small(context)  # whatever it was is mended
+    train_small(context)  # the cause is fixed
     assert context.policies.newest() == 6
     assert audit(context.store).violations == []
 
 
-def test_by_default_it_stops_and_nothing_is_voided(small: Prepare) -> None:
+def test_default_stops_and_voids_nothing(small: Prepare) -> None:
     context = small(not_finite="stop")
     with pytest.raises(NotFinite, match=rf"^{WHY}; mend the engine"):
         LearnerActor(context, channel=Poisoned(context)).run()
     assert of_kind(context.store, BatchVoided) == []
 
 
-# --- its prompts --------------------------------------------------------------------------------------------------
+# --- prompts ------------------------------------------------------------------------------------------------------
 
 
 class Poisons(TimedEngine):
-    """A response that is drawn with one of these seeds has a log-prob of -inf, each time again."""
+    """An engine that gives a log-prob of -inf for each of these seeds, every time."""
 
     def __init__(self, seeds: Collection[int]) -> None:
         super().__init__(TimedEngineConfig(slots=8, max_new_tokens=64))
@@ -231,8 +231,8 @@ class Poisons(TimedEngine):
 
 @pytest.mark.parametrize("stops", [(), (0.4, 0.4, 0.4)], ids=["unbroken", "stopped"])
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 2.5])
-def test_the_same_rows_do_not_come_back(alpha: float, stops: Collection[float]) -> None:
-    """Of an engine that gives the same for the same seed; and no prompt is given up for it."""
+def test_nonfinite_rows_are_sampled_with_another_seed(alpha: float, stops: Collection[float]) -> None:
+    """The engine gives the same response for the same seed; no prompt is lost."""
     store = MemoryStore(f"poison-{alpha}-{len(stops)}")
     poison = {sample_seed(0, prompt, 1) for prompt in (2, 9, 10)} | {sample_seed(0, 9, 0, redraws=1)}
 

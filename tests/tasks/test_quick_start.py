@@ -1,4 +1,4 @@
-"""How the benchmark of the quick start measures: two held-out sets, no shared key, plain transformers."""
+"""The measurement of the quick start's benchmark: two held-out sets, no shared key, plain transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_leak_is_counted(context: RunContext, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_accuracy_is_that_of_greedy_answers(tmp_path: Path) -> None:
-    """A question counts if the model says exactly its answer."""
+    """A question counts as right if the model answers exactly its answer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     make_policy(folder := tmp_path / "policy")

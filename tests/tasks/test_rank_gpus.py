@@ -1,4 +1,4 @@
-"""Which GPU a rank sees; with a count that is made up, as there is none here."""
+"""The GPU that a rank sees; the number of GPUs is simulated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollflow.tasks.learners.rank_gpus import VISIBLE, begin_backend, check_gpus
 
 
 @pytest.mark.parametrize(("given", "rank", "seen"), [(None, 2, "2"), ("4,6,7", 1, "6"), ("GPU-a,GPU-b", 0, "GPU-a")])
-def test_a_rank_sees_its_own(given: str | None, rank: int, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_sees_its_own_gpu(given: str | None, rank: int, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.delenv(VISIBLE, raising=False)
     if given is not None:
@@ -20,7 +20,7 @@ def test_a_rank_sees_its_own(given: str | None, rank: int, seen: str, monkeypatc
     assert os.environ[VISIBLE] == seen
 
 
-def test_without_gpus_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpus_leave_the_environment_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv(VISIBLE, raising=False)
     check_gpus(2)
@@ -28,8 +28,8 @@ def test_without_gpus_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert VISIBLE not in os.environ
 
 
-def test_groups_are_of_what_adds_up_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_fits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert begin_backend(torch.device("cpu"), "127.0.0.1", blocking=False) == "gloo"
     assert begin_backend(torch.device("cuda"), "127.0.0.1", blocking=True) == "nccl"
-    assert os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # nobody else can reach it
+    assert os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # loopback

@@ -1,4 +1,4 @@
-"""What ranks do together: sums, and the learner's steps on them. Here ranks are threads, with the sums of processes."""
+"""Collective work of ranks: sums, and a learner's steps with them. Here ranks are threads that use gloo's sums."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_algorithms import batch_of, trajectory
 
 NEAR = 1e-5
-READS = Lock()  # transformers reads one model at a time in a process
+READS = Lock()  # transformers cannot read two models at a time in one process
 CONFIGS: dict[str, TorchTrain] = {
     "GRPO": TorchTrain(),
     "GRPO, rows alone, a few tokens in a pass": TorchTrain(share_prompts=False, micro_tokens=16),
@@ -59,7 +59,7 @@ def begun(folder: Path, config: TorchTrain, ranks: Ranks) -> TorchLearner:
 
 
 def trained(folder: Path, config: TorchTrain, count: int, batches: Callable[[int], TrajectoryBatch]) -> Any:
-    """Ten steps: each one's metrics, and the weights; on each rank."""
+    """Train ten steps on each rank; return each step's metrics, and the weights."""
 
     def work(ranks: Ranks) -> tuple[list[Mapping[str, float]], dict[str, Tensor]]:
         made = begun(folder, config, ranks)
@@ -70,15 +70,15 @@ def trained(folder: Path, config: TorchTrain, count: int, batches: Callable[[int
 
 @cache
 def alone(folder: Path, name: str) -> Any:
-    """What one rank makes of the batches that the others get, too."""
+    """Return the result of one rank on the same batches."""
     return trained(folder, CONFIGS[name], 1, batch)[0]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_any_number_of_ranks_trains_as_one_does(folder: Path, name: str, count: int) -> None:
-    """Ten steps: loss, gradient norm and what is told of tokens; then the weights. Among the ranks, to the bit."""
+def test_any_number_of_ranks_trains_as_one(folder: Path, name: str, count: int) -> None:
+    """Metrics of ten steps and the weights are near those of one rank; all ranks agree to the bit."""
     expected, weights = alone(folder, name)
     first, *others = trained(folder, CONFIGS[name], count, batch)
     for told, one in zip(first[0], expected, strict=True):
@@ -90,13 +90,13 @@ def test_any_number_of_ranks_trains_as_one_does(folder: Path, name: str, count: 
 
 
 def farthest(one: Weights, other: Weights) -> float:
-    """The most that any two weights differ in."""
+    """Return the largest difference between two weights."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def one_with_signal(seed: int) -> TrajectoryBatch:
-    """Only the first of four groups has an advantage: with their prompts shared, one rank has all there is to run."""
+    """Return a batch where only the first of four groups has an advantage: with shared prompts, one rank runs all."""
     groups = [
         [trajectory([5, 6, 7 + seed], [8 + g, 9, 3 + i], i, float(g == 0 and i > 1)) for i in range(4)]
         for g in range(4)
@@ -107,7 +107,7 @@ def one_with_signal(seed: int) -> TrajectoryBatch:
 @pytest.mark.long
 @pytest.mark.parametrize("with_signal", [True, False])
 def test_ranks_without_rows_take_part(folder: Path, with_signal: bool) -> None:
-    """Where no rank has any, AdamW does what it does with one rank: nothing, not even its decay."""
+    """If no rank has rows, AdamW does the same as on one rank: nothing, not even weight decay."""
 
     def batches(seed: int) -> TrajectoryBatch:
         return (
@@ -125,7 +125,7 @@ def test_ranks_without_rows_take_part(folder: Path, with_signal: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_four_ranks_stored_goes_on_on_fewer(folder: Path, count: int) -> None:
+def test_state_of_four_ranks_continues_on_fewer(folder: Path, count: int) -> None:
     config = CONFIGS["PPO with a critic"]
 
     def store(ranks: Ranks) -> tuple[Any, Mapping[str, float]]:
@@ -137,7 +137,7 @@ def test_what_four_ranks_stored_goes_on_on_fewer(folder: Path, count: int) -> No
 
     def go_on(ranks: Ranks) -> tuple[Any, Mapping[str, float]]:
         made = begun(folder, config, ranks)
-        ranks.add(torch.zeros(1))  # all have begun, which seeds the one generator of these threads
+        ranks.add(torch.zeros(1))  # wait until all learners exist: each seeds the generator that the threads share
         made.load(*stored)
         return saved(made), made.step(batch(1), 1)
 
@@ -146,8 +146,8 @@ def test_what_four_ranks_stored_goes_on_on_fewer(folder: Path, count: int) -> No
         assert told["loss"] == pytest.approx(expected["loss"], abs=NEAR)
 
 
-def test_what_is_not_finite_is_told_by_every_rank_and_changes_nothing(folder: Path) -> None:
-    """The one token of it is on one rank."""
+def test_nonfinite_loss_is_raised_on_every_rank(folder: Path) -> None:
+    """Only one rank has the NaN, and no rank changes anything."""
 
     def work(ranks: Ranks) -> str:
         made = begun(folder, TorchTrain(), ranks)
@@ -168,7 +168,7 @@ def test_what_is_not_finite_is_told_by_every_rank_and_changes_nothing(folder: Pa
 
 @pytest.mark.parametrize("bucket", [1, 5, 1000])
 def test_gradients_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank r has r of the first parameter; only rank 1 has the second; nobody has the third."""
+    """Rank r has gradient r of the first parameter; only rank 1 has the second; no rank has the third."""
     monkeypatch.setattr(gloo_ranks, "BUCKET", bucket)
 
     def work(ranks: Ranks) -> tuple[float, list[nn.Parameter]]:
@@ -189,8 +189,8 @@ def test_gradients_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None
         assert third.grad is None
 
 
-def test_gradients_in_a_short_type_are_added_up_in_float32() -> None:
-    """256 + 1 + 1 is 258; in bfloat16, one at a time, it is 256."""
+def test_bfloat16_gradients_are_added_up_in_float32() -> None:
+    """256 + 1 + 1 is 258; added up in bfloat16 it stays 256."""
 
     def work(ranks: Ranks) -> float:
         given = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
@@ -201,16 +201,16 @@ def test_gradients_in_a_short_type_are_added_up_in_float32() -> None:
     assert on_ranks(3, work) == [258.0] * 3
 
 
-def test_what_ranks_gather_by_hand() -> None:
-    """Rank r has r numbers, and the one that has none is left out."""
+def test_gathered_arrays_by_hand() -> None:
+    """Rank r has r numbers; the rank without numbers is left out."""
     found = on_ranks(3, lambda ranks: ranks.gathered(np.full(ranks.rank, ranks.rank + 0.5)))
     assert [[part.tolist() for part in parts] for parts in found] == [[[1.5], [2.5, 2.5]]] * 3
     assert on_ranks(2, lambda ranks: ranks.gathered(np.zeros(0))) == [[], []]
 
 
 @pytest.mark.parametrize("to", range(4))
-def test_parts_that_one_rank_gets_by_hand(to: int) -> None:
-    """Rank r has r numbers of 1 + 2 + 3, the first one nothing."""
+def test_parts_gathered_on_one_rank_by_hand(to: int) -> None:
+    """Rank r has r of the 1 + 2 + 3 numbers; rank 0 has none."""
 
     def work(ranks: Ranks) -> list[float]:
         assert isinstance(ranks, GlooRanks)
@@ -222,8 +222,8 @@ def test_parts_that_one_rank_gets_by_hand(to: int) -> None:
     assert on_ranks(4, work) == [[1.0, 2.0, 2.0, 3.0, 3.0, 3.0] if rank == to else [0.0] * 6 for rank in range(4)]
 
 
-def test_a_rank_that_does_not_come_is_known() -> None:
-    """The others wait no longer than their bound."""
+def test_late_rank_is_named() -> None:
+    """The others wait no longer than their time limit."""
 
     def work(ranks: Ranks) -> list[int]:
         assert isinstance(ranks, GlooRanks)
@@ -241,8 +241,8 @@ def test_a_rank_that_does_not_come_is_known() -> None:
 
 
 @pytest.mark.long
-def test_all_make_the_lines_that_the_first_one_makes(folder: Path) -> None:
-    """Whether prompts are shared it has found out, and says: else a row would be trained on twice, or never."""
+def test_all_ranks_pack_the_same_lines(folder: Path) -> None:
+    """The first rank tests if prompts can be shared, and sends the result; or ranks would skip or repeat rows."""
     start = LearnerStart(folder, trained=True, versions=10)
     made = RankedLearner(TorchTrain(ranks=2), start)
     alone = TorchLearner.begun(TorchTrain(share_prompts=False), start)

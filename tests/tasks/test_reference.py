@@ -1,4 +1,4 @@
-"""The reference policy, what a divergence from it costs, and the weight that follows a target."""
+"""The reference policy, the penalty on the divergence from it, and the weight that follows a target."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compared(folder: Path, every: int = 0, **penalties: object) -> TorchLearner:
-    """A learner with a penalty on its divergence from the reference."""
+    """Return a learner with a penalty on its divergence from the reference."""
     given = {"kl_to": "reference", "kl_weight": 0.1, **penalties}
     return learner(folder, objective={"penalties": given}, reference={"every": every}, learning_rate=0.01)
 
@@ -34,7 +34,7 @@ def weights_of(model: object) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, [0, 0, 0, 0, 0]), (1, [0, 1, 2, 3, 4]), (2, [0, 0, 2, 2, 4])])
-def test_it_is_the_version_that_was_asked_for(folder: Path, every: int, expected: list[int]) -> None:
+def test_reference_is_the_configured_version(folder: Path, every: int, expected: list[int]) -> None:
     made = compared(folder, every)
     policies, versions = [], []
     for version in range(5):
@@ -47,15 +47,15 @@ def test_it_is_the_version_that_was_asked_for(folder: Path, every: int, expected
     assert versions == expected
 
 
-def test_at_first_there_is_no_divergence_and_then_there_is(folder: Path) -> None:
+def test_divergence_is_zero_only_at_the_first_version(folder: Path) -> None:
     made = compared(folder)
     first, second = (made.step(batch(version), version) for version in range(2))
     assert first["kl_reference"] == 0.0
     assert second["kl_reference"] > 1e-6
 
 
-def test_a_heavy_weight_keeps_the_policy_near(folder: Path) -> None:
-    """The same batches, the same learning rate."""
+def test_large_weight_keeps_the_policy_near_the_reference(folder: Path) -> None:
+    """With the same batches and the same learning rate."""
     found = {}
     for weight in (1e-6, 10.0):
         made = compared(folder, kl_weight=weight)
@@ -63,12 +63,12 @@ def test_a_heavy_weight_keeps_the_policy_near(folder: Path) -> None:
     assert found[10.0] < found[1e-6] / 2
 
 
-def test_what_a_response_pays_in_its_reward_is_its_distance(folder: Path) -> None:
-    """k1, summed over each response, by the log-probs that were recorded and the reference's own."""
+def test_kl_in_reward_is_the_distance_of_the_response(folder: Path) -> None:
+    """k1, summed over each response, from the recorded log-probs and the reference's own."""
     made = compared(folder, kl="k1", kl_in="reward")
     given = near(some_batch(), made)
     data, paid = Rows.of(given), torch.tensor(given.table["reward"].to_pylist())
-    for row, logp in enumerate(token_logprobs(made, given)):  # the reference is what the policy is
+    for row, logp in enumerate(token_logprobs(made, given)):  # here the reference equals the policy
         sampled = torch.from_numpy(data.behaviour[data.starts[row] : data.starts[row + 1]])
         paid[row] -= 0.1 * float((sampled - logp.detach()).sum())
     four = paid.view(-1, 4)
@@ -78,8 +78,8 @@ def test_what_a_response_pays_in_its_reward_is_its_distance(folder: Path) -> Non
     torch.testing.assert_close(found, expected[torch.from_numpy(data.rows)], atol=1e-5, rtol=1e-4)
 
 
-def test_the_weight_follows_its_target_by_hand() -> None:
-    """0.1 of an error that is held within 0.2; at the target it stays."""
+def test_kl_weight_follows_its_target_by_hand() -> None:
+    """It follows 0.1 of the error, which is clipped to 0.2; at the target it stays."""
     part = Penalties(kl_to="reference", kl_weight=0.5, kl_target=0.02)
     assert adapted(part, 0.5, 0.02) == 0.5
     assert adapted(part, 0.5, 0.022) == pytest.approx(0.5 * 1.01)
@@ -88,10 +88,10 @@ def test_the_weight_follows_its_target_by_hand() -> None:
     assert adapted(Penalties(kl_to="reference", kl_weight=0.5), 0.5, 9.0) == 0.5
 
 
-def test_the_weight_that_a_version_had_is_told_and_the_next_one_is_stored(folder: Path) -> None:
+def test_used_kl_weight_is_reported_and_the_next_is_stored(folder: Path) -> None:
     made = compared(folder, kl_target=1e-9)
     told = [made.step(batch(version), version)["kl_weight"] for version in range(3)]
-    assert told == pytest.approx([0.1, 0.1 * 0.98, 0.1 * 0.98 * 1.02])  # no divergence at first, too much then
+    assert told == pytest.approx([0.1, 0.1 * 0.98, 0.1 * 0.98 * 1.02])  # no divergence at first, then too much
     other = compared(folder, kl_target=1e-9)
     other.load(made.weights(), made.state())
     assert other.kl_weight == made.kl_weight == pytest.approx(told[-1] * 1.02)
@@ -110,7 +110,9 @@ class Near(Objective):
 """
 
 
-def test_an_objective_of_one_s_own_is_given_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_defined_objective_gets_the_reference(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "near_reference.py").write_text(OWN)
     put_in_reach(monkeypatch, tmp_path)
     made = learner(folder, objective={"kind": "import", "path": "near_reference:Near"}, learning_rate=0.01)

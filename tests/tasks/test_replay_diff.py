@@ -1,4 +1,4 @@
-"""How far two files of tensors are apart, by hand; and the same training on another number of ranks."""
+"""The distance between two files of tensors, by hand; and the same config on another number of ranks."""
 
 from __future__ import annotations
 
@@ -30,18 +30,16 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor], before: dict[str, 
     ],
 )
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
-def test_what_is_shorter_than_a_tenth_of_what_the_step_changed_is_near(
-    ours: list[float], most: float, near: bool, scale: float
-) -> None:
-    """It changed 0.3 and 0.4, which is 0.5 together; however small the step is."""
+def test_a_tenth_of_the_steps_change_is_near(ours: list[float], most: float, near: bool, scale: float) -> None:
+    """The step changed 0.3 and 0.4, a length of 0.5; the same holds for tiny steps."""
     made, published, parent = ({"a": torch.tensor(v).double() * scale} for v in (ours, [1.3, 2.4], [1.0, 2.0]))
     found = apart(made, published, parent)
     assert found.most == pytest.approx(most * scale, abs=1e-6 * scale)
     assert found.near == near
 
 
-def test_kinds_of_tensors_are_compared_for_themselves() -> None:
-    """Those of a kind together: `b` alone is too far. What the parent has not was zero there."""
+def test_tensors_of_a_kind_are_compared_together() -> None:
+    """`b` alone is too far, but not together with `a`. A tensor that the parent lacks was zero there."""
     parent = {"a": torch.zeros(2), "b": torch.zeros(1)}
     published = {"a": torch.full((2,), 3.0), "b": torch.ones(1), "exp_avg/a": torch.full((2,), 0.1)}
     made = {**published, "b": torch.tensor([1.3])}
@@ -51,8 +49,8 @@ def test_kinds_of_tensors_are_compared_for_themselves() -> None:
     assert not apart({**made, "exp_avg/a": torch.full((2,), 0.111)}, published, parent).near
 
 
-def test_no_single_number_is_further_away_than_the_step_moved_any() -> None:
-    """Of 10,000 numbers that the step moved by 0.01 each, which is 1 together, one is wrong by less than a tenth."""
+def test_each_element_stays_within_the_steps_changes() -> None:
+    """The step moved 10,000 elements by 0.01 each, a length of 1; one wrong element differs by less than a tenth."""
     parent = {"a": torch.zeros(10_000)}
     published = {"a": torch.full((10_000,), 0.01)}
     turned, wrong = published["a"].clone(), published["a"].clone()
@@ -62,7 +60,7 @@ def test_no_single_number_is_further_away_than_the_step_moved_any() -> None:
     assert found.most == pytest.approx(0.04)
 
 
-def test_a_short_type_may_be_half_of_it_away() -> None:
+def test_bfloat16_may_differ_by_half_the_change() -> None:
     def of(value: float) -> dict[str, Tensor]:
         return {"a": torch.tensor([value], dtype=torch.bfloat16)}
 
@@ -70,7 +68,7 @@ def test_a_short_type_may_be_half_of_it_away() -> None:
     assert not apart(of(1.0), of(1.0 + 2**-6), of(1.0)).near
 
 
-def test_what_was_not_changed_may_be_no_further_than_its_own_rounding() -> None:
+def test_unchanged_weight_may_differ_by_its_rounding() -> None:
     one = {"a": torch.ones(1)}
     assert apart({"a": torch.tensor([1.0 + 2**-23])}, one, one).near
     assert not apart({"a": torch.tensor([1.0 + 2**-21])}, one, one).near
@@ -86,11 +84,11 @@ def test_what_was_not_changed_may_be_no_further_than_its_own_rounding() -> None:
         {"a": torch.tensor([0.0, torch.nan])},
     ],
 )
-def test_what_has_other_tensors_or_no_number_is_far(theirs: dict[str, Tensor]) -> None:
+def test_other_tensors_or_nan_are_far(theirs: dict[str, Tensor]) -> None:
     assert not apart({"a": torch.zeros(2)}, theirs).near
 
 
-def test_whole_numbers_are_the_same_or_far() -> None:
+def test_integers_are_equal_or_far() -> None:
     assert apart({"a": torch.tensor([1])}, {"a": torch.tensor([1])}) == Distance()
     assert apart({"a": torch.tensor([1])}, {"a": torch.tensor([2])}) == FAR
 
@@ -103,7 +101,7 @@ def test_whole_numbers_are_the_same_or_far() -> None:
         DeepSpeedTrain(ranks=3, zero=3, options={"zero_optimization": {"reduce_bucket_size": 7}}),
     ],
 )
-def test_another_number_of_ranks_changes_nothing_else(train: Any) -> None:
+def test_with_ranks_changes_only_ranks(train: Any) -> None:
     three, one = with_ranks(train, 3), with_ranks(train, 1)
     assert three == train.model_copy(update={"ranks": 3, "spread": False})
     assert (one.learner, one.ranks, getattr(one, "sharded", None)) == ("torch", 1, False)
@@ -113,7 +111,7 @@ def test_another_number_of_ranks_changes_nothing_else(train: Any) -> None:
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
 def test_nonfinite_numbers_are_equal_or_far(odd: float) -> None:
-    """Beside a sound tensor of its kind, before and behind it; in what was made, what was published, and in both."""
+    """Beside a finite tensor of its kind, in the first or second place; on one side or on both."""
     parent, sound = torch.zeros(4), torch.full((4,), 0.1)
     spoilt = sound.clone()
     spoilt[2] = odd

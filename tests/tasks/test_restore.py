@@ -1,4 +1,4 @@
-"""Restoring: from any version, from any base, the learner is bit for bit where it was; damage is made good or named."""
+"""Restoring any version from any base gives the learner bit for bit; damage is healed or named."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Prepare = Callable[..., RunContext]
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Prepare:
-    """Makes runs; its parameter, if it has one, is their `[train]`."""
+    """Return a function that prepares runs; the fixture's parameter, if it has one, is their `[train]`."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     train = getattr(request, "param", None)
     return lambda run_id="small", **store: prepare_small(tmp_path, run_id, train=train, **{"keep_last": 10, **store})
@@ -76,7 +76,7 @@ def test_any_version_can_be_restored(small: Prepare, every: int, bases: list[int
 
 @WITH_AND_WITHOUT_ROLES
 @pytest.mark.parametrize("every", [1, 4])
-def test_a_killed_learner_ends_where_the_unbroken_one_does(small: Prepare, every: int) -> None:
+def test_killed_learner_ends_with_the_same_bits(small: Prepare, every: int) -> None:
     whole, broken = small("whole"), small("broken", state_every=every)
     train_small(whole)
     for until in (0, 2, 3, 5):
@@ -98,8 +98,8 @@ def flip(context: RunContext, stored: StoredObject) -> None:
 
 @WITH_AND_WITHOUT_ROLES
 @pytest.mark.parametrize("damage", [flip, lambda c, o: c.store.delete(o.path), lambda c, o: c.store.put(o.path, b"x")])
-def test_damaged_objects_are_made_again(small: Prepare, damage: Callable[[RunContext, StoredObject], None]) -> None:
-    """The newest version's weights and the state of the one before are lost; a restarted learner heals both."""
+def test_damaged_objects_are_healed(small: Prepare, damage: Callable[[RunContext, StoredObject], None]) -> None:
+    """The newest version's weights and the previous version's state are lost; a restarted learner heals both."""
     context = small()
     train_small(context, 5)
     lost = [context.policies.find(5).weights[0], context.policies.find(4).state[0]]
@@ -116,9 +116,10 @@ def test_damaged_objects_are_made_again(small: Prepare, damage: Callable[[RunCon
     assert report.clean, report.violations
 
 
-def test_one_file_at_a_time_is_in_memory(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside what the learner becomes. One is let go when the first tensor of the next is taken; what is of the learner
-    itself is another's to take, so that two may wait for that.
+def test_files_are_mapped_one_at_a_time(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is released when the first tensor of the next one is read.
+
+    The learner's own state is read by another iterator, so that two files may be mapped at that moment.
     """
     context = small(shard_bytes=20_000)
     train_small(context, 2)
@@ -136,8 +137,8 @@ def test_one_file_at_a_time_is_in_memory(small: Prepare, monkeypatch: pytest.Mon
     assert not any(one() for one in maps)
 
 
-def test_what_is_far_is_fetched_and_checked(small: Prepare) -> None:
-    """From a store without local files; damage is found all the same, and nothing that was fetched stays."""
+def test_remote_objects_are_fetched_and_verified(small: Prepare) -> None:
+    """The store has no local files. Damage is still found, and no fetched file is left behind."""
     context = small(uri=f"memory://{uuid.uuid4().hex}", shard_bytes=20_000)
     train_small(context, 3)
     expected = hashes(restored(context, 2)[0])
@@ -147,7 +148,7 @@ def test_what_is_far_is_fetched_and_checked(small: Prepare) -> None:
     assert not [path for path in node_cache().iterdir() if path.name.startswith("restore-")]
 
 
-def test_what_cannot_be_rebuilt_is_named(small: Prepare) -> None:
+def test_unrestorable_version_is_named(small: Prepare) -> None:
     context = small()
     train_small(context, 2)
     for version in range(3):
@@ -157,8 +158,8 @@ def test_what_cannot_be_rebuilt_is_named(small: Prepare) -> None:
 
 
 @WITH_AND_WITHOUT_ROLES
-def test_a_replay_that_differs_goes_on_with_the_published_weights(small: Prepare) -> None:
-    """Version 3 was published with other weights than its batch gives, as another machine would have."""
+def test_differing_replay_uses_the_published_weights(small: Prepare) -> None:
+    """Version 3 was published with other weights than its batch gives, as if by another kind of machine."""
     context = small(state_every=2)
     train_small(context, 2)
     policies, writer = context.policies, context.log.claim("learner")
@@ -174,7 +175,7 @@ def test_a_replay_that_differs_goes_on_with_the_published_weights(small: Prepare
         restored(context, 3, heal=True)
 
 
-def test_only_the_batch_that_was_committed_is_trained_again(small: Prepare) -> None:
+def test_replay_needs_the_committed_batch(small: Prepare) -> None:
     context = small(state_every=6)
     train_small(context, 2)
     entry = context.policies.find(2).batch_entry
@@ -188,7 +189,7 @@ def test_only_the_batch_that_was_committed_is_trained_again(small: Prepare) -> N
         restored(context, 2)
 
 
-def test_a_second_run_call_joins_the_first(small: Prepare) -> None:
+def test_second_run_call_joins_the_first(small: Prepare) -> None:
     context = small()
     actor = LearnerActor(context, channel=StoreFeed(context))
     ended: list[int] = []
@@ -201,8 +202,8 @@ def test_a_second_run_call_joins_the_first(small: Prepare) -> None:
     assert audit(context.store).versions == 6
 
 
-def test_a_learner_that_another_one_followed_stops_and_names_it(small: Prepare) -> None:
-    """It had trained on a batch, and stored what came of it; the other one trains on that batch anew."""
+def test_deposed_learner_stops_and_names_its_successor(small: Prepare) -> None:
+    """The first learner had trained on a batch and stored the result; the second one trains on that batch again."""
     context = small()
 
     class Followed(StoreFeed):
@@ -213,7 +214,7 @@ def test_a_learner_that_another_one_followed_stops_and_names_it(small: Prepare) 
             return super().lease(number, deadline, afresh=afresh)
 
     first = LearnerActor(context, channel=Followed(context))
-    for _ in range(2):  # whoever asks again hears the same
+    for _ in range(2):  # a second call raises the same
         with pytest.raises(Deposed, match=r"another learner now \(the second one, process 7 on elsewhere\); this one"):
             first.run()
     assert context.policies.newest() == 2
@@ -224,7 +225,7 @@ def test_a_learner_that_another_one_followed_stops_and_names_it(small: Prepare) 
     assert report.clean, report.violations
 
 
-def test_a_damaged_batch_is_voided_and_trained_on_when_it_was_made_again(small: Prepare) -> None:
+def test_damaged_batch_is_voided_and_formed_again(small: Prepare) -> None:
     context = small()
     train_small(context, 3)
     damaged = context.log.state.waiting[3]
@@ -238,8 +239,8 @@ def test_a_damaged_batch_is_voided_and_trained_on_when_it_was_made_again(small: 
     assert report.clean, report.violations
 
 
-def test_a_deposed_learner_stops_at_the_next_lease_that_times_out(small: Prepare) -> None:
-    """What it waits for is trained on by the other one, and never waits again."""
+def test_deposed_learner_stops_at_a_timed_out_lease(small: Prepare) -> None:
+    """The second learner trains on the batch that the first one waits for."""
     context, waited = small(), []
     train_small(context, 2)
 
@@ -258,8 +259,8 @@ def test_a_deposed_learner_stops_at_the_next_lease_that_times_out(small: Prepare
     assert audit(context.store).clean
 
 
-def test_the_figures_of_a_version_count_what_every_making_of_its_batch_gave_up(small: Prepare) -> None:
-    """Batch 2 gave up one group, was damaged, and formed again without giving up any."""
+def test_metrics_count_discards_of_every_formed_batch(small: Prepare) -> None:
+    """Batch 2 discarded one group, was damaged, and was formed again without a discard."""
     context = small()
     train_small(context, 2)
     context.store.put(context.log.state.waiting[2].file.path, b"rotten")
@@ -274,10 +275,10 @@ def test_the_figures_of_a_version_count_what_every_making_of_its_batch_gave_up(s
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before it is trained on", "while it is trained on"])
-def test_what_is_voided_by_another_is_not_published(
+def test_batch_voided_by_another_is_not_published(
     small: Prepare, monkeypatch: pytest.MonkeyPatch, *, late: bool
 ) -> None:
-    """The learner is then where it was before that batch, and trains on the one that is made instead."""
+    """The learner goes back to its state before that batch, and trains on the batch that replaces it."""
     whole, context = small("whole"), small("broken")
     train_small(whole)
     step = TorchLearner.step
@@ -317,8 +318,8 @@ def consumed(context: RunContext, version: int) -> list[GroupKey]:
     return [group.key for group in context.batches.committed(entry).groups]
 
 
-def test_a_damaged_copy_in_the_channel_is_not_trained_on(small: Prepare) -> None:
-    """The store's file is sound, so nothing is voided: the batch is read afresh."""
+def test_damaged_copy_in_the_channel_is_read_again(small: Prepare) -> None:
+    """The store's file is intact, so nothing is voided: the batch is read from the store."""
     context = small()
 
     class Damaging(StoreFeed):
@@ -332,8 +333,8 @@ def test_a_damaged_copy_in_the_channel_is_not_trained_on(small: Prepare) -> None
     assert report.clean, report.violations
 
 
-def test_a_channel_that_cannot_answer_is_asked_again(small: Prepare) -> None:
-    """Its own reads fail while storage is away; what it said before is no reason to start the learner again."""
+def test_failing_channel_is_asked_again(small: Prepare) -> None:
+    """The channel's reads fail while the store is unreachable; that is no reason to restart the learner."""
     context, failures = small(), [Unreachable("object storage did not answer"), TimeoutError("no batch yet")] * 3
 
     class Failing(StoreFeed):
@@ -347,7 +348,7 @@ def test_a_channel_that_cannot_answer_is_asked_again(small: Prepare) -> None:
 
 
 def row_of_the_embedding(learner: Learner) -> torch.Tensor:
-    """One that no probe looks up."""
+    """Return an embedding row that no probe uses."""
     return learner.model.get_input_embeddings().weight[255]  # type: ignore[attr-defined]
 
 
@@ -361,10 +362,10 @@ def moment(learner: Learner) -> torch.Tensor:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", [row_of_the_embedding, bias, moment])
-def test_a_version_that_is_not_finite_leaves_nothing(
+def test_nonfinite_version_stores_nothing(
     small: Prepare, where: Callable[[Learner], torch.Tensor], value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it is stored, wherever the value is; the version before stands, and the run goes on from it."""
+    """Wherever the value is, nothing of the version is stored, and the run continues from the version before."""
     context = small()
     train_small(context, 2)
     before = objects(context)
@@ -379,7 +380,7 @@ def test_a_version_that_is_not_finite_leaves_nothing(
 
 
 def objects(context: RunContext) -> list[str]:
-    """All but the log's entries: a learner that begins claims its role."""
+    """Return all paths but the log's entries: a learner that starts claims its role in the log."""
     return sorted(path for path in context.store.list() if not path.startswith("log/"))
 
 
@@ -395,7 +396,7 @@ def breaking(where: Callable[[Learner], torch.Tensor], value: float) -> Callable
     return step
 
 
-def test_a_policy_that_is_not_finite_is_no_first_version(small: Prepare) -> None:
+def test_nonfinite_policy_is_not_published_as_version_0(small: Prepare) -> None:
     context = small()
     file = context.first_weights / "model.safetensors"
     tensors = load_file(file)
@@ -406,7 +407,7 @@ def test_a_policy_that_is_not_finite_is_no_first_version(small: Prepare) -> None
     assert list(context.store.list("policies")) == []
 
 
-def test_a_figure_that_is_not_finite_is_left_out_and_said(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_metric_is_left_out_and_reported(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     sound, context = TorchLearner.step, small()
 
     def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
@@ -421,10 +422,8 @@ def test_a_figure_that_is_not_finite_is_left_out_and_said(small: Prepare, monkey
     assert "loss" in version.metrics
 
 
-def test_a_cold_start_that_another_learner_overtook_leaves_the_policy_s_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other one has completed it, perhaps on another kind of machine, and an adapter begins from what is there."""
+def test_overtaken_cold_start_writes_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other learner has completed the cold start, and an adapter starts from the weights that are stored."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     questions = tmp_path / "sums.jsonl"
     questions.write_text("".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(40)))

@@ -1,4 +1,4 @@
-"""Ranks settle together: none changes anything before the first one may; here ranks are threads."""
+"""The publish barrier of ranks: no rank changes anything before the first rank may; here ranks are threads."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settle_of(ranks: Ranks, settle: Any) -> Any:
-    """What a rank's step is given."""
+    """Return the `settle` argument of a rank's step."""
     assert isinstance(ranks, GlooRanks)
     return partial(settled, ranks, settle) if ranks.rank == 0 else partial(told, ranks)
 
 
-def test_no_rank_changes_anything_before_the_first_one_has_settled(folder: Path) -> None:
+def test_no_rank_changes_anything_before_the_first_settles(folder: Path) -> None:
     stored = Event()
 
     def work(ranks: Ranks) -> tuple[bool, bool]:
@@ -48,7 +48,7 @@ def test_no_rank_changes_anything_before_the_first_one_has_settled(folder: Path)
     assert on_ranks(3, work) == [(True, True)] * 3
 
 
-def test_what_the_first_one_fails_with_ends_the_step_on_all_and_changes_nothing(folder: Path) -> None:
+def test_failed_settle_ends_the_step_on_all_ranks(folder: Path) -> None:
     error = StoreFailed("the store is full")
 
     def full() -> None:
@@ -56,7 +56,7 @@ def test_what_the_first_one_fails_with_ends_the_step_on_all_and_changes_nothing(
 
     def work(ranks: Ranks) -> BaseException | None:
         made, quiet = (begun(folder, TorchTrain(), ranks) for _ in range(2))
-        ranks.add(torch.zeros(1))  # all have begun, which seeds the one generator of these threads
+        ranks.add(torch.zeros(1))  # wait until all learners exist: each seeds the generator that the threads share
         before = saved(made)
         with pytest.raises(Stopped) as caught:
             made.step(batch(0), 0, settle_of(ranks, full))
@@ -69,8 +69,8 @@ def test_what_the_first_one_fails_with_ends_the_step_on_all_and_changes_nothing(
     assert on_ranks(2, work) == [error, None]
 
 
-def test_while_a_slow_store_is_waited_for_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So they wait no longer for a word than for anything else. Here the store waits until the third one."""
+def test_other_ranks_get_wait_messages_from_a_slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they wait for a message no longer than for anything else. Here the store waits until the third message."""
     heard, third, say = list[Word](), Event(), settling._say
 
     def hear(ranks: GlooRanks, word: Word = Word.WAIT) -> Word:
@@ -82,7 +82,7 @@ def test_while_a_slow_store_is_waited_for_the_others_are_told(monkeypatch: pytes
         return word
 
     def slow() -> None:
-        assert third.wait(HANG_SECONDS), "nothing was said"
+        assert third.wait(HANG_SECONDS), "no message was sent"
 
     monkeypatch.setattr(settling, "_say", hear)
     monkeypatch.setattr(settling, "TIMES", 1000)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ranks beside one torch rank: the same steps, and what one stores goes on in the other."""
+"""DeepSpeed's ranks compared with one torch rank: the same steps, and interchangeable state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "PPO with a critic": {
         "minibatches": 2,
         "objective": PartsObjective(kind="ppo"),
-        "critic": Critic(learning_rate=1e-4),  # at a higher one AdamW makes more of what differs in rounding
+        "critic": Critic(learning_rate=1e-4),  # at a higher rate AdamW enlarges rounding differences
     },
     "a penalty to a reference": {
         "objective": PartsObjective(penalties=Penalties(kl_to="reference", kl_weight=0.1, kl_target=0.01)),
@@ -67,42 +67,42 @@ def sharded(folder: Path, zero: int, dtype: str = "float32", seconds: float = 60
 
 @cache
 def alone(folder: Path, kind: str, batches: Batches = batch) -> tuple[Any, list[Mapping[str, float]]]:
-    """One torch rank after ten steps, and what each told."""
+    """Train one torch rank for ten steps; return it with each step's metrics."""
     made = begun(folder, TorchTrain(learning_rate=1e-4, **KINDS[kind]))
     return made, [made.step(batches(version), version) for version in range(10)]
 
 
 def farthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The most that any two numbers differ in."""
+    """Return the largest difference between two elements."""
     assert one.keys() == other.keys()
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
 def masters(made: Any) -> Mapping[str, Tensor]:
-    """The weights that the optimizer changes."""
+    """Return the weights that the optimizer changes."""
     return {name.removeprefix("master/"): t for name, t in tensors(made).items() if name.startswith("master/")}
 
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The length of what they differ in."""
+    """Return the length of the difference."""
     assert one.keys() == other.keys()
     return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one))
 
 
 def rank_of(made: RankedLearner) -> int:
-    """The process of rank 1."""
+    """Return the process of rank 1."""
     pid = made._others._started[1].process.pid
     assert pid is not None
     return pid
 
 
 def tensors(made: Any) -> Mapping[str, Tensor]:
-    """All that a learner stores."""
+    """Return all tensors that a learner stores."""
     return from_files({**made.weights(), **made.state()})
 
 
 def assert_gathered_file_by_file(made: RankedLearner) -> None:
-    """What is stored can be named without any rank's work; each file that is asked for is the work of all."""
+    """Check that names need no work of other ranks, and that each requested file is gathered from all ranks."""
     asked, ask = [], made._others.ask
     made._others.ask = lambda given: (asked.append(given.file), ask(given))  # type: ignore[method-assign,func-returns-value]
     files = {**dict.fromkeys(made.weights()), **dict.fromkeys(made.state())}
@@ -113,7 +113,7 @@ def assert_gathered_file_by_file(made: RankedLearner) -> None:
     made._others.ask = ask  # type: ignore[method-assign]
 
 
-def test_what_the_section_sets_is_refused_in_the_options() -> None:
+def test_options_that_the_section_sets_are_refused() -> None:
     for options in ({"gradient_clipping": 2.0}, {"zero_optimization": {"stage": 3}}):
         with pytest.raises(ValidationError, match=r"train\.options\..*: take it away; set train\."):
             DeepSpeedTrain(options=options)
@@ -141,9 +141,7 @@ SOAK = pytest.mark.soak
         *(pytest.param(z, "optimizer", "PPO with a critic", marks=SOAK) for z in (1, 2, 3)),
     ],
 )
-def test_it_trains_what_torch_trains_and_each_goes_on_from_the_other(
-    folder: Path, zero: int, offload: str, kind: str
-) -> None:
+def test_deepspeed_trains_as_torch_and_exchanges_state(folder: Path, zero: int, offload: str, kind: str) -> None:
     torch_one, expected = alone(folder, kind)
     made = sharded(folder, zero, offload=offload, **KINDS[kind])
     for version, one in enumerate(expected):
@@ -170,11 +168,11 @@ def test_it_trains_what_torch_trains_and_each_goes_on_from_the_other(
 
 
 @pytest.mark.soak
-def test_a_rank_without_rows_takes_part_and_one_that_is_stopped_is_named(folder: Path) -> None:
+def test_idle_rank_takes_part_and_stopped_rank_is_named(folder: Path) -> None:
     torch_one, _ = alone(folder, "GRPO", one_with_signal)
-    made = sharded(folder, 2, seconds=30.0)  # of ranks that share a busy core
+    made = sharded(folder, 2, seconds=30.0)  # ranks may share a busy core
     for parameter in made.model.parameters():
-        parameter.grad = torch.ones_like(parameter)  # as a cold start leaves them
+        parameter.grad = torch.ones_like(parameter)  # gradients as a cold start leaves them
     for version in range(10):
         made.step(one_with_signal(version), version)
     assert farthest(tensors(made), tensors(torch_one)) < NEAR
@@ -185,14 +183,12 @@ def test_a_rank_without_rows_takes_part_and_one_that_is_stopped_is_named(folder:
 
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [2, pytest.param(1, marks=SOAK), pytest.param(3, marks=SOAK)])
-def test_what_is_stored_is_gathered_while_the_next_step_runs(
-    folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_gathered_while_the_next_step_runs(folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_gathered_beside_a_step(sharded(folder, zero, **KINDS["PPO with a critic"]), monkeypatch)
 
 
 def assert_gathered_beside_a_step(made: RankedLearner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of its passes, and once more before anything changes; the step is what it would have been."""
+    """Gather files during the passes, and again before any change; check that the step gives the same result."""
     made.step(batch(0), 0)
     before, found = saved(made), list[object]()
     made.step(batch(1), 1)
@@ -222,10 +218,8 @@ def assert_gathered_beside_a_step(made: RankedLearner, monkeypatch: pytest.Monke
         pytest.param(3, "all", marks=SOAK),
     ],
 )
-def test_what_is_not_finite_changes_nothing(
-    folder: Path, zero: int, offload: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is on the first rank alone; the others say so, too, and the next step is what it would have been."""
+def test_nonfinite_loss_changes_nothing(folder: Path, zero: int, offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first rank has a NaN; the other rank stops, too, and the next step is the same as without it."""
     made, quiet = sharded(folder, zero, offload=offload), begun(folder, TorchTrain(learning_rate=1e-4))
     for one in (made, quiet):
         one.step(batch(0), 0)
@@ -251,10 +245,10 @@ def test_what_is_not_finite_changes_nothing(
         pytest.param(3, "all", marks=SOAK),
     ],
 )
-def test_in_bfloat16_masters_are_in_parts(folder: Path, zero: int, offload: str) -> None:
-    """What differs is what bfloat16 rounds of gradients: 1 to 3% of what ten steps change, on two torch ranks, too.
+def test_bfloat16_policy_has_sharded_masters(folder: Path, zero: int, offload: str) -> None:
+    """Results differ by the rounding of gradients to bfloat16: 1 to 3% of the change in ten steps, as on torch ranks.
 
-    Of an objective without a clip: a token that rounding takes over its edge changes far more (36% on one processor).
+    The objective has no clip: a token that rounding moves across a clip's bound changes far more (36% on one CPU).
     """
     kind = {**KINDS["GRPO, several passes"], "objective": PartsObjective(kind="rloo")}
     alone, again = (begun(folder, TorchTrain(learning_rate=1e-4, **kind), "bfloat16") for _ in range(2))
@@ -271,16 +265,14 @@ def test_in_bfloat16_masters_are_in_parts(folder: Path, zero: int, offload: str)
     made.load(*saved(again))
     assert saved(made) == saved(again)
     made.load(stored[0], saved(again)[1])
-    assert saved(made)[0] == stored[0]  # whose masters these are not
+    assert saved(made)[0] == stored[0]  # its masters do not belong to these weights
     made._others.end()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [2, pytest.param(3, marks=SOAK)])
-def test_a_rank_that_is_killed_is_named_and_what_was_stored_goes_on_to_the_same_bits(
-    folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first rank is in the middle of a step then."""
+def test_killed_rank_is_named_and_its_state_continues(folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank is in the middle of a step at that moment. A new learner continues to the same bits."""
     made = sharded(folder, zero)
     made.step(batch(0), 0)
     stored = saved(made)
@@ -304,7 +296,7 @@ def test_a_rank_that_is_killed_is_named_and_what_was_stored_goes_on_to_the_same_
 
 @pytest.mark.soak
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_what_two_ranks_stored_goes_on_on_any_number_of_either_kind(folder: Path, zero: int) -> None:
+def test_state_of_two_ranks_continues_on_any_number(folder: Path, zero: int) -> None:
     given = KINDS["PPO with a critic"]
     made = sharded(folder, zero, **given)
     made.step(batch(0), 0)
@@ -322,7 +314,7 @@ def test_what_two_ranks_stored_goes_on_on_any_number_of_either_kind(folder: Path
         assert farthest(tensors(other), expected) < NEAR
 
 
-def test_deepspeed_that_is_not_there_is_missed_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_is_refused_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.tasks.learners.rank_process.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^train.learner = deepspeed: DeepSpeed is not installed here; install it"):
         begun(folder, DeepSpeedTrain())

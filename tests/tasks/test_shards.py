@@ -1,4 +1,4 @@
-"""Shards: ordinary safetensors files to everybody else, the same bytes for the same tensors, no copy on the way out."""
+"""Shards are ordinary safetensors files: the same bytes for the same tensors, written without a copy."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def joined(files):  # type: ignore[no-untyped-def]
     writable=st.booleans(),
 )
 @settings(deadline=None)
-def test_what_goes_out_comes_back_bit_for_bit(
+def test_written_tensors_are_read_bit_for_bit(
     named: dict[str, tuple[str, list[int]]], shard_bytes: int, writable: bool
 ) -> None:
-    """Every type and shape, read by safetensors itself and by `from_files`; small tensors share a shard."""
+    """For every type and shape, read by safetensors and by `from_files`; small tensors share a file."""
     tensors = {
         name: torch.randint(0, 2, (*shape, 8), dtype=torch.uint8).view(NAMES[kind])
         if shape
@@ -87,10 +87,10 @@ def test_pieces_are_views_of_the_tensors() -> None:
 
 
 class Buffer(bytearray):
-    """One that can be watched."""
+    """A buffer that allows weak references."""
 
 
-def test_files_are_read_one_at_a_time_and_nothing_is_held() -> None:
+def test_files_are_read_one_at_a_time() -> None:
     files = joined(to_files("model", {str(n): torch.full((8,), n) for n in range(5)}, 64))
     seen: list[weakref.ref[Buffer]] = []
 
@@ -109,14 +109,14 @@ def test_files_are_read_one_at_a_time_and_nothing_is_held() -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"abc", b"\xff" * 40, (5).to_bytes(8, "little") + b"[1,2]"])
-def test_what_is_no_safetensors_file_is_corrupt(damage: bytes) -> None:
+def test_file_that_is_not_safetensors_is_corrupt(damage: bytes) -> None:
     with pytest.raises(Corrupt, match="w is not a safetensors file"):
         from_files({"w": damage})
 
 
 @pytest.mark.parametrize("uri", ["local", "memory://shards"])
-def test_a_sharded_version_is_an_ordinary_folder(uri: str, tmp_path: Path) -> None:
-    """Published in shards and fetched: transformers and another learner read the same policy, in bfloat16, too."""
+def test_version_in_several_files_is_an_ordinary_folder(uri: str, tmp_path: Path) -> None:
+    """Transformers and another learner read the same bfloat16 policy from the published files."""
     for name, data in build_cold_folder(ColdStart(hidden_size=32, layers=2, heads=2), ["1 + 1 = 2"] * 10).items():
         (tmp_path / name).write_bytes(data)
 
@@ -141,12 +141,12 @@ def test_a_sharded_version_is_an_ordinary_folder(uri: str, tmp_path: Path) -> No
 
 
 class Held(bytearray):
-    """A file, of which one can tell whether anybody has it."""
+    """A file that allows weak references, so that a test sees if it is still in use."""
 
 
 @pytest.mark.long
-def test_a_file_is_let_go_before_the_next_is_read(tmp_path: Path) -> None:
-    """By a learner that goes on from storage: of large files one is in memory at a time."""
+def test_learner_frees_each_file_before_the_next(tmp_path: Path) -> None:
+    """A learner that loads large files has one of them in memory at a time."""
     folder = make_weights(make_policy(tmp_path), seed=1)
     config = TorchTrain(objective=PartsObjective(kind="ppo"), critic=Critic())
     made = TorchLearner.begun(config, LearnerStart(folder, trained=True, versions=9, shard_bytes=2**14))

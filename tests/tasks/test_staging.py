@@ -1,4 +1,4 @@
-"""Files of a learner in parts are stored by all of its ranks: what one rank would store, wherever it is put."""
+"""The ranks of a sharded learner store its files: the same files as one rank stores, in any store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.contracts.test_learners import batch
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_sharded import KINDS, SOAK
 
-SHARD_BYTES = 2**14  # so that there are many files, and some tensors are larger
+SHARD_BYTES = 2**14  # gives many files, and some tensors are larger
 SECONDS, SLOW_SECONDS, KILL_SECONDS = 6.0, 9.0, 2.0
 KIND = {**KINDS["PPO with a critic"], "learning_rate": 1e-4}
 ROLES = {**KINDS["a penalty to a reference"], "learning_rate": 1e-4}
@@ -54,7 +54,7 @@ def in_parts(folder: Path, ranks: int = 2, seconds: float = 60.0, **given: Any) 
 
 @dataclass(frozen=True)
 class Odd(LocalStore):
-    """A folder that is another one to other processes than `owner`; it stays what it is on its way there."""
+    """A folder that behaves differently in processes other than `owner`, also after it was pickled."""
 
     owner: int = field(default_factory=os.getpid)
 
@@ -63,12 +63,12 @@ class Odd(LocalStore):
 
     @property
     def other(self) -> bool:
-        """Whether this is another process."""
+        """True in another process than `owner`."""
         return os.getpid() != self.owner
 
 
 class Signed(Odd):
-    """Each object has beside it which process stored it."""
+    """A store that records which process stored each object."""
 
     def put(self, path: str, data: Data) -> str:
         super().put(f"by/{path}", str(os.getpid()).encode())
@@ -76,7 +76,7 @@ class Signed(Odd):
 
 
 class Full(Odd):
-    """To others."""
+    """A store that is full for other processes."""
 
     error: type[Exception] = StoreFailed
 
@@ -87,20 +87,20 @@ class Full(Odd):
 
 
 class Away(Full):
-    """Likewise."""
+    """A store that is unreachable for other processes."""
 
     error = Unreachable
 
 
 class Elsewhere(Odd):
-    """They write into another folder."""
+    """A store whose other processes write into another folder."""
 
     def put(self, path: str, data: Data) -> str:
         return super().put(f"elsewhere/{path}" if self.other else path, data)
 
 
 class Slow(Odd):
-    """They take longer than ranks wait for each other here."""
+    """A store that takes longer in other processes than ranks wait for each other here."""
 
     def put(self, path: str, data: Data) -> str:
         if self.other:
@@ -109,7 +109,7 @@ class Slow(Odd):
 
 
 class Stopped(Odd):
-    """They stop in the middle."""
+    """A store that stops other processes in the middle of a write."""
 
     def put(self, path: str, data: Data) -> str:
         if self.other:
@@ -119,7 +119,7 @@ class Stopped(Odd):
 
 @pytest.fixture
 def ended() -> Iterator[list[RankedLearner]]:
-    """Learners that end with the test."""
+    """Collect learners, and end them after the test."""
     found: list[RankedLearner] = []
     yield found
     for made in found:
@@ -138,16 +138,16 @@ def stored(made: Any, policies: PolicyStore, writer: Writer, version: int = 0) -
 
 
 def expected(made: Any) -> Mapping[str, str]:
-    """Of every file, gathered here, its hash."""
+    """Return the hash of every file, gathered here."""
     return {name: digest(pieces(data)) for files in (made.weights(), made.state()) for name, data in files.items()}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "ranks"), [(KIND, 3), (ROLES, 2), pytest.param(ROLES, 4, marks=SOAK)])
-def test_every_rank_stores_files_and_all_are_what_one_rank_would_store(
+def test_ranks_store_the_files_that_one_rank_would_store(
     folder: Path, tmp_path: Path, ended: list[RankedLearner], kind: Mapping[str, Any], ranks: int
 ) -> None:
-    """Each as often as another; what the first one alone has, the first one stores. One rank goes on from them."""
+    """Ranks store equally many files; the first rank stores its own state. One rank alone continues from the files."""
     ended.append(made := in_parts(folder, ranks, **kind))
     made.step(batch(0), 0)
     policies, writer = policies_in(Signed(tmp_path))
@@ -157,7 +157,10 @@ def test_every_rank_stores_files_and_all_are_what_one_rank_would_store(
     assert {one.path: one.size for one in found} == {one.path: (tmp_path / one.path).stat().st_size for one in found}
     by = {name: int((tmp_path / "by" / one.path).read_bytes()) for name, one in names.items()}
     counts = sorted([*by.values()].count(pid) for pid in {*by.values()})
-    assert (len(counts), counts[0] >= len(found) / ranks - 3) == (ranks, True)  # two are the first one's alone
+    assert (len(counts), counts[0] >= len(found) / ranks - 3) == (
+        ranks,
+        True,
+    )  # two belong to the first rank alone
     last = max(name for name in names if name.startswith("learner/state-"))
     assert by[last] == os.getpid()
     alone = begun(folder, TorchTrain(**kind))
@@ -167,7 +170,7 @@ def test_every_rank_stores_files_and_all_are_what_one_rank_would_store(
 
 @pytest.mark.long
 def test_deepspeeds_files_are_stored_by_its_ranks(folder: Path, tmp_path: Path, ended: list[RankedLearner]) -> None:
-    """As well."""
+    """DeepSpeed's ranks also share the work."""
     ended.append(made := begun(folder, DeepSpeedTrain.model_validate({"zero": 2, "ranks": 2, **KIND})))
     made.step(batch(0), 0)
     found = stored(made, *policies_in(Signed(tmp_path)))
@@ -177,7 +180,7 @@ def test_deepspeeds_files_are_stored_by_its_ranks(folder: Path, tmp_path: Path, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [Full, Away])
-def test_what_the_store_raises_on_a_rank_is_raised_here_and_all_go_on(
+def test_store_error_on_a_rank_is_raised_by_the_learner(
     folder: Path, tmp_path: Path, ended: list[RankedLearner], kind: type[Full]
 ) -> None:
     ended.append(made := in_parts(folder))
@@ -191,10 +194,8 @@ def test_what_the_store_raises_on_a_rank_is_raised_here_and_all_go_on(
 
 
 @pytest.mark.long
-def test_a_store_that_a_rank_does_not_share_is_refused(
-    folder: Path, tmp_path: Path, ended: list[RankedLearner]
-) -> None:
-    """Or an entry would name what nobody finds."""
+def test_store_that_a_rank_does_not_share_is_refused(folder: Path, tmp_path: Path, ended: list[RankedLearner]) -> None:
+    """Otherwise a log entry would name a file that nobody finds."""
     ended.append(made := in_parts(folder))
     made.step(batch(0), 0)
     with pytest.raises(ConfigError, match=r"rank 1 stored policies/.* set store\.uri to one that all machines"):
@@ -202,23 +203,23 @@ def test_a_store_that_a_rank_does_not_share_is_refused(
 
 
 @pytest.mark.long
-def test_a_store_that_is_slow_is_no_hang(folder: Path, tmp_path: Path, ended: list[RankedLearner]) -> None:
-    """It takes longer than ranks wait for each other."""
+def test_slow_store_does_not_count_as_a_hang(folder: Path, tmp_path: Path, ended: list[RankedLearner]) -> None:
+    """The store takes longer than ranks wait for each other."""
     ended.append(made := in_parts(folder, seconds=SECONDS))
     made.step(batch(0), 0)
     files, sizes = made.weights(), made._own.sizes()
     assert isinstance(files, Gathered)
-    second = list(sizes)[1]  # of two ranks', the second one's
+    second = list(sizes)[1]  # the second of two ranks stores it
     found = files.put(second, Slow(tmp_path), "stored")
     assert found.sha256 == digest(pieces(files[second]))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_gone_while_it_stores_is_named(
+def test_rank_that_dies_while_storing_is_named(
     folder: Path, tmp_path: Path, ended: list[RankedLearner], sent: signal.Signals
 ) -> None:
-    """The third of three."""
+    """The third of three ranks is killed or stopped."""
     ended.append(made := in_parts(folder, 3, seconds=SECONDS))
     made.step(batch(0), 0)
     files, third = made.weights(), list(made._own.sizes())[2]
@@ -237,14 +238,14 @@ def test_a_rank_that_is_gone_while_it_stores_is_named(
         time.sleep(0.05)
 
 
-def test_a_gathered_files_memory_goes_back_with_it() -> None:
-    """The C library would keep it, beside what is gathered next."""
+def test_memory_of_a_gathered_file_is_released() -> None:
+    """The C library would keep the memory while the next file is gathered."""
 
     def resident() -> int:
         return psutil.Process().memory_info().rss
 
     before = resident()
-    made = [given_back(torch.Size([2**18]), torch.float32) for _ in range(64)]  # of a size that the C library keeps
+    made = [given_back(torch.Size([2**18]), torch.float32) for _ in range(64)]  # a size that the C library would keep
     for tensor in made:
         tensor.fill_(1.0)
     assert resident() - before > 2**25

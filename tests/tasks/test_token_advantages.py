@@ -1,7 +1,7 @@
-"""Advantages of tokens, drawn, against the paper's sum written out (Schulman et al. 2016, equations 11 and 16).
+"""Advantages of randomly drawn tokens against the paper's sum, written out (Schulman et al. 2016, eq. 11 and 16).
 
-Rows with tokens of an environment between those of the policy, rows without any, KL prices, gamma and lambda at their
-ends. The oracle is plain Python floats.
+Rows contain tokens of an environment between the policy's tokens, or no tokens of the policy. KL prices, gamma and
+lambda take also their extreme values. The oracle uses plain Python floats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollflow.tasks.objectives.penalties import adapted
 from rollflow.tasks.objectives.rows import Rows
 from tests.tasks.test_algorithms import batch_of
 
-Row = tuple[list[bool], float, Ending]  # of each token after the prompt whether the policy chose it; reward; ending
+Row = tuple[list[bool], float, Ending]  # for each token after the prompt, True if the policy sampled it; reward; ending
 NUMBER = st.integers(-16, 16).map(lambda quarters: quarters / 4)
 ROWS = st.tuples(st.lists(st.booleans(), max_size=7), NUMBER, st.sampled_from([Ending.STOP, Ending.LENGTH]))
 UNIT = st.sampled_from([0.0, 1.0, 0.95]) | st.floats(0.01, 1)
@@ -40,7 +40,7 @@ def data_of(rows: list[Row]) -> Rows:
 
 
 def expected(part: Advantage, row: Row, values: list[float], prices: list[float]) -> list[float]:
-    """A_t, the sum over l of (gamma lambda)^l d_t+l, of the tokens that the policy chose and nothing else."""
+    """Return A_t, the sum over l of (gamma lambda)^l d_t+l, over the tokens that the policy sampled."""
     last = len(values) - 1
     paid = [(row[1] if t == last else 0.0) - prices[t] for t in range(len(values))]
     after = [*values[1:], 0.0]
@@ -66,7 +66,7 @@ def whitened(found: list[float]) -> list[float]:
     draw=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_whatever_the_rows_are(
+def test_token_advantages_equal_the_papers_sum(
     rows: list[Row], gamma: float, gae_lambda: float, scale: str, signs: tuple[float, float], draw: st.DataObject
 ) -> None:
     part = Advantage(baseline="critic", scale=scale, gamma=gamma, gae_lambda=gae_lambda)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_whatever_the_rows_are(
     assert judged.returns_B is not None
     assert judged.returns_B.tolist() == pytest.approx([a + v for a, v in zip(flat, value, strict=True)], abs=1e-5)
     if scale == "whiten" and (max(flat, default=0) - min(flat, default=0)) < 1e-2:
-        return  # its deviation is held above nothing
+        return  # the code keeps the deviation above zero
     wanted = whitened(flat) if scale == "whiten" else flat
     wanted = [one * (signs[0] if one > 0 else signs[1]) for one in wanted]
     assert judged.advantage_B.tolist() == pytest.approx(wanted, abs=2e-3 if scale == "whiten" else 1e-5)
@@ -92,8 +92,8 @@ def test_whatever_the_rows_are(
 
 @given(value=NUMBER, old=NUMBER, target=NUMBER, clip=st.floats(1e-3, 8))
 @settings(max_examples=60, deadline=None)
-def test_the_value_clip_in_cases(value: float, old: float, target: float, clip: float) -> None:
-    """Inside it is the plain square, to which it never falls below; outside, and beyond the target, it is held flat."""
+def test_value_clip_equals_its_cases(value: float, old: float, target: float, clip: float) -> None:
+    """Within the clip it is the plain square, and never less; outside the clip and beyond the target it is constant."""
     given = torch.tensor(value, dtype=torch.float64, requires_grad=True)
     wide = [torch.tensor(x, dtype=torch.float64) for x in (old, target)]
     loss = value_loss(given, *wide, clip)
@@ -115,9 +115,7 @@ def test_the_value_clip_in_cases(value: float, old: float, target: float, clip: 
     seen=st.lists(st.floats(0, 1e9), max_size=20),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_controller_never_jumps_and_goes_the_right_way(
-    weight: float, target: float, gain: float, seen: list[float]
-) -> None:
+def test_kl_weight_moves_by_the_clipped_error(weight: float, target: float, gain: float, seen: list[float]) -> None:
     """Ziegler et al. 2019: K_beta times the clipped proportional error."""
     part = Penalties(kl_to="reference", kl_weight=weight, kl_target=target, kl_gain=gain)
     for divergence in seen:
@@ -130,7 +128,7 @@ def test_the_controller_never_jumps_and_goes_the_right_way(
 
 
 def test_advantages_are_computed_in_float64() -> None:
-    """Of rewards whose mean no float32 holds; a recorded run has what float32 gave."""
+    """No float32 holds the mean of these rewards exactly; a recorded run keeps its float32 advantages."""
     part = Advantage(baseline="group", scale="none")
     data = data_of([([True], reward, Ending.STOP) for reward in (1e8, 1e8 + 8, 3.0)])
     exact = [value - fmean([1e8, 1e8 + 8, 3.0]) for value in (1e8, 1e8 + 8, 3.0)]
@@ -147,8 +145,8 @@ def test_advantages_are_computed_in_float64() -> None:
         *product(["batch"], ["batch", "whiten"]),
     ],
 )
-def test_a_large_reward_counts_as_any_other(baseline: str, scale: str, large: float) -> None:
-    """Its square is no float32. Over the deviation, what is left of rewards is the same however large they are."""
+def test_large_reward_counts_as_any_other(baseline: str, scale: str, large: float) -> None:
+    """Its square overflows float32. Divided by the deviation, the result does not depend on the size of rewards."""
     part = Advantage(baseline=baseline, scale=scale)  # type: ignore[arg-type]
     found = []
     for reward in (large, math.copysign(1e6, large)):
