@@ -190,8 +190,8 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: object) -> None:
     """A section that changes its kind loses the keys that only other kinds have; another preset begins anew."""
     choices = _choices(parents)
-    for chosen in (choice for choice in choices if choice.kind_key == key and kind in kinds_of(choice)):
-        if len(kinds_of(chosen)) > 1:
+    for chosen in (choice for choice in choices if choice.kind_key == key and kind in list_kinds(choice)):
+        if len(list_kinds(chosen)) > 1:
             node.clear()
         for name in {name for choice in choices for name in choice.model_fields} - chosen.model_fields.keys():
             node.pop(name, None)
@@ -206,7 +206,7 @@ def _choices(path: Iterable[str]) -> list[type[Section]]:
     return found
 
 
-def kinds_of(section: type[Section]) -> tuple[object, ...]:
+def list_kinds(section: type[Section]) -> tuple[object, ...]:
     """Which one of several it is, or which presets it has; empty where there is one alone."""
     field = section.model_fields.get(section.kind_key)
     return get_args(field.annotation) if field else ()
@@ -266,7 +266,7 @@ def _key(place: Iterable[int | str], section: type[Section]) -> str:
     """Return the dotted key of an error's place; pydantic puts the kind of a section behind the section's key."""
     parts, here, entered = list[str](), [section], False
     for part in place:
-        if entered and (chosen := [one for one in here if part in kinds_of(one)]):
+        if entered and (chosen := [one for one in here if part in list_kinds(one)]):
             here, entered = chosen, False
             continue
         parts.append(str(part))
@@ -343,7 +343,7 @@ def _sections_in_use(info: FieldInfo, given: object) -> list[type[Section]]:
     kind_key = sections[0].kind_key if sections else ""
     kind = given.get(kind_key) if isinstance(given, Mapping) else None
     kind = kind if kind is not None else getattr(info.default, kind_key, None)
-    return [one for one in sections if kind in kinds_of(one)] or sections
+    return [one for one in sections if kind in list_kinds(one)] or sections
 
 
 def _initials(key: str, known: Iterable[str]) -> list[str]:

@@ -14,7 +14,7 @@ from rollflow.flows.locations import await_run
 from rollflow.storage.errors import ConfigError, Missing
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.environments import build_environment
-from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, evaluation_of, store_evaluation
+from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, read_evaluation, store_evaluation
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.names import RunPlace
@@ -30,7 +30,7 @@ def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
 
 def evaluate_version(context: RunContext, version: int, note: Callable[[], None] = lambda: None) -> Evaluation:
     """Return the stored evaluation, or make and store it now; `note` is called while that makes progress."""
-    if stored := evaluation_of(context.store, version):
+    if stored := read_evaluation(context.store, version):
         return stored
     evaluation = asyncio.run(evaluate_now(context, version, note))
     store_evaluation(context.store, evaluation)

@@ -42,7 +42,7 @@ from rollflow.flows.views.registry import Registered, Registry, Score, z_score
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.log.entries import entry_path
-from rollflow.tasks.rollout.evaluation import evaluation_of
+from rollflow.tasks.rollout.evaluation import read_evaluation
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.names import RecipeName
@@ -189,7 +189,7 @@ def score_of(context: RunContext) -> Score:
     Raises:
         Unreachable: the run has none.
     """
-    found = evaluation_of(context.store, context.config.versions)
+    found = read_evaluation(context.store, context.config.versions)
     if found is None or not found.responses:
         raise Unreachable(f"run {context.run_id} has no evaluation of its last version; see its page")
     return Score(found.accuracy, found.responses)

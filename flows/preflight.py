@@ -24,7 +24,7 @@ from rollflow.flows.services.reachability import check_folder, check_mlflow, che
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.objects import Data, open_store
 from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineConfig
-from rollflow.tasks.engines.runnable import check_head_size, cpu_kv_cache, hindrance_of, kv_cache_need
+from rollflow.tasks.engines.runnable import check_head_size, cpu_kv_cache, find_folder_hindrance, kv_cache_need
 from rollflow.tasks.learners.config import DeepSpeedTrain
 from rollflow.tasks.policies.folder import (
     build_cold_folder,
@@ -270,7 +270,7 @@ def _check_engine(config: RunConfig, folder: Path) -> None:
     if path is None or not (trains or config.evaluation.engine == "transformers"):
         return
     try:
-        why = hindrance_of(folder)
+        why = find_folder_hindrance(folder)
     except ValueError as error:
         raise ConfigError(f"policy.path = {path!r}: {error}; save the policy again") from None
     if why is not None:

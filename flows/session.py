@@ -32,7 +32,7 @@ from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, drop_setting
 from rollflow.flows.views.log_lines import settings
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import ConfigError, Unreachable
-from rollflow.tasks.actors.early_imports import Kind, kinds_of
+from rollflow.tasks.actors.early_imports import Kind, list_kinds
 from rollflow.tasks.run.config import RecoveryConfig
 from rollflow.tasks.run.context import RunContext
 
@@ -148,7 +148,7 @@ def session_of(context: RunContext) -> Iterator[Session]:
     up, given = stack.find(home()), prefect_url()
     if up is None or given not in ("", up.environment["PREFECT_API_URL"]):
         config = context.config
-        with open_session(context.key, config.cluster.address, spares=kinds_of(config)) as session:
+        with open_session(context.key, config.cluster.address, spares=list_kinds(config)) as session:
             yield session
         return
     drop_settings(os.environ, (*OWN_PREFECT, *OWN_RAY))

@@ -117,7 +117,7 @@ class ActorKeeper(Generic[Status]):
             raise RollflowError(f"no progress for {self.watched.patience:g} s; last seen: {last}")
 
     def _check_lease(self) -> None:
-        if self._lease.ran_out():
+        if self._lease.has_expired():
             raise Unwatched(self._lease.lease.sentence)
 
     def _again(self, reason: str) -> None:

@@ -21,7 +21,7 @@ from rollflow.flows.views.turns import prompt_tokens
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import Trajectory
-from rollflow.tasks.rollout.evaluation import evaluation_of
+from rollflow.tasks.rollout.evaluation import read_evaluation
 from rollflow.tasks.run.context import RunContext
 
 PACKAGES = ("rollflow", "torch", "transformers", "vllm", "deepspeed", "ray", "prefect", "mlflow", "pyarrow", "numpy")
@@ -142,7 +142,7 @@ def _kept(context: RunContext) -> Iterator[KeptVersion]:
     retention, newest = context.policies.retention, context.policies.newest()
     numbers = [number for number in range(newest, -1, -1) if retention.keeps(number, newest)]
     for number in islice(numbers, MODELS):
-        version, held_out = context.policies.find(number), evaluation_of(context.store, number)
+        version, held_out = context.policies.find(number), read_evaluation(context.store, number)
         if not context.policies.has_weights(version):
             continue  # pruned before store.keep_last was raised
         tags = {

@@ -1,12 +1,12 @@
-"""The channel in a Ray actor: one per run, named, owner of the batches it holds.
+"""The channel in a Ray actor: one named actor per run, which owns the batches in the channel.
 
-A payload is an Arrow buffer or the name of a local file. Of a file only the name travels, and the learner maps the
-file: it lies in the page cache, which is shared memory already. A learner on a machine without that file asks for the
-bytes. A buffer is put into Ray's object store by the actor itself, because an object is lost with the process that put
-it. The actor hands out a reference, so that the learner reads shared memory without a copy.
+A payload is an Arrow buffer or the name of a local file. For a file only the name travels, and the learner maps the
+file into memory, where the page cache already shares it. A learner on a machine without that file asks for the bytes.
+The actor itself puts a buffer into Ray's object store, because an object is lost with the process that put it. The
+actor hands out a reference, so that the learner reads shared memory without a copy.
 
-Clients outlive the actor: a call that meets a dead actor is repeated at the one that took over its name. All calls may
-be repeated, so nothing is lost or doubled. The new actor reads from the store what it does not hold.
+Clients outlive the actor: a call that finds the actor dead is repeated on its successor of the same name. Every call
+may be repeated safely, so nothing is lost or duplicated. The new actor reads missing batches from storage.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.actors.lease import Lease
 
 CHANNEL = "channel"
-GRACE_SECONDS = 30.0  # what a call may take beyond its own deadline: the channel may be started anew meanwhile
+GRACE_SECONDS = 30.0  # time beyond a call's own deadline, in which the channel may be restarted
 AGAIN_SECONDS = 0.2  # pause before a call to a dead actor is repeated
 
 
 class StoredBatches:
-    """`Source` from the run's log: references to Arrow buffers that the calling process owns."""
+    """Implements `Source` from the run's log: returns references to Arrow buffers owned by the calling process."""
 
     def __init__(self, run: ObjectStore) -> None:
-        """Reads nothing, so that an actor starts even while storage does not answer."""
+        """Read nothing yet, so that the actor starts even while storage does not answer."""
         self._run = run
         self._is_local = run.local_path("log") is not None
 
@@ -47,7 +47,7 @@ class StoredBatches:
         return TrajectoryStore(Log(self._run))
 
     async def entry(self, number: int) -> int | None:
-        """See `Source`. Where a probe is a look into a folder, a thread would take longer than it."""
+        """Find the batch's entry, as `Source` does. In a local folder that is quicker than starting a thread."""
         if self._is_local:
             return self._entry(number)
         return await asyncio.to_thread(self._entry, number)
@@ -57,7 +57,7 @@ class StoredBatches:
         return None if waiting is None else waiting.entry
 
     async def read(self, number: int) -> Any:
-        """See `Source`."""
+        """Read the batch, as `Source` does."""
         return ray.put(await asyncio.to_thread(self._read, number))
 
     def _read(self, number: int) -> pa.Buffer:
@@ -68,7 +68,7 @@ class StoredBatches:
 
 
 class ChannelActor:
-    """`Channel` over names of files, and over references to Arrow buffers that this actor owns."""
+    """Wraps `Channel`; payloads are file names, or references to Arrow buffers that this actor owns."""
 
     def __init__(self, run: ObjectStore, capacity: int, version: int, lease: Lease | None = None) -> None:
         if lease:
@@ -76,34 +76,36 @@ class ChannelActor:
         self.channel: Channel[Any] = Channel(capacity, StoredBatches(run), version)
 
     async def ping(self, seconds: float) -> None:
-        """Answers after `seconds`; Ray does it at once, with an error, when the actor dies."""
+        """Answer after `seconds`; if the actor dies, Ray answers immediately with an error."""
         await asyncio.sleep(seconds)
 
     async def put(self, number: int, payload: pa.Buffer | str, deadline: float, entry: int) -> None:
-        """See `Channel.put`; a string is a file's name. Who leases a batch compares it with its commit."""
+        """Put a batch, as `Channel.put` does. A string is a file name; the learner checks a batch against its
+        commit.
+        """
         held = payload if isinstance(payload, str) else ray.put(payload)
         await self.channel.put(number, held, deadline, entry)
 
     async def lease(self, number: int, deadline: float, *, afresh: bool) -> str | list[Any]:
-        """See `Channel.lease`; a file's name, or a list, so that Ray passes the reference and not the bytes."""
+        """Lease a batch, as `Channel.lease` does; return a file name, or a list, so that Ray passes the reference."""
         held = await self.channel.lease(number, deadline, afresh=afresh)
         return held if isinstance(held, str) else [held]
 
     async def finish(self, number: int, version: int) -> None:
-        """Acknowledge batch `number` and announce the version it made."""
+        """Acknowledge batch `number` and announce the version trained on it."""
         await self.channel.ack(number)
         await self.channel.announce(version)
 
     async def announce(self, version: int) -> None:
-        """See `Channel.announce`."""
+        """Announce a version, as `Channel.announce` does."""
         await self.channel.announce(version)
 
     async def wait_version(self, after: int, deadline: float) -> int:
-        """See `Channel.wait_version`."""
+        """Wait for a version, as `Channel.wait_version` does."""
         return await self.channel.wait_version(after, deadline)
 
     async def waiting(self) -> int:
-        """Batches held and not acknowledged."""
+        """Return the number of batches that are not acknowledged."""
         return self.channel.waiting
 
 
@@ -114,9 +116,11 @@ def start_channel(
     lease: Lease | None = None,
     placed: Mapping[str, Any] | None = None,
 ) -> RayChannel:
-    """Start (or find) the run's channel actor in the current Ray namespace; `version` is the newest published.
+    """Start (or find) the run's channel actor in the current Ray namespace.
 
-    `placed`: the options of `placement.actor_options`.
+    Args:
+        version: the newest published version.
+        placed: the options from `placement.actor_options`.
     """
     options = {"name": CHANNEL, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 64}
     options |= placed or {"num_cpus": 0}
@@ -124,37 +128,37 @@ def start_channel(
 
 
 class RayChannel:
-    """The channel as its clients see it; every wait is bounded, and the deaths of its actor are waited out."""
+    """A client of the channel. Every wait is bounded, and a dead actor is waited for until its successor is there."""
 
     def __init__(self, actor: Any = None) -> None:
         self._actor = actor
 
     async def put(self, number: int, payload: object, deadline: float, entry: int = 0) -> None:
-        """See `Channel.put`; of a `Path`, only the name is sent."""
+        """Put a batch, as `Channel.put` does; of a `Path`, only the name is sent."""
         sent = str(payload) if isinstance(payload, Path) else payload  # Ray passes strings without pickling
         await self._wait(lambda a, left: a.put.remote(number, sent, left, entry), deadline, f"take batch {number}")
 
     async def wait_version(self, after: int, deadline: float) -> int:
-        """See `Channel.wait_version`."""
+        """Wait for a version, as `Channel.wait_version` does."""
         return int(await self._wait(lambda a, left: a.wait_version.remote(after, left), deadline, "tell the version"))
 
     async def waiting(self) -> int:
-        """See `Channel.waiting`."""
+        """Return the number of batches that are not acknowledged."""
         return int(await self._wait(lambda a, _: a.waiting.remote(), 0, "count its batches"))
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
-        """See `Channel.lease`; blocks, for the learner's thread. The buffer is a view of shared memory."""
+        """Lease a batch, as `Channel.lease` does; blocks the calling thread. The buffer is a view of shared memory."""
         patience = _Patience(deadline, f"lease batch {number}")
         while True:
-            with patience.answered():
+            with patience.translate_errors():
                 while isinstance(leased := self._lease(number, patience, afresh=afresh), str):
-                    afresh = True  # this machine has no such file, or not any more
+                    afresh = True  # this machine does not have the file
                 return leased
-            self._actor, afresh = None, True  # its copy may be what was lost
+            self._actor, afresh = None, True  # the actor's copy may be lost
             time.sleep(AGAIN_SECONDS)
 
     def _lease(self, number: int, patience: _Patience, *, afresh: bool) -> pa.Buffer | str:
-        """The bytes of a batch, or the name of a file that cannot be mapped here."""
+        """Return the bytes of a batch, or the name of a file that cannot be mapped here."""
         held = ray.get(self.actor.lease.remote(number, patience.own, afresh=afresh), timeout=patience.left)
         if isinstance(held, str):
             try:
@@ -164,17 +168,17 @@ class RayChannel:
         return ray.get(held[0], timeout=patience.left)
 
     def finish(self, number: int, version: int) -> None:
-        """Acknowledge batch `number` and announce the version it made; blocks."""
+        """Acknowledge batch `number` and announce the version trained on it; blocks."""
         self._get(lambda a: a.finish.remote(number, version), f"acknowledge batch {number}")
 
     def announce(self, version: int) -> None:
-        """See `Channel.announce`; blocks."""
+        """Announce a version, as `Channel.announce` does; blocks."""
         self._get(lambda a: a.announce.remote(version), f"announce version {version}")
 
     @property
     def actor(self) -> Any:
         """The actor that has the channel's name now."""
-        actor = self._actor  # another thread may lose it
+        actor = self._actor  # read once: another thread may reset it
         if actor is None:
             try:
                 actor = self._actor = ray.get_actor(CHANNEL)
@@ -185,7 +189,7 @@ class RayChannel:
     async def _wait(self, call: Callable[[Any, float], Any], deadline: float, what: str) -> Any:
         patience = _Patience(deadline, what)
         while True:
-            with patience.answered():
+            with patience.translate_errors():
                 async with asyncio.timeout(patience.left):
                     return await call(self.actor, patience.own)
             self._actor = None
@@ -194,7 +198,7 @@ class RayChannel:
     def _get(self, call: Callable[[Any], Any], what: str) -> None:
         patience = _Patience(0, what)
         while True:
-            with patience.answered():
+            with patience.translate_errors():
                 ray.get(call(self.actor), timeout=patience.left)
                 return
             self._actor = None
@@ -202,14 +206,14 @@ class RayChannel:
 
 
 class _Nobody(Exception):
-    """No actor has the channel's name at this moment."""
+    """Raised while no actor has the channel's name."""
 
 
 LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, _Nobody)
 
 
 class _Patience:
-    """How long one call may go on: its own deadline, and the grace for a channel that is started anew."""
+    """The time limit of one call: its own deadline plus a grace period for a restart of the channel."""
 
     def __init__(self, deadline: float, what: str) -> None:
         self._deadline, self._what = deadline, what
@@ -217,22 +221,22 @@ class _Patience:
 
     @property
     def left(self) -> float:
-        """Seconds until the call is given up."""
+        """Seconds until the call fails."""
         return max(0.0, self._until - time.monotonic())
 
     @property
     def own(self) -> float:
-        """Seconds the channel itself may wait."""
+        """Seconds that the channel itself may wait."""
         return min(self._deadline, self.left)
 
     @contextlib.contextmanager
-    def answered(self) -> Iterator[None]:
-        """Translate what Ray raises; a lost actor or payload is an error only once the time is up."""
+    def translate_errors(self) -> Iterator[None]:
+        """Translate Ray's errors; ignore a lost actor or payload until the time is up."""
         waited = self._deadline + GRACE_SECONDS
         try:
             yield
-        except ray.exceptions.RayTaskError as error:  # a TimeoutError of the channel's own is one of these
-            raise _cause(error) from None
+        except ray.exceptions.RayTaskError as error:  # includes a TimeoutError raised by the channel itself
+            raise _unwrap(error) from None
         except (ray.exceptions.GetTimeoutError, TimeoutError) as error:
             raise Unreachable(f"the channel actor did not {self._what} within {waited:g} s") from error
         except LOST as error:
@@ -240,7 +244,7 @@ class _Patience:
                 raise Unreachable(f"no channel actor lived to {self._what} within {waited:g} s: {error}") from error
 
 
-def _cause(error: ray.exceptions.RayTaskError) -> Exception:
-    """The exception the actor raised, without Ray's wrapping."""
+def _unwrap(error: ray.exceptions.RayTaskError) -> Exception:
+    """Return the exception that the actor raised, without Ray's wrapping."""
     cause = error.cause
     return cause if isinstance(cause, Exception) else error

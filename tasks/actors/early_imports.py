@@ -1,10 +1,11 @@
-"""What a Ray worker imports before it becomes an actor, where it is told of what kind.
+"""Early imports: what a Ray worker imports before an actor starts in it.
 
-A *spare* was started before there was a run (`flows.services.spares`). It makes all imports of its kind, and then an
-actor of that kind begins in it. A worker that is started for an actor makes imports for an engine only: the others are
-asked for their status meanwhile, and who asks waits only so long.
+A *spare* is a worker started before there is a run (`flows.services.spares`). It makes all imports of its kind, and
+then an actor of that kind starts in it. A worker that Ray starts for an actor makes early imports only for an engine:
+the other actors are asked for their status meanwhile, and the callers' waits are bounded.
 
-With GPUs nothing is imported early: which of them an actor has is told to it when it begins, and libraries look before.
+With GPUs nothing is imported early: an actor learns which GPUs it has when it starts, and libraries look at that when
+they are imported.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from rollflow.tasks.policies.quick_imports import quick_imports
 from rollflow.tasks.run.config import RunConfig
 
 Kind = Literal["engine", "learner", "rollout", "reward"]
-KIND = "ROLLFLOW_IMPORTS"  # in the environment of a worker: the kind of its actor
-WANTED = "ROLLFLOW_SPARES"  # in that of a private cluster: the folder where spares are asked for, a file for each kind
-IMPORTING = ".importing"  # a lock beside that file, held by who imports
+KIND = "ROLLFLOW_IMPORTS"  # environment variable of a worker: the kind of its actor
+WANTED = "ROLLFLOW_SPARES"  # environment variable of a private cluster: the folder with a request file for each kind
+IMPORTING = ".importing"  # suffix of the lock file beside it, which an importing worker holds
 POLL_SECONDS = 0.1
-LONGEST_SECONDS = 300.0  # that a worker waits for the imports of another one, for an engine
-SHORT_SECONDS = 15.0  # and for the others, whom somebody asks for their status
+LONGEST_SECONDS = 300.0  # longest wait of a worker for another one's imports, for an engine
+SHORT_SECONDS = 15.0  # the same for other kinds, which are asked for their status
 REGISTER_SECONDS = 1.0  # from the end of the imports until Ray knows the worker
 MODULES: dict[Kind, tuple[str, ...]] = {
     "engine": ("rollflow.tasks.actors.rollout",),
@@ -47,33 +48,33 @@ MODULES: dict[Kind, tuple[str, ...]] = {
 }
 
 
-def kinds_of(config: RunConfig) -> tuple[Kind, ...]:
-    """The kinds of workers that a run waits for, where there are no GPUs; the one that has most to do first."""
+def list_kinds(config: RunConfig) -> tuple[Kind, ...]:
+    """List the kinds of workers that a run needs where there are no GPUs, the slowest to start first."""
     if config.cluster.env or config.cluster.runtime_env:
-        return ()  # its workers have another environment
+        return ()  # its workers have a different environment
     return ("learner", "engine") if imports_vllm(config.engine) else ("learner",)
 
 
 def imports_vllm(engine: EngineConfig) -> bool:
-    """Whether the imports of kind "engine" are what this engine needs."""
+    """Return whether this engine needs the imports of kind "engine"."""
     return engine.kind == "vllm" and engine.threads == 1
 
 
 def environment(kind: Kind) -> dict[str, Any]:
-    """Ray's `runtime_env` of a worker of this kind."""
+    """Return Ray's `runtime_env` of a worker of this kind."""
     return {"env_vars": {KIND: kind}}
 
 
 def wanted(kind: Kind, folder: Path) -> Path:
-    """The file that asks for a spare: who removes it is one."""
+    """Return the file that requests a spare; the worker that removes it becomes the spare."""
     return folder / kind
 
 
 def import_early() -> None:
     """Import a worker's libraries before Ray starts threads in it.
 
-    Raises nothing: a worker that ends before it registers keeps its actor waiting. If an import fails here, it fails
-    again in the actor.
+    It raises nothing, because a worker that ends before it registers keeps its actor waiting. An import that fails here
+    fails again in the actor.
     """
     kind, folder = os.environ.get(KIND), os.environ.get(WANTED)
     if kind not in MODULES or folder is None or glob.glob("/dev/nvidia[0-9]*"):
@@ -85,32 +86,32 @@ def import_early() -> None:
 
 
 def _import_in_turn(kind: Kind, file: Path) -> None:
-    """Import as a spare if one is asked for; otherwise only for an engine, and only if no spare is importing."""
+    """Import as a spare if one is requested; otherwise only for an engine, and only if no spare is importing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         file.unlink()
-    except FileNotFoundError:  # a worker for an actor that waits
-        if _left_to_spare(kind, file.with_suffix(IMPORTING)) or kind != "engine":
+    except FileNotFoundError:  # this worker was started for an actor that waits
+        if _wait_for_spare(kind, file.with_suffix(IMPORTING)) or kind != "engine":
             return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as Ray says to an actor that asks for no CPUs; torch reads it once
-    with _told(file.with_suffix(IMPORTING)):
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray's value for an actor without CPUs; torch reads it only once
+    with _hold_import_lock(file.with_suffix(IMPORTING)):
         import_all(kind)
 
 
 @contextlib.contextmanager
-def _told(file: Path) -> Iterator[None]:
-    """Let others of this kind know that one imports."""
+def _hold_import_lock(file: Path) -> Iterator[None]:
+    """Hold the lock that tells other workers of this kind about the imports."""
     held = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(held, fcntl.LOCK_SH)
     try:
         yield
     finally:
-        fcntl.flock(held, fcntl.LOCK_UN)  # a copy of this process has the file, too, and closing would not free it
+        fcntl.flock(held, fcntl.LOCK_UN)  # a forked copy of this process has the file open, so closing is not enough
         os.close(held)
 
 
-def _left_to_spare(kind: Kind, file: Path) -> bool:
-    """Wait where another of this kind imports: the actor is to be that one's, and this one needs no imports then."""
+def _wait_for_spare(kind: Kind, file: Path) -> bool:
+    """Wait while another worker of this kind imports, and return whether this one can leave the actor to it."""
     held, waited = os.open(file, os.O_RDWR | os.O_CREAT, 0o600), False
     try:
         limit = time.monotonic() + (LONGEST_SECONDS if kind == "engine" else SHORT_SECONDS)
@@ -128,7 +129,7 @@ def _left_to_spare(kind: Kind, file: Path) -> bool:
 
 
 def import_all(kind: Kind) -> None:
-    """The imports of a kind."""
+    """Import all modules of a kind."""
     if kind == "engine":
         from rollflow.tasks.engines.vllm import import_early
 

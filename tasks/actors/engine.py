@@ -1,4 +1,4 @@
-"""An engine in a Ray actor; who uses it elsewhere is `engine_client.RayEngine`."""
+"""An engine in a Ray actor; its client is `engine_client.RayEngine`."""
 
 from __future__ import annotations
 
@@ -21,33 +21,32 @@ from rollflow.tasks.engines.meter import EngineStats, Meter
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.cpu import CpuClock
 
-COALESCE_SECONDS = 0.003  # how long a finished generation waits for company
-PROGRESS_SECONDS = 0.25  # between two reports of what runs: so many tokens' work can be lost with an actor
+COALESCE_SECONDS = 0.003  # wait for further generations after one has finished
+PROGRESS_SECONDS = 0.25  # between two progress reports: at most this much work is lost with an actor
 
 
 class TakenOver(EngineFailed):
-    """The actor serves another owner."""
+    """Raised when another owner has taken over the actor."""
 
 
 class EngineActor:
-    """Lives in the actor's process: owns the engine, runs its requests, keeps what finished until collected."""
+    """Owns the engine in the actor's process, runs its requests and keeps their results until they are collected."""
 
     def __init__(self, build: Callable[[], Engine], lease: Lease | None = None) -> None:
-        """`build` makes the engine, on this node and with what is this node's own, when it is started.
-
-        `lease`: of an actor that is detached.
+        """Store `build`, which makes the engine on this node when it is started; `lease` is that of a detached
+        actor.
         """
         if lease:
             lease.hold("engine")
         self._build = build
         self._built: Engine | None = None
         self._source: WeightsSource | None = None
-        self._loading = asyncio.Lock()  # what is fetched stays until the next is: not while an update reads it
+        self._loading = asyncio.Lock()  # a fetch deletes the previous weights, which an update may still read
         self._meter = Meter()
         self._cpu = CpuClock("engine", "engine core")
         self._started: asyncio.Task[None] | None = None
         self._owner: str | None = None
-        self._have: dict[str, int] = {}  # tokens of the running requests that the owner has
+        self._have: dict[str, int] = {}  # running request -> number of its tokens that the owner has received
         self._reported = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: list[Generation] = []
@@ -55,16 +54,16 @@ class EngineActor:
         self._news = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the engine; a second call (of a stage that took over from a dead one) joins the first.
+        """Start the engine; a second call (from a stage that replaced a dead one) joins the first.
 
-        A dead engine is replaced by a new one, without weights and without an owner: what this process has imported
-        and compiled is most of a start.
+        A dead engine is replaced by a new one without weights and without an owner. The process is kept, because most
+        of a start is importing and compiling.
         """
-        if self._started is None or self._died():
+        if self._started is None or self._is_dead():
             self._started = asyncio.create_task(self._start())
         await asyncio.shield(self._started)
 
-    def _died(self) -> bool:
+    def _is_dead(self) -> bool:
         if self._started is None or not self._started.done():
             return False
         try:
@@ -75,7 +74,7 @@ class EngineActor:
 
     async def _start(self) -> None:
         if self._built is not None:
-            self._owner = None  # who used the dead one takes this for the same, with its weights
+            self._owner = None  # the client of the dead engine must not take the new one for it
             await self._built.close()
         self._built = await asyncio.to_thread(self._build)
         await self._built.start()
@@ -87,7 +86,7 @@ class EngineActor:
         return self._built
 
     async def attach(self, owner: str) -> None:
-        """Serve this owner from now on; what an earlier one left running is aborted and forgotten."""
+        """Serve this owner from now on; abort and forget the requests of the previous one."""
         self._owner = owner
         tasks = list(self._tasks)
         for task in tasks:
@@ -98,7 +97,7 @@ class EngineActor:
         self._have.clear()
 
     async def submit(self, owner: str, packed: PackedRequests) -> None:
-        """Start these requests; what becomes of them comes through `collect`."""
+        """Start these requests; `collect` returns their results."""
         self._check_owner(owner)
         for request in unpack_requests(packed):
             task = asyncio.create_task(self._run(request))
@@ -115,14 +114,14 @@ class EngineActor:
             self._meter.prefilled(len(request.prompt) + len(request.prefix), generation.cached)
             self._finished.append(generation)
             del self._have[request.id]
-        except Exception as error:  # noqa: BLE001 - a request's error is a value: it is raised at its caller
+        except Exception as error:  # noqa: BLE001 - a request's error is a value, which is raised at its caller
             self._errors.append((request.id, error))
-        finally:  # also when a new owner cancels it
+        finally:  # also when a new owner cancels the request
             self._meter.change(running=-1, tokens=tokens)
             self._news.set()
 
     async def collect(self, owner: str) -> Collected:
-        """What ended since the last call; waits for the first up to the next report of what runs."""
+        """Return what ended since the last call; wait for the first result until the next progress report is due."""
         try:
             async with asyncio.timeout(PROGRESS_SECONDS):
                 await self._news.wait()
@@ -133,13 +132,13 @@ class EngineActor:
         self._news.clear()
         finished, self._finished = self._finished, []
         errors, self._errors = self._errors, []
-        report = self._report(now=bool(errors))  # of what failed, too: the engine may be dead
+        report = self._collect_progress(now=bool(errors))  # with failed requests, because the engine may be dead
         for id, _ in errors:
             del self._have[id]
         return pack_generations(finished), errors, pack_partials(report)
 
-    def _report(self, *, now: bool) -> dict[str, Partial]:
-        """New tokens of what runs, unless the last report was a moment ago."""
+    def _collect_progress(self, *, now: bool) -> dict[str, Partial]:
+        """Return new tokens of the running requests, unless the last report was a moment ago."""
         if not now and asyncio.get_running_loop().time() - self._reported < PROGRESS_SECONDS:
             return {}
         self._reported = asyncio.get_running_loop().time()
@@ -158,22 +157,22 @@ class EngineActor:
         self._meter.change(suspended=True)
 
     async def fetch(self, version: int, source: WeightsSource) -> None:
-        """Have the weights of a version on this node."""
+        """Fetch the weights of a version to this node."""
         async with self._loading:
-            await asyncio.to_thread(self._weights, version, source)
+            await asyncio.to_thread(self._fetch_weights, version, source)
 
     async def update(self, owner: str, version: int, source: WeightsSource) -> None:
         async with self._loading:
-            folder = await asyncio.to_thread(self._weights, version, source)
+            folder = await asyncio.to_thread(self._fetch_weights, version, source)
             self._check_owner(owner)
             await self._engine.update(version, folder)
 
-    def _weights(self, version: int, source: WeightsSource) -> Path:
-        if self._source != source:  # an equal one has what it fetched
+    def _fetch_weights(self, version: int, source: WeightsSource) -> Path:
+        if self._source != source:  # keep an equal source, which may have fetched weights already
             self._source = source
         try:
             return self._source.weights(version)
-        except (RollflowError, OSError) as error:  # another node may well have them
+        except (RollflowError, OSError) as error:  # an error of this engine, because another node may have the weights
             raise EngineFailed(f"version {version} cannot be had here: {error}") from error
 
     async def resume(self, owner: str) -> None:
@@ -191,7 +190,7 @@ class EngineActor:
         return dataclasses.replace(self._meter.read(), costs=tuple(self._cpu.read()), warned=warned)
 
     async def health(self) -> None:
-        """Raise `EngineFailed` if the engine is dead, also where nobody asks it for anything."""
+        """Raise `EngineFailed` if the engine is dead, even if it has no request."""
         if self._started is not None and self._started.done():
             self._engine.check()
 

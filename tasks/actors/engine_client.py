@@ -1,4 +1,4 @@
-"""The `Engine` that stands for one in a Ray actor.
+"""The client of an engine actor: implements `Engine` by calls to an engine in a Ray actor.
 
 One actor call per request would cost more than generating a short answer, so calls are coalesced:
 
@@ -6,14 +6,16 @@ One actor call per request would cost more than generating a short answer, so ca
     generate() ─┼─ submit([...]) ────► │                       │
     generate() ─┘   one per loop tick  └─ finished ◄───────────┘
         ▲                                   │
-        └──── collect() ◄───────────────────┘   long poll: what finished within a few milliseconds, and
-                                                now and then the new tokens of what still runs
+        └──── collect() ◄───────────────────┘   long poll: the generations that finished within a few
+                                                milliseconds, and now and then new tokens of running ones
 
-Guarantees: every wait has a deadline; when the actor dies, stays silent past a deadline or makes no token for
-as long, every call raises `EngineFailed`, also the ones already waiting, and `progress` still tells the tokens
-that had arrived by then. A request's own error reaches its caller alone. An owner that lost the actor to another
-one can do nothing to it any more. A cancelled caller's request ends, and its id may be used again at once: what is
-still told of it reaches nobody.
+Guarantees:
+
+- Every wait has a deadline. When the actor dies, does not answer by a deadline, or generates no token for that long,
+  every call raises `EngineFailed`, including calls that already wait. `progress` still returns the tokens received.
+- A request's own error reaches only its caller.
+- An owner that lost the actor to another owner can no longer change it.
+- The request of a cancelled caller ends, and its id may be reused immediately. Later results of it are ignored.
 """
 
 from __future__ import annotations
@@ -46,43 +48,44 @@ from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 
 START_SECONDS = 900.0
-SILENT_SECONDS = 60.0  # for a call, and for the next token; longer than an engine's own deadline: its message arrives
-FETCH_SECONDS = 1000.0  # and as long as storage is waited for; longer than the node waits for another who fetches
+SILENT_SECONDS = 60.0  # for a call, and for the next token; longer than an engine's own deadline, so its error arrives
+FETCH_SECONDS = 1000.0  # in addition to the patience for storage; longer than a node waits for another fetch
 UPDATE_SECONDS = 150.0
 CLOSE_SECONDS = 10.0
 
 
 class RayEngine:
-    """The `Engine` in an `EngineActor`. See `base.Engine` for the methods' contract.
+    """The `Engine` in an `EngineActor`. See `base.Engine` for the contract of the methods.
 
-    One at a time: a new one, in the place of a process that died, takes the actor over when it first uses it.
+    An actor serves one client at a time: a client in a restarted process takes the actor over at its first call.
     """
 
     def __init__(
         self, actor: Any, *, name: str = "engine", silent_seconds: float = SILENT_SECONDS, keep_actor: bool = False
     ) -> None:
-        """An actor that is silent, or makes no token while requests run, for `silent_seconds` counts as dead.
+        """Connect to an actor; one that is silent or generates no token for `silent_seconds` counts as dead.
 
-        `keep_actor`: somebody else cares for the actor. `close` ends the engine in it, and kills only an actor that
-        does not answer.
+        Args:
+            keep_actor: the caller manages the actor. `close` then closes the engine, and kills the actor only if it
+                does not answer.
         """
         self._actor = actor
         self._keep_actor = keep_actor
-        self._answers = True  # the actor does, whatever became of the engine in it
+        self._answers = True  # whether the actor answers, even if its engine has failed
         self._name = name
         self._silent = silent_seconds
-        self._moved = 0.0  # loop time of the last token, or of the last moment with nothing to do
+        self._moved = 0.0  # loop time of the last new token, or of the last time without requests
         self._suspended = False
         self._version = -1
         self._owner = secrets.token_hex(8)
         self._attached: asyncio.Future[Any] | None = None
         self._failure: EngineFailed | None = None
         self._numbers = itertools.count()
-        self._outbox: dict[str, GenerationRequest] = {}  # by the number that each is sent under
-        # By those numbers, too. A future holds what its error went through: nothing that lasts may hold a future.
+        self._outbox: dict[str, GenerationRequest] = {}  # by the number under which each request is sent
+        # Also by that number. A future's error keeps its stack frames, so no long-lived object may hold a future.
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._sent: dict[str, Call] = {}
-        self._calls: dict[str, Call] = {}  # the same by the callers' ids; also those that waited at the failure
+        self._calls: dict[str, Call] = {}  # the same, by the caller's id; includes calls that waited at the failure
         self._submits: set[asyncio.Task[None]] = set()
         self._collector: asyncio.Task[None] | None = None
 
@@ -96,7 +99,7 @@ class RayEngine:
         name: str = "engine",
         **options: Any,
     ) -> RayEngine:
-        """Create the actor (`options` are Ray's: num_cpus, num_gpus, name, ...); call `start` next."""
+        """Create the actor; call `start` next. `options` are Ray's: num_cpus, num_gpus, name, ..."""
         remote = ray.remote(EngineActor).options(**{"max_restarts": 0, "num_cpus": 0, **options})
         return cls(remote.remote(functools.partial(build_engine, config, policy_folder, dtype=dtype)), name=name)
 
@@ -116,7 +119,7 @@ class RayEngine:
         self.check()
         if request.id in self._calls:
             raise ValueError(f"{request.id} is already being generated")
-        Int32s.of(request.prompt)  # what is no prompt is an error here, at its caller alone
+        Int32s.of(request.prompt)  # raises for an invalid prompt, here, so that only its caller gets the error
         loop = asyncio.get_running_loop()
         if not self._outbox:
             loop.call_soon(self._flush)
@@ -130,7 +133,7 @@ class RayEngine:
             made = await self._waiting[number]
             return Generation(request.id, made.made, made.ending, made.cached)
         except asyncio.CancelledError:
-            self._disown(call)
+            self._drop_cancelled(call)
             raise
         finally:
             del self._waiting[number], self._sent[number]
@@ -138,32 +141,32 @@ class RayEngine:
                 del self._calls[request.id]
 
     async def abort(self, ids: Sequence[str]) -> None:
-        await self._submitted()  # an abort must not overtake its request
+        await self._wait_submitted()  # an abort must not overtake its request
         if self._attached is None:
-            self.check()  # and nothing runs
+            self.check()  # without an owner nothing runs
         else:
-            await self._own(self._silent, "abort", [self._calls[id].number for id in ids if id in self._calls])
+            await self._ask_as_owner(self._silent, "abort", [self._calls[id].number for id in ids if id in self._calls])
 
     async def suspend(self, in_flight: InFlight) -> None:
-        await self._submitted()
+        await self._wait_submitted()
         self._suspended = True
-        await self._own(self._silent, "suspend", in_flight)
+        await self._ask_as_owner(self._silent, "suspend", in_flight)
 
     async def fetch(self, version: int, weights: WeightsSource) -> None:
         await self._ask(FETCH_SECONDS + (weights.patience or 0.0), "fetch", version, weights)
 
     async def update(self, version: int, weights: WeightsSource) -> None:
-        await self.fetch(version, weights)  # nothing, unless it joins while a version comes: it may take longer
-        await self._own(UPDATE_SECONDS, "update", version, weights)
+        await self.fetch(version, weights)  # usually fetched already; a joining engine may not have it
+        await self._ask_as_owner(UPDATE_SECONDS, "update", version, weights)
         self._version = version
 
     async def resume(self) -> None:
-        await self._own(self._silent, "resume")
+        await self._ask_as_owner(self._silent, "resume")
         self._suspended = False
         self._moved = asyncio.get_running_loop().time()
 
     async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
-        answer: tuple[float, ...] | None = await self._own(self._silent, "logprobs", list(tokens))
+        answer: tuple[float, ...] | None = await self._ask_as_owner(self._silent, "logprobs", list(tokens))
         return answer
 
     async def stats(self) -> EngineStats:
@@ -179,18 +182,18 @@ class RayEngine:
 
     async def close(self) -> None:
         if self._attached is not None and self._failure is None:
-            with suppress(EngineFailed):  # killed below all the same; its processes watch for that
-                await self._own(CLOSE_SECONDS, "close")
+            with suppress(EngineFailed):  # the actor is killed below in any case, and its processes end with it
+                await self._ask_as_owner(CLOSE_SECONDS, "close")
         failure = self._fail(EngineFailed(f"{self._name} is closed"))
         if self._attached is None or isinstance(failure, TakenOver):
-            return  # it is not its own to end
+            return  # another client owns the engine
         if not (self._keep_actor and self._answers):
             ray.kill(self._actor)
 
     async def owns(self) -> bool:
-        """Whether the engine in the actor is the one that this has brought to its version."""
+        """Return whether the actor still serves this client, with the engine that this client updated."""
         try:
-            await self._own(self._silent, "abort", [])
+            await self._ask_as_owner(self._silent, "abort", [])
         except EngineFailed:
             return False
         return True
@@ -204,39 +207,39 @@ class RayEngine:
             for number in batch:
                 self._sent[number].submit = task
 
-    async def _submitted(self) -> None:
-        """Return when the actor has what was asked for up to now."""
+    async def _wait_submitted(self) -> None:
+        """Send all requests made so far, and wait until the actor has them."""
         self._flush()
         if self._submits:
-            await asyncio.wait(self._submits)  # `gather` would cancel them with its caller
+            await asyncio.wait(self._submits)  # `gather` would cancel the submits if its caller is cancelled
 
     async def _submit(self, batch: list[GenerationRequest]) -> None:
         try:
-            await self._own(self._silent, "submit", pack_requests(batch))
+            await self._ask_as_owner(self._silent, "submit", pack_requests(batch))
         except EngineFailed:
-            return  # `_ask` has told every waiting call
-        except Exception as error:  # noqa: BLE001 - whatever it is: who waits must not wait for ever
+            return  # every waiting call has got the error already
+        except Exception as error:  # noqa: BLE001 - whatever the error is, no caller may wait forever
             self._fail(EngineFailed(f"{self._name}: submit: {error!r}"))
             return
         if self._collector is None or self._collector.done():
             self._collector = asyncio.create_task(self._collect())
 
     async def _collect(self) -> None:
-        """Hand out what ends, until nobody waits."""
+        """Deliver results until no caller waits."""
         try:
             while self._waiting:
-                self._check_moving(self._handed_out(await self._own(self._silent, "collect")))
+                self._check_moving(self._deliver(await self._ask_as_owner(self._silent, "collect")))
         except EngineFailed:
-            return  # `_ask` has told every waiting call
+            return  # every waiting call has got the error already
         except Exception as error:  # noqa: BLE001 - as in `_submit`
             self._fail(EngineFailed(f"{self._name}: collect: {error!r}"))
 
-    def _handed_out(self, collected: Collected) -> bool:
-        """Hand it out; false if there was nothing."""
+    def _deliver(self, collected: Collected) -> bool:
+        """Deliver results and new tokens to their callers; return False if there were none."""
         packed, errors, report = collected
         progress = unpack_partials(report)
         for number, new in progress.items():
-            if number in self._sent:  # else its caller was cancelled
+            if number in self._sent:  # otherwise its caller was cancelled
                 self._sent[number].arrived.add(new)
         finished = unpack_generations(packed)
         for generation in finished:
@@ -263,17 +266,17 @@ class RayEngine:
         else:
             future.set_result(outcome)
 
-    def _disown(self, call: Call) -> None:
-        """A cancelled caller's request must not go on taking a slot."""
+    def _drop_cancelled(self, call: Call) -> None:
+        """Abort the request of a cancelled caller, so that it frees its slot."""
         if self._outbox.pop(call.number, None) is None and call.submit is not None:
-            call.submit.add_done_callback(lambda _: self._abandon(call.number))  # an abort must not overtake it
+            call.submit.add_done_callback(lambda _: self._abandon(call.number))  # after the submit, never before it
 
     def _abandon(self, number: str) -> None:
         if self._failure is None:
             self._actor.abort.remote(self._owner, [number])
 
-    async def _own(self, seconds: float, method: str, *arguments: Any) -> Any:
-        """Ask for what only the owner may."""
+    async def _ask_as_owner(self, seconds: float, method: str, *arguments: Any) -> Any:
+        """Call a method that only the owner may call."""
         await self._attach(seconds)
         return await self._ask(seconds, method, self._owner, *arguments)
 
@@ -292,36 +295,36 @@ class RayEngine:
             raise self._fail(EngineFailed(f"{self._name} did not answer {method} within {seconds:.0f} s")) from error
         except EngineFailed as error:
             kind = TakenOver if isinstance(error, TakenOver) else EngineFailed
-            raise self._fail(kind(f"{self._name}: {method}: {_cause(error)}")) from error
+            raise self._fail(kind(f"{self._name}: {method}: {_read_message(error)}")) from error
         except RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError):
-                raise  # the method's own error, and not a dead actor
+                raise  # the method raised it: the actor is alive
             self._answers = False
             raise self._fail(EngineFailed(f"{self._name}'s actor died: {error}")) from error
 
     def _fail(self, failure: EngineFailed) -> EngineFailed:
-        """The first failure is the one everybody hears."""
+        """Fail all waiting calls; the first failure is the one that every caller gets."""
         self._failure = self._failure or failure
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(EngineFailed(str(self._failure)))
-        return type(self._failure)(str(self._failure))  # what is raised holds the frames that it went through
+        return type(self._failure)(str(self._failure))  # a new error, because a raised one keeps its stack frames
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A request whose caller waits, or waited at the failure.
+    """A request whose caller waits, or waited when the engine failed.
 
-    `number`: what the actor knows it by. A caller's id may come again while the first one ends.
+    `number` is its id in the actor. A caller's id may be reused while its first request still ends.
     """
 
     number: str
     arrived: Arrived = field(default_factory=lambda: Arrived())
-    submit: asyncio.Task[None] | None = None  # it is sent in
+    submit: asyncio.Task[None] | None = None  # the task that sends it
 
 
 class Arrived:
-    """The tokens of a request that have come so far: three buffers that grow, however often something comes."""
+    """The received tokens of a request, in three growing buffers, so that each addition is cheap."""
 
     __slots__ = ("_logprobs", "_tokens", "_versions")
 
@@ -329,16 +332,16 @@ class Arrived:
         self._tokens, self._logprobs, self._versions = bytearray(), bytearray(), bytearray()
 
     def add(self, new: Partial) -> None:
-        """Take what came."""
+        """Append new tokens."""
         self._tokens += new.tokens.data
         self._logprobs += new.logprobs.data
         self._versions += new.versions.data
 
     def partial(self) -> Partial:
-        """All of them."""
+        """Return all received tokens."""
         return Partial(Int32s(bytes(self._tokens)), Float32s(bytes(self._logprobs)), Int32s(bytes(self._versions)))
 
 
-def _cause(error: EngineFailed) -> str:
-    """Ray's copy of the error prints a whole traceback; keep the message."""
+def _read_message(error: EngineFailed) -> str:
+    """Return the message of an error without the traceback that Ray adds to it."""
     return str(getattr(error, "cause", error))

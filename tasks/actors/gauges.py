@@ -1,11 +1,11 @@
-"""What the run's actors say of themselves, for Prometheus: by Ray's own metrics, which each node's agent serves.
+"""Prometheus gauges of a run's actors, through Ray's own metrics, which each node's agent serves.
 
     rollflow_rollout_running{run="sorting-1"} 64
     rollflow_rollout_discards{run="sorting-1", what="stale"} 3
 
-A gauge is a number of a status (`statuses`), of the same name; of a field that holds several, `what` says which. They
-are told whenever a status is asked for, once a second. Where Ray collects no metrics, as in a private cluster, nothing
-is done.
+A gauge is a number of a status (`statuses`) and has the name of its field. If the field has several values, the label
+`what` tells which. The gauges are set whenever a status is read, once a second. Where Ray collects no metrics, as in a
+private cluster, nothing is done.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ray.util.metrics import Gauge
 
 from rollflow.tasks.actors.statuses import ActorStatus
 
-SWITCH = "RAY_enable_metrics_collection"  # Ray's; without it, it collects
+SWITCH = "RAY_enable_metrics_collection"  # Ray's switch; Ray collects if it is not set
 TAGS = ("run", "what")
 Status = TypeVar("Status", bound=ActorStatus)
-Figure = tuple[str, str, float]  # name, what of it ("": there is one), value
+Figure = tuple[str, str, float]  # name, label ("" if there is only one value), value
 
 
-def figures(status: ActorStatus) -> Iterator[Figure]:
-    """The numbers of a status. Of texts, as what it waits for, there is 1 or 0."""
+def read_figures(status: ActorStatus) -> Iterator[Figure]:
+    """Yield the numbers of a status; a text, such as `waits_for`, gives 1 or 0."""
     for field in fields(status):
         value = getattr(status, field.name)
         if field.name == "costs":
@@ -41,46 +41,46 @@ def figures(status: ActorStatus) -> Iterator[Figure]:
         elif isinstance(value, int | float):
             yield field.name, "", float(value)
         elif isinstance(value, Mapping):
-            yield from ((field.name, str(what), _number(one)) for what, one in value.items())
+            yield from ((field.name, str(what), _to_number(one)) for what, one in value.items())
 
 
-def _number(value: object) -> float:
+def _to_number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 1.0
 
 
-def collected() -> bool:
-    """Whether there is a Ray here, and it collects metrics."""
+def collects_metrics() -> bool:
+    """Return whether Ray runs here and collects metrics."""
     return ray.is_initialized() and os.environ.get(SWITCH, "1").lower() not in ("0", "false")
 
 
 class Gauges:
-    """Those of one actor of a run. A value that is not told any more stays at zero."""
+    """The gauges of one actor. A gauge that gets no new value is set to zero."""
 
     def __init__(self, role: str, uri: str) -> None:
-        """`uri` is that of the run's storage, which is not read."""
+        """Create the gauges of a role; `uri` is that of the run's storage, which is not read."""
         self._role, self._run_id = role, uri.rpartition("/")[2]
         self._made: dict[str, Gauge] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._known: set[tuple[str, str]] = set()
 
     @cached_property
     def on(self) -> bool:
-        """Whether they are told."""
-        return collected()
+        """Whether the gauges are set at all."""
+        return collects_metrics()
 
-    def told(self, status: Status, more: Mapping[str, float] | None = None) -> Status:
-        """The status, whose numbers are told, and the figures of `more`."""
+    def show(self, status: Status, more: Mapping[str, float] | None = None) -> Status:
+        """Set the gauges to a status and to the metrics `more`, and return the status."""
         if self.on:
-            self._tell(status, more or {})
+            self._set_gauges(status, more or {})
         return status
 
-    def _tell(self, status: ActorStatus, more: Mapping[str, float]) -> None:
-        found = [*figures(status), *(("metric", name, value) for name, value in more.items())]
-        gone = self._told - {(name, what) for name, what, _ in found}
+    def _set_gauges(self, status: ActorStatus, more: Mapping[str, float]) -> None:
+        found = [*read_figures(status), *(("metric", name, value) for name, value in more.items())]
+        gone = self._known - {(name, what) for name, what, _ in found}
         for name, what, value in [*found, *((name, what, 0.0) for name, what in gone)]:
-            self._gauge(name).set(value, tags={"run": self._run_id, "what": what})
-        self._told = {(name, what) for name, what, _ in found}
+            self._get_gauge(name).set(value, tags={"run": self._run_id, "what": what})
+        self._known = {(name, what) for name, what, _ in found}
 
-    def _gauge(self, name: str) -> Gauge:
+    def _get_gauge(self, name: str) -> Gauge:
         if name not in self._made:
             text = f"{name} of the {self._role}: see its status in rollflow"
             self._made[name] = Gauge(f"rollflow_{self._role}_{name}", description=text, tag_keys=TAGS)

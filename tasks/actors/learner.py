@@ -1,17 +1,17 @@
-"""The learner's actor: follows the chain of versions, one batch at a time.
+"""The learner's actor: trains one version after another, each on one batch.
 
     restore v --> lease batch v --> check --> step --> probe --> publish v + 1 --> acknowledge --> prune
                        ^                                  |
-                       +--- v + 1, beside the publishing -+
+                       +--- v + 1, while publishing ------+
 
-It begins from storage alone: it restores the newest published version, or makes version 0. A version is committed
-together with the batch it was trained on. Once another learner has claimed the run, this one is `Deposed` and stops. A
-batch that is not what was committed is voided and formed anew, never trained on; so is one that is not finite, where
-`train.not_finite = "next"`.
+It starts from storage alone: it restores the newest published version, or makes version 0. A version is committed
+together with the batch it was trained on. Once another learner has claimed the run, this one gets `Deposed` and stops.
+A batch that differs from its commit is voided and formed again, and is never trained on. With `train.not_finite =
+"next"` the same happens to a batch that makes the weights not finite.
 
-While version v + 1 is published (see `publishing`), batch v + 1 may be leased and trained on, if alpha is 1 or more.
-Versions are committed in their order: batch v + 1 waits, as it was, until v + 2 is. Where v + 1 fails or its learner
-dies, what was trained on top of it is lost, and batch v + 1 is trained on again.
+While version v + 1 is published (see `publishing`), batch v + 1 may be leased and trained on if alpha is 1 or more.
+Versions are committed in order, and batch v + 1 stays in the channel until version v + 2 is committed. If publishing
+v + 1 fails or the learner dies, the training on top of it is lost, and batch v + 1 is trained on again.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ from rollflow.tasks.verifiers.base import judge
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
-UNSAFE = re.compile(r"[^\w.-]")  # in the name of a metric
-MAKINGS = 8  # times that one batch may turn out damaged, or not finite, before something else is to blame
-CALLS = 32  # at a time: `run` of the stage's flow and of dead ones before it, `status` of whoever looks
+UNSAFE = re.compile(r"[^\w.-]")  # characters not allowed in the name of a metric
+MAKINGS = 8  # times that one batch may be damaged or not finite before the run fails
+CALLS = 32  # concurrent calls: `run` of the stage's flow and of dead flows before it, `status` of any observer
 
 
 class BatchFeed(Protocol):
-    """What the learner needs of the channel; see `RayChannel`."""
+    """The part of the channel that the learner uses; see `RayChannel`."""
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer: ...
 
@@ -75,7 +75,7 @@ class BatchFeed(Protocol):
 
 
 def start_learner(context: RunContext, gpus: float, address: str) -> Any:
-    """Start the run's learner actor (or find it, after a restart of its flow), on the cluster at `address`."""
+    """Start the run's learner actor on the cluster at `address`, or find it after a restart of its flow."""
     options = {
         "name": LEARNER,
         "lifetime": "detached",
@@ -87,7 +87,7 @@ def start_learner(context: RunContext, gpus: float, address: str) -> Any:
 
 
 class LearnerActor:
-    """Trains one run, in one thread of its own; `run` waits for it, `status` looks at it, as often as one likes."""
+    """Trains one run, in one thread; `run` waits for it, and `status` may be called at any time."""
 
     config: RunConfig
     policies: PolicyStore
@@ -98,20 +98,23 @@ class LearnerActor:
     def __init__(
         self, context: RunContext, address: str = "", channel: BatchFeed | None = None, lease: Lease | None = None
     ) -> None:
-        """Reads nothing, so that `status` can tell while storage is waited for. `address` is that of the actor's
-        cluster, `lease` that of an actor that is detached.
+        """Read nothing yet, so that `status` can report a wait for storage.
+
+        Args:
+            address: of the actor's Ray cluster.
+            lease: of a detached actor.
         """
         if lease:
             lease.hold(LEARNER)
         self.context, self._address = context, address
         self.channel: BatchFeed = channel or RayChannel()
-        self.version = -1  # the newest that is committed
-        self.reached = -1  # the version that the learner's tensors are: `version`, or the one on its way there
-        self.trained = 0  # versions, by this actor
+        self.version = -1  # newest committed version
+        self.reached = -1  # version of the learner's tensors: `version`, or one that is being published
+        self.trained = 0  # number of versions trained by this actor
         self.phase, self.note = LearnerPhase.STARTING, "starting"
-        self.steps = 0  # done on the way to a version
+        self.steps = 0  # steps of work done on the way to a version
         self.restored: Restored | None = None
-        self._metrics: Mapping[str, float] = {}  # of the newest version that this actor made
+        self._metrics: Mapping[str, float] = {}  # of the newest version that this actor trained
         self._gauges = Gauges(LEARNER, context.uri)
         self.meter = Meter()
         self.cpu = CpuClock(LEARNER)
@@ -121,7 +124,7 @@ class LearnerActor:
         self._starting = threading.Lock()
 
     def status(self) -> LearnerStatus:
-        """What the stage's flow and the live view show."""
+        """Return the status for the stage's flow and the live view."""
         restored = self.restored or Restored(self.version)
         status = LearnerStatus(
             waits_for=self.context.store.waits,
@@ -136,10 +139,10 @@ class LearnerActor:
             restored_from=restored.base,
             replayed=restored.replayed,
         )
-        return self._gauges.told(status, self._metrics)
+        return self._gauges.show(status, self._metrics)
 
     def run(self) -> int:
-        """Train up to the last version; returns it. A second call joins the first and ends with it."""
+        """Train up to the last version and return it. A second call joins the first and ends with it."""
         with self._starting:
             if self._work is None:
                 self._work = self._worker.submit(self._train_all)
@@ -150,14 +153,14 @@ class LearnerActor:
         self.meter.begin()
         try:
             while self.version < self.config.versions:
-                self._go_on()
+                self._train_one_more()
         finally:
-            self._settle()  # what ended the training is no reason to lose the version before it
+            self._settle()  # an error in training must not lose the version that is being published
         self.phase, self.note = LearnerPhase.DONE, "done"
         return self.version
 
-    def _go_on(self) -> None:
-        """Train one version more, or wait for the last one; go back to before a batch that was voided meanwhile."""
+    def _train_one_more(self) -> None:
+        """Train one more version, or wait for the last one; after a batch was voided, restore the version before it."""
         try:
             if self.reached < self.config.versions:
                 self._train_next(self.reached)
@@ -172,15 +175,15 @@ class LearnerActor:
     def _train_next(self, number: int) -> None:
         waited = time.monotonic()
         batch, entry = self._next_batch(number)
-        told = batch_metrics(batch, self.batches.committed(entry), self.batches.discards(entry), number)
-        told |= domain_metrics(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
+        told = compute_batch_metrics(batch, self.batches.committed(entry), self.batches.discards(entry), number)
+        told |= count_domain_groups(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
         with self.meter.busy():
             self._train(number, batch, entry, told)
             if self.config.async_ratio < 1:
-                self._settle()  # the next batch begins under this version
+                self._settle()  # the next batch starts under this version
 
     def _settle(self) -> None:
-        """Wait for the version that is being published; raises what that failed with."""
+        """Wait for the version that is being published; raise the error if publishing failed."""
         self._publishing.settle()
 
     def _begin(self) -> None:
@@ -192,7 +195,7 @@ class LearnerActor:
         self.version = self.policies.newest()
         ranks = rank_hosts(self.context) if self.config.train.spread else NEAR
         if self.version < 0:
-            cold = self.config.policy.cold_start is not None  # else there are weights to begin with
+            cold = self.config.policy.cold_start is not None  # otherwise the policy folder has the first weights
             self.learner = new_learner(self.context, None if cold else self.context.first_weights, ranks=ranks)
             self._make_first()
         else:
@@ -201,18 +204,18 @@ class LearnerActor:
         self.channel.announce(self.version)
 
     def _step(self, note: str) -> None:
-        """Something was done on the way to a version, or is begun once what was before it is done."""
+        """Count a step of work on the way to a version, and note what is done."""
         self.note, self.steps = note, self.steps + 1
 
     def _make_first(self) -> None:
         if self.config.policy.cold_start is not None:
-            self._supervise()
+            self._run_cold_start()
             self._check_finite(0)
             self._keep_weights()
         self._publish(0, None, {})
         self._settle()
 
-    def _supervise(self) -> None:
+    def _run_cold_start(self) -> None:
         from rollflow.tasks.policies.cold_start import answers, cold_start
 
         cold = self.config.policy.cold_start
@@ -236,11 +239,11 @@ class LearnerActor:
         cold_start(model, cold, prompts, tokenizer, accuracy, report, self.config.seed)
 
     def _keep_weights(self) -> None:
-        """Complete the run's policy folder with the result of the cold start, so that it can be the `policy.path` of
+        """Store the weights of the cold start in the run's policy folder, so that it can be the `policy.path` of
         another run.
         """
         for name, data in self.learner.weights().items():
-            self.writer.check()  # another learner may have completed it since, with its own
+            self.writer.check()  # another learner may have stored its own weights there
             self.context.store.put(f"policy/{name.rpartition('/')[2]}", data)
 
     def _restore(self, newest: int) -> None:
@@ -250,44 +253,41 @@ class LearnerActor:
         self.phase, self.note = LearnerPhase.TRAINING, self.restored.sentence() or "training"
 
     def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:
-        """Batch `number`, byte for byte what an entry committed, and that entry; a damaged one is voided, to be made
-        anew."""
+        """Return batch `number`, byte for byte as committed, and its entry; a damaged batch is voided and formed
+        again.
+        """
         reason = ""
         for attempt in range(MAKINGS):
             try:
                 data = self._lease(number, afresh=attempt > 0)
                 waiting = self.batches.waiting(number)
                 if waiting is None:
-                    continue  # voided a moment ago; the lease waits until it is made again
+                    continue  # it was voided a moment ago; the next lease waits until it is formed again
                 verify(waiting.file, data)
                 return TrajectoryBatch.from_bytes(data), waiting.entry
             except Corrupt as error:
-                self._settle()  # it may be the log that is damaged
+                self._settle()  # the log itself may be damaged
                 reason = str(error)
                 self._step(f"batch {number} is made again: {reason}")
-                self.batches.void(self.writer, number, reason)  # nothing, if only the channel's copy was damaged
+                self.batches.void(self.writer, number, reason)  # does nothing if only the channel's copy is damaged
         raise Corrupt(f"batch {number} was damaged {MAKINGS} times: {reason}; check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
-        """Batch `number`; waits as long as the rollout stage may take to make progress, plus the time that storage is
-        away.
-        """
+        """Lease batch `number`; wait as long as the rollout stage may take, plus the time in which storage is away."""
         patience, waited, why = self.config.rollout.patience_seconds, 0.0, ""
         while waited < patience:
             try:
                 return self.channel.lease(number, LEASE_SECONDS, afresh=afresh)
             except (TimeoutError, Unreachable) as error:
                 why = str(error)
-            self._settle()  # what is waited for may begin only then
+            self._settle()  # the batch may need the version that is being published
             self.learner.check_ranks()
-            self.writer.check()  # returns once storage answers: the deadline does not count that time
+            self.writer.check()  # returns once storage answers: that time does not count
             waited += LEASE_SECONDS
         raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")
 
     def _train(self, number: int, batch: TrajectoryBatch, entry: int, told: Mapping[str, float]) -> None:
-        """Train on batch `number` and begin to publish what comes of it; one that is not finite is voided, where it may
-        be.
-        """
+        """Train on batch `number` and start publishing the result; void a batch that is not finite, if allowed."""
         began = time.monotonic()
         self._check_fresh(number, batch)
         try:
@@ -295,14 +295,16 @@ class LearnerActor:
             metrics["step_seconds"] = time.monotonic() - began
             self._publish(number + 1, entry, metrics)
         except NotFinite as error:
-            self._settle()  # of two versions that fail, the earlier one is told
+            self._settle()  # if two versions fail, the error of the earlier one is raised
             if self.config.train.not_finite == "stop":
                 raise
             self._quarantine(number, entry, error)
 
     def _quarantine(self, number: int, entry: int, error: NotFinite) -> None:
-        """Void batch `number`, and be as before it; from storage, as some of its minibatches may have been taken."""
-        why = str(error).partition("; ")[0]  # without the cure of a run that stops
+        """Void batch `number` and restore the version before it from storage, as some minibatches may have been
+        applied.
+        """
+        why = str(error).partition("; ")[0]  # without the advice for a run that stops
         self.batches.reject(self.writer, number, entry, why)
         if (times := self.context.log.state.not_finite) >= MAKINGS:
             cure = f"mend the engine or the verifier and resume, or {AGAIN}, and a lower train.learning_rate"
@@ -311,13 +313,13 @@ class LearnerActor:
         self.note = f"batch {number} is quarantined and formed anew: {why}"
 
     def _check_fresh(self, number: int, batch: TrajectoryBatch) -> None:
-        """The bound, checked once more on the rows themselves before they are trained on."""
+        """Check the staleness bound on the rows themselves before training."""
         oldest = min(batch.table["started_version"].to_pylist())
         if oldest < number - self.config.async_ratio:
             raise Stale(f"batch {number} holds a trajectory started under version {oldest}")
 
     def _publish(self, version: int, batch_entry: int | None, metrics: Mapping[str, float]) -> None:
-        """Begin to publish what the learner is now; it is committed by the next `_settle`."""
+        """Start publishing the learner's state; the next `_settle` waits for its commit."""
         began = time.monotonic()
         probe = self._check_finite(version)
         stateful = self.policies.retention.stores_state(version) or version == self.config.versions
@@ -333,15 +335,15 @@ class LearnerActor:
                 self.writer, VersionPublished(version, batch_entry, weight_objects, state_objects, probe, told, code)
             )
             self._metrics = told
-            self._published(version)
+            self._note_published(version)
 
         self._publishing.begin(publish)
         self.reached, self.phase = version, LearnerPhase.TRAINING
         untold = sorted(metrics.keys() - found.keys())
         self.note = f"version {version} is told without {', '.join(untold)}: not finite" if untold else "training"
 
-    def _published(self, version: int) -> None:
-        """It is committed."""
+    def _note_published(self, version: int) -> None:
+        """Note the committed version, acknowledge its batch and prune."""
         self.version = version
         self.trained += 1
         if version:
@@ -349,30 +351,30 @@ class LearnerActor:
             self._prune()
 
     def _prune(self) -> None:
-        """Prune what retention releases; what a failure leaves is removed the next time, or by `rollflow gc`."""
+        """Delete what retention allows; if that fails, the next call or `rollflow gc` deletes it."""
         with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
             self.policies.prune(self.writer)
 
     def _check_finite(self, version: int) -> tuple[float, ...]:
-        """The probe's log-probs under the weights that are to become `version`; nothing is stored of broken ones."""
+        """Return the probe's log-probs for `version`; raise `NotFinite`, before anything is stored, if it is broken."""
         broken, probe = self.learner.broken(), self.learner.logprobs(self.context.probe_tokens)
         if broken is None and all(np.isfinite(probe)):
             return probe
         what = f"{broken} has a NaN or an infinity" if broken else "the probe's log-probs are not finite"
-        raise NotFinite(f"version {version} is not published: {what}; {self._cure(version)}")
+        raise NotFinite(f"version {version} is not published: {what}; {self._suggest_fix(version)}")
 
-    def _cure(self, version: int) -> str:
-        """What a person can do about a version that is not finite."""
+    def _suggest_fix(self, version: int) -> str:
+        """Return the advice for a version that is not finite."""
         if version:
             return f"{AGAIN}, and a lower train.learning_rate"
         cold = self.config.policy.cold_start is not None
         return f"begin another run with {'a lower policy.cold_start.learning_rate' if cold else 'another policy.path'}"
 
 
-def batch_metrics(
+def compute_batch_metrics(
     batch: TrajectoryBatch, commit: BatchCommitted, discards: Sequence[Discard], version: int
 ) -> dict[str, float]:
-    """What a batch says about the policy that made it."""
+    """Compute the metrics of a batch."""
     rewards = np.array(batch.table["reward"].to_pylist(), dtype=np.float32)
     staleness = version - np.array(batch.table["started_version"].to_pylist())
     tokens = np.array([group.tokens for group in commit.groups])
@@ -394,7 +396,7 @@ def batch_metrics(
     }
 
 
-def domain_metrics(batch: TrajectoryBatch, domains: Iterable[str]) -> dict[str, float]:
-    """Groups of each of the run's domains in a batch; their sums over the versions keep the run's shares."""
+def count_domain_groups(batch: TrajectoryBatch, domains: Iterable[str]) -> dict[str, float]:
+    """Count the groups of each of the run's domains in a batch; over many versions the counts follow the shares."""
     found = batch.domains
     return {f"groups_{UNSAFE.sub('_', domain)}": float(found[domain]) for domain in domains}

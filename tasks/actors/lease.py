@@ -1,14 +1,14 @@
-"""The lease of a run's detached actors: they end by themselves once no supervisor watches the run any more.
+"""The lease of a run's detached actors: an actor ends itself once no supervisor watches the run.
 
-    supervisor -- status.json, once a second --> run's storage <-- a look now and then -- a timer thread in each actor
+    supervisor -- status.json, every second --> run's storage <-- reads now and then -- a timer thread in each actor
 
 - An actor ends, with the processes that it started, when the supervisor has written no status for
-  `cluster.lease_seconds`. The stages' flows watch the same lease, and fail a little earlier: they start no actor again.
-- Any change of the status counts; clocks of different machines are never compared.
-- A pause of the actor or of its machine is not the supervisor's: a look that comes late counts as one look.
-- While storage does not answer, nobody can renew a lease: then `store.patience_seconds` are added to it.
-- The thread that works has no say: an actor whose event loop is blocked ends as well. (One in which a library holds
-  Python's lock ends when that is released.)
+  `cluster.lease_seconds`. The stages' flows watch the same lease and fail a little earlier, so they restart no actor.
+- Any change of the status counts. Clocks of different machines are never compared.
+- A pause of the actor or of its machine is not blamed on the supervisor: a late read counts as one read.
+- While storage does not answer, nobody can renew a lease. Then `store.patience_seconds` are added to it.
+- The timer does not depend on the actor's work: an actor with a blocked event loop ends, too. If a library holds
+  Python's global lock, the actor ends when the lock is released.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rollflow.storage.objects import open_store
 if TYPE_CHECKING:
     from rollflow.tasks.run.context import RunContext
 
-STATUS = "status.json"  # where the supervisor keeps its view of the run, in the run's storage
-LOOKS = 20  # in the time of one lease
-ACTOR_SHARE = 1.15  # of a lease: an actor that ends later than its flow is not started again
-READ_SECONDS = 5.0  # the longest wait for a store that does not answer
+STATUS = "status.json"  # the supervisor's status in the run's storage
+LOOKS = 20  # reads of the status during one lease
+ACTOR_SHARE = 1.15  # of a lease: an actor ends after its flow has, so the flow does not restart it
+READ_SECONDS = 5.0  # longest wait for a store that does not answer
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What an actor is told of its lease. `uri` is the run's storage; `seconds` 0: it never runs out."""
+    """The parameters of a lease: `uri` of the run's storage, and `seconds`, where 0 means that it never expires."""
 
     uri: str
     seconds: float
@@ -52,27 +52,27 @@ class Lease:
 
     @property
     def sentence(self) -> str:
-        """The log line for a lease that has run out."""
+        """The log line for an expired lease."""
         return (
             f"no supervisor has watched {self.uri} for {self.seconds:g} s (cluster.lease_seconds), so its actors end; "
             f"go on with: rollflow resume {self.uri}"
         )
 
     def hold(self, role: str) -> None:
-        """End this process when the lease has run out; to be called once, by an actor that begins."""
+        """End this process when the lease expires; an actor calls this once, when it starts."""
         if self.seconds:
             threading.Thread(target=self._hold, args=(role,), name="lease", daemon=True).start()
 
     def _hold(self, role: str) -> None:
         watch = LeaseWatch(self, share=ACTOR_SHARE)
-        while not watch.ran_out():
+        while not watch.has_expired():
             time.sleep(watch.pause)
         print(f"{role}: {self.sentence}", file=sys.stderr, flush=True)
         end_process()
 
 
 class LeaseWatch:
-    """Finds out whether a lease has run out: by changes of the status, on this process's own clock."""
+    """Detects an expired lease by changes of the status, on this process's own clock."""
 
     def __init__(
         self,
@@ -81,9 +81,11 @@ class LeaseWatch:
         clock: Callable[[], float] = time.monotonic,
         share: float = 1.0,
     ) -> None:
-        """`read` returns the status, b"" if there is none yet, None if storage does not answer.
+        """Start watching.
 
-        `share`: of the lease's seconds, after which it has run out.
+        Args:
+            read: returns the status, b"" if there is none, None if storage does not answer.
+            share: the share of the lease's seconds after which it counts as expired.
         """
         self._longest = share * lease.seconds
         self.lease, self.pause = lease, lease.seconds / LOOKS
@@ -92,8 +94,8 @@ class LeaseWatch:
         self._looked = clock()
         self._unwatched = 0.0  # seconds without a change
 
-    def ran_out(self) -> bool:
-        """Look, unless the last look was a moment ago; returns whether the lease has run out."""
+    def has_expired(self) -> bool:
+        """Read the status, unless that was done a moment ago; return whether the lease has expired."""
         now = self._clock()
         passed = now - self._looked
         if not self.lease.seconds or passed < self.pause:
@@ -106,7 +108,7 @@ class LeaseWatch:
         return self._unwatched >= self._longest
 
     def _note_silence(self, passed: float) -> bool:
-        """Storage does not answer: what was seen before says nothing any more."""
+        """Note that storage does not answer: the time without a change starts again."""
         self._unwatched = passed + (self._unwatched if self._seen is None else 0.0)
         self._seen = None
         return self._unwatched >= self._longest + self.lease.patience
@@ -121,7 +123,7 @@ class LeaseWatch:
 
 
 def end_process() -> None:
-    """End this process at once, and first those that it started; Ray takes an actor that ends so for dead."""
+    """Kill the processes that this process started, and then this one; Ray treats such an actor as dead."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             child.kill()

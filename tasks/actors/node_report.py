@@ -1,4 +1,4 @@
-"""What a node of a cluster says of itself, to an actor that runs there: versions, clock, GPUs, disk, and the store."""
+"""The report of a cluster node about itself: versions, clock, GPUs, disk, and whether it can use the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects import open_store
 from rollflow.tasks.runtime.node import node_cache
 
-PACKAGES = {  # what has to be the same on every node, and under which names it is installed
+PACKAGES = {  # packages that must be the same on every node, and the names under which they may be installed
     "rollflow": ("rollflow",),
     "ray": ("ray",),
     "torch": ("torch",),
@@ -28,9 +28,10 @@ PACKAGES = {  # what has to be the same on every node, and under which names it 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """One node. `store` is "" or why the store cannot be used from there; `disk` is free, in bytes; `gpus` are devices.
+    """The report of one node.
 
-    `cache` is where it keeps what it fetches; "" where no folder can be written.
+    `gpus`: number of devices; `disk`: free bytes; `cache`: the folder for fetched files, "" if none can be written;
+    `store`: "", or why the store cannot be used from this node.
     """
 
     host: str
@@ -43,10 +44,10 @@ class NodeReport:
 
 def read_versions() -> dict[str, str]:
     """Return the versions of this process's Python and packages; "" for one that is not installed."""
-    return {"python": platform.python_version()} | {name: _version(names) for name, names in PACKAGES.items()}
+    return {"python": platform.python_version()} | {name: _read_version(names) for name, names in PACKAGES.items()}
 
 
-def _version(names: tuple[str, ...]) -> str:
+def _read_version(names: tuple[str, ...]) -> str:
     for name in names:
         try:
             return version(name)
@@ -56,15 +57,15 @@ def _version(names: tuple[str, ...]) -> str:
 
 
 class NodeReporter:
-    """An actor on the node that is asked."""
+    """The actor that reports about its node."""
 
     def clock(self) -> float:
         """Return the time of this node, in seconds since the epoch."""
         return time.time()
 
     def report(self, store: str) -> NodeReport:
-        """Look at this node, and put, read and delete a small object in the store."""
-        cache, disk = _disk()
+        """Inspect this node, and put, read and delete a small object in the store."""
+        cache, disk = _read_disk()
         return NodeReport(
             platform.node(), read_versions(), len(glob.glob("/dev/nvidia[0-9]*")), disk, cache, _check_store(store)
         )
@@ -78,8 +79,8 @@ def _check_store(uri: str) -> str:
     return ""
 
 
-def _disk() -> tuple[str, int]:
-    """Return the folder for what is fetched, and the free bytes there."""
+def _read_disk() -> tuple[str, int]:
+    """Return the folder for fetched files, and the free bytes there."""
     try:
         folder = Path(node_cache())
         folder.mkdir(parents=True, exist_ok=True)

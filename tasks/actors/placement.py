@@ -1,10 +1,10 @@
-"""Where a run's actors may be on a Ray cluster, what they reserve there, and the environment of their processes.
+"""Placement of a run's actors on a Ray cluster: their nodes, the resources they reserve, and their environment.
 
-- Without `cluster.placement` an actor reserves its GPUs and next to no CPU. So it is on a node that has one, and never
+- Without `cluster.placement` an actor reserves its GPUs and almost no CPU. So it runs on a node with a CPU, and never
   on a host that joined without CPUs, such as the supervisor's.
 - With `reserve_cpus` it reserves the CPUs that its threads use, so that Ray gives these to nobody else.
-- A role with labels or a custom resource is on nodes that have them, and nowhere else.
-- The engines are over the nodes in turn ("spread": a node that is lost takes few with it), or as Ray packs them.
+- A role with labels or a custom resource runs only on nodes that have them.
+- Engines are placed on the nodes in turn ("spread", so that a lost node takes few of them with it), or packed by Ray.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig
 from rollflow.tasks.run.config import RunConfig
 
 Role = Literal["engine", "learner", "scheduler", "reward"]
-LEAST = 0.001  # of a resource: for an actor that asks for nothing at all Ray draws one of all nodes
+LEAST = 0.001  # of a resource: an actor that asks for none at all is placed by Ray on any node at random
 
 
 def actor_options(
@@ -26,9 +26,9 @@ def actor_options(
     """Return Ray's options for an actor.
 
     Args:
-        cpus: that its threads use.
-        gpus: that it reserves.
-        imports: the worker to begin in, on a cluster of the run's own.
+        cpus: number that its threads use.
+        gpus: number that it reserves.
+        imports: the kind of worker to start in, on a private cluster.
     """
     placement = config.cluster.placement
     own = getattr(placement, role)
@@ -43,9 +43,9 @@ def actor_options(
 
 
 def runtime_env(config: RunConfig, gpus: float = 0.0, imports: Kind | None = None) -> dict[str, Any]:
-    """Return the option with the environment of an actor's process; empty if Ray's own will do.
+    """Return the option with the environment of an actor's process; empty if Ray's default will do.
 
-    Only a private cluster has workers with early imports, and they have no other environment.
+    Workers with early imports exist only on a private cluster and only for the default environment.
     """
     cluster = config.cluster
     if cluster.runtime_env or cluster.env:
@@ -62,12 +62,12 @@ def engine_cpus(engine: EngineConfig) -> float:
 
 
 def learner_cpus(config: RunConfig) -> float:
-    """Return the CPUs of the learner's actor, with the ranks that are its own processes."""
+    """Return the CPUs of the learner's actor, including ranks that are its own processes."""
     return float(config.train.threads * (1 if config.train.spread else config.train.ranks))
 
 
 def fits(node: Mapping[str, Any], config: RunConfig, role: Role) -> bool:
-    """Return whether a node of Ray's list may have an actor of the role."""
+    """Return whether a node from Ray's list may run an actor of the role."""
     own = getattr(config.cluster.placement, role)
     labels, resources = node.get("Labels", {}), node.get("Resources", {})
     return all(labels.get(key) == value for key, value in own.labels.items()) and (

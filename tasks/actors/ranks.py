@@ -1,11 +1,11 @@
-"""Ranks of a learner that are actors of Ray's (`train.spread`): wherever there is room, each with a GPU of its own.
+"""Learner ranks as Ray actors (`train.spread`): each rank runs on any node with room, with a GPU of its own.
 
     learner's actor (first rank) --starts--> RankActor (rank 1), RankActor (rank 2), ...
-            +---- orders, over a connection of its own that asks for a secret ----+
+            +---- orders, over a separate connection that is protected by a secret ----+
 
-They belong to the learner's actor: Ray ends them with it. Their GPUs are taken together, in a placement group, or not
-at all: two runs never wait for each other with half of their ranks. What ranks say to each other goes over the network
-between their machines, not encrypted.
+The rank actors belong to the learner's actor: Ray ends them with it. Their GPUs are reserved together in a placement
+group, or not at all, so two runs never wait for each other with half of their ranks. Traffic between ranks goes over
+the network between their machines, unencrypted.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import start_of
 
-RESERVED_SECONDS = 240.0  # for GPUs to be free; ranks are waited for a little longer
-CONNECTED_SECONDS = 60.0  # for a rank that is there to have its connections taken
+RESERVED_SECONDS = 240.0  # longest wait for free GPUs; the wait for ranks is a little longer
+CONNECTED_SECONDS = 60.0  # longest wait until the connections of a started rank are accepted
 GONE = "ended: its process or its machine is gone"
 
 
@@ -41,34 +41,34 @@ Room = Callable[[int], dict[str, Any]]  # Ray's options for a rank
 
 
 def rank_hosts(context: RunContext) -> RankHosts:
-    """For the learner of this process, which is an actor.
+    """Return how this process, which is the learner's actor, starts its other ranks.
 
     Raises:
         Unreachable: GPUs for the other ranks were not free at the same time.
     """
     config = context.config
-    room = reserved(config, config.train.ranks - 1) if ray.get_gpu_ids() else partial(in_turn, config)
-    return RankHosts(node_address(), partial(SpreadRank, context, room))
+    room = reserve_gpus(config, config.train.ranks - 1) if ray.get_gpu_ids() else partial(place_in_turn, config)
+    return RankHosts(find_node_address(), partial(SpreadRank, context, room))
 
 
-def node_address() -> str:
-    """Of this process's node, as the other nodes know it."""
-    return str(nodes()[0]["NodeManagerAddress"])
+def find_node_address() -> str:
+    """Return the address of this process's node, as other nodes see it."""
+    return str(list_nodes()[0]["NodeManagerAddress"])
 
 
-def nodes() -> list[dict[str, Any]]:
-    """Ray's living nodes, this one first."""
+def list_nodes() -> list[dict[str, Any]]:
+    """List Ray's living nodes, this node first."""
     own = ray.get_runtime_context().get_node_id()
     return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != own)
 
 
-def reserved(config: RunConfig, ranks: int, seconds: float = RESERVED_SECONDS, name: str = "ranks") -> Room:
-    """A GPU for each of the other ranks, near each other where that can be.
+def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECONDS, name: str = "ranks") -> Room:
+    """Reserve a GPU for each of the other ranks, on nearby nodes if possible.
 
-    They are the run's until its job on the cluster ends. Ray keeps them where only a learner ends, so the next one
-    gives back what that one had: `name`, in the run's namespace.
+    The reservation lasts until the run's job on the cluster ends. If only a learner ends, Ray keeps its placement
+    group, so the next learner first removes the group `name` in the run's namespace.
     """
-    with contextlib.suppress(ValueError):  # there is none
+    with contextlib.suppress(ValueError):  # there is no such group
         remove_placement_group(get_placement_group(name))
     own = actor_options(config, "learner", float(config.train.threads))
     bundle = {"GPU": 1, "CPU": own["num_cpus"], **own.get("resources", {})}
@@ -80,24 +80,24 @@ def reserved(config: RunConfig, ranks: int, seconds: float = RESERVED_SECONDS, n
         raise Unreachable(f"train.ranks = {ranks + 1}: {ranks} GPUs were not free together for {seconds:g} s; {cure}")
     return lambda rank: {
         "num_gpus": 1,
-        "num_cpus": own["num_cpus"],  # else Ray asks for one at the start, which the group does not have
+        "num_cpus": own["num_cpus"],  # otherwise Ray asks for one CPU at the start, which the group does not have
         **runtime_env(config, gpus=1),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank - 1),
     }
 
 
-def in_turn(config: RunConfig, rank: int) -> dict[str, Any]:
-    """Without GPUs the nodes have ranks in turn."""
-    every = [node for node in nodes() if fits(node, config, "learner")] or nodes()
+def place_in_turn(config: RunConfig, rank: int) -> dict[str, Any]:
+    """Return the options for a rank without a GPU: the nodes get ranks in turn."""
+    every = [node for node in list_nodes() if fits(node, config, "learner")] or list_nodes()
     near = NodeAffinitySchedulingStrategy(every[rank % len(every)]["NodeID"], soft=True)
     own = actor_options(config, "learner", float(config.train.threads))
-    own.pop("label_selector", None)  # the node has them
+    own.pop("label_selector", None)  # the chosen node has the labels
     return {**own, "scheduling_strategy": near}
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Where a rank calls for its orders."""
+    """The address and the secret with which a rank connects for its orders."""
 
     address: Any
     secret: bytes = field(repr=False)
@@ -116,15 +116,15 @@ class SpreadRank:
 
     @property
     def pipes(self) -> Pipes:
-        """See `StartedRank`."""
+        """The connections of the rank, once it has connected."""
         return self._pipes.result(CONNECTED_SECONDS)
 
     def ended(self) -> str | None:
-        """See `StartedRank`."""
+        """Return why the rank ended; None while it runs."""
         return GONE if ray.wait([self._served], timeout=0)[0] else None
 
     def end(self) -> None:
-        """See `StartedRank`. Where Ray is gone or knows it no more, it has ended."""
+        """End the rank and close its connections; a rank that Ray does not know has ended already."""
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.ActorHandleNotFoundError):
                 ray.kill(self._actor)
@@ -133,27 +133,27 @@ class SpreadRank:
             self._pipes.result().close()
 
     def _accept(self) -> None:
-        """The rank's two connections, in their order; whoever else calls is not let in."""
+        """Accept the rank's two connections in order; reject all others."""
         found = list[Connection]()
         while len(found) < 2:
             try:
                 found.append(self._listener.accept())
             except (AuthenticationError, EOFError, ConnectionError):
-                pass  # somebody else
+                pass  # not the rank
             except OSError:
-                return  # it was closed
+                return  # the listener was closed
         self._pipes.set_result(Pipes(*found))
 
 
 class RankActor:
-    """A rank that is not the first."""
+    """The actor of a rank other than the first."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
 
     def serve(self, rank: int, meeting: Meeting, caller: Caller) -> None:
-        """Until the learner's actor ends, or another rank does."""
+        """Serve until the learner's actor or another rank ends."""
         from rollflow.tasks.learners.rank_process import serve_rank
 
         pipes = Pipes(*(Client(caller.address, authkey=caller.secret) for _ in range(2)))
-        serve_rank(rank, meeting, node_address(), pipes, self._context.config.train, start_of(self._context))
+        serve_rank(rank, meeting, find_node_address(), pipes, self._context.config.train, start_of(self._context))

@@ -1,12 +1,12 @@
 """The reward stage's actor and its client.
 
     score() ─┐                         ┌─ pool
-    score() ─┼─ score([...]) ────────► │   answers once all are judged, or with those that are after PACKET_SECONDS
+    score() ─┼─ score([...]) ────────► │   answers when all are scored, or after PACKET_SECONDS with those that are
     score() ─┘   one per loop tick     │
         ▲                              │
-        └──────── more(ticket) ◄───────┘   long poll for the others, while there are any
+        └──────── more(ticket) ◄───────┘   long poll for the missing scores
 
-So a call costs one answer if all verdicts are quick. If one is slow, the others come back before it.
+So one call and one answer suffice if all scores are quick. If one is slow, the others return before it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2
-PACKET_SECONDS = 0.05  # how long the first verdicts of a call wait for the last
-POLL_SECONDS = 2.0  # how long a call is open before it says that there is nothing new
+PACKET_SECONDS = 0.05  # time for which the first scores of a call wait for the others
+POLL_SECONDS = 2.0  # longest time that a call stays open without news
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Scores (as tuples, which are quick to pickle) by the place of their request in the call.
+    """Scores (as tuples, which are quick to pickle), each with the position of its request in the call.
 
-    `ticket` gets the others; None: there are none.
+    `ticket` is the argument of the next `more` call; None if no score is missing.
     """
 
     scores: list[tuple[int, float, str, float]]
@@ -56,13 +56,13 @@ class RewardActor:
     """`RewardPool` in an actor: one per run."""
 
     def __init__(self, context: RunContext, lease: Lease | None = None) -> None:
-        """Reads nothing: while storage is waited for, `status` says so."""
+        """Read nothing yet, so that `status` can report a wait for storage."""
         if lease:
             lease.hold(REWARD)
         self.context = context
         self._began = 0.0
         self._tickets = itertools.count()
-        self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> what is to come, and its place
+        self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> missing scores, with their positions
         self._finished = asyncio.Event()
         self._attended = False
         self._pool = Once(self._start)
@@ -70,13 +70,16 @@ class RewardActor:
         self._gauges = Gauges(REWARD, context.uri)
 
     async def begin(self) -> None:
-        """Start the workers, before there is a flow that watches over them."""
+        """Start the workers before a flow watches over them."""
         await self._pool.get()
 
     async def run(self) -> int:
-        """Keep the workers until the run is finished; returns how many responses they scored.
+        """Keep the workers until the run is finished; return how many responses they scored.
 
-        `ConfigError` where no worker gets ready. It may be called again, by a flow that took over from a dead one.
+        May be called again by a flow that replaced a dead one.
+
+        Raises:
+            ConfigError: no worker got ready.
         """
         self._attended = True
         pool = await self._pool.get()
@@ -84,20 +87,20 @@ class RewardActor:
         return pool.scored
 
     async def _start(self) -> RewardPool:
-        pool = await asyncio.to_thread(self._build)
+        pool = await asyncio.to_thread(self._build_pool)
         await pool.start()
         spare_collector()
         return pool
 
-    def _build(self) -> RewardPool:
+    def _build_pool(self) -> RewardPool:
         return RewardPool(self.context.config.reward, self.context.policy_folder)
 
     async def finish(self) -> None:
-        """Nothing more is to be scored."""
+        """Note that no more responses will be scored."""
         self._finished.set()
 
     async def score(self, requests: Sequence[tuple[bytes, Mapping[str, Any]]]) -> Verdicts:
-        """The first verdicts on these requests: the tokens' bytes (int32) and the reference of each."""
+        """Score requests, each given as its tokens' bytes (int32) and its reference; return the first scores."""
         pool = await self._pool.get()
         self._began = self._began or time.monotonic()
         ticket, to_come = next(self._tickets), pool.submit([ScoreRequest(Int32s(t), r) for t, r in requests])
@@ -105,7 +108,7 @@ class RewardActor:
         return await self.more(ticket)
 
     async def more(self, ticket: int) -> Verdicts:
-        """What else was judged of that call, all at once if that takes no longer than a moment."""
+        """Return further scores of that call; all of them, if that takes only a moment."""
         to_come = self._open[ticket]
         done, _ = await asyncio.wait(to_come, timeout=PACKET_SECONDS)
         if not done:
@@ -118,7 +121,7 @@ class RewardActor:
         )
 
     async def status(self) -> RewardStatus:
-        """What the stage's flow and the live view show."""
+        """Return the status for the stage's flow and the live view."""
         waits, costs, warned = self.context.store.waits, self._cpu.read(), warnings_of(REWARD).read()
         pool = self._pool.found
         if not self._began or pool is None:
@@ -126,38 +129,38 @@ class RewardActor:
         lasted = max(time.monotonic() - self._began, 1e-9) * self.context.config.reward.workers
         idle = max(0.0, 1.0 - pool.busy_seconds / lasted)
         done = pool.scored, pool.timeouts
-        return self._gauges.told(RewardStatus(waits, costs, idle, warned, *done, attended=self._attended))
+        return self._gauges.show(RewardStatus(waits, costs, idle, warned, *done, attended=self._attended))
 
 
 def start_reward(context: RunContext) -> Any:
-    """Start the run's reward actor (or find it, after a restart of its flow)."""
+    """Start the run's reward actor, or find it after a restart of its flow."""
     options = {"name": REWARD, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 256}
     options |= actor_options(context.config, "reward", float(context.config.reward.workers), imports="reward")
     return ray.remote(RewardActor).options(**options).remote(context, Lease.of(context))
 
 
 class RewardClient:
-    """Scores single responses through the run's reward actor; concurrent ones share a call, none waits for another.
+    """Scores single responses through the run's reward actor. Concurrent requests share a call; none waits for another.
 
-    Scoring changes nothing. So when the actor dies, its successor is asked for the verdicts that are missing.
+    Scoring has no side effects. So when the actor dies, its successor is asked for the missing scores.
     """
 
     def __init__(self, patience_seconds: float) -> None:
         self._patience = patience_seconds
         self._actor: Any = None
-        self._moved = 0.0  # monotonic: when a verdict came last, on whatever
+        self._moved = 0.0  # monotonic time of the last score of any request
         self._calls: Coalescer[ScoreRequest, Score] = Coalescer(self._send)
 
     async def score(self, request: ScoreRequest) -> Score:
-        """The score of one response; `Unreachable` if no verdict comes in time, neither on it nor on any other."""
+        """Score one response; raise `Unreachable` if neither this nor any other request gets a score in time."""
         return await self._calls.ask(request)
 
     async def _send(self, requests: Sequence[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
-        """Verdicts in packets, by place: from one actor after another, until there are all."""
+        """Yield packets of scores, by position, from one actor after another, until all requests are scored."""
         left, began = dict(enumerate(requests)), time.monotonic()
         while True:
             places = list(left)
-            async for found in self._verdicts(list(left.values())):
+            async for found in self._ask_actor(list(left.values())):
                 for at, _ in found:
                     del left[places[at]]
                 self._check_moving(began, news=len(found), left=len(left))
@@ -167,8 +170,8 @@ class RewardClient:
             self._check_moving(began, news=0, left=len(left))
             await asyncio.sleep(AGAIN_SECONDS)
 
-    async def _verdicts(self, requests: list[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
-        """What the actor says; ends early if it is gone (another will come)."""
+    async def _ask_actor(self, requests: list[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
+        """Yield the scores that the actor returns; end early if the actor is gone, as another will replace it."""
         try:
             self._actor = actor = self._actor or await asyncio.to_thread(ray.get_actor, REWARD)
             call = actor.score.remote([(Int32s.of(one.tokens).data, one.reference) for one in requests])
@@ -183,7 +186,7 @@ class RewardClient:
             self._actor = None
 
     def _check_moving(self, began: float, *, news: int, left: int) -> None:
-        """Raise `Unreachable` once neither this call, begun then, nor another has brought a verdict for too long."""
+        """Raise `Unreachable` if neither this call, which began then, nor another has got a score for too long."""
         now = time.monotonic()
         if news:
             self._moved = now

@@ -1,8 +1,8 @@
-"""The rollout stage's actor: scheduler, proxy and controller of one run, on one event loop; evaluations beside them.
+"""The actor of the rollout stage: scheduler, proxy, weight sync and evaluations of one run, on one event loop.
 
 channel <-- commit <-- scheduler --> proxy --> engine actors
    |                      |                        ^     |
-   +--> newer version --> controller --> update ---+     | lent, or one of its own
+   +--> newer version --> weight sync -> update ---+     | a borrowed engine, or a separate one
                              |                           v
                              +--------------------> evaluations --> storage
 """
@@ -29,7 +29,7 @@ from rollflow.tasks.actors.channel import RayChannel
 from rollflow.tasks.actors.early_imports import Kind, imports_vllm
 from rollflow.tasks.actors.engine import EngineActor
 from rollflow.tasks.actors.engine_client import RayEngine
-from rollflow.tasks.actors.gauges import Gauges, collected
+from rollflow.tasks.actors.gauges import Gauges, collects_metrics
 from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options, engine_cpus
 from rollflow.tasks.actors.reward import RewardClient
@@ -66,55 +66,55 @@ from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
 ROLLOUT = "rollout"
-EVALUATION = -1  # the number of the engine that evaluates, where there is one for that
-NEWS_SECONDS = 2.0  # how long the channel's news is waited for before storage is asked
+EVALUATION = -1  # number of the separate engine for evaluations, where there is one
+NEWS_SECONDS = 2.0  # longest wait for news from the channel before storage is read
 STATS_SECONDS = 2.0
 PUT_SECONDS = 10.0
 
 
 class StoreFeed:
-    """`VersionFeed` from the run's log; the channel only says when to look."""
+    """Implements `VersionFeed` from the run's log; the channel only signals when to read it."""
 
     def __init__(self, context: RunContext, channel: RayChannel) -> None:
         self._context, self._channel = context, channel
         self._policies = context.policies
         self._tokens = context.probe_tokens
-        self.newest = -1  # as last seen
+        self.newest = -1  # newest version at the last read
 
     def ask(self) -> int:
-        """The newest published version; reads what is new."""
+        """Read the log and return the newest published version."""
         self.newest = self._policies.newest()
         return self.newest
 
     async def newer(self, version: int) -> int:
-        """See `VersionFeed`."""
+        """Wait for a newer version, as `VersionFeed` does."""
         while True:
-            with contextlib.suppress(Unreachable):  # a channel that is being replaced; storage knows as well
+            with contextlib.suppress(Unreachable):  # the channel is being restarted; storage is read all the same
                 await self._channel.wait_version(version, NEWS_SECONDS)
             newest = await asyncio.to_thread(self.ask)
             if newest > version:
                 return newest
 
     async def fetch_kept(self, version: int) -> tuple[RunContext, Probe]:
-        """As `fetch`; `Missing` where the version's weights are no longer kept."""
+        """Fetch a version as `fetch` does, or raise `Missing` if its weights were pruned."""
         found = await asyncio.to_thread(self._policies.find, version)
         await asyncio.to_thread(self._policies.check_kept, found)
         return await self.fetch(version)
 
     async def fetch(self, version: int) -> tuple[RunContext, Probe]:
-        """See `VersionFeed`. The engines fetch the weights themselves, each on its node."""
+        """Return the version's context and probe; each engine fetches the weights itself, on its own node."""
         found = await asyncio.to_thread(self._policies.find, version)
         return self._context, Probe(self._tokens, found.probe, self._context.config.probe_tolerance)
 
 
-def first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
-    """The first error inside nested groups: what a person should read."""
+def find_first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
+    """Return the first error inside nested groups, for people to read."""
     inner = failed.exceptions[0]
-    return first_cause(inner) if isinstance(inner, BaseExceptionGroup) else inner
+    return find_first_cause(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 def start_engine(context: RunContext, number: int, gpus: float) -> Any:
-    """Start one of the run's engine actors (or find it), with its share of the cluster's GPUs."""
+    """Start (or find) one of the run's engine actors, with its share of the cluster's GPUs."""
     config, engine = context.config, context.config.engine
     if number == EVALUATION:
         engine = context.evaluation_engine(on_cpu=not gpus)
@@ -123,23 +123,23 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     placed = actor_options(config, "engine", engine_cpus(engine), gpus=gpus, imports=imports)
     options = {"lifetime": "detached", "get_if_exists": True, "max_concurrency": 1024}
     remote = ray.remote(EngineActor).options(name=engine_name(number), **placed, **options)
-    return remote.remote(functools.partial(build_engine_of, context, engine), Lease.of(context))
+    return remote.remote(functools.partial(build_run_engine, context, engine), Lease.of(context))
 
 
-def build_engine_of(context: RunContext, engine: EngineConfig) -> Engine:
-    """An engine of the run, on this node and not started yet."""
+def build_run_engine(context: RunContext, engine: EngineConfig) -> Engine:
+    """Build an engine of the run on this node, without starting it."""
     dtype, seeded = context.config.policy.dtype, context.config.rollout.leaves_behind
-    told_as = context.run_id if collected() else ""
+    told_as = context.run_id if collects_metrics() else ""
     return build_engine(engine, context.policy_folder, dtype=dtype, seeded=seeded, told_as=told_as)
 
 
 def engine_name(number: int) -> str:
-    """The name of an engine's actor."""
+    """Return the name of an engine's actor."""
     return "engine-evaluation" if number == EVALUATION else f"engine-{number}"
 
 
 def start_rollout(context: RunContext, address: str) -> Any:
-    """Start the run's rollout actor (or find it, after a restart of its flow), on the cluster at `address`."""
+    """Start the run's rollout actor on the cluster at `address`, or find it after a restart of its flow."""
     options = {"name": ROLLOUT, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 256}
     options |= actor_options(context.config, "scheduler", 1.0, imports="rollout")
     return ray.remote(RolloutActor).options(**options).remote(context, address, Lease.of(context))
@@ -157,19 +157,19 @@ class RolloutActor:
     evaluations: Evaluations
 
     def __init__(self, context: RunContext, address: str, lease: Lease | None = None) -> None:
-        """Reads nothing: while storage is waited for, `status` says so. `address`: of the cluster it is on."""
+        """Read nothing yet, so that `status` can report a wait for storage; `address` is that of the Ray cluster."""
         if lease:
             lease.hold(ROLLOUT)
         self.context, self._address = context, address
         self.channel = RayChannel()
         self.counts = Counts()
         self._gauges = Gauges(ROLLOUT, context.uri)
-        self._evaluating = asyncio.Event()  # there is an engine for it
-        self._own: RayEngine | None = None  # which evaluates, and does nothing else
-        self._judged = 0  # evaluated answers
+        self._evaluating = asyncio.Event()  # set when the separate engine for evaluations is there
+        self._own: RayEngine | None = None  # the separate engine for evaluations
+        self._judged = 0  # responses scored for evaluations
         self.began: float | None = None
         self._notes: set[asyncio.Task[None]] = set()
-        self._paused = 0.0  # update seconds that are written down
+        self._paused = 0.0  # update seconds that are stored already
         self._stats: dict[int, EngineStats] = {}
         self._running: asyncio.Task[None] | None = None
         self._prepared = asyncio.Event()
@@ -178,23 +178,23 @@ class RolloutActor:
         self._cpu = CpuClock("scheduler")
 
     async def begin(self) -> None:
-        """Read the prompts, which takes longest of what is to be read, before there is an engine."""
+        """Read the prompts, which takes longest, before any engine is ready."""
         await self._read.get()
 
     def _prepare(self) -> None:
-        """Read what the run is, and how far it has come."""
+        """Claim the run, read its config and build the rollout side."""
         self.writer = claim(self.context, "scheduler", self._address)
         self.config = self.context.config_under(self.writer.claim)
         self.feed = StoreFeed(self.context, self.channel)
         self.patience = self.config.rollout.patience_seconds
         self.reward = RewardClient(self.patience)
-        # Engines join as they get ready: none is waited for while another could work.
+        # Each engine joins when it is ready, so that no engine waits for another.
         self.proxy = build_proxy([], self.config.engine.slots, self.patience, self.config.rollout.routing)
-        self.scheduler = self._scheduler()
-        self.evaluations = self._evaluations()
+        self.scheduler = self._create_scheduler()
+        self.evaluations = self._create_evaluations()
 
-    def _scheduler(self) -> RolloutScheduler:
-        """A scheduler that begins where the log says."""
+    def _create_scheduler(self) -> RolloutScheduler:
+        """Create a scheduler that starts from the state in the log."""
         self.feed.ask()
         resume = ResumePoint.of_state(self.context.log.state)
         environment = build_environment(self.config.environment)
@@ -206,28 +206,28 @@ class RolloutActor:
         scheduler.counts = self.counts
         return scheduler
 
-    def _evaluations(self) -> Evaluations:
+    def _create_evaluations(self) -> Evaluations:
         settings, longest = self.config.evaluation, self.config.engine.max_new_tokens
         environment = build_environment(self.config.environment)
         held, vocabulary = self.prompts.held_out(), vocabulary_of(self.context.policy_folder)
         means = Means(
             wanted=self.context.evaluates,
             evaluated=lambda version: asyncio.to_thread(evaluated, self.context.store, version),
-            engine=self.proxy.lent if self.config.evaluation_engine(on_cpu=True) is None else self._owned,
+            engine=self.proxy.lent if self.config.evaluation_engine(on_cpu=True) is None else self._borrow_own_engine,
             fetch=self.feed.fetch_kept,
             evaluator=Evaluator(
-                held, settings.samples, settings.temperature, longest, self._judge, environment, vocabulary
+                held, settings.samples, settings.temperature, longest, self._score, environment, vocabulary
             ),
-            keep=lambda found: asyncio.to_thread(self._keep, found),
+            keep=lambda found: asyncio.to_thread(self._store_result, found),
             slots=self.config.engine.slots,
             tries=max(1, self.config.recovery.restarts),
         )
         return Evaluations(means, self.config.versions)
 
     async def run(self) -> None:
-        """Form every batch and follow every version; returns when the last version was loaded and evaluated.
+        """Form every batch and follow every version; return when the last version was loaded and evaluated.
 
-        A second call (of a stage flow that took over from a dead one) joins the first.
+        A second call, from a stage flow that replaced a dead one, joins the first.
         """
         if self._running is None:
             self._running = asyncio.create_task(self._run())
@@ -238,7 +238,7 @@ class RolloutActor:
         await asyncio.to_thread(self._prepare)
         spare_collector()
         self._prepared.set()
-        hooks = Hooks(self._published, self._updated)
+        hooks = Hooks(self._note_published, self._note_updated)
         sync = WeightSync(self.proxy, self.feed, self.config.engine.in_flight, hooks)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -246,23 +246,23 @@ class RolloutActor:
                 tasks.create_task(self._schedule())
                 tasks.create_task(self.evaluations.run())
             await asyncio.gather(*self._notes)
-        except BaseExceptionGroup as failed:  # a person reads the first line: it must be the cause
-            raise first_cause(failed) from None
+        except BaseExceptionGroup as failed:  # the first line of the error must name the cause
+            raise find_first_cause(failed) from None
 
     async def _schedule(self) -> None:
-        """Form batches until the last is trained; when one is voided, begin again from the log."""
+        """Form batches until the last version is trained; after a voided batch, create a new scheduler from the log."""
         while True:
             forming = asyncio.create_task(self.scheduler.run())
             try:
-                if await self._trained(forming, self.scheduler.voids):
+                if await self._wait_trained(forming, self.scheduler.voids):
                     return
             finally:
                 forming.cancel()
                 await asyncio.wait([forming, *([self._committing] if self._committing else [])])
-            self.scheduler = await asyncio.to_thread(self._scheduler)
+            self.scheduler = await asyncio.to_thread(self._create_scheduler)
 
-    async def _trained(self, forming: asyncio.Task[None], voided: int) -> bool:
-        """Wait until every version is trained (True) or another batch is voided (False)."""
+    async def _wait_trained(self, forming: asyncio.Task[None], voided: int) -> bool:
+        """Wait until every version is trained (True) or a further batch is voided (False)."""
         while self.feed.newest < self.config.versions:
             if forming.done():
                 forming.result()
@@ -276,7 +276,7 @@ class RolloutActor:
         return True
 
     async def join(self, number: int) -> None:
-        """Take engine `number`, which has started, in the place of one that died; returns when it serves."""
+        """Let the started engine `number` replace a dead one; return when it serves."""
         await self._prepared.wait()
         engine = RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number), keep_actor=True)
         present = self._own if number == EVALUATION else self.proxy.engines.get(number)
@@ -289,7 +289,7 @@ class RolloutActor:
             await self.proxy.join(number, engine)
 
     async def status(self) -> RolloutStatus:
-        """What the stage's flow and the live view show. It waits for nobody."""
+        """Return the status for the stage's flow and the live view, without waiting for storage."""
         waits = self.context.store.waits
         if not self._prepared.is_set():
             attended = self._running is not None
@@ -301,7 +301,7 @@ class RolloutActor:
             )
         counts = self.counts
         lasted = max(time.monotonic() - self.began, 1e-9) if self.began else math.inf
-        idle = await self._idle()  # asks the engines, which tell more than that
+        idle = await self._measure_idle()  # this also updates self._stats, which is used below
         status = RolloutStatus(
             waits_for=waits or ("" if self.feed.newest >= 0 else "the first policy version, from the train stage"),
             costs=[*self._cpu.read(), *(cost for stats in self._stats.values() for cost in stats.costs)],
@@ -320,17 +320,17 @@ class RolloutActor:
             held=counts.held.seconds / lasted,
             waited=counts.waited.seconds / lasted,
             dropped=counts.dropped_tokens / max(counts.tokens, 1),
-            prefix_hits=self._prefix_hits(),
+            prefix_hits=self._measure_prefix_hits(),
             restarted=self.proxy.restarted,
             update_seconds=self.proxy.update_seconds,
-            failed=self._failed(),
+            failed=self._find_failed(),
             evaluations_due=self.evaluations.due,
             judged=self._judged,
         )
-        return self._gauges.told(status)
+        return self._gauges.show(status)
 
-    def _failed(self) -> dict[int, str]:
-        """Why engines are out, by their number."""
+    def _find_failed(self) -> dict[int, str]:
+        """Return why engines failed, keyed by engine number."""
         failed = dict(self.proxy.failed)
         try:
             if self._own is not None:
@@ -339,51 +339,51 @@ class RolloutActor:
             failed[EVALUATION] = str(error)
         return failed
 
-    def _published(self, version: int) -> None:
+    def _note_published(self, version: int) -> None:
         self.scheduler.published(version)
         self.evaluations.published(version)
 
-    def _updated(self, version: int) -> None:
+    def _note_updated(self, version: int) -> None:
         self.began = self.began or time.monotonic()
         update = Update(version, self.proxy.update_seconds - self._paused, time.time())
         self._paused = self.proxy.update_seconds
         self.scheduler.wake()
-        note = asyncio.create_task(asyncio.to_thread(self._note, update))
+        note = asyncio.create_task(asyncio.to_thread(self._store_update, update))
         self._notes.add(note)
         note.add_done_callback(self._notes.discard)
 
-    def _note(self, update: Update) -> None:
-        with contextlib.suppress(Unreachable, StoreFailed):  # a note for people: the run does not depend on it
+    def _store_update(self, update: Update) -> None:
+        with contextlib.suppress(Unreachable, StoreFailed):  # the record is for people: the run does not depend on it
             store_update(self.context.store, update)
 
     @contextlib.asynccontextmanager
-    async def _owned(self) -> AsyncIterator[Engine]:
-        """The engine that does nothing else, once it lives: the stage's flow starts it."""
-        while self._own is None or EVALUATION in self._failed():
+    async def _borrow_own_engine(self) -> AsyncIterator[Engine]:
+        """Wait until the separate engine for evaluations is alive, and yield it; the stage's flow starts it."""
+        while self._own is None or EVALUATION in self._find_failed():
             self._evaluating.clear()
             await self._evaluating.wait()
         yield self._own
 
-    async def _judge(self, request: ScoreRequest) -> Score:
+    async def _score(self, request: ScoreRequest) -> Score:
         score = await self.reward.score(request)
         self._judged += 1
         return score
 
-    def _keep(self, found: Evaluation | Skipped) -> None:
+    def _store_result(self, found: Evaluation | Skipped) -> None:
         if isinstance(found, Skipped):
             store_skipped(self.context.store, found)
         else:
             store_evaluation(self.context.store, found)
 
     async def _commit(self, staged: StagedBatch) -> None:
-        """Make a batch durable, then hand it to the learner."""
-        # Shielded: a scheduler that begins again must not overlook a commit that is still being written.
+        """Commit a batch to storage, then hand it to the learner."""
+        # Shielded, because a new scheduler must see the commit that is still being written.
         self._committing = asyncio.ensure_future(asyncio.to_thread(self.context.batches.commit, self.writer, staged))
         entry, payload = await asyncio.shield(self._committing)
         await self._hand_over(staged.number, payload, entry.n)
 
     async def _hand_over(self, number: int, payload: Path | pa.Buffer, entry: int) -> None:
-        """Put a batch into the channel. Time in which storage does not answer is not the learner's."""
+        """Put a batch into the channel; time in which storage does not answer does not count against the learner."""
         waited, why = 0.0, ""
         while waited < self.patience:
             try:
@@ -394,8 +394,8 @@ class RolloutActor:
             waited += PUT_SECONDS
         raise Unreachable(f"the learner took no batch for {self.patience:g} s ({why})")
 
-    async def _idle(self) -> float:
-        """Share of the time since generation began in which the engines had nothing to run."""
+    async def _measure_idle(self) -> float:
+        """Compute the share of time since generation began in which the engines were idle."""
         if self.began is None:
             return 0.0
         engines = {number: engine for number, engine in self.proxy.engines.items() if isinstance(engine, RayEngine)}
@@ -411,7 +411,7 @@ class RolloutActor:
             0.0, 1.0 - sum(s.busy_seconds for s in self._stats.values()) / (lasted * self.config.engine.replicas)
         )
 
-    def _prefix_hits(self) -> float:
-        """Share of the prompts' tokens that the engines did not have to compute."""
+    def _measure_prefix_hits(self) -> float:
+        """Compute the share of prompt tokens that the engines found in their prefix cache."""
         asked = sum(stats.prompt_tokens for stats in self._stats.values())
         return sum(stats.cached for stats in self._stats.values()) / max(asked, 1)

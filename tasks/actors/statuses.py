@@ -1,10 +1,10 @@
-"""What the run's actors say of themselves: one frozen type for each, read by its stage's flow and by the supervisor.
+"""The statuses of a run's actors: one frozen type per actor, read by its stage's flow and by the supervisor.
 
-`progress` is what a hang is told by: a status whose `progress` stays the same too long is that of an actor that is
-stuck. So it holds exactly the fields that change only when something was done; every other field is named in
-`TICKING`. A field that is in neither is in no status: a test sees to it.
+`progress` detects a hang: an actor whose `progress` stays the same for too long is stuck. So it has exactly the fields
+that change only when work was done. `TICKING` names all other fields. A test checks that each field is in one of the
+two.
 
-Imports neither Ray nor torch: who only reads a status does not wait for them.
+This module imports neither Ray nor torch, so that a process that only reads a status starts quickly.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import ClassVar
 from rollflow.storage.run_records.usage import Cost
 from rollflow.tasks.runtime.actor_warnings import Warned
 
-WORTH_SAYING = 0.02  # a share below this is left out of a note
+WORTH_SAYING = 0.02  # smaller shares are omitted from a note
 
 
 class LearnerPhase(Enum):
-    """What a learner is at."""
+    """The phase of a learner."""
 
     STARTING = "starting"
     COLD_START = "cold start"
@@ -33,10 +33,10 @@ class LearnerPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ActorStatus(ABC):
-    """What each of them says. `waits_for`: whom it waits for by design, "" for nobody; `costs`: CPU seconds so far.
+    """The common fields. `waits_for`: whom the actor waits for by design, or ""; `costs`: CPU seconds so far.
 
-    `idle` is the share (0 to 1) of its time in which it had nothing to do; `warned` the newest warnings of its process;
-    `attended`: whether its stage's flow has found it, which sees to it from then on.
+    `idle`: share of the time (0 to 1) without work; `warned`: newest warnings of the process; `attended`: whether its
+    stage's flow has found it and watches over it.
     """
 
     waits_for: str = ""
@@ -45,34 +45,35 @@ class ActorStatus(ABC):
     warned: Sequence[Warned] = ()
     attended: bool = field(default=True, kw_only=True)
 
-    # May change though nothing was done. What an actor waits for is no progress: who waits is not stuck meanwhile.
+    # These may change without work. `waits_for` is no progress: an actor that waits for another one is not stuck.
     TICKING: ClassVar[frozenset[str]] = frozenset({"waits_for", "costs", "idle", "warned", "attended"})
 
     @property
     @abstractmethod
     def progress(self) -> Mapping[str, object]:
-        """What changes only when something was done."""
+        """The values that change only when work was done."""
 
     @property
     @abstractmethod
     def made(self) -> float:
-        """What grows with the actor's work: a successor for which it has grown has resumed."""
+        """Amount of work done; once it has grown in a restarted actor, the actor has resumed."""
 
     @property
     @abstractmethod
     def line(self) -> str:
-        """One line for people."""
+        """The status as one line for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStatus(ActorStatus):
-    """Of the rollout actor. Without arguments: one that has not read yet how far the run has come.
+    """The status of the rollout actor; the defaults are those of an actor that has not read the run's state.
 
-    Groups are `running`, `buffered` (scored, in no batch yet); `waiting` counts batches ahead of the learner.
-    `trajectories` and `tokens` are those of this actor, `discards` and `filtered` groups by reason. Shares of the time:
-    `held`, in which engines had free slots and alpha let nothing start, and `waited`, in which a full batch waited
-    for a slow group. Shares of tokens: `dropped`, of groups that were too slow, and `prefix_hits`, of the prompts'
-    tokens those that engines had in their prefix cache. `failed` says by their number why engines are out.
+    Groups are `running` or `buffered` (scored, but in no batch); `waiting` counts batches ahead of the learner.
+    `trajectories` and `tokens` are those of this actor; `discards` and `filtered` count groups by reason. Shares of the
+    time: `held`, in which engines had free slots but alpha let no group start, and `waited`, in which a full batch
+    waited for a slow group. Shares of tokens: `dropped`, those of groups that were too slow, and `prefix_hits`, the
+    prompt tokens that engines found in their prefix cache. `failed` maps an engine's number to the reason of its
+    failure.
     """
 
     version: int = -1
@@ -99,7 +100,7 @@ class RolloutStatus(ActorStatus):
 
     @property
     def progress(self) -> Mapping[str, object]:
-        """See `ActorStatus`."""
+        """The values that change only when work was done."""
         return {
             "version": self.version,
             "batch": self.batch,
@@ -122,12 +123,12 @@ class RolloutStatus(ActorStatus):
 
     @property
     def made(self) -> float:
-        """See `ActorStatus`."""
+        """Number of trajectories."""
         return float(self.trajectories)
 
     @property
     def line(self) -> str:
-        """See `ActorStatus`."""
+        """The status as one line for people."""
         if self.waits_for:
             return f"waits for {self.waits_for}"
         lost = f", {sum(self.discards.values())} discarded" if any(self.discards.values()) else ""
@@ -138,10 +139,10 @@ class RolloutStatus(ActorStatus):
 
 @dataclass(frozen=True, slots=True)
 class LearnerStatus(ActorStatus):
-    """Of the learner. `version` is what it holds (-1: nothing yet), `trained` counts the versions it made itself.
+    """The status of the learner. `version`: the version it holds (-1 for none); `trained`: versions it trained itself.
 
-    `steps` counts what it did on the way to a version: checks of a cold start, versions trained again, batches that
-    had to be made again. `restored_from` and `replayed` say how it began; `note` says all this to people.
+    `steps` counts steps of work on the way to a version: checks of a cold start, replayed versions, batches formed
+    again. `restored_from` and `replayed` say how the learner started. `note` describes all this to people.
     """
 
     phase: LearnerPhase = LearnerPhase.STARTING
@@ -152,11 +153,11 @@ class LearnerStatus(ActorStatus):
     restored_from: int = -1
     replayed: int = 0
 
-    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"note"}  # words: `phase` and `steps` change with them
+    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"note"}  # text, which changes with `phase` and `steps`
 
     @property
     def progress(self) -> Mapping[str, object]:
-        """See `ActorStatus`."""
+        """The values that change only when work was done."""
         return {
             "phase": self.phase.value,
             "version": self.version,
@@ -168,33 +169,33 @@ class LearnerStatus(ActorStatus):
 
     @property
     def made(self) -> float:
-        """See `ActorStatus`."""
+        """Number of versions trained."""
         return float(self.trained)
 
     @property
     def line(self) -> str:
-        """See `ActorStatus`."""
+        """The status as one line for people."""
         return self.note
 
 
 @dataclass(frozen=True, slots=True)
 class RewardStatus(ActorStatus):
-    """Of the reward actor: responses `scored`, and those of them that the verifier took too long for (`timeouts`)."""
+    """The status of the reward actor: responses `scored`, and those for which the verifier timed out (`timeouts`)."""
 
     scored: int = 0
     timeouts: int = 0
 
     @property
     def progress(self) -> Mapping[str, object]:
-        """See `ActorStatus`."""
+        """The values that change only when work was done."""
         return {"scored": self.scored, "timeouts": self.timeouts}
 
     @property
     def made(self) -> float:
-        """See `ActorStatus`."""
+        """Number of responses scored."""
         return float(self.scored)
 
     @property
     def line(self) -> str:
-        """See `ActorStatus`."""
+        """The status as one line for people."""
         return f"{self.scored} scored" + (f", {self.timeouts} timed out" if self.timeouts else "")

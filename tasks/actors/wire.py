@@ -1,8 +1,8 @@
-"""Requests and generations on the way between processes: a few flat columns for a whole batch.
+"""The wire format of requests and generations between processes: a few flat columns for a whole batch.
 
-Unpacking what was packed gives equal values, bit for bit. Pickling a batch object by object costs several
-times as much, in both processes, and both share the machine with the engine. Nobody looks at a token here.
-What is packed is made of tuples, lists and bytes alone: a dataclass takes ten times as long to pickle.
+Unpacking a packed batch gives equal values, bit for bit. Pickling a batch object by object costs several times as much
+in both processes, which share the machine with the engine. No code here looks at a single token. A packed batch
+consists only of tuples, lists and bytes, because a dataclass takes ten times as long to pickle.
 
 Notation: N requests, generations or partials, T tokens of all of them together.
 """
@@ -23,9 +23,9 @@ ENDINGS = tuple(Ending)
 PackedPartials: TypeAlias = tuple[list[str], bytes, bytes, bytes, list[int]]
 # ids_N, prompts_T (int32), lengths_N, (max_new_tokens, temperature, seed)_N, prefixes of the few that have one
 PackedRequests: TypeAlias = tuple[list[str], bytes, list[int], list[tuple[int, float, int | None]], PackedPartials]
-# what was made, index into ENDINGS_N, cached_N
+# tokens of each, index into ENDINGS_N, cached_N
 PackedGenerations: TypeAlias = tuple[PackedPartials, bytes, list[int]]
-# what `collect` brings: generations that ended, requests that failed, and new tokens of those that run
+# the result of `collect`: finished generations, failed requests, new tokens of running requests
 Collected: TypeAlias = tuple[PackedGenerations, list[tuple[str, Exception]], PackedPartials]
 
 
@@ -42,7 +42,7 @@ def pack_requests(requests: Sequence[GenerationRequest]) -> PackedRequests:
 def unpack_requests(packed: PackedRequests) -> list[GenerationRequest]:
     ids, prompts_T, lengths_N, settings_N, packed_prefixes = packed
     prompts, prefixes = Int32s(prompts_T), unpack_partials(packed_prefixes)
-    rows = zip(ids, _cuts(lengths_N), settings_N, strict=True)
+    rows = zip(ids, _build_slices(lengths_N), settings_N, strict=True)
     return [GenerationRequest(id, prompts[cut], *settings, prefixes.get(id, Partial())) for id, cut, settings in rows]
 
 
@@ -51,7 +51,7 @@ def pack_partials(partials: Mapping[str, Partial]) -> PackedPartials:
 
 
 def unpack_partials(packed: PackedPartials) -> dict[str, Partial]:
-    return dict(zip(packed[0], _partials(packed), strict=True))
+    return dict(zip(packed[0], _unpack_columns(packed), strict=True))
 
 
 def pack_generations(generations: Sequence[Generation]) -> PackedGenerations:
@@ -65,7 +65,7 @@ def pack_generations(generations: Sequence[Generation]) -> PackedGenerations:
 def unpack_generations(packed: PackedGenerations) -> list[Generation]:
     partials, endings_N, cached_N = packed
     endings = [ENDINGS[index] for index in endings_N]
-    return list(starmap(Generation, zip(partials[0], _partials(partials), endings, cached_N, strict=True)))
+    return list(starmap(Generation, zip(partials[0], _unpack_columns(partials), endings, cached_N, strict=True)))
 
 
 def _pack(ids: list[str], partials: Sequence[Partial]) -> PackedPartials:
@@ -78,11 +78,11 @@ def _pack(ids: list[str], partials: Sequence[Partial]) -> PackedPartials:
     )
 
 
-def _partials(packed: PackedPartials) -> list[Partial]:
+def _unpack_columns(packed: PackedPartials) -> list[Partial]:
     _, tokens_T, logprobs_T, versions_T, lengths_N = packed
     tokens, logprobs, versions = Int32s(tokens_T), Float32s(logprobs_T), Int32s(versions_T)
-    return [Partial(tokens[cut], logprobs[cut], versions[cut]) for cut in _cuts(lengths_N)]
+    return [Partial(tokens[cut], logprobs[cut], versions[cut]) for cut in _build_slices(lengths_N)]
 
 
-def _cuts(lengths_N: Iterable[int]) -> list[slice]:
+def _build_slices(lengths_N: Iterable[int]) -> list[slice]:
     return list(starmap(slice, pairwise(accumulate(lengths_N, initial=0))))

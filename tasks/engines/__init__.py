@@ -17,11 +17,13 @@ def build_engine(
     seeded: bool = False,
     told_as: str = "",
 ) -> Engine:
-    """The engine that `config` asks for, not started yet.
+    """Build the engine that `config` names, without starting it.
 
-    `policy_folder` holds the policy's `config.json` (weights are not needed: the first update brings them);
-    the timed engine has no policy and takes None. `seeded`: requests must honour their seed, even if that costs speed.
-    `told_as`: the name under which Ray's metrics are told what the engine's library counts; "": it counts nothing.
+    Args:
+        policy_folder: holds the policy's `config.json`; no weights are needed, as the first update brings them. None
+            for the timed engine, which has no policy.
+        seeded: requests must respect their seed, even if that costs speed.
+        told_as: the name under which the engine's library reports its metrics to Ray; "" to report none.
     """
     match config:
         case TimedEngineConfig():
@@ -31,14 +33,14 @@ def build_engine(
         case VllmEngineConfig():
             from rollflow.tasks.engines.vllm import VllmEngine
 
-            return VllmEngine(config, _needed(policy_folder), dtype=dtype, seeded=seeded, told_as=told_as)
+            return VllmEngine(config, _require_folder(policy_folder), dtype=dtype, seeded=seeded, told_as=told_as)
         case TransformersEngineConfig():
             from rollflow.tasks.engines.transformers import TransformersEngine
 
-            return TransformersEngine(config, _needed(policy_folder), dtype=dtype)
+            return TransformersEngine(config, _require_folder(policy_folder), dtype=dtype)
 
 
-def _needed(policy_folder: Path | None) -> Path:
+def _require_folder(policy_folder: Path | None) -> Path:
     if policy_folder is None:
         raise ValueError("this engine runs a model: give it the folder with the policy's config.json")
     return policy_folder

@@ -1,4 +1,4 @@
-"""The `[engine]` section: what generates. One class a kind."""
+"""The `[engine]` section: one class for each kind of engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollflow.tasks.runtime.sections import Section, refuse
 
 
 class EngineBase(Section):
-    """What all engines share."""
+    """The keys of all engines."""
 
     replicas: int = Field(1, gt=0, description="engines, each with the whole policy")
     slots: int = Field(256, gt=0, description="requests one engine runs at a time")
@@ -40,11 +40,11 @@ class VllmEngineConfig(EngineBase):
     threads: int = Field(1, gt=0, description="CPU threads of one engine")
 
 
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower ones, and refuses higher ones
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower values and rejects higher ones
 
 
 def check_temperature(key: str, temperature: float) -> None:
-    """Refuse a temperature that vLLM would replace by another one than the losses use; 0 is greedy."""
+    """Reject a temperature that vLLM would change, because the losses use the configured one; 0 is greedy."""
     if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
         cure = f"vLLM samples at {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}; choose a temperature of that range"
         refuse(key, temperature, f'{cure}, or engine.kind = "transformers"')
@@ -56,7 +56,7 @@ class TransformersEngineConfig(EngineBase):
 
 
 class TimedEngineConfig(EngineBase):
-    """A latency model in place of a language model: for tests and simulation."""
+    """A latency model instead of a language model, for tests and simulation."""
 
     kind: Literal["timed"] = Field("timed", description="no model: drawn tokens, at a given speed")
     median_tokens: float = Field(16.0, gt=0, description="median response length")

@@ -3,22 +3,20 @@
 Guarantee: the tokens and log-probs of a request are a function of (prompt, max_new_tokens, temperature, seed,
 weights, threads, card), bit for bit, whatever else runs beside it.
 
-How: matrix kernels may round differently for different shapes, but a row's result in a fixed shape does not
-depend on the other rows. So every forward pass has one of two shapes, and which tokens of a request go
-through which of them depends on that request alone:
+Matrix kernels may round differently for different shapes, but in a fixed shape the result of a row does not depend on
+the other rows. So every forward pass has one of two shapes, and the shape that each token of a request goes through
+depends on that request alone:
 
     prefill  P x C   chunk k of a row's known tokens holds its positions [k C, (k+1) C); short chunks are padded
-    decode   R x 1   the newest token of each row; idle rows compute something that nobody reads
+    decode   R x 1   the newest token of each row; the results of idle rows are ignored
 
-The attention spans S keys, masked beyond a row's position; S comes from the request's own length. R, P and C come from
-the device and, on a GPU, R from S too: there a pass of 256 rows takes no longer than one of 64. A response's
-random draws come from its own generator and are indexed by the token's position. The tokens of a prefix take the
-same shape as on the engine that sampled them. Tokens of the present version go through decode, one by one. Older ones
-go through prefill, because an update had made that engine compute them anew.
+The attention spans S keys, masked beyond a row's position; S comes from the request's own length. R, P and C depend on
+the device, and on a GPU R also on S; on a GPU a pass of 256 rows takes no longer than one of 64. The random numbers of
+a response come from its own generator, and the position of a token selects its number. The tokens of a prefix go
+through the same shapes as on the engine that sampled them: tokens of the current version through decode, one by one;
+older ones through prefill, because an update made that engine recompute them.
 
-The model and the attention state are on `find_device()`. Draws come from the processor's generators on any device.
-
-Notation: R rows of a group, P rows and C tokens of a prefill, S keys, H heads, D head size, V vocabulary.
+The model and the attention state are on `find_device()`. Random numbers come from CPU generators on any device.
 """
 
 from __future__ import annotations
@@ -40,20 +38,20 @@ from transformers.initialization import no_init_weights
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
-from rollflow.tasks.engines.runnable import hindrance
+from rollflow.tasks.engines.runnable import find_hindrance
 from rollflow.tasks.policies.attention import attention_of
 from rollflow.tasks.policies.context import context_length
 from rollflow.tasks.policies.device import find_device, fix_workspace, send
 from rollflow.tasks.policies.head import OwnHead
 
-SMALLEST_SPAN = 64  # keys; spans are this, doubled as often as a request needs
-GROUP_BYTES = 2**32  # of a group's attention state on a GPU, at most, where it has more than FEWEST rows
-FEWEST = 16
+SMALLEST_SPAN = 64  # keys; a span is this, doubled until the request fits
+GROUP_BYTES = 2**32  # largest attention state of a group on a GPU, unless it has only FEWEST rows
+FEWEST = 16  # rows
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the two passes: see the module's docstring."""
+    """The shapes of the two passes; see the module's docstring."""
 
     R: int
     P: int
@@ -64,7 +62,7 @@ ON_CPU, ON_GPU = Shape(64, 16, 16), Shape(256, 64, 64)
 
 
 def fit_rows(shape: Shape, row_bytes: int) -> int:
-    """Return how many rows a group has on a GPU: R, or as many times a half as its attention state needs."""
+    """Return the number of rows of a group on a GPU: R, halved until its attention state is small enough."""
     rows = shape.R
     while rows > FEWEST and rows * row_bytes > GROUP_BYTES:
         rows //= 2
@@ -73,7 +71,7 @@ def fit_rows(shape: Shape, row_bytes: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """A request under way: its known tokens, how many of them the attention state holds, what it sampled."""
+    """A running request: its known tokens, how many of them the attention state holds, and what it sampled."""
 
     request: GenerationRequest
     known: list[int]
@@ -84,7 +82,7 @@ class Row:
 
     @property
     def pending(self) -> int:
-        """Known tokens that the attention state does not hold."""
+        """Number of known tokens that the attention state does not hold."""
         return len(self.known) - self.fed
 
     @property
@@ -92,7 +90,7 @@ class Row:
         return self.fed < len(self.request.prompt) or self.pending > 1
 
     def take(self, token: int, logprob: float, version: int) -> int:
-        """Take the next token: that of the prefix while it lasts, then this one. `versions` grows last."""
+        """Append the next token of the prefix, or else this one, and return it. `versions` is appended last."""
         position, prefix = len(self.versions), self.request.prefix
         if position < len(prefix):
             token, logprob, version = prefix.tokens[position], prefix.logprobs[position], prefix.versions[position]
@@ -101,28 +99,28 @@ class Row:
         self.versions.append(version)
         return token
 
-    def recall(self, version: int) -> None:
-        """Before its first prefill under `version`: the prefix's tokens of older versions are known at once."""
+    def append_old_prefix(self, version: int) -> None:
+        """Before the first prefill under `version`, append the prefix's tokens of older versions."""
         versions = self.request.prefix.versions
         while len(self.versions) < len(versions) and versions[len(self.versions)] != version:
             self.take(0, 0.0, 0)
 
-    def said(self, count: int) -> Partial:
-        """The row's first `count` tokens."""
+    def take_first(self, count: int) -> Partial:
+        """Return the row's first `count` tokens."""
         start = len(self.request.prompt)
         known = self.known[start : start + count]
         return Partial.of(known, self.logprobs[:count], self.versions[:count])
 
     def progress(self) -> Partial:
-        """All tokens but the newest, which may be the last. Any thread may ask: the lists only grow."""
-        return self.said(max(0, len(self.versions) - 1))
+        """Return all tokens but the newest, which may be the last. Any thread may call this: the lists only grow."""
+        return self.take_first(max(0, len(self.versions) - 1))
 
-    def generation(self, ending: Ending) -> Generation:
-        return Generation(self.request.id, self.said(len(self.versions)), ending)
+    def build_generation(self, ending: Ending) -> Generation:
+        return Generation(self.request.id, self.take_first(len(self.versions)), ending)
 
 
 class Group:
-    """R rows with attention state for S keys; some of them taken."""
+    """R rows, free or taken, with attention state for S keys."""
 
     def __init__(self, config: Any, span: int, dtype: torch.dtype, device: torch.device, fixed: Shape) -> None:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -140,14 +138,14 @@ class Group:
 
 
 class Writes:
-    """The model takes this for its cache: it stores new keys and values, and shows the rows to attend to."""
+    """The cache object passed to the model: it stores new keys and values and returns those of the rows attended to."""
 
     def __init__(self, group: Group, into_N1: Tensor, positions_NC: Tensor, read_P: Tensor | None) -> None:
-        """Rows `into` get the first N of the new states; `read` are the rows attended to (None: all R)."""
+        """Write the first N new states into the rows `into_N1`; attend to the rows `read_P` (None: all R)."""
         self._group, self._into, self._positions, self._read = group, into_N1, positions_NC, read_P
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """`keys`, `values`: P x H x C x D or R x H x 1 x D."""
+        """Store `keys` and `values` (P x H x C x D or R x H x 1 x D); return those to attend to."""
         return self._store(self._group.keys[layer], keys), self._store(self._group.values[layer], values)
 
     def _store(self, state: Tensor, new: Tensor) -> Tensor:
@@ -159,11 +157,11 @@ class Writes:
 
 
 class FixedShapeSampler:
-    """The model and the requests it runs. Not thread-safe: one thread owns it."""
+    """The model and its running requests. It is not thread-safe: only one thread may use it."""
 
     def __init__(self, policy_folder: Path, dtype: torch.dtype, slots: int, stop_ids: Iterable[int]) -> None:
         config = AutoConfig.from_pretrained(policy_folder)
-        if why := hindrance(config):
+        if why := find_hindrance(config):
             raise ValueError(f"{policy_folder}: the transformers engine cannot run it: {why}; use vllm")
         self._config = config
         attention = attention_of(config) or "sdpa"
@@ -171,15 +169,15 @@ class FixedShapeSampler:
         self._shape = ON_CPU
         if self._device.type == "cuda":
             self._shape = ON_GPU
-            fix_workspace()  # else the bits could be others beside a learner that has one
-        with no_init_weights():  # `load` brings them
+            fix_workspace()  # otherwise the bits could differ from those of a learner that has a fixed workspace
+        with no_init_weights():  # `load` brings the weights
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-        model.tie_weights()  # a part of the initialisation
+        model.tie_weights()  # normally done when weights are initialised
         self._model = model.eval().to(self._device)
         self._adds_mask = attention == "eager"
-        # Prompts of older runs may be longer than what `context_length` counts.
+        # Prompts of older runs may be longer than `context_length` allows.
         self._context = max(context_length(config.to_dict()), getattr(config, "max_position_embeddings", None) or 0)
-        self._head = OwnHead(self._model, judged=False)  # the weights are not there yet
+        self._head = OwnHead(self._model, judged=False)  # the weights are not loaded yet
         self._dtype = dtype
         self._slots = slots
         self._stop_ids = frozenset(stop_ids)
@@ -188,7 +186,7 @@ class FixedShapeSampler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue) or any(group.taken for group in self._all())
+        return bool(self._queue) or any(group.taken for group in self._list_groups())
 
     def add(self, request: GenerationRequest) -> Row:
         needed = len(request.prompt) + request.max_new_tokens
@@ -204,19 +202,19 @@ class FixedShapeSampler:
         return row
 
     def abort(self, ids: Iterable[str] | None) -> list[Generation]:
-        """End these requests (None: all) with what they have."""
+        """Abort these requests (None: all) and return the tokens they have."""
         wanted = None if ids is None else frozenset(ids)
         ended = [row for row in self._queue if wanted is None or row.request.id in wanted]
         self._queue = deque(row for row in self._queue if row not in ended)
-        for group in self._all():
+        for group in self._list_groups():
             for index, row in group.taken:
                 if wanted is None or row.request.id in wanted:
                     group.rows[index] = None
                     ended.append(row)
-        return [row.generation(Ending.ABORTED) for row in ended]
+        return [row.build_generation(Ending.ABORTED) for row in ended]
 
     def load(self, weights: Path) -> None:
-        """Replace the weights; the attention state of running requests is computed anew."""
+        """Replace the weights; the attention state of running requests is recomputed."""
         files = sorted(weights.glob("*.safetensors"))
         stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
         with torch.no_grad():
@@ -224,7 +222,7 @@ class FixedShapeSampler:
                 if name not in stored or stored[name].shape != parameter.shape:
                     raise Corrupt(f"{weights} holds no {name} of shape {tuple(parameter.shape)}")
                 parameter.copy_(stored[name])
-        for group in self._all():
+        for group in self._list_groups():
             for _, row in group.taken:
                 row.fed = 0
 
@@ -237,28 +235,28 @@ class FixedShapeSampler:
 
     @torch.inference_mode()
     def step(self, version: int) -> list[Generation]:
-        """Bring every running request one token on; returns those that ended."""
+        """Generate one token for every running request; return those that ended."""
         self._admit()
         ended: list[Generation] = []
-        for group in self._all():
+        for group in self._list_groups():
             for _, row in group.taken:
                 if row.fed == 0:
-                    row.recall(version)
+                    row.append_old_prefix(version)
             while waiting := [(index, row) for index, row in group.taken if row.prefilling]:
                 ended += self._prefill(group, waiting[: self._shape.P], version)
             if running := group.taken:
                 ended += self._decode(group, running, version)
         return ended
 
-    def _all(self) -> list[Group]:
+    def _list_groups(self) -> list[Group]:
         return [group for groups in self._groups.values() for group in groups]
 
     def _admit(self) -> None:
-        """First come, first served; a request goes to the first free row of its span."""
-        room = self._slots - sum(len(group.taken) for group in self._all())
+        """Move queued requests, first come, first served, to the first free row of their span."""
+        room = self._slots - sum(len(group.taken) for group in self._list_groups())
         while self._queue and room > 0:
             row = self._queue.popleft()
-            span = self._span(row.request)
+            span = self._compute_span(row.request)
             groups = self._groups.setdefault(span, [])
             group = next((group for group in groups if None in group.rows), None)
             if group is None:
@@ -267,8 +265,8 @@ class FixedShapeSampler:
             group.rows[group.rows.index(None)] = row
             room -= 1
 
-    def _span(self, request: GenerationRequest) -> int:
-        """Keys for prompt and response, and for the padding of the last prefill chunk."""
+    def _compute_span(self, request: GenerationRequest) -> int:
+        """Compute the keys for prompt and response, including the padding of the last prefill chunk."""
         chunk = self._shape.C
         needed = -(-(len(request.prompt) + request.max_new_tokens) // chunk) * chunk
         span = SMALLEST_SPAN
@@ -277,7 +275,7 @@ class FixedShapeSampler:
         return span
 
     def _prefill(self, group: Group, rows: list[tuple[int, Row]], version: int) -> list[Generation]:
-        """Feed one chunk of each row; a row whose last known token was in it samples its next one."""
+        """Process one chunk of each row; a row whose last known token was in it samples its next token."""
         P, C = self._shape.P, self._shape.C
         tokens_PC = torch.zeros(P, C, dtype=torch.long)
         starts_P = torch.zeros(P, dtype=torch.long)
@@ -290,7 +288,7 @@ class FixedShapeSampler:
         read_P = torch.zeros(P, dtype=torch.long)
         read_P[: len(rows)] = torch.tensor([index for index, _ in rows])
         positions_PC = starts_P[:, None] + torch.arange(C)
-        tokens_PC, positions_PC, read_P, last_P = self._moved(tokens_PC, positions_PC, read_P, last_P)
+        tokens_PC, positions_PC, read_P, last_P = self._to_device(tokens_PC, positions_PC, read_P, last_P)
         cache = Writes(group, read_P[: len(rows), None], positions_PC[: len(rows)], read_P)
         hidden_PCH = self._forward(group, tokens_PC, positions_PC, cache)
         done = [(slot, index, row) for slot, (index, row) in enumerate(rows) if row.pending == 0]
@@ -304,15 +302,15 @@ class FixedShapeSampler:
         indices_N = torch.tensor([index for index, _ in rows])
         tokens_R1[indices_N, 0] = torch.tensor([row.known[-1] for _, row in rows])
         positions_R1[indices_N, 0] = torch.tensor([row.fed for _, row in rows])
-        tokens_R1, positions_R1, indices_N = self._moved(tokens_R1, positions_R1, indices_N)
+        tokens_R1, positions_R1, indices_N = self._to_device(tokens_R1, positions_R1, indices_N)
         cache = _DecodeWrites(group, indices_N, positions_R1[indices_N])
         hidden_R1H = self._forward(group, tokens_R1, positions_R1, cache)
         for _, row in rows:
             row.fed += 1
         return self._sample(group, hidden_R1H[:, 0], [(index, index, row) for index, row in rows], version)
 
-    def _moved(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors on the model's device."""
+    def _to_device(self, *tensors: Tensor) -> list[Tensor]:
+        """Copy the tensors to the model's device."""
         return [send(tensor, self._device) for tensor in tensors]
 
     def _forward(self, group: Group, tokens: Tensor, positions: Tensor, cache: Writes) -> Tensor:
@@ -328,7 +326,7 @@ class FixedShapeSampler:
         return hidden
 
     def _sample(self, group: Group, hidden: Tensor, rows: list[tuple[int, int, Row]], version: int) -> list[Generation]:
-        """Inverse-CDF sampling; `rows` are (row of `hidden`, row of the group, request). Temperature 0 is greedy."""
+        """Sample by inverse CDF; `rows` are (row of `hidden`, row of the group, request). Temperature 0 is greedy."""
         temperatures = torch.ones(len(hidden), 1)
         draws = torch.zeros(len(hidden), 1, dtype=torch.float64)
         greedy = torch.zeros(len(hidden), 1, dtype=torch.bool)
@@ -336,7 +334,7 @@ class FixedShapeSampler:
             greedy[slot] = row.request.temperature == 0
             temperatures[slot] = row.request.temperature or 1.0
             draws[slot] = row.draws[len(row.logprobs)]
-        temperatures, draws, greedy = self._moved(temperatures, draws, greedy)
+        temperatures, draws, greedy = self._to_device(temperatures, draws, greedy)
         logprobs_V = torch.log_softmax(self._head(hidden).float() / temperatures, -1)
         cumulated_V = logprobs_V.double().exp().cumsum(-1)
         tokens = torch.searchsorted(cumulated_V, draws * cumulated_V[:, -1:], right=True)
@@ -346,20 +344,20 @@ class FixedShapeSampler:
         outcome = list(chosen)
         ended = []
         for slot, index, row in rows:
-            ending = self._ending(row, row.take(*outcome[slot], version))
+            ending = self._find_ending(row, row.take(*outcome[slot], version))
             if ending is not None:
                 group.rows[index] = None
-                ended.append(row.generation(ending))
+                ended.append(row.build_generation(ending))
         return ended
 
-    def _ending(self, row: Row, token: int) -> Ending | None:
+    def _find_ending(self, row: Row, token: int) -> Ending | None:
         if token in self._stop_ids:
             return Ending.STOP
         return Ending.LENGTH if len(row.logprobs) == row.request.max_new_tokens else None
 
 
 class _DecodeWrites(Writes):
-    """One new key per row: the new states are those of all R rows; some of them are stored."""
+    """Stores one new key per row: only the states of some of the R rows are stored."""
 
     def __init__(self, group: Group, into_N: Tensor, positions_N1: Tensor) -> None:
         super().__init__(group, into_N, positions_N1[:, 0], None)

@@ -1,10 +1,10 @@
-"""How long a response is: a function of its prompt and its own seed, never of when or where it is generated.
+"""Response lengths of the timed engine: a function of the prompt and the seed, never of when or where it is generated.
 
     length = quantile(z),  z = sqrt(rho) * z_prompt + sqrt(1 - rho) * z_sample
 
-with two standard normal numbers, one drawn from the prompt's tokens and one from the request's seed. So responses to
-one prompt have the correlation rho (of z, which is that of the log-lengths if they are lognormal). The quantile is
-lognormal around a median, or that of measured lengths.
+with two standard normal numbers, one drawn from the prompt's tokens and one from the request's seed. So the responses
+to one prompt have correlation rho: of z, and of the log-lengths if the lengths are lognormal. The quantile function is
+that of a lognormal distribution around a median, or of measured lengths.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from statistics import NormalDist
 
 from rollflow.tasks.engines.config import TimedEngineConfig
 
-PROMPTS_KEPT = 65536  # whose number is remembered: it is needed once per response
+PROMPTS_KEPT = 65536  # prompts whose number is cached: every response to a prompt needs it
 
 
 class ResponseLengths:
-    """Draws lengths, in real tokens (before any cut)."""
+    """Draws response lengths in real tokens, before they are cut to the longest allowed."""
 
     def __init__(self, config: TimedEngineConfig) -> None:
         self._median, self._sigma = config.median_tokens, config.sigma
@@ -30,10 +30,10 @@ class ResponseLengths:
         self._measured = sorted(config.lengths)
 
     def draw(self, prompt: Sequence[int], sample: random.Random) -> int:
-        """The length of one response, at least 1; takes one normal number from `sample`."""
+        """Draw the length of one response, at least 1; this takes one normal number from `sample`."""
         z = self._own * sample.gauss(0.0, 1.0)
         if self._shared:
-            z += self._shared * prompt_number(tuple(prompt))
+            z += self._shared * draw_prompt_number(tuple(prompt))
         if self._measured:
             share = NormalDist().cdf(z)
             return self._measured[min(int(share * len(self._measured)), len(self._measured) - 1)]
@@ -41,7 +41,7 @@ class ResponseLengths:
 
 
 @lru_cache(maxsize=PROMPTS_KEPT)
-def prompt_number(prompt: tuple[int, ...]) -> float:
-    """A standard normal number, the same for the same tokens in every process."""
+def draw_prompt_number(prompt: tuple[int, ...]) -> float:
+    """Draw a standard normal number that depends only on the tokens, in every process."""
     digest = hashlib.blake2b(repr(prompt).encode(), digest_size=8).digest()
     return random.Random(int.from_bytes(digest, "big")).gauss(0.0, 1.0)

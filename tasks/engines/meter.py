@@ -1,4 +1,4 @@
-"""How busy an engine is. The engine reports every change, so nothing has to look at the clock in between."""
+"""A meter of an engine's load. The engine reports every change, so nothing has to be polled."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rollflow.tasks.runtime.actor_warnings import Warned
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counted since the start: tokens of ended generations, and seconds with a request running and not suspended.
+    """Counts since the start: tokens of ended generations, and seconds with a running request and no suspension.
 
-    Of the prompts' tokens, `cached` came from the prefix cache.
+    `prompt_tokens` is the number of prompt tokens, of which `cached` came from the prefix cache.
     """
 
     running: int
@@ -21,8 +21,8 @@ class EngineStats:
     busy_seconds: float
     prompt_tokens: int = 0
     cached: int = 0
-    costs: tuple[Cost, ...] = ()  # of the engine's actor and what it started
-    warned: tuple[Warned, ...] = ()  # of the engine's actor
+    costs: tuple[Cost, ...] = ()  # of the engine's actor and its child processes
+    warned: tuple[Warned, ...] = ()  # warnings of the engine's actor
 
 
 class Meter:
@@ -45,7 +45,7 @@ class Meter:
         self._suspended = self._suspended if suspended is None else suspended
 
     def prefilled(self, prompt_tokens: int, cached: int) -> None:
-        """A request of so many known tokens ended."""
+        """Count the known tokens of a request that ended."""
         self._prompt_tokens += prompt_tokens
         self._cached += cached
 

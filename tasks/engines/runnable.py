@@ -1,4 +1,4 @@
-"""Which policies an engine can run, judged by the policy's config alone before a run begins. Imports no torch."""
+"""Checks whether an engine can run a policy, from the policy's config alone, before a run starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-CPU_KV_CACHE_BYTES = 256 << 20  # where one request needs no more
-LARGEST_CPU_KV_CACHE = 4 << 30  # what a machine is not asked for unless the recipe says so
-CPU_BLOCK_TOKENS = 32  # the smallest block of its attention kernel: only whole blocks of a prompt are shared
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # for vLLM's attention without a GPU
+CPU_KV_CACHE_BYTES = 256 << 20  # default size, if one request needs no more
+LARGEST_CPU_KV_CACHE = 4 << 30  # largest default size; a recipe may ask for more
+CPU_BLOCK_TOKENS = 32  # smallest block of vLLM's CPU attention kernel: only whole blocks of a prompt are shared
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM's attention on a CPU
 
 
 def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> None:
-    """Refuse a head size that vLLM accepts without a GPU, and crashes on at the first request.
+    """Reject a head size that vLLM accepts on a CPU but crashes on at the first request.
 
-    `named` is the policy as the user gave it.
+    `named` is the policy as the user named it.
 
     Raises:
         ConfigError: vLLM's CPU attention has no kernel for it.
@@ -52,15 +52,16 @@ def kv_cache_need(folder: Path, context: int, dtype: str) -> int:
 
 
 def cpu_kv_cache(folder: Path, context: int, dtype: str) -> int:
-    """Return the bytes of vLLM's cache without a GPU, where the recipe names none: one request fits, up to 4 GiB."""
+    """Return the default bytes of vLLM's cache on a CPU: enough for one request, but at most 4 GiB."""
     need = kv_cache_need(folder, context, dtype)
     return max(CPU_KV_CACHE_BYTES, need if need <= LARGEST_CPU_KV_CACHE else 0)
 
 
-def hindrance(config: Any) -> str | None:
-    """Why it cannot run a policy of this (transformers) config; None if it can.
+def find_hindrance(config: Any) -> str | None:
+    """Return why the transformers engine cannot run a policy with this config; None if it can.
 
-    Its attention state has one shape for all layers (`fixed_shape.py`): all tokens before, of heads that are named.
+    The engine's attention state has one shape for all layers (`fixed_shape.py`): it needs full attention in every
+    layer, and a config that names the number of heads.
     """
     if getattr(config, "num_key_value_heads", None) is None:
         return "its config names no num_key_value_heads"
@@ -69,8 +70,8 @@ def hindrance(config: Any) -> str | None:
     return None
 
 
-def hindrance_of(folder: Path) -> str | None:
-    """A policy folder's kind and why it cannot be run; None if it can.
+def find_folder_hindrance(folder: Path) -> str | None:
+    """Return a policy folder's model type and why the transformers engine cannot run it; None if it can.
 
     Raises:
         ValueError: transformers cannot read its config.json.
@@ -79,8 +80,8 @@ def hindrance_of(folder: Path) -> str | None:
 
     try:
         policy = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # noqa: BLE001 - whatever its class says of what stands there
+    except Exception as error:  # noqa: BLE001 - transformers raises many classes for a config that it cannot read
         said = str(error).strip().splitlines()[-1].strip()
         raise ValueError(f"transformers cannot read its config.json ({said})") from None
-    why = hindrance(policy)
+    why = find_hindrance(policy)
     return None if why is None else f"a {policy.model_type} ({why})"

@@ -1,27 +1,28 @@
-"""A latency model in place of a language model: a scheduler sees an engine, and nothing is computed.
+"""A latency model of a language model: a scheduler sees a real engine, but nothing is computed.
 
 Guarantees, beyond the contract in `base`:
 
-- A response's length, tokens and ending are a function of the request's seed (or its id) and its prompt alone.
-- Time passes only through the event loop's own clock, so the engine runs under a virtual-time loop as it is.
-- One timer per engine, none per token; an event costs O(log n) with n requests running, an update O(1).
+- A response's length, tokens and ending depend only on the request's seed (or its id) and its prompt.
+- Time passes only through the event loop's own clock, so the engine runs unchanged on a virtual clock.
+- There is one timer per engine, none per token. An event costs O(log n) with n running requests, an update O(1).
 
-All running requests share the engine: with n of them, and t tokens resident in its KV cache, each goes at `speed / (1 +
-slowing * (n - 1) + reading * t)`. So one number is enough for all of them: the *work* (seconds at full speed) of a
-request that has run since the beginning. A request that needs w ends when the work has grown by w. The one that ends
-next stands at the top of a heap. Between two events n is constant and t is a straight line in the work, so time is a
-parabola in it: exact, with nothing to do in between.
+All running requests share the engine: with n of them, and t tokens resident in its KV cache, each runs at `speed / (1 +
+slowing * (n - 1) + reading * t)`. So one number is enough for all of them: the *work*, in seconds at full speed, that a
+request would have received if it had run since the beginning. A request that needs work w ends when that number has
+grown by w. The request that ends next is at the top of a heap. Between two events n is constant and t grows linearly
+with the work, so time is a quadratic function of the work. The result is exact, and nothing runs between two events.
 
-With `kv_tokens`, requests start while their tokens fit, with a spare block for each. When the cache is full, the
-request that started last makes room: it goes to the head of the queue with the tokens it has (vLLM's preemption).
+With `kv_tokens`, a request starts when its tokens fit into the cache, with a spare block for each running request. When
+the cache is full, the request that started last is preempted, as in vLLM: it goes to the head of the queue with the
+tokens it has.
 
-An update in the middle of a response costs it `prefill_seconds` again, like an engine that recomputes its attention
-state. So an update sets the work back once, for all requests. `prefill_seconds_per_token` is by length: the whole
-engine is held up for every token that comes into the cache without being sampled there (a prompt, a prefix, everything
-after an update).
+An update during a response costs it `prefill_seconds` again, as in an engine that recomputes its attention state. So an
+update reduces the work of all requests once. `prefill_seconds_per_token` depends on length: it delays the whole engine
+for every token that enters the cache without being sampled there (a prompt, a prefix, and all resident tokens after an
+update).
 
-With a `grain` g one simulated token stands for g real ones. Lengths, work and time are those of the real tokens; only
-the tuples are shorter.
+With a `grain` g, one simulated token stands for g real ones. Lengths, work and time are those of the real tokens; only
+the arrays are shorter.
 """
 
 from __future__ import annotations
@@ -44,42 +45,42 @@ from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.lengths import ResponseLengths
 
 LOGPROB = -1.0  # of every fake token
-SLACK_SECONDS = 1e-6  # an event loop may fire that early
-BLOCK = 16  # tokens: what vLLM hands out of its cache at a time
-TOKEN_SLACK = 1e-6  # of a token: a sum of rounded times is not exact
+SLACK_SECONDS = 1e-6  # an event loop may fire a timer this much too early
+BLOCK = 16  # tokens that vLLM allocates in its cache at a time
+TOKEN_SLACK = 1e-6  # of a token, because a sum of rounded times is not exact
 
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """One running request: its tokens to come, and the engine's work at which it has made them all."""
+    """One request: its future tokens, and the engine's work at which it has generated all of them."""
 
     request: GenerationRequest
     tokens: Int32s
     ending: Ending
-    per_token: float  # work of one token
-    needs: float  # work of all of it
+    per_token: float  # work per token
+    needs: float  # work for all its tokens
     done: asyncio.Future[Generation]
     running: bool = False
     over: bool = False
     finish: float = 0.0
     length: float = 0.0  # of the whole response, in real tokens
-    version: int = -1  # when it began to run
-    updates: int = 0  # that had been when it began to run
+    version: int = -1  # the engine's version when it started to run
+    updates: int = 0  # number of updates before it started to run
 
 
 @dataclass(slots=True)
 class Usage:
-    """What an engine has done since it was made."""
+    """The work of an engine since it was created."""
 
-    busy_seconds: float = 0.0  # with a request running
-    slot_seconds: float = 0.0  # the same, summed over the requests
-    tokens: int = 0  # sampled, also those of responses that were aborted
-    restarted: int = 0  # of them, those that an update had started again
-    preempted: int = 0  # requests that had to make room for others
+    busy_seconds: float = 0.0  # with at least one running request
+    slot_seconds: float = 0.0  # the same, summed over the running requests
+    tokens: int = 0  # sampled tokens, including those of aborted responses
+    restarted: int = 0  # the part of `tokens` lost because an update restarted the response
+    preempted: int = 0  # requests that were preempted when the cache was full
 
 
 class TimedEngine:
-    """`slots` requests at a time, first come first served. See `base.Engine` for the methods' contract."""
+    """Runs `slots` requests at a time, first come, first served. See `base.Engine` for the contract of the methods."""
 
     def __init__(self, config: TimedEngineConfig) -> None:
         self._config = config
@@ -87,21 +88,21 @@ class TimedEngine:
         self._version = -1
         self._suspended = False
         self._dead: str | None = None
-        self._runs: dict[str, _Run] = {}  # all that have not ended: running, queued, or left by the engine's death
-        self._queue: deque[_Run] = deque()  # also those that were aborted meanwhile
-        self._heap: list[tuple[float, int, _Run]] = []  # also those that were aborted or preempted meanwhile
-        self._started: dict[_Run, None] = {}  # the running ones, in the order they started
+        self._runs: dict[str, _Run] = {}  # all that have not ended: running, queued, or left when the engine died
+        self._queue: deque[_Run] = deque()  # may include aborted requests
+        self._heap: list[tuple[float, int, _Run]] = []  # may include aborted or preempted requests
+        self._started: dict[_Run, None] = {}  # the running requests, in the order of their start
         self._order = count()
         self._active = 0
         self._work = 0.0
-        self._growth = 1.0 / config.seconds_per_token if config.seconds_per_token else 0.0  # tokens of a request's work
+        self._growth = 1.0 / config.seconds_per_token if config.seconds_per_token else 0.0  # tokens per unit of work
         self._bound = config.kv_tokens
-        self._base = 0.0  # resident tokens are this and what n requests have said by now: n * work * growth
-        self._held_up = 0.0  # seconds of prefill still to be done
-        self._since = 0.0  # when the work was last brought up to date
-        self._updates: list[tuple[float, int]] = []  # the work before each, and the version it brought
+        self._base = 0.0  # resident tokens are this plus n * work * growth, for n running requests
+        self._held_up = 0.0  # seconds of prefill that still delay the engine
+        self._since = 0.0  # time up to which the work is computed
+        self._updates: list[tuple[float, int]] = []  # the work before each update, and its version
         self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0  # when it fires, at the latest
+        self._due = 0.0  # latest time at which the timer fires
         self._usage = Usage()
 
     @property
@@ -110,13 +111,13 @@ class TimedEngine:
 
     @property
     def usage(self) -> Usage:
-        """What the engine has done up to now."""
+        """The work of the engine up to now."""
         self._advance()
         return self._usage
 
     @property
     def active(self) -> int:
-        """Requests that run, suspended or not."""
+        """Number of started requests, suspended or not."""
         return self._active
 
     async def start(self) -> None:
@@ -124,7 +125,7 @@ class TimedEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()
-        run = self._run(request)
+        run = self._draw_run(request)
         self._runs[request.id] = run
         self._queue.append(run)
         self._advance()
@@ -146,19 +147,19 @@ class TimedEngine:
         self._suspended = True
         if in_flight == "restart":
             for run in list(self._runs.values()):
-                self._usage.restarted += self._said(run)
+                self._usage.restarted += self._count_said(run)
                 self._stop(run)
         self._pace()
 
     async def fetch(self, version: int, weights: Path) -> None:
-        pass  # they are here
+        pass  # there are no weights to fetch
 
     async def update(self, version: int, weights: Path) -> None:
         self.check()
         await asyncio.sleep(self._config.update_seconds)
         self.check()
         self._advance()
-        if self._active == 0:  # nobody remembers an earlier one
+        if self._active == 0:  # no running request refers to an earlier update
             self._updates.clear()
             self._work = self._base = 0.0
         self._updates.append((self._work, version))
@@ -180,7 +181,7 @@ class TimedEngine:
         self.kill("the timed engine is closed")
 
     def kill(self, why: str = "the timed engine was killed") -> None:
-        """Die as a process would: every call raises `EngineFailed`, also those that wait. For fault tests."""
+        """Die as a process would: every call raises `EngineFailed`, including calls that wait. For fault tests."""
         if self._dead is not None:
             return
         self._advance()
@@ -189,7 +190,7 @@ class TimedEngine:
         self._heap.clear()
         self._pace()
         for run in self._runs.values():
-            self._usage.tokens += self._said(run) - len(run.request.prefix)
+            self._usage.tokens += self._count_said(run) - len(run.request.prefix)
             if not run.done.done():
                 run.done.set_exception(EngineFailed(why))
 
@@ -200,10 +201,10 @@ class TimedEngine:
     def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
         self._advance()
         found = ((id, self._runs.get(id), since) for id, since in have.items())
-        return {id: self._spoken(run).after(since) for id, run, since in found if run is not None}
+        return {id: self._read_said(run).after(since) for id, run, since in found if run is not None}
 
-    def _run(self, request: GenerationRequest) -> _Run:
-        """The tokens that the response will have (bytes), and the work they take; a prefix is there already."""
+    def _draw_run(self, request: GenerationRequest) -> _Run:
+        """Draw the tokens of a response, after its prefix, and the work that they need."""
         config = self._config
         draw = random.Random(request.id if request.seed is None else request.seed)
         wanted, longest = self._lengths.draw(request.prompt, draw), request.max_new_tokens * config.grain
@@ -216,36 +217,36 @@ class TimedEngine:
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         return _Run(request, request.prefix.tokens + tokens[said:], ending, per_token, needs, done, length=length)
 
-    # --- time: to be brought up to date before anything changes, and the timer after it --------------------------
+    # --- time: the work is computed before any change, and the timer is set after it --------------------------
 
     @property
     def _load(self) -> float:
-        """Seconds for one second's work of each running request, now."""
+        """Seconds that one unit of work of each running request takes now."""
         sharing = 1.0 + self._config.slowing * (self._active - 1)
         return sharing + self._config.reading * self._resident if self._config.reading else sharing
 
     def _work_in(self, seconds: float) -> float:
-        """What each running request gets of an engine of speed 1."""
+        """Compute the work that each running request receives in this time from an engine of speed 1."""
         load, bend = self._load, self._bend
         return 2.0 * seconds / (load + math.sqrt(load * load + 4.0 * bend * seconds)) if bend else seconds / load
 
     @property
     def _resident(self) -> float:
-        """Real tokens in the KV cache."""
+        """Number of real tokens in the KV cache."""
         return max(0.0, self._base + self._active * self._work * self._growth)
 
     @property
     def _bend(self) -> float:
-        """Half of what the load grows by with each second of work."""
+        """Half of the growth of the load per unit of work."""
         reading = self._config.reading
         return 0.5 * reading * self._active * self._growth if reading else 0.0
 
     def _prefill(self, tokens: float) -> float:
-        """Seconds that the engine is held up."""
+        """Compute the seconds by which a prefill of this many tokens delays the engine."""
         return tokens * self._config.prefill_seconds_per_token / self._config.speed
 
     def _advance(self) -> None:
-        """Do the work of the time since this was last called."""
+        """Compute the work up to the present time."""
         now = asyncio.get_running_loop().time()
         passed, self._since = now - self._since, now
         if self._active and not self._suspended and self._dead is None:
@@ -256,7 +257,7 @@ class TimedEngine:
             self._work += self._work_in(passed * self._config.speed)
 
     def _pace(self) -> None:
-        """Set a timer for the moment when the next response ends or the cache is full. One that fires too early sets
+        """Set a timer for the time at which the next response ends or the cache is full. If it fires too early, it sets
         the next one."""
         heap = self._heap
         while heap and heap[0][2].finish != heap[0][0]:
@@ -273,12 +274,12 @@ class TimedEngine:
             if self._due <= due:
                 return
             timer.cancel()
-        # Its own note of the time: on Ray's loop (uvloop) a timer that is due already cannot tell it.
+        # The due time is kept here, because on Ray's loop (uvloop) a timer that is already due cannot report it.
         self._timer, self._due = asyncio.get_running_loop().call_at(due, self._wake), due
 
     @property
     def _full(self) -> float:
-        """The work at which the KV cache is full; one request alone is never stopped."""
+        """The work at which the KV cache is full; a request that runs alone is never preempted."""
         if self._bound is None or self._active < 2 or not self._growth:
             return math.inf
         return (self._bound - self._base) / (self._active * self._growth)
@@ -307,11 +308,11 @@ class TimedEngine:
         self._pace()
 
     def _fits(self, run: _Run) -> bool:
-        """Whether its tokens have room, and every running request a block more."""
+        """Return whether the request's tokens fit into the cache, with a spare block for every running request."""
         return self._resident + self._context(run) + BLOCK * (self._active + 1) <= (self._bound or 0)
 
     def _context(self, run: _Run) -> float:
-        """Real tokens to compute before the first one can be sampled."""
+        """Return the number of real tokens to compute before the first one can be sampled."""
         return self._config.prompt_tokens + len(run.request.prefix) * self._config.grain
 
     def _begin(self, run: _Run) -> None:
@@ -324,7 +325,7 @@ class TimedEngine:
         heapq.heappush(self._heap, (run.finish, next(self._order), run))
 
     def _leave(self, run: _Run) -> None:
-        """Free its slot and its tokens; what the heap has of it is past."""
+        """Free the request's slot and tokens; its entry in the heap becomes invalid."""
         self._active -= 1
         self._base -= self._config.prompt_tokens + run.length - run.finish * self._growth
         del self._started[run]
@@ -333,9 +334,9 @@ class TimedEngine:
             self._held_up = 0.0
 
     def _preempt(self) -> None:
-        """The request that started last waits for another slot, with the tokens it has."""
+        """Preempt the request that started last: it waits for another slot, with the tokens it has."""
         run = next(reversed(self._started))
-        said = self._spoken(run)
+        said = self._read_said(run)
         self._usage.tokens += len(said) - len(run.request.prefix)
         self._usage.preempted += 1
         self._leave(run)
@@ -344,18 +345,18 @@ class TimedEngine:
         self._queue.appendleft(run)
 
     def _stop(self, run: _Run) -> None:
-        """End it before its time."""
+        """Abort a request."""
         if run.over:
             return
         self._advance()
         run.ending = Ending.ABORTED
-        self._end(run, self._said(run))
+        self._end(run, self._count_said(run))
         self._admit()
 
     def _end(self, run: _Run, said: int) -> None:
         run.over = True
         self._usage.tokens += said - len(run.request.prefix)
-        spoken = self._partial(run, said)
+        spoken = self._build_partial(run, said)
         if run.running:
             self._leave(run)
         if self._runs.get(run.request.id) is run:
@@ -363,28 +364,28 @@ class TimedEngine:
         if not run.done.done():
             run.done.set_result(Generation(run.request.id, spoken, run.ending))
 
-    # --- what has been said ------------------------------------------------------------------------------------
+    # --- generated tokens --------------------------------------------------------------------------------------
 
-    def _said(self, run: _Run) -> int:
-        """Tokens up to now. The last one comes only with the end."""
-        return self._said_at(run, self._work) if run.running else len(run.request.prefix)
+    def _count_said(self, run: _Run) -> int:
+        """Return the number of tokens up to now. The last token comes only when the response ends."""
+        return self._count_said_at(run, self._work) if run.running else len(run.request.prefix)
 
-    def _said_at(self, run: _Run, work: float) -> int:
+    def _count_said_at(self, run: _Run, work: float) -> int:
         if run.per_token <= 0:
             return len(run.request.prefix)
         unsaid = math.ceil((run.finish - work) / run.per_token - TOKEN_SLACK)
         return max(len(run.request.prefix), len(run.tokens) - max(1, unsaid))
 
-    def _spoken(self, run: _Run) -> Partial:
-        return self._partial(run, self._said(run))
+    def _read_said(self, run: _Run) -> Partial:
+        return self._build_partial(run, self._count_said(run))
 
-    def _partial(self, run: _Run, said: int) -> Partial:
-        """The first `said` tokens; each has the version that was in use when its time came."""
+    def _build_partial(self, run: _Run, said: int) -> Partial:
+        """Return the first `said` tokens, each with the version that the engine had when it was generated."""
         prefix = run.request.prefix
         logprobs = prefix.logprobs + Float32s.same(LOGPROB, said - len(prefix))
         versions, version = prefix.versions, run.version
         for work, later in self._updates[run.updates :] if run.running else ():
-            versions += Int32s.same(version, min(said, self._said_at(run, work)) - len(versions))
+            versions += Int32s.same(version, min(said, self._count_said_at(run, work)) - len(versions))
             version = later
         versions += Int32s.same(version, said - len(versions))
         return Partial(run.tokens[:said], logprobs, versions)

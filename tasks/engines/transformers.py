@@ -1,11 +1,13 @@
-"""Generation with plain Hugging Face models: for machines without vLLM, and for runs that repeat bit for bit.
+"""Generation with plain Hugging Face models: for machines without vLLM, and for bit-reproducible runs.
 
-Guarantees, beyond the contract in `base`: a response is a function of its request (seed included) and the
-weights, whatever runs beside it and wherever its prefix was cut (`fixed_shape` says how); an update recomputes
-the attention state of running requests, so that every token of version v comes from the weights of v alone.
+Guarantees, beyond the contract in `base`:
 
-One thread owns the model. The event loop gives it one step at a time and, between two steps, any other work. So
-nothing needs a lock, and to suspend the engine is to give it no steps.
+- A response depends only on its request (including the seed) and the weights, whatever else runs and wherever its
+  prefix ends (see `fixed_shape`).
+- An update recomputes the attention state of running requests, so every token of version v comes from the weights of v.
+
+One thread owns the model. The event loop gives it one step at a time and, between two steps, any other work. So nothing
+needs a lock, and a suspended engine is one that gets no steps.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class TransformersEngine:
-    """One model in one thread. See `base.Engine` for the methods' contract."""
+    """One model in one thread. See `base.Engine` for the contract of the methods."""
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class TransformersEngine:
         self._dead: str | None = "the transformers engine was never started"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
-        self._rows: dict[str, Row] = {}  # what runs, or ran when the engine died
+        self._rows: dict[str, Row] = {}  # running requests, also those that ran when the engine died
         self._driver: asyncio.Task[None] | None = None
         self._sampler: FixedShapeSampler
 
@@ -56,9 +58,9 @@ class TransformersEngine:
 
     async def start(self) -> None:
         self._dead = None
-        self._sampler = await self._on_thread(self._build)
+        self._sampler = await self._on_thread(self._build_sampler)
 
-    def _build(self) -> FixedShapeSampler:
+    def _build_sampler(self) -> FixedShapeSampler:
         with quick_imports():
             import torch
 
@@ -99,7 +101,7 @@ class TransformersEngine:
         self.check()
 
     async def fetch(self, version: int, weights: Path) -> None:
-        pass  # they are here
+        pass  # the weights are on this node
 
     async def update(self, version: int, weights: Path) -> None:
         await self._on_thread(lambda: self._sampler.load(weights))
@@ -122,30 +124,30 @@ class TransformersEngine:
         return {id: row.progress().after(since) for id, row, since in found if row is not None}
 
     async def close(self) -> None:
-        self._die("the transformers engine is closed")
+        self._mark_dead("the transformers engine is closed")
         if self._driver is not None:
             await asyncio.wait([self._driver])
         await asyncio.to_thread(self._thread.shutdown)
 
     def _drive(self) -> None:
-        """Start the loop of steps, unless it runs already."""
+        """Start the loop of steps, unless it is running."""
         if self._suspended or self._dead is not None or (self._driver is not None and not self._driver.done()):
             return
-        self._driver = asyncio.create_task(self._steps())
-        self._driver.add_done_callback(self._driven)
+        self._driver = asyncio.create_task(self._run_steps())
+        self._driver.add_done_callback(self._handle_driver_end)
 
-    async def _steps(self) -> None:
+    async def _run_steps(self) -> None:
         loop = asyncio.get_running_loop()
         while not self._suspended and self._dead is None and self._sampler.busy:
             self._settle(await loop.run_in_executor(self._thread, self._sampler.step, self._version))
 
-    def _driven(self, driver: asyncio.Task[None]) -> None:
+    def _handle_driver_end(self, driver: asyncio.Task[None]) -> None:
         if driver.cancelled():
-            self._die("the transformers engine was cancelled")
+            self._mark_dead("the transformers engine was cancelled")
         elif (error := driver.exception()) is not None:
-            self._die(f"a step of the transformers engine failed: {error!r}")
+            self._mark_dead(f"a step of the transformers engine failed: {error!r}")
         elif self._sampler.busy:
-            self._drive()  # a request came while the last step's end was being noticed
+            self._drive()  # a request arrived while the loop was ending
 
     def _settle(self, ended: Iterable[Generation]) -> None:
         for generation in ended:
@@ -157,7 +159,7 @@ class TransformersEngine:
         self.check()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _die(self, why: str) -> None:
+    def _mark_dead(self, why: str) -> None:
         self._dead = self._dead or why
         for future in self._waiting.values():
             if not future.done():

@@ -2,18 +2,18 @@
 
 Guarantees, beyond the contract in `base`:
 
-- A token of version v was computed from the weights of v alone: an update recomputes the attention state of
-  the running requests too (vLLM preempts them when it clears its caches).
+- A token of version v was computed from the weights of v alone: an update also recomputes the attention state of
+  the running requests (vLLM preempts them when it clears its caches).
 - The engine never samples from a truncated distribution, and the log-probs are those after temperature.
-- A prompt's attention state is shared by the responses to it, never across versions: an update empties the prefix
-  cache, and its entries are salted with the version under which their request came.
+- The attention state of a prompt is shared by the responses to it, but never across versions: an update empties the
+  prefix cache, and its entries are salted with the version under which their request arrived.
 - No process of the engine outlives its owner (`vllm_worker`).
 
-The model starts with random weights from `config.json` alone; neither weights nor a tokenizer are needed. Not
-bit-reproducible: rounding depends on the batch. With `seeded`, a request that is sent again draws the same tokens, up
-to that rounding. That costs some throughput (a random number for each request and step), so only runs that may give
-groups up use it. On a CPU a seeded engine takes all tokens of a prompt in one step: a seeded request with a chunked
-prefill kills vLLM 0.32.
+The model starts with random weights from `config.json` alone; it needs neither weights nor a tokenizer. It is not
+bit-reproducible, because rounding depends on the batch. With `seeded`, a repeated request draws the same tokens, up to
+that rounding. That costs some throughput (a random number for each request and step), so only runs that may preempt
+groups use it. On a CPU a seeded engine processes all tokens of a prompt in one step, because a seeded request with a
+chunked prefill crashes vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
     from rollflow.tasks.engines.vllm_responses import Response, Responses
 
 START_SECONDS = 600.0
-CALL_SECONDS = 50.0  # for suspend, resume, abort: they take milliseconds unless the engine hangs
+CALL_SECONDS = 50.0  # for suspend, resume and abort, which take milliseconds unless the engine hangs
 UPDATE_SECONDS = 120.0
-DEATH_SECONDS = 0.2  # between two looks whether an engine that was asked something still lives
+DEATH_SECONDS = 0.2  # between two checks whether an engine that is to answer still lives
 WORKER = "rollflow.tasks.engines.vllm_worker"
-CORE_IMPORTS = "rollflow.tasks.engines.vllm_imports"  # done once, in the process that cores are forked from
+CORE_IMPORTS = "rollflow.tasks.engines.vllm_imports"  # imported once, in the process that cores are forked from
 
 
 class VllmEngine:
-    """One vLLM engine and its processes. See `base.Engine` for the methods' contract."""
+    """One vLLM engine and its processes. See `base.Engine` for the contract of the methods."""
 
     def __init__(
         self,
@@ -66,9 +66,13 @@ class VllmEngine:
         repair_tied_head: bool = True,
         told_as: str = "",
     ) -> None:
-        """`compile` (default: on a GPU only) costs about 20 s of start and gains nothing on small CPU models;
-        `repair_tied_head=False` exists to show that the probe catches vLLM's stale output head. `told_as` is the
-        `model_name` of what vLLM itself counts, in the metrics of the Ray that this is in; "": it counts nothing.
+        """Prepare an engine; `start` starts it.
+
+        Args:
+            compile: compile the model (default: on a GPU only). That costs about 20 s at the start and gains nothing
+                for small models on a CPU.
+            repair_tied_head: False only to show that the probe detects vLLM's stale output head.
+            told_as: the `model_name` of vLLM's own metrics, which Ray collects; "" to report none.
         """
         self._config = config
         self._folder = policy_folder
@@ -81,7 +85,7 @@ class VllmEngine:
         self._version = -1
         self._suspended = False
         self._probes = 0
-        self._running: dict[str, tuple[Partial, Response]] = {}  # with their prefixes; also what ran when it died
+        self._running: dict[str, tuple[Partial, Response]] = {}  # with prefixes; kept when the engine dies
         self._llm: Any = None
         self._responses: Responses
 
@@ -95,21 +99,21 @@ class VllmEngine:
         check_head_size(self._folder, str(self._folder), is_available)
         with _environment(self._config.threads):
             async with asyncio.timeout(START_SECONDS):
-                self._llm = await asyncio.to_thread(self._build)
-            self._responses = _gathering(self._llm, self._stop_ids)
-            await self._call("prepare_policy_worker")
-        spare_collector()  # or every full collection walks all that vLLM imported: 0.4 s, several times a minute
+                self._llm = await asyncio.to_thread(self._build_llm)
+            self._responses = _create_responses(self._llm, self._stop_ids)
+            await self._call_workers("prepare_policy_worker")
+        spare_collector()  # otherwise each full garbage collection walks all of vLLM's imports, for 0.4 s
 
-    def _build(self) -> Any:
+    def _build_llm(self) -> Any:
         with quick_imports():
             _fork_cores()
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
         loggers = [_ray_logger()] if self._told_as else []
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()), stat_loggers=loggers)
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._build_arguments()), stat_loggers=loggers)
 
-    def _arguments(self) -> dict[str, Any]:
+    def _build_arguments(self) -> dict[str, Any]:
         from torch.cuda import is_available
 
         gpu = is_available()
@@ -120,7 +124,7 @@ class VllmEngine:
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "use_tqdm_on_load": False,
-            "seed": secrets.randbits(31),  # replicas, and an engine and its successor, must not draw the same numbers
+            "seed": secrets.randbits(31),  # replicas and restarted engines must draw different numbers
             "dtype": self._dtype,
             "logprobs_mode": "processed_logprobs",
             "max_num_seqs": config.slots,
@@ -131,8 +135,8 @@ class VllmEngine:
             "enable_chunked_prefill": False if self._seeded and not gpu else None,
             "block_size": None if gpu else CPU_BLOCK_TOKENS,
             "tensor_parallel_size": config.tensor_parallel,
-            "generation_config": "vllm",  # a policy's own top_p or top_k must not reach the sampler
-            "disable_log_stats": True,  # those for a terminal; a logger that is given counts
+            "generation_config": "vllm",  # ignores the policy's top_p and top_k
+            "disable_log_stats": True,  # no stats on the terminal; a given logger counts all the same
             "served_model_name": self._told_as or None,
             "worker_extension_cls": f"{WORKER}.PolicyWorker",
             "distributed_executor_backend": f"{WORKER}.{executor}",
@@ -148,12 +152,12 @@ class VllmEngine:
         if request.id in self._running:
             raise ValueError(f"{request.id} is already being generated")
         prefix = request.prefix
-        with self._alive():
+        with self._translate_death():
             response = self._responses.new(
                 Int32s.of(request.prompt) + prefix.tokens,
                 request.max_new_tokens - len(prefix),
                 request.temperature,
-                self._seed(request),
+                self._derive_seed(request),
                 str(self._version),
             )
             self._running[request.id] = prefix, response
@@ -168,8 +172,8 @@ class VllmEngine:
                     del self._running[request.id]
         return Generation(request.id, prefix + response.made(), ending, response.cached)
 
-    def _seed(self, request: GenerationRequest) -> int | None:
-        """What goes on here from another engine's tokens must not draw the numbers that these were drawn with."""
+    def _derive_seed(self, request: GenerationRequest) -> int | None:
+        """Return vLLM's seed; a prefix changes it, so that its random numbers are not drawn again."""
         if not self._seeded or request.seed is None:
             return None
         return (request.seed + len(request.prefix)) % 2**63
@@ -179,14 +183,14 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         if self._suspended:
-            return tuple((await self._call("prompt_logprobs_while_paused", list(tokens)))[0])
+            return tuple((await self._call_workers("prompt_logprobs_while_paused", list(tokens)))[0])
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         self._probes += 1
         prompt = {"type": "token", "prompt_token_ids": list(tokens), "cache_salt": str(self._version)}
         self.check()
-        with self._alive():
+        with self._translate_death():
             async for output in self._llm.generate(prompt, params, f"probe-{self._probes}"):
                 rows = output.prompt_logprobs[1:]
         return tuple(row[token].logprob for row, token in zip(rows, tokens[1:], strict=True))
@@ -194,26 +198,26 @@ class VllmEngine:
     async def abort(self, ids: Sequence[str]) -> None:
         self.check()
         running = [self._running[id][1] for id in ids if id in self._running]
-        await self._answer(self._responses.abort(running))
+        await self._wait_answer(self._responses.abort(running))
 
     async def suspend(self, in_flight: InFlight) -> None:
         self.check()
         mode = "keep" if in_flight == "continue" else "abort"
-        # Not `pause_generation`: it adds a sleep of 20 ms, a price paid with an idle engine at every version.
-        await self._answer(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))
+        # Not `pause_generation`, which adds a sleep of 20 ms in which the engine is idle, at every version.
+        await self._wait_answer(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))
         self._suspended = True
 
     async def fetch(self, version: int, weights: Path) -> None:
-        pass  # they are here
+        pass  # the weights are on this node
 
     async def update(self, version: int, weights: Path) -> None:
-        await self._call("load_policy", str(weights), self._repair_tied_head, seconds=UPDATE_SECONDS)
-        await self._answer(self._llm.update_weight_version(str(version)))
+        await self._call_workers("load_policy", str(weights), self._repair_tied_head, seconds=UPDATE_SECONDS)
+        await self._wait_answer(self._llm.update_weight_version(str(version)))
         self._version = version
 
     async def resume(self) -> None:
         self.check()
-        await self._answer(self._llm.resume_generation())
+        await self._wait_answer(self._llm.resume_generation())
         self._suspended = False
 
     def check(self) -> None:
@@ -227,30 +231,30 @@ class VllmEngine:
         return {
             id: prefix.after(since) + response.made(max(0, since - len(prefix)))
             for id, prefix, response, since in running
-            if not response.complete  # its last token comes with its end: nobody is to go on behind that
+            if not response.complete  # its last token comes with its result: no other engine may continue it
         }
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
-            llm.output_processor.propagate_error(llm.dead_error)  # or what still waits would wait for ever
+            llm.output_processor.propagate_error(llm.dead_error)  # otherwise waiting callers would wait forever
             await asyncio.to_thread(llm.shutdown)
-            llm.shutdown = lambda: None  # its __del__ calls it again, and fails loudly at the interpreter's end
+            llm.shutdown = lambda: None  # vLLM's __del__ calls it again, which fails at the interpreter's exit
             gc.unfreeze()
 
-    async def _call(self, method: str, *arguments: Any, seconds: float = CALL_SECONDS) -> list[Any]:
-        """Call a method of the workers; returns what each of them answers."""
+    async def _call_workers(self, method: str, *arguments: Any, seconds: float = CALL_SECONDS) -> list[Any]:
+        """Call a method of the workers; return each worker's answer."""
         self.check()
-        results: list[Any] = await self._answer(self._llm.collective_rpc(method, args=arguments), seconds)
+        results: list[Any] = await self._wait_answer(self._llm.collective_rpc(method, args=arguments), seconds)
         return results
 
-    async def _answer(self, call: Awaitable[Any], seconds: float = CALL_SECONDS) -> Any:
-        """Wait for an answer of vLLM's process. If it dies, vLLM would wait for ever, so the process is watched
+    async def _wait_answer(self, call: Awaitable[Any], seconds: float = CALL_SECONDS) -> Any:
+        """Wait for an answer of vLLM's process. vLLM itself would wait forever if it died, so the process is watched
         meanwhile.
         """
         asked = asyncio.ensure_future(call)
         try:
-            with self._alive():
+            with self._translate_death():
                 async with asyncio.timeout(seconds):
                     while not (await asyncio.wait([asked], timeout=DEATH_SECONDS))[0]:
                         self.check()
@@ -261,7 +265,7 @@ class VllmEngine:
             asked.cancel()
 
     @contextmanager
-    def _alive(self) -> Iterator[None]:
+    def _translate_death(self) -> Iterator[None]:
         """Turn the engine's death into `EngineFailed`."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -271,30 +275,28 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine process died: {error}") from error
         except VLLMClientError as error:
-            raise ValueError(str(error)) from None  # a type that its receiver can read without vLLM
+            raise ValueError(str(error)) from None  # a built-in type, which the receiver can unpickle without vLLM
 
 
 def _ray_logger() -> Any:
-    """vLLM's own, which tells Ray's metrics."""
+    """Return vLLM's own logger for Ray's metrics."""
     from vllm.v1.metrics import ray_wrappers
 
-    if (
-        ray_wrappers.ray_metrics is None
-    ):  # vLLM takes Ray for absent where Ray Serve is, which it asks for a label alone
+    if ray_wrappers.ray_metrics is None:  # vLLM treats Ray as absent if Ray Serve is, which it needs for a label only
         ray_wrappers.ray_metrics = import_module("ray.util.metrics")
     return ray_wrappers.RayPrometheusStatLogger
 
 
-def _gathering(llm: Any, stop_ids: tuple[int, ...]) -> Responses:
+def _create_responses(llm: Any, stop_ids: tuple[int, ...]) -> Responses:
     from rollflow.tasks.engines.vllm_responses import Responses
 
     return Responses(llm, stop_ids)
 
 
 def import_early() -> None:
-    """On a CPU: import all that an engine of one thread needs, and fork the process that its cores are forked from.
+    """On a CPU: import what an engine with one thread needs, and start the process that its cores are forked from.
 
-    Then no second process imports vLLM. This one must have begun no threads.
+    Then no second process has to import vLLM. The calling process must not have started threads.
     """
     with _environment(1):
         import_module(CORE_IMPORTS)
@@ -305,10 +307,10 @@ def import_early() -> None:
 
 
 def _fork_cores() -> None:
-    """On a CPU: let vLLM fork its core from a process that has imported vLLM, instead of a new interpreter.
+    """On a CPU: let vLLM fork its core from a process that has imported vLLM, instead of starting a new interpreter.
 
-    Imports are most of an engine's start on a CPU. The first time they run on another core, beside the imports of this
-    process. When an engine starts again in this process, they are done. With a GPU, vLLM must spawn.
+    Imports take most of an engine's start on a CPU. The first time they run in parallel with the imports of this
+    process. When an engine restarts in this process, they are done already. With a GPU, vLLM must spawn.
     """
     from torch.cuda import is_available
 
@@ -324,14 +326,14 @@ def _fork_cores() -> None:
 
 @contextmanager
 def _environment(threads: int) -> Iterator[None]:
-    """What vLLM and its processes read from the environment while they start; put back afterwards."""
+    """Set the environment variables that vLLM and its processes read while they start; restore them afterwards."""
     from torch.cuda import is_available
 
     before = dict(os.environ)
     os.environ |= {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # as vLLM decides by itself inside a Ray actor
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # vLLM's own choice inside a Ray actor
     }
     if not is_available():
         os.environ |= {

@@ -1,4 +1,4 @@
-"""What the process has imported that vLLM's core is forked from, on a CPU. What is missing here costs time, no more."""
+"""The imports of the process that vLLM's core is forked from on a CPU. A missing import only costs time."""
 
 from __future__ import annotations
 

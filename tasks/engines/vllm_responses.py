@@ -1,8 +1,8 @@
-"""Responses as vLLM's core makes them, step by step, past vLLM's way to a `RequestOutput`.
+"""Collects responses directly from vLLM's core, step by step, instead of through vLLM's `RequestOutput`.
 
-vLLM's front end makes text, usage and a result object of each response, in several Python calls for each token. Here
-only tokens, log-probs and versions are wanted, so what comes from the core is gathered in lists. What else is asked of
-the front end (the log-probs of a probe) goes its own way, as ever.
+vLLM's front end builds text, usage and a result object for each response, in several Python calls per token. rollflow
+needs only tokens, log-probs and versions, so the core's outputs are collected in lists. All other requests, such as the
+log-probs of a probe, still go through the front end.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ ENDINGS = {FinishReason.STOP: Ending.STOP, FinishReason.LENGTH: Ending.LENGTH, F
 
 
 class Response:
-    """One response under way: its tokens, and which version each of them came from."""
+    """One running response: its tokens, and the version of each."""
 
     __slots__ = ("_logprobs", "_spans", "_stepped", "_tokens", "cached", "done", "request")
 
     def __init__(self, request: EngineCoreRequest) -> None:
-        """`request`: as vLLM's core gets it."""
+        """Start with the request in the form that vLLM's core takes."""
         self.request = request
         self.done: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
-        self.cached = 0  # tokens of the prompt that were not computed
+        self.cached = 0  # prompt tokens taken from the prefix cache
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._spans: list[tuple[str, int]] = []  # (version, its first token)
-        self._stepped = 0.0  # when its last token came, by the core's clock; counted only where somebody wants to know
+        self._spans: list[tuple[str, int]] = []  # (version, index of its first token)
+        self._stepped = 0.0  # time of its last token, by the core's clock; set only if metrics are collected
 
     def take(self, output: Any, version: str | None) -> None:
-        """Take what a step made, under that version: all of it, or nothing.
+        """Append the output of a step under that version: all of it, or nothing.
 
         Raises:
-            EngineFailed: it is not a log-prob for each token.
+            EngineFailed: the output does not have one log-prob per token.
         """
         if tokens := output.new_token_ids:
-            logprobs = output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's stands first
+            logprobs = output.new_logprobs.logprobs[:, 0].tolist()  # column 0 is the sampled token
             if len(logprobs) != len(tokens):
                 raise EngineFailed(f"vLLM gave {len(tokens)} tokens and {len(logprobs)} log-probs")
             if not self._spans or self._spans[-1][0] != version:
@@ -62,7 +62,7 @@ class Response:
             self.cached = output.prefill_stats.num_cached_tokens or 0
 
     def count(self, output: Any, timestamp: float, stats: Any) -> None:
-        """Add to vLLM's own figures of a step (`IterationStats`) what its front end would have counted."""
+        """Add to vLLM's statistics of a step (`IterationStats`) what its front end would have counted."""
         stats.num_generation_tokens += len(output.new_token_ids)
         if output.prefill_stats is not None:
             stats.prompt_token_stats.update_from_output(output.prefill_stats)
@@ -73,22 +73,22 @@ class Response:
         self._stepped = timestamp
 
     def made(self, since: int = 0) -> Partial:
-        """Its tokens, from `since` on."""
+        """Return its tokens from index `since` on."""
         tokens, logprobs = self._tokens[since:], self._logprobs[since:]
         end = since + len(tokens)
         starts = [(int(version), max(start, since)) for version, start in self._spans]
         ends = [*(start for _, start in starts[1:]), end]
-        # Not strict: before the first token there is an end, and no start.
+        # Not strict: before the first token there is an end but no start.
         spans = [Int32s.same(version, stop - start) for (version, start), stop in zip(starts, ends, strict=False)]
         return Partial(Int32s.of(tokens), Float32s.of(logprobs), Int32s.joined(spans))
 
     @property
     def complete(self) -> bool:
-        """Whether it has come to its end, and whoever waits for it is to be told."""
+        """Whether the response has ended successfully, even if its caller has not run yet."""
         return self.done.done() and not self.done.cancelled() and self.done.exception() is None
 
     def end(self, reason: FinishReason) -> None:
-        """There are no more; who was cancelled does not want to know."""
+        """End the response; a cancelled caller gets no result."""
         if self.done.done():
             return
         if reason in ENDINGS:
@@ -98,28 +98,28 @@ class Response:
 
 
 class Responses(OutputProcessor):  # type: ignore[misc]
-    """In the place of the front end's own output processor."""
+    """Replaces the output processor of vLLM's front end."""
 
     def __init__(self, llm: AsyncLLM, stop_ids: Sequence[int]) -> None:
-        """Takes that place, before the first request; a response ends with one of `stop_ids`."""
+        """Replace it, before the first request; a response ends with one of `stop_ids`."""
         super().__init__(None, log_stats=False)
         self._llm = llm
         self._running: dict[str, Response] = {}
-        self._numbers = count()  # the core has ids of its own: a caller's may come again while the first one ends
+        self._numbers = count()  # for the core's ids: a caller's id may be reused while its first request still ends
         self._longest, self._vocabulary = llm.model_config.max_model_len, llm.model_config.get_vocab_size()
         self._stop_ids = list(stop_ids)
-        self._params = lru_cache(maxsize=256)(self._prepared)  # to make them is a third of a request's cost
+        self._params = lru_cache(maxsize=256)(self._prepare_params)  # building them is a third of a request's cost
         llm.output_processor = self
 
     def new(self, prompt: Int32s, max_new_tokens: int, temperature: float, seed: int | None, salt: str) -> Response:
-        """A response to these tokens; `send` it next. What has another `salt` shares no attention state with it.
+        """Create a response to these tokens; `send` it next. Requests with different `salt` share no attention state.
 
         Raises:
-            ValueError: vLLM takes no such prompt.
+            ValueError: vLLM rejects the prompt.
         """
         tokens, params = list(prompt), self._params(max_new_tokens, temperature)
         if not 0 < len(tokens) < self._longest or not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            self._processed(tokens, params)  # says what is wrong with it
+            self._process(tokens, params)  # raises an error that names the fault
             raise ValueError(f"a token of the prompt is not among the {self._vocabulary} of the policy")
         if seed is not None:
             params = copy.copy(params)
@@ -130,7 +130,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         return response
 
     async def send(self, response: Response) -> None:
-        """Have the core begin with it."""
+        """Send the request to the core."""
         self._llm._run_output_handler()
         try:
             await self._llm.engine_core.add_request_async(response.request)
@@ -139,7 +139,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
             raise
 
     async def abort(self, responses: Iterable[Response]) -> None:
-        """End these now, with what they have; one that has ended is left alone."""
+        """Abort these responses, with the tokens they have; one that has ended is ignored."""
         ids = [one.request.request_id for one in responses]
         running = {id: self._running.pop(id) for id in ids if id in self._running}
         for response in running.values():
@@ -149,7 +149,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
     def process_outputs(
         self, outputs: list[Any], timestamp: float | None = None, stats: Any = None, weight_version: str | None = None
     ) -> Any:
-        """What a step brought: vLLM calls it."""
+        """Distribute the outputs of a step; vLLM calls this."""
         others = []
         for output in outputs:
             response = self._running.get(output.request_id)
@@ -162,18 +162,20 @@ class Responses(OutputProcessor):  # type: ignore[misc]
             if output.finish_reason is not None:
                 del self._running[output.request_id]
                 response.end(output.finish_reason)
-        return super().process_outputs(others, timestamp, None, weight_version)  # a probe is nobody's request
+        return super().process_outputs(others, timestamp, None, weight_version)  # the rest are probes
 
     def propagate_error(self, error: Exception) -> None:
-        """The core died, or is closed, or what came of it could not be read: vLLM calls it, too."""
+        """Fail all running responses, because the core died, was closed or sent unreadable output; vLLM calls this,
+        too.
+        """
         for response in self._running.values():
             if not response.done.done():
                 response.done.set_exception(EngineFailed(f"vLLM's engine process died: {error!r}"))
         self._running.clear()
         super().propagate_error(error)
 
-    def _prepared(self, max_new_tokens: int, temperature: float) -> SamplingParams:
-        """Sampling parameters as the core gets them."""
+    def _prepare_params(self, max_new_tokens: int, temperature: float) -> SamplingParams:
+        """Build the sampling parameters in the form that the core takes."""
         params = SamplingParams(
             max_tokens=max_new_tokens,
             temperature=temperature,
@@ -182,8 +184,8 @@ class Responses(OutputProcessor):  # type: ignore[misc]
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        return self._processed([0], params).sampling_params
+        return self._process([0], params).sampling_params
 
-    def _processed(self, tokens: list[int], params: SamplingParams) -> Any:
+    def _process(self, tokens: list[int], params: SamplingParams) -> Any:
         prompt = {"type": "token", "prompt_token_ids": tokens}
         return self._llm.input_processor.process_inputs("asked", prompt, params, supported_tasks=("generate",))

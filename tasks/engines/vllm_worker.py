@@ -1,15 +1,15 @@
-"""What rollflow adds inside vLLM's own processes.
+"""rollflow's code inside vLLM's own processes.
 
-- **No orphan**: when the process that owns the engine dies, however it dies, the EngineCore process and its
-  workers end within about `POLL_SECONDS`. The executors below are the hook: they run in EngineCore before a
-  model is loaded, so an owner killed during the start leaves nothing behind either.
-- **No stale head**: after every load of weights the output head computes with them. On a CPU, vLLM multiplies
-  by a packed copy of the head which its reload of a *tied* embedding does not refresh.
-- **No compiler on the way**: the rank of the sampled token, which nobody reads here, costs vLLM a C++
-  compilation at the first batch and a third of the sampler's time after it.
+- **No orphans**: when the process that owns the engine dies, for whatever reason, the EngineCore process and its
+  workers end within about `POLL_SECONDS`. The executors below start the watchdog in EngineCore before a model is
+  loaded, so an owner killed during the start leaves nothing behind either.
+- **No stale head**: after every load the output head uses the new weights. On a CPU, vLLM multiplies by a packed copy
+  of the head, which its reload of a *tied* embedding does not refresh.
+- **No compilation at the first batch**: vLLM computes the rank of the sampled token, which is not used here. That costs
+  a C++ compilation at the first batch and a third of the sampler's time after it.
 
-A single device runs inside the EngineCore process: on few cores, one process and one copy of each batch less
-is worth more than vLLM's separate worker.
+A single device runs inside the EngineCore process. With few cores, saving a process and a copy of each batch is worth
+more than vLLM's separate worker.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from rollflow.tasks.runtime.fork_server import be_named
 
 POLL_SECONDS = 0.5
 OWNER = "rollflow_owner"  # key in vLLM's additional_config: the owner's process id
-PROBE = "rollflow-probe"  # request id of the log-probabilities asked for while paused
+PROBE = "rollflow-probe"  # id of the request for log-probabilities while paused
 
 
 def end_with_owner(owner: int) -> None:
-    """Watch for the owner's death in a thread; then kill this process's children and itself."""
+    """Start a thread that kills this process and its children once the owner is dead."""
 
     def watch() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -45,19 +45,19 @@ def end_with_owner(owner: int) -> None:
                 time.sleep(POLL_SECONDS)
         for child in psutil.Process().children(recursive=True):
             child.kill()
-        os._exit(1)  # not sys.exit: no clean-up may wait for an owner that is gone
+        os._exit(1)  # not sys.exit, whose clean-up could wait for the dead owner
 
     threading.Thread(target=watch, name="owner-watchdog", daemon=True).start()
 
 
 def begin_core(owner: int) -> None:
-    """In EngineCore: end with the owner, and have the name that one looks for. vLLM's way of it may find no place."""
+    """In EngineCore: set the process's name, which vLLM's own way may fail to do, and end with the owner."""
     be_named(f"{envs.VLLM_PROCESS_NAME_PREFIX}::EngineCore")
     end_with_owner(owner)
 
 
 class OwnedInlineExecutor(UniProcExecutor):  # type: ignore[misc]
-    """One device, run inside EngineCore."""
+    """An executor for one device, which runs inside EngineCore."""
 
     def _init_executor(self) -> None:
         begin_core(self.vllm_config.additional_config[OWNER])
@@ -65,7 +65,7 @@ class OwnedInlineExecutor(UniProcExecutor):  # type: ignore[misc]
 
 
 class OwnedMultiprocExecutor(MultiprocExecutor):  # type: ignore[misc]
-    """Several devices, a worker process each; vLLM's workers end with EngineCore by themselves."""
+    """An executor for several devices with one worker process each; vLLM ends the workers with EngineCore."""
 
     def _init_executor(self) -> None:
         begin_core(self.vllm_config.additional_config[OWNER])
@@ -73,7 +73,7 @@ class OwnedMultiprocExecutor(MultiprocExecutor):  # type: ignore[misc]
 
 
 class PolicyWorker:
-    """Mixed into vLLM's worker class (`worker_extension_cls`); called through `collective_rpc`."""
+    """Methods added to vLLM's worker class (`worker_extension_cls`); called through `collective_rpc`."""
 
     vllm_config: Any
     model_runner: Any
@@ -82,25 +82,28 @@ class PolicyWorker:
     sample_tokens: Any
 
     def prepare_policy_worker(self) -> None:
-        """Once, after the start."""
-        sampler.batched_count_greater_than = _no_ranks
+        """Disable the rank computation; called once, after the start."""
+        sampler.batched_count_greater_than = _skip_ranks
 
     def load_policy(self, folder: str, repair_tied_head: bool) -> None:
-        """Load the weights in `folder` and make everything derived from them new."""
+        """Load the weights in `folder` and renew everything derived from them."""
         self.model_runner.vllm_config.load_config.load_format = "safetensors"  # the engine started on "dummy"
         self.reload_weights(weights_path=folder)
         if repair_tied_head:
             _repack_head(self.model_runner.get_model())
 
     def prompt_logprobs_while_paused(self, tokens: list[int]) -> list[float]:
-        """Log-probs of tokens[1:], computed past the paused scheduler: new weights can be probed before they serve.
+        """Compute the log-probs of tokens[1:] without the paused scheduler, so that new weights can be probed.
 
-        Only while paused with caches cleared: no request holds a block of KV cache then, so the first ones are free.
+        Only while paused with cleared caches: then no request holds a block of the KV cache, so the first blocks are
+        free.
         """
         size = self.vllm_config.cache_config.block_size
         blocks = list(range(1, 2 + len(tokens) // size))  # block 0 is vLLM's null block
         step = SchedulerOutput.make_empty()
-        step.scheduled_new_reqs = [_probe(tokens, (blocks,) * len(self.model_runner.kv_cache_config.kv_cache_groups))]
+        step.scheduled_new_reqs = [
+            _build_probe(tokens, (blocks,) * len(self.model_runner.kv_cache_config.kv_cache_groups))
+        ]
         step.num_scheduled_tokens = {PROBE: len(tokens)}
         step.total_num_scheduled_tokens = len(tokens)
         self.execute_model(step)
@@ -112,7 +115,7 @@ class PolicyWorker:
         return logprobs
 
 
-def _probe(tokens: list[int], block_ids: tuple[list[int], ...]) -> Any:
+def _build_probe(tokens: list[int], block_ids: tuple[list[int], ...]) -> Any:
     return NewRequestData(
         req_id=PROBE,
         prompt_token_ids=tokens,
@@ -133,5 +136,5 @@ def _repack_head(model: torch.nn.Module) -> None:
         method.process_weights_after_loading(head)
 
 
-def _no_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _skip_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.zeros(logprobs.shape[0], dtype=torch.long, device=logprobs.device)

@@ -1,4 +1,4 @@
-"""Environments: one contract (`base`), a file each, chosen by `build_environment`."""
+"""Environments: one contract (`base`) and one file for each kind; `build_environment` chooses one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironm
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:
-    """The environment that `[environment]` asks for.
+    """Build the environment that `[environment]` names.
 
     Raises:
-        ConfigError: there is no environment of that import path.
+        ConfigError: there is no environment with that import path.
     """
     match config:
         case SingleTurnEnvironment():

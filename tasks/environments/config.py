@@ -1,4 +1,4 @@
-"""The `[environment]` section: what an episode is. One class a kind."""
+"""The `[environment]` section: one class for each kind of environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EPISODES = {"kind": "the trajectories in the log are its episodes"}
 
 
 class SingleTurnEnvironment(Section):
-    """A prompt, one response, its reward."""
+    """One prompt, one response, one reward."""
 
     fixed: ClassVar[Mapping[str, str]] = EPISODES
 
@@ -21,7 +21,7 @@ class SingleTurnEnvironment(Section):
 
 
 class ImportEnvironment(Imported):
-    """Episodes of your own."""
+    """A user-defined environment."""
 
     fixed: ClassVar[Mapping[str, str]] = EPISODES
 

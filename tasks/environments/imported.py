@@ -1,4 +1,4 @@
-"""An environment of your own: a class that derives from `Environment`, made with its options."""
+"""A user-defined environment: a class derived from `Environment`, created with its options."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ KEY = "environment"
 
 
 class ImportedEnvironment(Environment):
-    """The one that `environment.path` names. What it raises is its episode's reason, and the end of no other."""
+    """The environment that `environment.path` names. An error that it raises fails only its own episode."""
 
     def __init__(self, config: ImportEnvironment) -> None:
-        """ConfigError: there is no such class, or it breaks the contract, or it takes other options."""
+        """Create the environment.
+
+        Raises:
+            ConfigError: there is no such class, it breaks the contract, or it takes other options.
+        """
         self._own = imported_object(KEY, config, Environment)  # type: ignore[type-abstract]
         self._name = f"environment {config.path}"
 
     async def play(self, episode: Episode) -> Score | None:
-        """See `Environment`."""
+        """Run an episode, as `Environment` says."""
         try:
             score = await self._own.play(episode)
-        except RollflowError:  # the run's own: an engine that failed
+        except RollflowError:  # the run's own error, such as a failed engine
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment may be foreign code
             return failed(self._name, error)

@@ -1,4 +1,4 @@
-"""A prompt, one response, the verifier's reward."""
+"""The single-turn environment: one prompt, one response, the verifier's reward."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from rollflow.tasks.verifiers.base import Score
 
 
 class SingleTurn(Environment):
-    """See the module's docstring."""
+    """Runs episodes of a single turn."""
 
     async def play(self, episode: Episode) -> Score | None:
-        """See `Environment`."""
+        """Generate one response and score it."""
         made = await episode.generate()
         return None if made is None else await episode.judge(made.tokens)
 

@@ -1,7 +1,7 @@
-"""The rollout side of a run, in plain asyncio: it runs on a virtual clock as on a real one. Nothing of Ray is in it.
+"""The rollout side of a run, in plain asyncio without Ray: it runs on a virtual clock as well as on a real one.
 
-What is built here is chosen by the config, once: the shipped parts know nothing of the baselines. Each is loaded only
-then, so that who reads the config of this room needs none.
+The builders here choose the implementation from the config, so that the shipped parts know nothing of the baselines.
+They import it only when they are called, so that reading this folder's config loads no implementation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def build_proxy(
     engines: Sequence[Engine], slots: int, replacement_seconds: float, routing: AnyRouting
 ) -> InferenceProxy:
-    """The engines as one, as `rollout.routing` says; see `InferenceProxy`."""
+    """Build the proxy that `rollout.routing` names; see `InferenceProxy`."""
     from rollflow.tasks.rollout.baselines import WholeGroupProxy
     from rollflow.tasks.rollout.proxy import InferenceProxy
 
@@ -32,7 +32,7 @@ def build_proxy(
 def build_scheduler(
     limits: RolloutLimits, ports: SchedulerPorts, proxy: InferenceProxy, resume: ResumePoint
 ) -> RolloutScheduler:
-    """The scheduler that `rollout.mode` names, for the proxy that `build_proxy` made."""
+    """Build the scheduler that `limits.mode` names, for a proxy from `build_proxy`."""
     from rollflow.tasks.rollout.baselines import (
         BatchScheduler,
         WholeGroupBatches,

@@ -1,16 +1,16 @@
-"""Admission: how many prompt groups may be started now. Pure functions of what there is at one moment (`Supply`).
+"""Admission: decides how many prompt groups may start now. Pure functions of the state at one moment (`Supply`).
 
-Batch b trains version b. Started under version v a group is fresh enough for it if b <= v + alpha. So while the engines
-hold v, groups may be started for the batches below v + 1 + alpha that are not formed yet: what is generated is not
-wasted, as long as groups end in about the order they started. A group that overtakes pushes a straggler one batch
-later; such a straggler is caught when its batch is formed.
+Batch b trains version b. A group that started under version v is fresh enough for batch b if b <= v + alpha. So while
+the engines serve v, groups may start for the unformed batches below v + 1 + alpha. Nothing generated is wasted, as long
+as groups end in about the order in which they started. A group that overtakes others pushes a straggler one batch
+later; formation handles such a straggler.
 
-Staleness is a whole number, so of a fractional alpha the part behind the point only starts groups that can take the
-place of slower ones of the same batch: none where slow ones are waited for (`RolloutLimits.lead`). Half a batch ahead,
-at most one version old, is alpha = 1 with ahead = 0.5.
+Staleness is a whole number. So the fractional part of alpha only starts groups that can replace slower ones of the same
+batch, and it starts none where slow groups are waited for (`RolloutLimits.lead`). To run half a batch ahead, at most
+one version old, set alpha = 1 and ahead = 0.5.
 
-Batches are formed in order, but for those that were lost (voided) and are to be formed again: they come first, and that
-later ones are formed already takes nothing from them.
+Batches are formed in order. Only voided batches, which have to be formed again, come first; the later batches that
+exist already do not reduce what they may start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The batches that are still to be formed: the lost ones first, then new ones up to the last."""
+    """The batches that are still to be formed: voided ones first, then new ones up to the last."""
 
     number: int  # of the first batch that was never formed
     missing: tuple[int, ...]  # batches below it that are to be formed again
@@ -32,7 +32,7 @@ class Due:
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """Number of batches that are due."""
         return max(0, self.last - self.number) + len(self.missing)
 
     @property
@@ -41,11 +41,11 @@ class Due:
         return self.at(0)
 
     def at(self, place: int) -> int:
-        """The number of the batch that is formed after `place` others."""
+        """Return the number of the batch that is formed after `place` others."""
         return self.missing[place] if place < len(self.missing) else self.number + place - len(self.missing)
 
     def after_first(self) -> Due:
-        """What is due once the first of them is formed."""
+        """Return the batches that are due once the first is formed."""
         if self.missing:
             return replace(self, missing=self.missing[1:])
         return replace(self, number=self.number + 1)
@@ -53,51 +53,51 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """What admission decides by, at one moment."""
+    """The state that admission decides by."""
 
-    version: int  # policy version the engines hold; -1 before the first
+    version: int  # policy version that the engines serve; -1 before the first
     due: Due
-    running: int  # groups under way, those that were given up among them
-    outstanding: int  # groups that may still come into a batch: that run, or wait for it
-    generating: int  # responses still to come, of all that run
-    slots: float  # requests that may be under way
+    running: int  # running groups, including preempted ones
+    outstanding: int  # groups that may still join a batch: they run or are in the buffer
+    generating: int  # unfinished responses of all running groups
+    slots: float  # most requests that may be in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What admission says."""
+    """The decision of admission."""
 
-    batch: int  # that the next group is for
+    batch: int  # the batch that the next group is for
     fresh: int  # groups that alpha allows to start now
     wanted: int  # groups that the run can still use
-    free: bool  # the engines have room for one more
+    free: bool  # the engines have room for one more group
 
     @property
     def opens(self) -> bool:
-        """Whether one more group starts."""
+        """Whether one more group may start."""
         return self.free and min(self.fresh, self.wanted) > 0
 
     @property
     def is_held(self) -> bool:
-        """Whether alpha alone keeps the engines waiting."""
+        """Whether free engines wait only because of alpha."""
         return self.free and self.fresh <= 0 < self.wanted
 
 
 def next_batch(supply: Supply, limits: RolloutLimits) -> int:
-    """The batch that the next group would be for, as far as alpha reaches."""
-    under_way = supply.outstanding // limits.groups  # batches that what is under way may fill
+    """Return the batch that the next group is for, as far as alpha reaches."""
+    under_way = supply.outstanding // limits.groups  # batches that the outstanding groups may fill
     return min(supply.due.at(under_way), math.floor(supply.version + limits.lead))
 
 
 def room(supply: Supply, limits: RolloutLimits, extra: int) -> Room:
-    """How many groups may start; `extra`: groups that the next batch's round has to spare."""
+    """Decide how many groups may start; `extra` is the number of extra groups in the next batch's round."""
     due, version = supply.due, supply.version
     fresh = allowance(
         version, supply.outstanding, number=due.number, missing=due.missing, groups=limits.groups, ahead=limits.lead
     )
-    if due.first > version + limits.lead:  # this version's batches are formed: an extra group would be too late
+    if due.first > version + limits.lead:  # the batches of this version are formed: an extra group would come too late
         extra = 0
-    if due.first > version + limits.async_ratio:  # and so would be any that is started now
+    if due.first > version + limits.async_ratio:  # any group that starts now would come too late
         fresh = min(fresh, 0)
     return Room(
         batch=next_batch(supply, limits),
@@ -110,18 +110,18 @@ def room(supply: Supply, limits: RolloutLimits, extra: int) -> Room:
 def allowance(
     version: int, outstanding: int, *, number: int, missing: Collection[int] = (), groups: int, ahead: float
 ) -> int:
-    """Groups that may start for freshness alone; below 0 if more are started than there is room for.
+    """Compute how many groups may start for freshness alone; negative if too many have started.
 
     Args:
-        version: policy version the engines hold; -1 before the first.
-        outstanding: groups that run, or wait for their batch.
-        number: of the first batch that was never formed.
-        missing: batches below it that are to be formed again.
+        version: policy version that the engines serve; -1 before the first.
+        outstanding: groups that run or wait for their batch.
+        number: number of the first batch that was never formed.
+        missing: lower-numbered batches that have to be formed again.
         groups: N, groups in a batch.
-        ahead: alpha, or less: batches that may be started ahead of training; a fraction is that part of a batch.
+        ahead: number of batches that may start ahead of training, at most alpha; a fraction is a part of a batch.
     """
     if version < 0:
         return 0
-    limit = math.floor(groups * (version + 1 + ahead))  # groups of all batches, in the order of batches
+    limit = math.floor(groups * (version + 1 + ahead))  # groups of all batches that may have started by now
     again = sum(min(max(limit - groups * lost, 0), groups) for lost in missing)
     return again + max(limit - groups * number, 0) - outstanding

@@ -1,4 +1,4 @@
-"""What asynchronous rollout is measured against. None of it is in the way of what is used.
+"""Baselines that asynchronous rollout is measured against. The shipped classes do not depend on them.
 
 - `BatchScheduler`: batch after batch (`rollout.mode = "batch"`).
 - `WholeGroupScheduler`, with `WholeGroupProxy`: no prompt replication (`rollout.routing = "group"`).
@@ -23,14 +23,14 @@ from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.scheduler import RolloutScheduler
 from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
 
-WHOLE = -1  # in place of a sample: all of them
+WHOLE = -1  # stands for all samples of a group where a sample number is expected
 
 # --- batch after batch ------------------------------------------------------------------------------------------
 
 
 class BatchScheduler(RolloutScheduler):
-    """A wave of groups starts once all before it have ended, and rewards are given once the last response of the wave
-    has ended."""
+    """Starts the groups of a batch once all earlier groups have ended, and scores them once the last response of the
+    batch has ended."""
 
     _generated_all: asyncio.Event
 
@@ -40,16 +40,16 @@ class BatchScheduler(RolloutScheduler):
         self._generated_all = asyncio.Event()
         super()._start_groups(tasks)
 
-    def _supply(self) -> Supply:
-        """Requests may queue at the engines: nothing starts in their place."""
-        return replace(super()._supply(), slots=math.inf)
+    def _read_supply(self) -> Supply:
+        """Read the state for admission; the number of slots is no limit, because requests may queue at the engines."""
+        return replace(super()._read_supply(), slots=math.inf)
 
-    async def _generated(self, tokens: int) -> None:
-        await super()._generated(tokens)
+    async def _count_response(self, tokens: int) -> None:
+        await super()._count_response(tokens)
         await self._generated_all.wait()
 
-    def _freed(self, responses: int) -> None:
-        super()._freed(responses)
+    def _free_requests(self, responses: int) -> None:
+        super()._free_requests(responses)
         if self._generating == 0:
             self._generated_all.set()
 
@@ -59,45 +59,45 @@ class BatchScheduler(RolloutScheduler):
 
 @dataclass(eq=False, slots=True)
 class GroupTicket(Ticket):
-    """For `width` slots of one engine, or for one of those that are held for its group."""
+    """A ticket for `width` slots of one engine, or for one of the slots that its group holds."""
 
     width: int = 1
-    within: Lane | None = None  # the engine that holds a slot for it
+    within: Lane | None = None  # the engine on which its group holds slots
 
 
 class WholeGroupQueue(SlotQueue):
-    """A group holds slots of one engine until they are released. Its requests run there; if the engine dies, they go on
-    elsewhere, one by one."""
+    """A queue in which a group holds slots of one engine until it releases them. Its requests run there; if the engine
+    dies, they continue on other engines, one by one."""
 
     def __init__(self, slots: int, replacement_seconds: float) -> None:
-        """`slots` of each engine."""
+        """Create the queue for engines with `slots` slots each."""
         super().__init__("least-work", replacement_seconds)
         self._slots = slots
         self._held: dict[Hashable, tuple[Lane, GroupTicket]] = {}
 
     async def hold(self, group: Hashable, width: int, priority: float) -> None:
-        """Wait for `width` slots of one engine, or for all that it has.
+        """Wait until the group holds `width` slots of one engine, or all of its slots if it has fewer.
 
         Raises:
             EngineFailed: no engine lives, and none has joined in time.
         """
-        ticket = self.ticket(priority, width=min(width, self._slots))
+        ticket = self.create_ticket(priority, width=min(width, self._slots))
         lane = await self.take(ticket)
-        assert lane is not None, "nobody else has this ticket"
+        assert lane is not None, "the queue withdraws no ticket of a group"
         self._held[group] = lane, ticket
 
     def give_back(self, group: Hashable) -> None:
-        """The slots of a group are free again; a second call changes nothing."""
+        """Free the slots of a group; a second call changes nothing."""
         if held := self._held.pop(group, None):
             self.release(*held)
 
-    def ticket(self, priority: float, group: Hashable = None, width: int = 1) -> GroupTicket:
-        """A place at the end of those with this priority."""
+    def create_ticket(self, priority: float, group: Hashable = None, width: int = 1) -> GroupTicket:
+        """Create a ticket behind all others of this priority."""
         within, _ = self._held.get(group, (None, None))
-        return GroupTicket(super().ticket(priority).turn, width=width, within=within)
+        return GroupTicket(super().create_ticket(priority).turn, width=width, within=within)
 
     async def take(self, ticket: Ticket) -> Lane | None:
-        """See `SlotQueue`; a ticket whose group holds slots has one at once."""
+        """Wait for a slot as `SlotQueue` does; a ticket whose group holds slots gets one of them immediately."""
         assert isinstance(ticket, GroupTicket)
         if ticket.within is not None and ticket.within.failure is None:
             return ticket.within
@@ -105,18 +105,18 @@ class WholeGroupQueue(SlotQueue):
         try:
             return await super().take(ticket)
         except asyncio.CancelledError:
-            self._dispatch()  # those behind it may fit where it did not
+            self._dispatch()  # narrower tickets behind it may fit
             raise
 
     def release(self, lane: Lane, ticket: Ticket) -> None:
-        """See `SlotQueue`; a slot that is held for a group stays so."""
+        """Free the ticket's slots; a slot that its group holds stays taken."""
         assert isinstance(ticket, GroupTicket)
         if lane is not ticket.within:
             lane.taken -= ticket.width - 1
             super().release(lane, ticket)
 
     def withdraw(self, ticket: Ticket) -> None:
-        """See `SlotQueue`; those behind it may fit where it did not."""
+        """Remove a waiting ticket; narrower tickets behind it may fit then."""
         super().withdraw(ticket)
         self._dispatch()
 
@@ -134,7 +134,7 @@ class WholeGroupQueue(SlotQueue):
 
 
 class WholeGroupProxy(InferenceProxy):
-    """All engines as one, for requests that come in whole groups."""
+    """A proxy whose requests come in whole groups."""
 
     _queue: WholeGroupQueue
 
@@ -146,12 +146,12 @@ class WholeGroupProxy(InferenceProxy):
 
     @property
     def queue(self) -> WholeGroupQueue:
-        """Where groups get their slots."""
+        """The queue in which groups get their slots."""
         return self._queue
 
 
 class WholeGroupRollout(GroupRollout):
-    """It waits for slots for all of its requests, and holds them until its last response ends."""
+    """A dispatch that waits for slots for all of its requests, and holds them until its last response ends."""
 
     @property
     def _queue(self) -> WholeGroupQueue:
@@ -159,26 +159,26 @@ class WholeGroupRollout(GroupRollout):
         return self.ports.proxy.queue
 
     async def run(self, prompt: Prompt) -> TrajectoryGroup | Discard:
-        """See `GroupRollout`."""
+        """Run the group as `GroupRollout` does, while it holds its slots."""
         hold = functools.partial(self._queue.hold, self.key, self.responses, self.key.prompt)
         try:
-            await self._insist(WHOLE, hold)
+            await self._ask_until_answered(WHOLE, hold)
             return await super().run(prompt)
         finally:
             self._queue.give_back(self.key)
 
-    async def _closed(self, episode: PlayedEpisode) -> bool:
-        if self.unanswered == 1:  # it is the last
+    async def _close_episode(self, episode: PlayedEpisode) -> bool:
+        if self.unanswered == 1:  # this episode is the last one
             self._queue.give_back(self.key)
-        return await super()._closed(episode)
+        return await super()._close_episode(episode)
 
 
 class WholeGroupScheduler(RolloutScheduler):
-    """A prompt holds slots of one engine until its slowest response ends."""
+    """Lets a prompt hold slots of one engine until its slowest response ends."""
 
-    def _rollout(self, issue: Issue) -> GroupRollout:
+    def _create_rollout(self, issue: Issue) -> GroupRollout:
         return WholeGroupRollout(issue.key, self._group_ports, issue.responses, self._issued, awaited=issue.awaited)
 
 
 class WholeGroupBatches(WholeGroupScheduler, BatchScheduler):
-    """Both."""
+    """Combines both baselines."""

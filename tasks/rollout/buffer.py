@@ -1,8 +1,9 @@
-"""The trajectory buffer: scored groups waiting for their batch. Decides purely, waits for nothing.
+"""The trajectory buffer: holds scored groups until their batch is formed. It is a plain data structure: it never waits.
 
-The oldest groups go first. Of equally old ones, the awaited go first, because they were left behind before; then prompt
-order decides. So when exactly one batch is there (alpha = 0), the choice does not depend on who finished first. A group
-that is too old for the batch at hand is stale: for later batches it would be older still.
+The groups with the oldest start version are taken first. Among equally old groups, awaited groups go first, because
+they were preempted before; then the prompt's order decides. So at alpha = 0, where exactly one batch is in the buffer,
+the choice does not depend on which group finished first. A group that is too old for the next batch is stale, because
+for later batches it would be older still.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from rollflow.storage.records import FinishedGroup, GroupKey
 
 
 class Rank(NamedTuple):
-    """The order in which groups go into a batch: the smallest first."""
+    """Sort key of a group in the buffer: the smallest is taken first."""
 
     started_version: int
-    passed: bool  # it is not awaited
+    passed: bool  # False if the group is awaited
     key: GroupKey
 
 
 class Waiting(NamedTuple):
-    """A scored group, and the number of its issue."""
+    """A scored group in the buffer, with its rank and its issue number."""
 
     rank: Rank
     issue: int
@@ -31,7 +32,7 @@ class Waiting(NamedTuple):
 
 
 class TrajectoryBuffer:
-    """Scored groups of one run. Freshness is per group: its oldest trajectory counts."""
+    """The scored groups of one run. A group is as old as its oldest trajectory."""
 
     def __init__(self) -> None:
         self._groups: list[Waiting] = []  # by rank
@@ -40,35 +41,37 @@ class TrajectoryBuffer:
         return len(self._groups)
 
     def add(self, group: FinishedGroup, issue: int = 0, *, awaited: bool = False) -> None:
-        """Put a scored group in line; it was the `issue`-th to be started."""
+        """Add a scored group, which was the `issue`-th to start."""
         waiting = Waiting(Rank(group.started_version, not awaited, group.key), issue, group)
         insort(self._groups, waiting, key=attrgetter("rank"))
 
-    def before(self, issue: int) -> int:
-        """How many of the groups were started before the `issue`-th."""
+    def count_before(self, issue: int) -> int:
+        """Count the groups that started before the `issue`-th."""
         return sum(waiting.issue < issue for waiting in self._groups)
 
-    def older(self, bound: float) -> int:
-        """How many of the groups were started under an older version than `bound`."""
+    def count_older(self, bound: float) -> int:
+        """Count the groups that started under a version older than `bound`."""
         return bisect_left(self._groups, bound, key=lambda waiting: waiting.rank.started_version)
 
-    def ahead_of(self, rank: Rank) -> int:
-        """How many of the groups go before one of this rank."""
+    def count_ahead(self, rank: Rank) -> int:
+        """Count the groups that are taken before one of this rank."""
         return bisect_left(self._groups, rank, key=attrgetter("rank"))
 
     def drop(self, bound: float) -> tuple[FinishedGroup, ...]:
-        """Remove the groups that were started under an older version than `bound`."""
-        stale = self.older(bound)
+        """Remove the groups that started under a version older than `bound`, and return them."""
+        stale = self.count_older(bound)
         dropped, self._groups = self._groups[:stale], self._groups[stale:]
-        return tuple(one.group for one in dropped)
+        return tuple(waiting.group for waiting in dropped)
 
     def take(self, count: int, *, in_order: bool = False) -> tuple[FinishedGroup, ...]:
-        """Remove the first `count` groups.
+        """Remove the first `count` groups and return them, sorted by start version and key.
 
         Args:
-            in_order: the first that were issued, whatever version they were started under. Within the batch they
-                stand as ever: at alpha = 0 the order of issue may depend on what was filtered when.
+            in_order: take the groups that were issued first, whatever version they started under. The sort order within
+                the batch stays the same, because at alpha = 0 the order of issue may depend on when groups were
+                filtered.
         """
-        line = sorted(self._groups, key=lambda one: (one.issue, one.rank)) if in_order else self._groups
+        line = sorted(self._groups, key=lambda waiting: (waiting.issue, waiting.rank)) if in_order else self._groups
         self._groups = sorted(line[count:], key=attrgetter("rank"))
-        return tuple(sorted((one.group for one in line[:count]), key=lambda group: (group.started_version, group.key)))
+        taken = (waiting.group for waiting in line[:count])
+        return tuple(sorted(taken, key=lambda group: (group.started_version, group.key)))

@@ -1,4 +1,4 @@
-"""The `[rollout]` and `[evaluation]` sections: how generation runs ahead, and what is measured beside it."""
+"""The `[rollout]` and `[evaluation]` sections: how far generation runs ahead, and how the policy is evaluated."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import Field
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section
 
 Routing = Literal["least-work", "prefix"]
-AnyRouting = Literal[Routing, "group"]  # a baseline among them
+AnyRouting = Literal[Routing, "group"]  # "group" is a baseline
 
 
 class FilterConfig(Section):
-    """Dynamic sampling: groups that carry no signal are counted, and replaced by groups of other prompts."""
+    """Dynamic sampling: groups without a learning signal are counted and replaced by groups of other prompts."""
 
     min_mean: float | None = Field(None, description="groups with a mean reward at or below it are not trained on")
     max_mean: float | None = Field(None, description="groups with a mean reward at or above it are not trained on")
@@ -23,7 +23,7 @@ class FilterConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How generation runs ahead and what it waits for."""
+    """How far generation runs ahead, and what it waits for."""
 
     mode: Literal["queue", "batch"] = Field(
         "queue", description="batch: whole batches, rewards after the last response; the baseline, slower"
@@ -74,17 +74,17 @@ class RolloutConfig(Section):
 
     @property
     def bound(self) -> Literal["drop", "wait"]:
-        """`at_bound`, as it is when a person does not say: nothing is dropped unless something is to be left over."""
+        """Value of `at_bound`; by default nothing is dropped unless extra groups or tail batching leave groups over."""
         return self.at_bound or ("drop" if self.extra_groups or self.tail_batching else "wait")
 
     @property
     def leaves_behind(self) -> bool:
-        """Whether a group that runs may be given up and issued again: then its draws have to be kept."""
+        """Whether a running group may be preempted and issued again, which means that its random draws must be kept."""
         return self.bound == "drop" or self.tail_batching
 
 
 class EvaluationConfig(Section):
-    """Evaluation on held-out prompts: before, during and after."""
+    """Evaluation on held-out prompts: before, during and after training."""
 
     fixed: ClassVar[Mapping[str, str]] = {"prompts": "which prompts are held out follows from it"}
 

@@ -1,4 +1,4 @@
-"""What a scheduler counts, for people and for MLflow: nothing is decided by it."""
+"""The scheduler's counters, for people and for MLflow: nothing is decided by them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Stopwatch:
-    """How long something was so."""
+    """Measures for how many seconds in all a condition held."""
 
     seconds: float = 0.0
     since: float | None = None
 
     def note(self, now: float, *, holds: bool) -> None:
-        """It is so from now on, or not."""
+        """Note whether the condition holds from now on."""
         if self.since is not None:
             self.seconds += now - self.since
         self.since = now if holds else None
@@ -22,14 +22,14 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class Counts:
-    """What a scheduler has done since it started."""
+    """The counters of a scheduler since it started."""
 
     tokens: int = 0
     surplus_tokens: int = 0  # of responses that were started beyond G
     discarded_tokens: int = 0
-    dropped_tokens: int = 0  # of these, because it was too slow or not needed
+    dropped_tokens: int = 0  # the part of `discarded_tokens` of groups that were too slow or not needed
     trajectories: int = 0
     discards: Counter[str] = field(default_factory=Counter)
-    filtered: Counter[str] = field(default_factory=Counter)  # by what was wrong with the group
-    held: Stopwatch = field(default_factory=Stopwatch)  # engines had free slots, and alpha allowed no more to start
-    waited: Stopwatch = field(default_factory=Stopwatch)  # the learner was ready, and a full batch waited at the bound
+    filtered: Counter[str] = field(default_factory=Counter)  # by the reason for filtering the group
+    held: Stopwatch = field(default_factory=Stopwatch)  # engines had free slots, but alpha let no more groups start
+    waited: Stopwatch = field(default_factory=Stopwatch)  # the learner was idle, and a full batch waited for old groups

@@ -1,7 +1,7 @@
-"""An episode under way: what its environment asks of it, and what has come of it.
+"""An episode in progress: gives its environment what `Episode` promises, and collects tokens and reward.
 
-Who holds the episode gives it three functions: how a generation is asked for, what is done when nothing more is to be
-generated (and whether it is wanted then), and who judges it.
+The owner of an episode passes three functions. `ask` requests a generation. `closed` is called when nothing more will
+be generated, and returns whether the episode is wanted. `score` computes the reward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ CHOSEN = b"\1"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A generation to ask for: which one of its episode (from 0), behind what, and of how many tokens at most."""
+    """A request for one generation: its number in the episode (from 0), its context, and the most tokens to
+    generate.
+    """
 
     number: int
     prompt: Int32s
@@ -37,33 +39,34 @@ class Turn:
 
 @dataclass(eq=False, slots=True)
 class PlayedEpisode:
-    """`Episode`; T tokens of the response so far, and a mask of as many. Nobody looks at a token here: they are flat.
+    """Implements `Episode`: T response tokens so far and a mask of T bytes, in flat arrays.
 
-    `ask` gives None where nothing is wanted any more. `closed` is told once, when nothing more is to be generated, and
-    says whether it is wanted; also of an episode that had no generation because nothing was wanted.
+    `ask` returns None if the episode is no longer wanted. `closed` is called exactly once, also for an episode that had
+    no generation.
 
-    It is with its environment, or with who holds it: while something is asked of it. `let_go` ends the former.
+    At any time either the environment runs, or it waits for the owner to answer a request. `let_go` interrupts only an
+    environment that runs.
     """
 
     prompt: Prompt
-    longest: int  # tokens of a response
+    longest: int  # largest number of response tokens
     ask: Callable[[Turn], Awaitable[Started | None]]
     closed: Callable[[PlayedEpisode], Awaitable[bool]]
     score: Callable[[ScoreRequest], Awaitable[Score]]
-    vocabulary: int = ANY_TOKEN  # tokens that the policy has
+    vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     made: Partial = NOTHING
-    mask: bytes = b""  # a byte for each token: 1, or 0 where it was added
+    mask: bytes = b""  # one byte per token: 1 if the policy generated it, 0 if the environment added it
     turns: int = 0
-    generated: int = 0  # tokens, of the policy
+    generated: int = 0  # number of tokens that the policy generated
     first: Started | None = None
     ending: Ending = Ending.STOP
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
-    at: float = 0.0  # when nothing more was to be generated
-    wanted: bool | None = None  # known once that is so
-    _leader: asyncio.Task[Any] | None = None  # what its environment runs in
-    _asked: bool = False  # something, by its environment: an answer is under way
-    _gone: bool = False  # it was let go
-    _interrupted: bool = False  # while its environment thought
+    at: float = 0.0  # time at which generation ended
+    wanted: bool | None = None  # None until generation has ended
+    _leader: asyncio.Task[Any] | None = None  # the task that runs its environment
+    _asked: bool = False  # True while its environment waits for an answer
+    _gone: bool = False  # True after `let_go`
+    _interrupted: bool = False  # True if its environment was cancelled while it computed
 
     @property
     def response(self) -> Int32s:
@@ -81,9 +84,9 @@ class PlayedEpisode:
             return None
         self._asked = True
         try:
-            started = None if self._gone else await self.ask(self._turn())
+            started = None if self._gone else await self.ask(self._build_turn())
             if started is not None:
-                self._take(started)
+                self._append_generation(started)
                 if self.ending is not Ending.ABORTED and not self._gone:
                     return started.generation
             await self.abandon()
@@ -93,7 +96,7 @@ class PlayedEpisode:
 
     def add(self, tokens: Sequence[int]) -> None:
         """See `Episode`."""
-        given = self._checked(tokens)
+        given = self._check_tokens(tokens)
         count = len(given)
         if count > self.room:
             raise ValueError(f"{count} tokens are more than the response has room for ({self.room})")
@@ -106,12 +109,14 @@ class PlayedEpisode:
         try:
             if not await self._close():
                 return None
-            return await self.score(ScoreRequest(self._checked(tokens), self.prompt.reference))
+            return await self.score(ScoreRequest(self._check_tokens(tokens), self.prompt.reference))
         finally:
             self._asked = False
 
     def let_go(self) -> None:
-        """Nobody wants it any more: an environment that thinks is interrupted, one that has asked is told."""
+        """Stop an episode that is no longer wanted: cancel a running environment; a waiting one gets None as its
+        answer.
+        """
         if self.wanted or self._gone:
             return
         self._gone = True
@@ -120,19 +125,19 @@ class PlayedEpisode:
             self._leader.cancel()
 
     async def abandon(self) -> None:
-        """It is over before its end; what was generated is counted."""
+        """End the episode before its natural end; the tokens generated so far are counted."""
         self.ending = Ending.ABORTED
         await self._close()
 
-    async def played(self, environment: Environment) -> Score | None:
-        """Its reward, once `environment` has led it to its end; None if it is not wanted."""
-        score = await self._led(environment)
+    async def play(self, environment: Environment) -> Score | None:
+        """Run the episode in `environment` and return its reward; None if the episode is not wanted."""
+        score = await self._run_environment(environment)
         if not await self._close():
             return None
         return NO_REWARD if score is None else score
 
     def trajectory(self, sample: int, started_version: int, score: Score) -> Trajectory:
-        """What is trained on."""
+        """Build the trajectory for training."""
         prompt, made, given = Int32s.of(self.prompt.tokens), self.made, len(self.prompt.tokens)
         return Trajectory(
             sample=sample,
@@ -149,10 +154,10 @@ class PlayedEpisode:
         )
 
     def started_version(self, staleness: str) -> int:
-        """The version its staleness counts from.
+        """Return the version from which the staleness of this episode counts.
 
         Raises:
-            ConfigError: nothing was generated.
+            ConfigError: the environment asked for no generation.
         """
         if self.first is None:
             raise ConfigError("environment: it ended an episode without a generation; ask for one in each")
@@ -160,15 +165,15 @@ class PlayedEpisode:
             return min((version for version in self.made.versions if version >= 0), default=self.first.version)
         return self.first.version
 
-    async def _led(self, environment: Environment) -> Score | None:
-        """What its environment says of it; None, too, if that was interrupted."""
+    async def _run_environment(self, environment: Environment) -> Score | None:
+        """Run the environment and return its score; None also if it was interrupted."""
         leader = self._leader = asyncio.current_task()
         assert leader is not None
         try:
             return await environment.play(self)
         except asyncio.CancelledError:
             if not self._interrupted or leader.cancelling() > 1:
-                raise  # somebody ends the whole run
+                raise  # the cancellation came from outside and ends the whole run
         finally:
             self._leader = None
             if self._interrupted:
@@ -176,11 +181,11 @@ class PlayedEpisode:
         await self.abandon()
         return None
 
-    def _turn(self) -> Turn:
+    def _build_turn(self) -> Turn:
         given = Int32s.of(self.prompt.tokens)
         return Turn(self.turns, given + self.response if self.made else given, self.room)
 
-    def _take(self, started: Started) -> None:
+    def _append_generation(self, started: Started) -> None:
         made = started.generation
         self.made, self.mask = self.made + made.made, self.mask + CHOSEN * len(made.made)
         self.first = self.first or started
@@ -188,8 +193,8 @@ class PlayedEpisode:
         self.generated += len(made.made)
         self.ending = made.ending
 
-    def _checked(self, tokens: Sequence[int]) -> Int32s:
-        """Tokens that its environment gave, as engines take them; others would be an engine's end."""
+    def _check_tokens(self, tokens: Sequence[int]) -> Int32s:
+        """Convert tokens from the environment; reject ids outside the vocabulary, which could crash an engine."""
         if tokens is self.made.tokens:
             return self.made.tokens
         if isinstance(tokens, Int32s):
@@ -204,7 +209,7 @@ class PlayedEpisode:
         return Int32s.of(tokens)
 
     async def _close(self) -> bool:
-        """Nothing more is to be generated; whether it is wanted."""
+        """End generation and return whether the episode is wanted."""
         if self.wanted is None:
             self.at = asyncio.get_running_loop().time()
             self.wanted = await self.closed(self)

@@ -1,13 +1,13 @@
-"""Evaluation: the share of held-out prompts answered right under one policy version, beside training.
+"""Evaluation: measures the share of held-out prompts that one policy version answers correctly, beside training.
 
-    newest version published --> those that are due --> an engine: the version's weights --> ask --> store
+    newest version published --> versions that are due --> an engine: the version's weights --> ask --> store
                                        ^                         |
                                        +--- the engine died -----+
 
-- Nothing waits for an evaluation but the end of the run, which waits for all.
-- Nothing else uses the engine meanwhile, so every token comes from the version that is evaluated.
-- Versions are evaluated in their order, also those that the engines of training skipped. Storage tells what is due, so
-  a new process does what a dead one had not stored.
+- Only the end of the run waits for evaluations: it waits for all of them.
+- Nothing else uses the engine during an evaluation, so every token comes from the evaluated version.
+- Versions are evaluated in order, including versions that the training engines skipped. Storage records which are done,
+  so a restarted process evaluates those that a dead one did not finish.
 - A version whose weights are gone is skipped, and the reason is stored.
 """
 
@@ -38,14 +38,15 @@ from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
 T = TypeVar("T")
-AGAIN_SECONDS = 1.0  # before an evaluation whose engine died is begun again
+AGAIN_SECONDS = 1.0  # wait before an evaluation is retried after its engine died
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The result of one evaluation; `accuracy` is the share of responses with the full reward 1, which is pass@1.
 
-    `pass_at` has pass@k by k, for k = 2, 4, 8, ... up to the responses to a prompt: the chance that one of k has it.
+    `pass_at` maps k = 2, 4, 8, ..., up to the responses per prompt, to pass@k: the chance that one of k responses is
+    right.
     """
 
     version: int
@@ -54,11 +55,11 @@ class Evaluation:
     responses: int
     mean_tokens: float
     pinned: bool  # every token came from `version`
-    pass_at: Mapping[int, float] = field(default_factory=dict)  # none of one response a prompt
+    pass_at: Mapping[int, float] = field(default_factory=dict)  # empty with one response per prompt
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What MLflow has of it; it takes no @ in a name."""
+        """The metrics for MLflow, which allows no @ in a name."""
         return {"accuracy": self.accuracy, **{f"pass_at_{k}": share for k, share in self.pass_at.items()}}
 
 
@@ -74,22 +75,24 @@ EVALUATION, SKIPPED = TypeAdapter(Evaluation), TypeAdapter(Skipped)
 
 
 def evaluation_path(version: int) -> str:
-    """Where the evaluation of `version` lies."""
+    """Return the storage path of the evaluation of `version`."""
     return f"evaluations/{version:08d}.json"
 
 
 def skipped_path(version: int) -> str:
-    """Where it is written why `version` has no evaluation."""
+    """Return the storage path of the reason why `version` has no evaluation."""
     return f"evaluations_skipped/{version:08d}.json"
 
 
 def evaluated(run: ObjectStore, version: int) -> bool:
-    """Whether `version` was evaluated or skipped. What is damaged is neither: it is made again."""
-    return evaluation_of(run, version) is not None or _read(run, skipped_path(version), SKIPPED) is not None
+    """Return whether `version` was evaluated or skipped; a damaged record counts as neither, so it is evaluated
+    again.
+    """
+    return read_evaluation(run, version) is not None or _read(run, skipped_path(version), SKIPPED) is not None
 
 
-def evaluation_of(run: ObjectStore, version: int) -> Evaluation | None:
-    """The evaluation of `version`, if there is one that can be read."""
+def read_evaluation(run: ObjectStore, version: int) -> Evaluation | None:
+    """Read the evaluation of `version`; None if it is missing or damaged."""
     return _read(run, evaluation_path(version), EVALUATION)
 
 
@@ -101,7 +104,7 @@ def _read(run: ObjectStore, path: str, kind: TypeAdapter[T]) -> T | None:
 
 
 def evaluations(run: ObjectStore, after: int = -1, last: int | None = None) -> list[Evaluation]:
-    """The evaluations of a run, by version: of the versions above `after`, up to `last` if it is given."""
+    """Read the evaluations of a run in the order of versions: those above `after`, up to `last` if it is given."""
     paths = run.list("evaluations", after=evaluation_path(after) if after >= 0 else "")
     end = "" if last is None else evaluation_path(last)
     wanted = takewhile(lambda path: not end or path <= end, paths)
@@ -109,37 +112,40 @@ def evaluations(run: ObjectStore, after: int = -1, last: int | None = None) -> l
 
 
 def store_evaluation(run: ObjectStore, evaluation: Evaluation) -> None:
-    """Keep an evaluation in the run's storage."""
+    """Store an evaluation."""
     run.put(evaluation_path(evaluation.version), json.dumps(asdict(evaluation)).encode())
 
 
-def store_skipped(run: ObjectStore, one: Skipped) -> None:
-    """Keep the reason in the run's storage."""
-    run.put(skipped_path(one.version), json.dumps(asdict(one)).encode())
+def store_skipped(run: ObjectStore, skip: Skipped) -> None:
+    """Store the reason why a version was skipped."""
+    run.put(skipped_path(skip.version), json.dumps(asdict(skip)).encode())
 
 
 def skipped(run: ObjectStore) -> list[Skipped]:
-    """The versions that could not be evaluated, and why."""
+    """Read the versions that could not be evaluated, and why."""
     return [one for path in run.list("evaluations_skipped") if (one := _read(run, path, SKIPPED))]
 
 
 def pass_at(k: int, responses: int, right: int) -> float:
-    """Chance that k of a prompt's responses, drawn without putting back, have a right one: 1 - C(n - c, k) / C(n, k).
+    """Compute the chance that k of a prompt's responses, drawn without replacement, include a right one.
 
-    So it is an unbiased estimate of pass@k (Chen et al. 2021, Evaluating large language models trained on code, eq. 1).
+    1 - C(n - c, k) / C(n, k), an unbiased estimate of pass@k (Chen et al. 2021, Evaluating large language models
+    trained on code, eq. 1).
     """
     return 1 - math.comb(responses - right, k) / math.comb(responses, k)
 
 
 def mean_pass_at(right: Sequence[int], samples: int) -> dict[int, float]:
-    """k = 2, 4, 8, ... -> mean pass@k over prompts, of which each had so many of `samples` responses right."""
+    """Map k = 2, 4, 8, ... to the mean pass@k over prompts; `right` has each prompt's correct responses of
+    `samples`.
+    """
     powers = (2**power for power in range(1, samples.bit_length()))
     return {k: math.fsum(pass_at(k, samples, one) for one in right) / len(right) for k in powers}
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """How held-out prompts are asked."""
+    """Generates and scores responses to the held-out prompts."""
 
     prompts: Sequence[Prompt]
     samples: int
@@ -147,12 +153,12 @@ class Evaluator:
     max_new_tokens: int
     score: Callable[[ScoreRequest], Awaitable[Score]]
     environment: Environment = SINGLE_TURN
-    vocabulary: int = ANY_TOKEN  # tokens that the policy has
+    vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
-        """Ask every prompt; the caller keeps the engines at `version` meanwhile."""
+        """Evaluate every prompt; the caller keeps the engines at `version` meanwhile."""
         asked = [(prompt, sample) for prompt in self.prompts for sample in range(self.samples)]
-        done = await asyncio.gather(*(self._one(proxy, version, prompt, sample) for prompt, sample in asked))
+        done = await asyncio.gather(*(self._answer_prompt(proxy, version, prompt, sample) for prompt, sample in asked))
         passed = [score.reward == 1.0 for score, _ in done]
         right = [sum(passed[start : start + self.samples]) for start in range(0, len(passed), self.samples)]
         return Evaluation(
@@ -165,7 +171,7 @@ class Evaluator:
             pass_at=mean_pass_at(right, self.samples),
         )
 
-    async def _one(
+    async def _answer_prompt(
         self, proxy: InferenceProxy, version: int, prompt: Prompt, sample: int
     ) -> tuple[Score, tuple[int, ...]]:
         async def ask(turn: Turn) -> Started:
@@ -178,24 +184,24 @@ class Evaluator:
             )
             return await proxy.generate(request)
 
-        episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _wanted, self.score, self.vocabulary)
-        score = await episode.played(self.environment)
+        episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _want_every, self.score, self.vocabulary)
+        score = await episode.play(self.environment)
         assert score is not None, "it is wanted"
         return score, tuple(version for version in episode.made.versions if version >= 0)
 
 
-async def _wanted(_: PlayedEpisode) -> bool:
-    """Every episode of an evaluation is."""
+async def _want_every(_: PlayedEpisode) -> bool:
+    """Return True: an evaluation keeps every episode."""
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What `Evaluations` works with.
+    """The functions that `Evaluations` calls.
 
-    `wanted`: the versions to evaluate; `evaluated`: those that were. `engine` lends an engine for the length of a
-    block. `fetch` gives a version's weights and probe (`Missing` or `Corrupt`: they are gone). `keep` stores the
-    result. After `tries` failures of living engines a version is given up, because each may have cost the run a
+    `wanted`: whether to evaluate a version. `evaluated`: whether it is done. `engine`: lends an engine for the length
+    of a block. `fetch`: loads the weights and the probe of a version, or raises `Missing` or `Corrupt`. `keep`: stores
+    the result. After `tries` failures of engines a version is skipped, because each failure may have cost the run a
     restart.
     """
 
@@ -215,22 +221,22 @@ class Evaluations:
     def __init__(self, means: Means, last: int) -> None:
         self._means, self._last = means, last
         self._due: deque[int] = deque()
-        self._seen = -1  # the newest version that is known
+        self._seen = -1  # the newest known version
         self._news = asyncio.Event()
 
     @property
     def due(self) -> int:
-        """Published versions that are to be evaluated."""
+        """Number of published versions that are still to be evaluated."""
         return len(self._due)
 
     def published(self, version: int) -> None:
-        """Say that versions up to this one are published."""
+        """Note that all versions up to this one are published."""
         self._due.extend(filter(self._means.wanted, range(self._seen + 1, version + 1)))
         self._seen = max(self._seen, version)
         self._news.set()
 
     async def run(self) -> None:
-        """Evaluate what is due, until the last version is."""
+        """Evaluate the versions that are due, until the last version is done."""
         while self._due or self._seen < self._last:
             if not self._due:
                 self._news.clear()
@@ -246,18 +252,18 @@ class Evaluations:
             try:
                 async with self._means.engine() as engine:
                     try:
-                        return await self._on(engine, version)
+                        return await self._evaluate_on(engine, version)
                     except EngineFailed as error:
                         failures.append(error)
             except (Missing, Corrupt) as error:
                 return Skipped(version, f"its weights are gone: {error}")
-            except EngineFailed:  # no engine is free; another one comes, and its keeper counts the restarts
+            except EngineFailed:  # no engine is free, or it died; its keeper replaces it and counts the restarts
                 if (task := asyncio.current_task()) and task.cancelling():
-                    raise  # cancelled, while a lent engine died: its failure hid the cancellation
+                    raise  # this task was cancelled while a borrowed engine died, and the failure hid the cancellation
             await asyncio.sleep(AGAIN_SECONDS)
         return Skipped(version, f"engines failed at it {len(failures)} times, the last time: {failures[-1]}")
 
-    async def _on(self, engine: Engine, version: int) -> Evaluation:
+    async def _evaluate_on(self, engine: Engine, version: int) -> Evaluation:
         weights, probe = await self._means.fetch(version)
         proxy = InferenceProxy([engine], self._means.slots)
         await proxy.update(version, weights, probe, "continue")

@@ -1,13 +1,13 @@
-"""One dispatch under way: from a prompt to a scored group, or to the reason why there is none.
+"""One dispatch: takes a prompt to a scored group, or to the reason why there is none.
 
     prompt --> G (+ extra) x ( queue --> engine --> verifier )  --> TrajectoryGroup
-               = an episode, led by the environment         `-----> Discard: it was given up
+               = an episode, run by the environment         `-----> Discard: it was given up
 
-- Its episodes run on their own; a reward starts as soon as its response ends.
-- A request that no engine was left for is sent again, with its seed; what the others have is kept meanwhile.
-- Of responses beyond G the first G to end are kept, the others are aborted; their tokens are counted.
-- `give_up` aborts what still runs. The dispatch ends as a discard, with all tokens that were made for it.
-- An episode whose environment thinks, between two turns, has no request that could be aborted: it is interrupted.
+- Its episodes run independently. A response is scored as soon as it ends.
+- A request for which no engine was left is sent again, with the same seed. The other responses are kept meanwhile.
+- With more than G responses, the first G that end are kept and the others are aborted. The tokens of all are counted.
+- `give_up` aborts what still runs. The dispatch ends as a discard with the number of tokens generated for it.
+- An environment may compute between two turns. Then its episode has no request to abort, so its task is cancelled.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GroupPorts:
-    """What a dispatch works with. `generated` is told of each response that ended, and may hold its reward back."""
+    """The objects and callbacks of a dispatch. `generated` is awaited for each response that ended, and may delay its
+    reward."""
 
     limits: RolloutLimits
     proxy: InferenceProxy
     score: Callable[[ScoreRequest], Awaitable[Score]]
     generated: Callable[[int], Awaitable[None]]  # tokens
-    started: Callable[[GroupRollout, int], None]  # the version of its oldest start is known, or has changed
+    started: Callable[[GroupRollout, int], None]  # called when the version of its oldest start becomes known or changes
     environment: Environment = SINGLE_TURN
-    vocabulary: int = ANY_TOKEN  # tokens that the policy has
+    vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
 
 
 @dataclass(eq=False)
@@ -54,47 +55,47 @@ class GroupRollout:
 
     key: GroupKey
     ports: GroupPorts
-    responses: int  # requests in all, G of them wanted
-    number: int  # of the dispatches of its scheduler
-    awaited: bool = field(kw_only=True)  # a batch waits for it rather than leave it behind
-    redraws: int = field(default=0, kw_only=True)  # times its prompt was in a batch that is not finite
-    unanswered: int = field(init=False)  # requests whose end `generated` was not told of
+    responses: int  # requests in all, of which G are kept
+    number: int  # of this dispatch among those of its scheduler
+    awaited: bool = field(kw_only=True)  # a batch waits for it and does not preempt it
+    redraws: int = field(default=0, kw_only=True)  # times its prompt was in a batch with numbers that are not finite
+    unanswered: int = field(init=False)  # requests that have not ended yet
     _reason: DiscardReason | None = None
     _playing: set[PlayedEpisode] = field(default_factory=set)
     _starts: dict[int, int] = field(default_factory=dict)  # sample -> version
-    _turns: Counter[int] = field(default_factory=Counter)  # sample -> the turn of its episode
-    _tries: Counter[int] = field(default_factory=Counter)  # sample -> times it failed
+    _turns: Counter[int] = field(default_factory=Counter)  # sample -> number of its current turn
+    _tries: Counter[int] = field(default_factory=Counter)  # sample -> times its request failed
     _oldest: int | None = None
-    _ended: int = 0  # responses that ended by themselves
+    _ended: int = 0  # responses that ended without an abort
     _tokens: int = 0  # of all responses
-    _surplus: int = 0  # of those that are not kept
+    _surplus: int = 0  # tokens of responses that are not kept
 
     def __post_init__(self) -> None:
         self.unanswered = self.responses
 
     @property
     def started_version(self) -> int | None:
-        """The oldest version one of its requests was started under; None before the first."""
+        """Oldest version under which one of its requests started; None before the first start."""
         return self._oldest
 
     async def give_up(self, reason: DiscardReason) -> None:
-        """Abort what runs; the dispatch ends as a discard for this reason."""
+        """Abort the running requests; the dispatch ends as a discard for this reason."""
         self._reason = self._reason or reason
         await self._abort()
 
     async def _abort(self) -> None:
-        """End its episodes and their requests; those that have ended already are nothing to the proxy."""
+        """End its episodes and abort their requests; the proxy ignores requests that have ended."""
         for episode in self._playing:
             episode.let_go()
-        await self.ports.proxy.abort([self._id(sample) for sample in range(self.responses)])
+        await self.ports.proxy.abort([self._build_id(sample) for sample in range(self.responses)])
 
-    def _id(self, sample: int) -> str:
-        """Another one for each turn and try: an engine may still know the one before."""
+    def _build_id(self, sample: int) -> str:
+        """Build a request id that is new for each turn and try, because an engine may still know the previous one."""
         turn = f".{self._turns[sample]}" if self._turns[sample] else ""
         return f"{self.key.prompt}.{self.key.attempt}.{sample}{turn}" + "'" * self._tries[sample]
 
     async def run(self, prompt: Prompt) -> TrajectoryGroup | Discard:
-        """Generate and score until there are G trajectories, or none are wanted any more.
+        """Generate and score responses until G are kept or the dispatch is given up.
 
         Raises:
             EngineFailed: no engine was left for one of its requests, `RolloutLimits.attempts` times.
@@ -109,24 +110,26 @@ class GroupRollout:
         return TrajectoryGroup(self.key, prompt.id, prompt.domain, kept, surplus_tokens=self._surplus)
 
     async def _sample(self, prompt: Prompt, sample: int) -> Trajectory | None:
-        """One episode to its reward; None if it is not among those that are kept."""
-        ask = functools.partial(self._generation, sample)
+        """Run one episode to its reward; return None if it is not kept."""
+        ask = functools.partial(self._generate_turn, sample)
         ports = self.ports
-        episode = PlayedEpisode(prompt, ports.limits.max_new_tokens, ask, self._closed, ports.score, ports.vocabulary)
+        episode = PlayedEpisode(
+            prompt, ports.limits.max_new_tokens, ask, self._close_episode, ports.score, ports.vocabulary
+        )
         if self._reason is not None:
             await episode.abandon()
             return None
         self._playing.add(episode)
         try:
-            score = await episode.played(self.ports.environment)
+            score = await episode.play(self.ports.environment)
         finally:
             self._playing.discard(episode)
         if score is None:
             return None
         return episode.trajectory(sample, episode.started_version(self.ports.limits.staleness), score)
 
-    async def _generation(self, sample: int, turn: Turn) -> Started | None:
-        """One generation of an episode. Its age is that of the first: the others' starts are nobody's concern."""
+    async def _generate_turn(self, sample: int, turn: Turn) -> Started | None:
+        """Generate one turn of an episode. Only the start of the first turn is noted: the age counts from it."""
         limits = self.ports.limits
         on_start = None if turn.number else functools.partial(self._note_start, sample)
         asked = RequestOptions(self.key.prompt, self.key, on_start)
@@ -134,7 +137,7 @@ class GroupRollout:
 
         def generate() -> Awaitable[Started]:
             request = GenerationRequest(
-                id=self._id(sample),
+                id=self._build_id(sample),
                 prompt=turn.prompt,
                 max_new_tokens=turn.max_new_tokens,
                 temperature=limits.temperature,
@@ -142,10 +145,10 @@ class GroupRollout:
             )
             return self.ports.proxy.generate(request, asked)
 
-        return await self._insist(sample, generate)
+        return await self._ask_until_answered(sample, generate)
 
-    async def _insist(self, sample: int, ask: Callable[[], Awaitable[T]]) -> T | None:
-        """Ask the engines until one answers; None if all failed when nothing was wanted any more."""
+    async def _ask_until_answered(self, sample: int, ask: Callable[[], Awaitable[T]]) -> T | None:
+        """Call `ask` until an engine answers; return None if the dispatch was given up first."""
         while self._reason is None:
             try:
                 return await ask()
@@ -162,14 +165,14 @@ class GroupRollout:
             self._oldest = oldest
             self.ports.started(self, oldest)
 
-    async def _closed(self, episode: PlayedEpisode) -> bool:
-        """All of an episode is generated; whether it is kept."""
+    async def _close_episode(self, episode: PlayedEpisode) -> bool:
+        """Note that an episode generates nothing more; return whether it is kept."""
         self.unanswered -= 1
         await self.ports.generated(episode.generated)
-        return await self._is_kept(episode)
+        return await self._count_response(episode)
 
-    async def _is_kept(self, episode: PlayedEpisode) -> bool:
-        """Count a response; the G-th that ends makes the others surplus."""
+    async def _count_response(self, episode: PlayedEpisode) -> bool:
+        """Count a response and return whether it is kept; the G-th that ends aborts the others."""
         self._tokens += episode.generated
         if episode.ending is Ending.ABORTED or self._ended == self.ports.limits.group_size:
             self._surplus += episode.generated
@@ -181,8 +184,10 @@ class GroupRollout:
 
 
 def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0, redraws: int = 0) -> int:
-    """A 63-bit seed for one generation. Every attempt has the same: what was too slow must not draw shorter. Only what
-    was in a batch that is not finite is drawn anew.
+    """Compute the 63-bit seed of one generation.
+
+    Every attempt gets the same seed, so that a prompt that was too slow does not draw a shorter response. Only
+    `redraws`, after a batch with numbers that are not finite, changes it.
     """
     text = f"{seed}:{prompt}:{sample}" + (f":{turn}" if turn else "") + (f"/{redraws}" if redraws else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,14 +1,15 @@
-"""Which prompt is issued next, and how many extra ones: short rounds, and long rounds for prompts that were too slow.
+"""The order of issue: which prompt is issued next, in short rounds and in long rounds for slow prompts.
 
-A round is what is issued for one batch. Prompts that are to be issued again go first, then new prompts of the source
-that the `Mixture` chooses. A prompt that was left behind waits for the next policy version: right after an update it
-has the most time before its batch.
+A round is the set of prompts issued for one batch. Prompts that have to be issued again go first, then new prompts of
+the source that `Mixture` chooses. A prompt that was preempted waits for the next policy version, because right after an
+update it has the most time before its batch.
 
-A prompt that was left behind `RolloutLimits.awaited_after` times is *awaited*: its batch waits for it. With tail
-batching (RollPacker, section 4) it waits in the *tail* until there are enough of its kind. A *short* round issues N
-groups of other prompts, and the extras. Once N prompts wait in the tail, the next round is *long*: those N, without
-extras, and its batch waits for all of them. So every prompt is trained on, the slow ones together. The last round is
-long, with the prompts that wait then and new ones. Otherwise a run would leave out its slowest prompts.
+A prompt that was preempted `RolloutLimits.awaited_after` times is *awaited*: its batch waits for it. With tail batching
+(RollPacker, section 4) it waits in the *tail* until enough such prompts are there. A *short* round issues N groups of
+other prompts, and the extra ones. Once N prompts wait in the tail, the next round is *long*: it has those N and no
+extra ones, and its batch waits for all of them. So every prompt is trained on, and the slow ones are trained on
+together. The last round is always long, with the prompts in the tail and new ones; otherwise a run would omit its
+slowest prompts.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.mixing import Mixture
 
-LATER = (DiscardReason.REDUNDANT, DiscardReason.STALE)  # these are for the next version
+LATER = (DiscardReason.REDUNDANT, DiscardReason.STALE)  # prompts discarded for these reasons wait for the next version
 
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """One dispatch to start: how many responses to ask for, and whether its batch waits for it."""
+    """One dispatch to start: its key, the number of responses, and whether its batch waits for it."""
 
     key: GroupKey
     responses: int
@@ -34,44 +35,48 @@ class Issue:
 
 
 class IssueOrder:
-    """The order of issue."""
+    """Chooses the prompts to issue. See the module's docstring."""
 
     def __init__(
         self, limits: RolloutLimits, cursor: Cursor, again: Iterable[GroupKey], behind: Iterable[tuple[int, int]] = ()
     ) -> None:
-        """`again` was in flight when the run stopped; `behind` says how often its prompts were left behind."""
+        """Continue with the keys `again`, which were in flight when the run stopped.
+
+        Args:
+            behind: how often each of their prompts was preempted.
+        """
         self._limits = limits
         self._behind = Counter(dict(behind))
         self._mixture = Mixture(limits.shares, cursor.issued, cursor.filtered)
         self._again: deque[GroupKey] = deque()
-        self._left: deque[GroupKey] = deque()  # behind: for the next version
+        self._left: deque[GroupKey] = deque()  # preempted prompts, which wait for the next version
         self._tail: deque[GroupKey] = deque()
         for key in again:
             (self._tail if self._is_tail(key) else self._again).append(key)
         self._fresh: list[int] = []
         self._version = -1
-        self._batch = -1  # that the present round is for
+        self._batch = -1  # the batch of the current round
         self._is_long = False
-        self._long = 0  # prompts of the tail that are still to be issued in it
+        self._long = 0  # prompts of the tail that the current round has still to issue
 
     def take_issued(self) -> tuple[int, ...]:
-        """The prompts that were dispatched for the first time since this was last asked, in their order."""
+        """Return the prompts that were dispatched for the first time since the last call, in order."""
         issued, self._fresh = tuple(self._fresh), []
         return issued
 
     def advance(self, version: int) -> None:
-        """The engines hold this version: what was left behind under an older one may be issued again."""
+        """Note the engines' version: prompts that were preempted under an older one may be issued again."""
         if version > self._version:
             self._version = version
             self._again.extend(self._left)
             self._left.clear()
 
-    def spare(self, batch: int) -> int:
-        """How many groups the round for this batch has to spare."""
+    def count_extra_groups(self, batch: int) -> int:
+        """Return the number of extra groups in the round for this batch."""
         return 0 if self._is_long_for(batch) else self._limits.extra_groups
 
-    def next(self, batch: int) -> Issue:
-        """The next dispatch; it is for this batch, whose round it begins if it is the first."""
+    def next_issue(self, batch: int) -> Issue:
+        """Return the next dispatch for this batch; the first one for a batch begins its round."""
         if batch > self._batch:
             self._is_long, self._batch = self._is_long_for(batch), batch
             self._long = min(len(self._tail), self._limits.groups) if self._is_long else 0
@@ -79,7 +84,7 @@ class IssueOrder:
             self._long -= 1
             return Issue(self._tail.popleft(), self._limits.group_size, awaited=True)
         spare = 0 if self._is_long else self._limits.extra_responses
-        key = self._key()
+        key = self._take_key()
         awaited = self._limits.at_bound == "wait" or self._is_slow(key)
         return Issue(key, self._limits.group_size + spare, awaited)
 
@@ -89,13 +94,13 @@ class IssueOrder:
         last = batch >= self._limits.batches - 1
         return self._limits.tail_batching and (last or len(self._tail) >= self._limits.groups)
 
-    def taken(self, prompts: Iterable[int]) -> None:
-        """Groups of these prompts are in a batch: forget how slow they were."""
+    def forget_slowness(self, prompts: Iterable[int]) -> None:
+        """Forget how often these prompts were preempted, because their groups are in a batch now."""
         for prompt in prompts:
             self._behind.pop(prompt, None)
 
-    def ended(self, discard: Discard) -> None:
-        """A dispatch was discarded: issue its prompt again, unless another of its source takes its place."""
+    def note_discard(self, discard: Discard) -> None:
+        """Note a discarded dispatch: queue its prompt again, or, if it was filtered, let another prompt replace it."""
         if discard.reason.issued_again:
             key = GroupKey(discard.key.prompt, discard.key.attempt + 1)
             if discard.slow:
@@ -104,7 +109,7 @@ class IssueOrder:
             (self._tail if self._is_tail(key) else later).append(key)
         else:
             self._behind.pop(discard.key.prompt, None)
-            self._mixture.filtered(discard.key.prompt)
+            self._mixture.note_filtered(discard.key.prompt)
 
     def _is_tail(self, key: GroupKey) -> bool:
         return self._limits.tail_batching and self._is_slow(key)
@@ -112,7 +117,7 @@ class IssueOrder:
     def _is_slow(self, key: GroupKey) -> bool:
         return self._behind[key.prompt] >= self._limits.awaited_after
 
-    def _key(self) -> GroupKey:
+    def _take_key(self) -> GroupKey:
         if self._again:
             return self._again.popleft()
         self._fresh.append(self._mixture.next())

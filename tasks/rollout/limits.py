@@ -1,4 +1,4 @@
-"""The numbers and choices that a scheduler works to; `tasks/run/limits.py` builds them from a run's config."""
+"""The scheduler's limits: numbers and choices; `tasks/run/limits.py` builds them from a run's config."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rollflow.tasks.rollout.config import FilterConfig
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """What a scheduler works to; see `RolloutConfig` for the meaning of each choice."""
+    """The scheduler's limits; see `RolloutConfig` for the meaning of each choice."""
 
     seed: int
-    batches: int  # to form in all, counted from the run's beginning
+    batches: int  # to form in the whole run
     groups: int  # N, groups in a batch
     group_size: int  # G, responses to one prompt
     async_ratio: float  # alpha: the largest staleness
-    depth: int  # groups running at a time
-    attempts: int  # times a failing group is issued
+    depth: int  # most groups that run at a time
+    attempts: int  # tries of a request before its failure ends the run
     max_new_tokens: int
     temperature: float
-    slots: int | None = None  # requests all engines can run; groups start only into free ones. None: no limit
+    slots: int | None = None  # requests that all engines can run; groups start only into free slots. None: no limit
     mode: Literal["queue", "batch"] = "queue"
     ahead: float | None = None  # batches that generation may run ahead of training; None: alpha
     extra_groups: int = 0
@@ -36,25 +36,28 @@ class RolloutLimits:
     order: Literal["finished", "started"] = "finished"
     staleness: Literal["started", "oldest-token"] = "started"
     filter: FilterConfig | None = None
-    shares: tuple[float, ...] = (1.0,)  # source of prompts -> its weight in what is trained
+    shares: tuple[float, ...] = (1.0,)  # prompt source -> its share of the trained groups
 
     @property
     def lead(self) -> float:
-        """Batches that generation may run ahead of training.
+        """Number of batches that generation may run ahead of training.
 
-        Where nothing is dropped no part of a batch counts that alpha has only for what replaces slower groups.
+        A fractional part of alpha only admits groups that replace slower ones. With `at_bound = "wait"` no group is
+        replaced, so alpha is rounded down.
         """
         ahead = self.async_ratio if self.ahead is None else self.ahead
         return ahead if self.at_bound == "drop" else min(ahead, math.floor(self.async_ratio))
 
     @property
     def awaited_after(self) -> int:
-        """Times a prompt may be left behind before a batch waits for it."""
+        """Number of times a prompt may be preempted before a batch waits for it."""
         return self.tail_after or (1 if self.tail_batching else 3)
 
 
 def filtered(limits: FilterConfig | None, rewards: Sequence[float]) -> str | None:
-    """Why a group of these rewards is not trained on (dynamic sampling, DAPO section 3.2); None if it is."""
+    """Return why a group with these rewards is not trained on (dynamic sampling, DAPO section 3.2); None if it is
+    kept.
+    """
     if limits is None:
         return None
     mean = statistics.fmean(rewards)
@@ -62,7 +65,8 @@ def filtered(limits: FilterConfig | None, rewards: Sequence[float]) -> str | Non
         return f"mean reward at or below {limits.min_mean:g}"
     if limits.max_mean is not None and mean >= limits.max_mean:
         return f"mean reward at or above {limits.max_mean:g}"
-    # As batches hold the rewards, so that an audit finds the same: rounding of a verifier's sums is no spread.
+    # In float32, as batches store rewards, so that an audit computes the same and a verifier's rounding is no
+    # deviation.
     if limits.min_std is not None and statistics.pstdev(array("f", rewards)) <= limits.min_std:
         return f"rewards spread by {limits.min_std:g} or less"
     return None

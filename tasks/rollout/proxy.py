@@ -1,15 +1,18 @@
-"""The inference proxy: all engines as one. It takes them through weight updates and replaces the dead.
+"""The inference proxy: presents all engines as one, updates their weights and replaces dead engines.
 
-- Requests wait in one queue; `slots` says who goes where and when.
+- Requests wait in one queue; `slots` decides which engine runs a request, and when.
 - `update` suspends, updates, probes and resumes all engines at once. An engine whose log-probs differ from the
-  learner's is closed before it makes a token. A request that arrives meanwhile starts under the new version.
-- The requests of a failed engine go on at another one with the tokens they have, and keep the version under which they
-  were first started. Only if tokens of two versions may not mix (`in_flight = "restart"`) do they start again.
+  learner's is closed before it generates a token. A request that arrives during the update starts under the new
+  version.
+- The requests of a failed engine continue on another engine with the tokens they have, and keep the version under which
+  they first started. With `in_flight = "restart"` they start from the beginning if the version has changed.
 - A request that an update aborted (`in_flight = "restart"`) starts again under the new version. A request that `abort`
   ended keeps the tokens it has.
-- An engine can be lent while another one lives. Its requests go on elsewhere, as if it had failed; then it joins again.
-- An engine that joins has the present version, probed, before it gets a request. A failed one is closed at once.
-- `version` is the new one as soon as one engine serves it. No other engine takes a request before it has it, too.
+- An engine can be borrowed while another one lives. Its requests continue on other engines, as if it had failed. After
+  the loan it joins again.
+- A joining engine gets the current weights and passes the probe before it gets a request. A failed engine is closed at
+  once.
+- `version` changes as soon as one engine serves the new version. No other engine takes a request before it is updated.
 """
 
 from __future__ import annotations
@@ -31,14 +34,14 @@ from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Fixed tokens and what the learner says of them under one version (nats)."""
+    """Fixed tokens and the learner's log-probabilities of them under one version (nats)."""
 
     tokens: Sequence[int]
     expected: Sequence[float]
     tolerance: float
 
     def check(self, found: Sequence[float] | None) -> None:
-        """Raise `EngineFailed` where the engine disagrees; an engine without a model (None) is not probed."""
+        """Raise `EngineFailed` if the engine's log-probs differ; skip an engine without a model, which returns None."""
         if found is None or not self.expected:
             return
         differences = [abs(a - b) for a, b in zip(found, self.expected, strict=True)]
@@ -60,7 +63,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """The newest weights: every engine has them, or takes them when it joins."""
+    """The newest weights; a joining engine gets them, too."""
 
     version: int
     weights: Any
@@ -70,16 +73,16 @@ class _Taken:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """How to treat a request: its priority, which requests share its prompt, whom to tell that it starts."""
+    """Options of a request: its priority, the requests that share its prompt, a callback for its start."""
 
-    priority: float = 0.0  # the lowest goes first
+    priority: float = 0.0  # the lowest number goes first
     group: Hashable = None
-    on_start: Callable[[int], None] | None = None  # called with the version it starts under; again if it starts again
+    on_start: Callable[[int], None] | None = None  # called at each start and restart with the engine's version
 
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A request on its way to an answer, with the version under which its first token was asked for."""
+    """A request in progress, with the version under which it started."""
 
     request: GenerationRequest
     asked: RequestOptions
@@ -88,24 +91,26 @@ class _Job:
     started: int | None = None
     aborted: bool = False
 
-    def answer(self, generation: Generation, version: int) -> Started:
-        """What the caller gets. A request that never started counts from the present version."""
+    def build_answer(self, generation: Generation, version: int) -> Started:
+        """Build the caller's result; a request that never started gets the current version."""
         return Started(generation, version if self.started is None else self.started)
 
     def start(self, version: int) -> None:
-        """Its first token is asked for."""
+        """Record the version of the start and call `on_start`."""
         self.started = version
         if self.asked.on_start is not None:
             self.asked.on_start(version)
 
-    def again(self, kept: Partial) -> None:
-        """Send it again with these tokens; without tokens it starts anew."""
-        self.request = replace(self.request, id=f"{self.request.id}'", prefix=kept)  # the old id may still be known
+    def keep_and_restart(self, kept: Partial) -> None:
+        """Prepare the request for another engine, with the tokens it kept; without any, it starts from the
+        beginning.
+        """
+        self.request = replace(self.request, id=f"{self.request.id}'", prefix=kept)  # an engine may know the old id
         if not kept:
             self.started = None
 
-    def ended(self, had: Partial) -> Generation:
-        """What there is of it, once it was aborted."""
+    def build_aborted(self, had: Partial) -> Generation:
+        """Build the generation of an aborted request from the tokens it had."""
         return Generation(self.request.id, had, Ending.ABORTED)
 
 
@@ -119,7 +124,9 @@ class InferenceProxy:
         replacement_seconds: float = 0.0,
         routing: Routing = "least-work",
     ) -> None:
-        """`engines` are those that have started; more may `join`. At most `slots` requests run on one of them."""
+        """Serve requests on `engines`, which have started, and on engines that `join`; at most `slots` requests on
+        each.
+        """
         self._slots = slots
         self._replacement_seconds = replacement_seconds
         self._queue = SlotQueue(routing, replacement_seconds)
@@ -127,61 +134,63 @@ class InferenceProxy:
             self._queue.put(place, Lane(engine, slots))
         self._jobs: dict[str, _Job] = {}
         self._taken: _Taken | None = None
-        self._changing = asyncio.Lock()  # an update of all engines, or one that joins
+        self._changing = asyncio.Lock()  # held by an update of all engines, or by one that joins
         self._closing: set[asyncio.Task[None]] = set()
-        self.version = -1  # the newest that serves: what is started now is started under; if none serves, as before
-        self.on_change: Callable[[], None] = lambda: None  # called when there is a newer version, or another engine
-        self.restarted = 0  # requests that started again: aborted by an update, or their engine failed
-        self.taken_over = 0  # requests that went on elsewhere with the tokens they had
+        self.version = -1  # newest version that an engine serves; it stays if all engines die
+        self.on_change: Callable[[], None] = lambda: None  # called when `version` grows or an engine joins
+        self.restarted = 0  # requests that started again, after an update or a failed engine
+        self.taken_over = 0  # requests that continued on another engine with the tokens they had
         self.update_seconds = 0.0
 
     @property
     def running(self) -> int:
-        """Requests at the engines, or waiting for them."""
+        """Number of requests that run on an engine or wait for one."""
         return len(self._jobs)
 
     @property
     def capacity(self) -> int:
-        """Requests that the live engines can run; while none lives, those of one engine: then requests keep coming."""
+        """Number of requests that the live engines can run; of one engine if none lives, so that requests still
+        arrive.
+        """
         return self._slots * max(1, len(self._queue.live))
 
     @property
     def engines(self) -> Mapping[int, Engine]:
-        """The live engines, by their place."""
+        """The live engines, keyed by place."""
         return {place: lane.engine for place, lane in self._queue.places.items() if lane.failure is None}
 
     @property
     def failed(self) -> dict[int, str]:
-        """Why engines are out, by their place; engines that died without a request included."""
-        found = ((place, lane.failure or _death(lane.engine)) for place, lane in self._queue.places.items())
+        """Why engines failed, keyed by place; includes engines that died while they had no request."""
+        found = ((place, lane.failure or _find_failure(lane.engine)) for place, lane in self._queue.places.items())
         return {place: str(failure) for place, failure in found if failure}
 
     async def generate(self, request: GenerationRequest, asked: RequestOptions | None = None) -> Started:
-        """Sample one response, wherever there is room.
+        """Generate one response on an engine with a free slot.
 
         Raises:
             EngineFailed: no engine is left, and none has joined in time.
         """
         asked = asked or RequestOptions()
-        job = _Job(request, asked, self._queue.ticket(asked.priority, asked.group))
+        job = _Job(request, asked, self._queue.create_ticket(asked.priority, asked.group))
         self._jobs[request.id] = job
         try:
             while True:
                 job.lane = lane = await self._queue.take(job.ticket)
                 if lane is None:
-                    return job.answer(job.ended(job.request.prefix), self.version)
+                    return job.build_answer(job.build_aborted(job.request.prefix), self.version)
                 try:
-                    generation = await self._on(lane, job)
+                    generation = await self._try_on(lane, job)
                 finally:
                     job.lane = None
                     self._queue.release(lane, job.ticket)
                 if generation is not None:
-                    return job.answer(generation, self.version)
+                    return job.build_answer(generation, self.version)
         finally:
             del self._jobs[request.id]
 
     async def abort(self, ids: Collection[str]) -> None:
-        """End these requests now: their `generate` returns the tokens they have; unknown ids are ignored."""
+        """Abort these requests: their `generate` returns the tokens they have. Unknown ids are ignored."""
         running: defaultdict[Lane, list[str]] = defaultdict(list)
         for job in filter(None, map(self._jobs.get, ids)):
             job.aborted = True
@@ -192,34 +201,34 @@ class InferenceProxy:
         await asyncio.gather(*(self._abort(lane, ids) for lane, ids in running.items()))
 
     async def update(self, version: int, weights: Any, probe: Probe, in_flight: InFlight) -> None:
-        """Take every live engine to `version`, and later those that join; `weights` are as the engines take them.
+        """Update every live engine, and later each joining engine, to `version`; `weights` are in the engines' format.
 
         Raises:
-            EngineFailed: no engine survived it, and none is to be replaced.
+            EngineFailed: no engine survived the update, and none will be replaced.
         """
         async with self._changing:
             taken = _Taken(version, weights, probe, in_flight)
             await asyncio.gather(*(self._fetch(lane, taken) for lane in self._queue.live))
             began = asyncio.get_running_loop().time()
             self._taken = taken
-            await asyncio.gather(*(self._renew(lane, taken) for lane in self._queue.live))
+            await asyncio.gather(*(self._update_and_serve(lane, taken) for lane in self._queue.live))
             self._note_version(version)
             self.update_seconds += asyncio.get_running_loop().time() - began
         if not self._queue.live and not self._replacement_seconds:
-            raise self._queue.none_left()
+            raise self._queue.build_no_engine_error()
 
     async def join(self, place: int, engine: Engine) -> None:
-        """Put a started engine in its place; one that lived there hands its requests over.
+        """Put a started engine into its place; the previous engine there hands over its requests.
 
         Raises:
-            EngineFailed: the new engine did not take the present weights; the old one keeps its place.
+            EngineFailed: the new engine could not load the current weights; the previous engine keeps its place.
         """
         lane = Lane(engine, self._slots)
         if self._taken is not None:
-            await engine.fetch(self._taken.version, self._taken.weights)  # the others' updates need not wait for it
+            await engine.fetch(self._taken.version, self._taken.weights)  # before the lock, which updates need
         async with self._changing:
             if self._taken is not None:
-                await self._bring(lane, self._taken)
+                await self._update_lane(lane, self._taken)
             if lane.failure is not None:
                 raise lane.failure
             old = self._queue.put(place, lane)
@@ -229,10 +238,10 @@ class InferenceProxy:
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[Engine]:
-        """One engine of several, out of service for the length of the block; then it joins again, if it lives.
+        """Borrow one engine for the length of the block. It serves no other requests meanwhile, and then joins again.
 
         Raises:
-            EngineFailed: there are not two that live, or it died in the block.
+            EngineFailed: fewer than two engines live, or the borrowed engine died in the block.
         """
         place, engine = await self._lend()
         try:
@@ -240,9 +249,9 @@ class InferenceProxy:
         finally:
             try:
                 engine.check()
-                if place not in self.engines:  # else another has taken its place
+                if place not in self.engines:  # otherwise another engine has taken its place
                     await self.join(place, engine)
-            except EngineFailed as error:  # somebody has to start it again
+            except EngineFailed as error:  # keep the failed engine in its place, so that it is restarted
                 self._queue.places.setdefault(place, Lane(engine, self._slots, failure=EngineFailed(str(error))))
                 raise
 
@@ -262,47 +271,47 @@ class InferenceProxy:
             self.version = version
             self.on_change()
 
-    async def _on(self, lane: Lane, job: _Job) -> Generation | None:
-        """One try on one engine; None if the request has to go on, or start again, elsewhere."""
-        await lane.serves.wait()  # what arrives in an update is started under the version it brings
+    async def _try_on(self, lane: Lane, job: _Job) -> Generation | None:
+        """Try a request on one engine; return None if the request has to continue or restart on another engine."""
+        await lane.serves.wait()  # a request that arrives during an update starts under the new version
         if job.aborted:
-            return job.ended(job.request.prefix)
+            return job.build_aborted(job.request.prefix)
         if lane.failure is not None:
             return None
         engine = lane.engine
         assert self._taken is not None, "an engine serves once it has weights"
         if job.request.prefix and job.started != engine.version and self._taken.in_flight == "restart":
-            self._again(job, Partial())
-        if job.started is None:  # counted from the request, not its first token: it may wait through an update
+            self._send_again(job, Partial())
+        if job.started is None:  # counts from the request, not from its first token, which an update may delay
             job.start(engine.version)
         clock, had = asyncio.get_running_loop().time, len(job.request.prefix)
         began = clock()
         try:
             generation = await engine.generate(job.request)
         except EngineFailed as error:
-            return self._died(lane, job, error)
-        self._queue.observed(lane, len(generation.made) - had, clock() - began)
+            return self._handle_failure(lane, job, error)
+        self._queue.observe(lane, len(generation.made) - had, clock() - began)
         if generation.ending is not Ending.ABORTED or job.aborted:
             return generation
-        handed_over = lane.failure is not None  # else an update aborted it
-        self._again(job, generation.made if handed_over else Partial())
+        handed_over = lane.failure is not None  # otherwise an update aborted it
+        self._send_again(job, generation.made if handed_over else Partial())
         return None
 
-    def _died(self, lane: Lane, job: _Job, error: EngineFailed) -> Generation | None:
+    def _handle_failure(self, lane: Lane, job: _Job, error: EngineFailed) -> Generation | None:
         told = lane.engine.progress({job.request.id: 0}).get(job.request.id, Partial())
         had = max(told, job.request.prefix, key=len)
         self._fail(lane, error)
         if job.aborted:
-            return job.ended(had)
-        self._again(job, had)
+            return job.build_aborted(had)
+        self._send_again(job, had)
         return None
 
-    def _again(self, job: _Job, kept: Partial) -> None:
+    def _send_again(self, job: _Job, kept: Partial) -> None:
         if kept:
             self.taken_over += 1
         else:
             self.restarted += 1
-        job.again(kept)
+        job.keep_and_restart(kept)
 
     async def _abort(self, lane: Lane, ids: list[str]) -> None:
         try:
@@ -311,19 +320,19 @@ class InferenceProxy:
             self._fail(lane, error)
 
     async def _fetch(self, lane: Lane, to: _Taken) -> None:
-        """While it generates."""
+        """Fetch the weights while the engine generates."""
         try:
             await lane.engine.fetch(to.version, to.weights)
         except EngineFailed as error:
             self._fail(lane, error)
 
-    async def _renew(self, lane: Lane, to: _Taken) -> None:
-        await self._bring(lane, to)
+    async def _update_and_serve(self, lane: Lane, to: _Taken) -> None:
+        await self._update_lane(lane, to)
         if lane.failure is None:
             self._note_version(to.version)
-        self._queue.changed(lane)
+        self._queue.offer_slots(lane)
 
-    async def _bring(self, lane: Lane, to: _Taken) -> None:
+    async def _update_lane(self, lane: Lane, to: _Taken) -> None:
         engine = lane.engine
         lane.serves.clear()
         try:
@@ -337,16 +346,16 @@ class InferenceProxy:
             lane.serves.set()
 
     def _fail(self, lane: Lane, error: EngineFailed) -> None:
-        """Take the engine out and end it: it may still be running, under wrong weights or for nobody."""
+        """Take the engine out and close it: it may still run, with wrong weights or for no request."""
         if lane.failure is None:
-            lane.failure = EngineFailed(str(error))  # without what it went through: the engine would outlive itself
+            lane.failure = EngineFailed(str(error))  # without the traceback, which would keep the engine alive
             closing = asyncio.create_task(self._close(lane))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-            self._queue.changed(lane)
+            self._queue.offer_slots(lane)
 
     async def _hand_over(self, lane: Lane) -> None:
-        with suppress(EngineFailed):  # it is dead, and its requests know it
+        with suppress(EngineFailed):  # it is dead, and its requests have failed already
             await lane.engine.abort([job.request.id for job in self._jobs.values() if job.lane is lane])
 
     async def _close(self, lane: Lane) -> None:
@@ -354,7 +363,7 @@ class InferenceProxy:
         await lane.engine.close()
 
 
-def _death(engine: Engine) -> EngineFailed | None:
+def _find_failure(engine: Engine) -> EngineFailed | None:
     try:
         engine.check()
     except EngineFailed as error:

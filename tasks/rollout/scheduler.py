@@ -4,20 +4,21 @@
                 ^                         |                         |
                 |         failed, too slow, not needed              | stale
                 +------ issued again <----+-------------------------+
-                        (filtered: another prompt instead)
+                        (a filtered prompt is replaced by another prompt)
 
-What each loop waits for, and what ends the wait:
+What each loop waits for, and what ends its wait:
 
-- `_admit` waits for room: a new version, a response or a group that ended, a batch that was formed.
-- a dispatch waits for its engines and its verifier; both are bounded (a dead engine raises, a verdict has a deadline).
-- `_form` waits for N fresh groups, then for the commit and for room in the channel.
+- `_admit` waits for room: a new version, a response or group that ends, or a new batch makes room.
+- A dispatch waits for its engines and its verifier. Both waits are bounded: a dead engine raises an error, and a
+  verifier has a deadline.
+- `_form_batches` waits for N fresh groups, then for the commit, then for room in the channel.
 
-Whether one more group starts, and whether a batch is formed, are pure questions: see `admission` and `formation`. Which
-prompts go together: see `issue_order`.
+Pure functions decide whether one more group starts and whether a batch is formed: see `admission` and `formation`.
+`issue_order` decides which prompts go together.
 
-What was issued and what was discarded since the batch before is committed with each batch, taken at one moment of the
-event loop; a scheduler that starts from the run's log issues again exactly what is open there. Batches that were voided
-are formed again first.
+Each batch is committed with the prompts that were issued and the groups that were discarded since the previous batch.
+They are collected in one step of the event loop, so they are consistent. A scheduler that resumes from the run's log
+issues exactly the prompts that are open there, and first forms the voided batches again.
 """
 
 from __future__ import annotations
@@ -51,19 +52,19 @@ from rollflow.tasks.verifiers.pool import ScoreRequest
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a scheduler starts: a new run, or what the log says of an old one."""
+    """The point of a run at which a scheduler starts: the beginning, or the state that the log records."""
 
     number: int = 0  # of the first batch that was never committed
     cursor: Cursor = field(default_factory=Cursor)
     again: tuple[GroupKey, ...] = ()
     missing: tuple[int, ...] = ()  # batches to form again
-    voids: int = 0  # that it knows of
-    behind: tuple[tuple[int, int], ...] = ()  # prompts of `again` that were left behind, and how often
-    redraws: tuple[tuple[int, int], ...] = ()  # prompts that were in batches that are not finite, and how often
+    voids: int = 0  # batches that were voided so far
+    behind: tuple[tuple[int, int], ...] = ()  # prompts of `again` that were preempted, and how often
+    redraws: tuple[tuple[int, int], ...] = ()  # prompts of batches that were not finite, and how often
 
     @classmethod
     def of_state(cls, state: RunState) -> ResumePoint:
-        """Continue a run where its log says it is."""
+        """Build the point at which a run with this state goes on."""
         return cls(
             number=state.next_batch,
             cursor=state.cursor,
@@ -77,9 +78,10 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerPorts:
-    """What the scheduler calls: prompts, the environment, the verifier, the durable commit with the channel behind it.
+    """The functions and objects that a scheduler calls: prompts, environment, verifier, commit.
 
-    `pack` gets a group ready for its batch as soon as it is complete; a simulation has nothing to write.
+    `commit` stores a batch durably and puts it into the channel. `pack` prepares a group for its batch as soon as the
+    group is complete; a simulation stores nothing, so it passes another function.
     """
 
     prompt: Callable[[int], Prompt]
@@ -87,7 +89,7 @@ class SchedulerPorts:
     commit: Callable[[StagedBatch], Awaitable[None]]
     pack: Callable[[TrajectoryGroup], FinishedGroup] = packed
     environment: Environment = SINGLE_TURN
-    vocabulary: int = ANY_TOKEN  # tokens that the policy has
+    vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
 
 
 class RolloutScheduler:
@@ -99,22 +101,22 @@ class RolloutScheduler:
         self.limits, self._ports, self._proxy = limits, ports, proxy
         missing = tuple(number for number in resume.missing if number < limits.batches)
         self.due = Due(resume.number, missing, limits.batches)
-        self.voids = resume.voids  # once the run has more, this scheduler is to be replaced by one that knows
+        self.voids = resume.voids  # a run with more voided batches than this needs a new scheduler
         self.buffer, self.counts = TrajectoryBuffer(), Counts()
         self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind)
         self._redraws = dict(resume.redraws)
         self._starts = Starts()
         self._formation = Formation(limits, self.buffer, self._starts)
         self._group_ports = GroupPorts(
-            limits, proxy, ports.score, self._generated, self._started, ports.environment, ports.vocabulary
+            limits, proxy, ports.score, self._count_response, self._note_start, ports.environment, ports.vocabulary
         )
-        self._running: dict[GroupKey, GroupRollout] = {}  # in the order they were started
+        self._running: dict[GroupKey, GroupRollout] = {}  # in the order of their start
         self._issued = 0
-        self._left_behind: set[GroupRollout] = set()  # of the running ones: they were given up
-        self._generating = 0  # responses still to come, of all that run
+        self._left_behind: set[GroupRollout] = set()  # running groups that were preempted
+        self._generating = 0  # unfinished responses of all running groups
         self._discards: list[Discard] = []
         self._filtered_in_a_row = 0
-        self._published = proxy.version  # the newest there is: the learner is ready for the batch of this number
+        self._published = proxy.version  # newest published version: the learner is ready for the batch of this number
         self._aborts: set[asyncio.Task[None]] = set()
         self._room, self._ready = asyncio.Event(), asyncio.Event()
         proxy.on_change = self.wake
@@ -122,33 +124,33 @@ class RolloutScheduler:
 
     @property
     def number(self) -> int:
-        """Of the next batch that was never formed."""
+        """Number of the next batch that was never formed."""
         return self.due.number
 
     @property
     def running(self) -> int:
-        """Groups with responses or rewards still to come."""
+        """Number of groups with unfinished responses or rewards."""
         return len(self._running)
 
     def published(self, version: int) -> None:
-        """There is a new version: the learner is ready for another batch."""
+        """Note a published version: the learner is ready for another batch."""
         self._published = max(self._published, version)
         self._ready.set()
 
     def wake(self) -> None:
-        """An engine holds a new version, or another one is there: more may be admitted."""
+        """Check for room again, because an engine got a new version or an engine joined."""
         self._order.advance(self._proxy.version)
         self.published(self._proxy.version)
         self._room.set()
 
     async def run(self) -> None:
-        """Form batches until there are `limits.batches`; returns when what still runs has ended, too."""
+        """Form all `limits.batches` batches, then wait until the groups that still run have ended."""
         async with asyncio.TaskGroup() as tasks:
             admitting = tasks.create_task(self._admit(tasks))
-            await self._form()
+            await self._form_batches()
             admitting.cancel()
 
-    # --- what is started ------------------------------------------------------------------------------------
+    # --- starting groups ------------------------------------------------------------------------------------
 
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
         """Start groups while there is room, then wait for room."""
@@ -158,15 +160,17 @@ class RolloutScheduler:
             self._room.clear()
 
     def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
-        while (room := self._admission()).opens:
+        while (room := self._decide_admission()).opens:
             self._start(room.batch, tasks)
         self.counts.held.note(asyncio.get_running_loop().time(), holds=room.is_held)
 
-    def _admission(self) -> Room:
-        supply = self._supply()
-        return admission.room(supply, self.limits, self._order.spare(admission.next_batch(supply, self.limits)))
+    def _decide_admission(self) -> Room:
+        supply = self._read_supply()
+        return admission.room(
+            supply, self.limits, self._order.count_extra_groups(admission.next_batch(supply, self.limits))
+        )
 
-    def _supply(self) -> Supply:
+    def _read_supply(self) -> Supply:
         limits = self.limits
         return Supply(
             version=self._proxy.version,
@@ -178,75 +182,77 @@ class RolloutScheduler:
         )
 
     def _start(self, batch: int, tasks: asyncio.TaskGroup) -> None:
-        issue = self._order.next(batch)
+        issue = self._order.next_issue(batch)
         self._issued += 1
-        rollout = self._rollout(issue)
+        rollout = self._create_rollout(issue)
         self._running[issue.key] = rollout
         self._generating += issue.responses
         tasks.create_task(self._dispatch(rollout))
 
-    def _rollout(self, issue: Issue) -> GroupRollout:
+    def _create_rollout(self, issue: Issue) -> GroupRollout:
         redraws = self._redraws.get(issue.key.prompt, 0)
         return GroupRollout(
             issue.key, self._group_ports, issue.responses, self._issued, awaited=issue.awaited, redraws=redraws
         )
 
-    # --- what is under way ----------------------------------------------------------------------------------
+    # --- running groups -------------------------------------------------------------------------------------
 
     async def _dispatch(self, rollout: GroupRollout) -> None:
-        """One dispatch, from prompt to buffer or discard."""
+        """Run one group and put it into the buffer or discard it."""
         ended = await rollout.run(self._ports.prompt(rollout.key.prompt))
         del self._running[rollout.key]
         self._left_behind.discard(rollout)
         self._starts.remove(rollout)
-        self._freed(rollout.unanswered)
+        self._free_requests(rollout.unanswered)
         if isinstance(ended, TrajectoryGroup):
-            self._scored(ended, rollout)
+            self._add_scored(ended, rollout)
         else:
             self._discard(ended)
         self._ready.set()
 
-    async def _generated(self, tokens: int) -> None:
-        """A response ended."""
+    async def _count_response(self, tokens: int) -> None:
+        """Count a response that ended."""
         self.counts.tokens += tokens
-        self._freed(1)
+        self._free_requests(1)
 
-    def _freed(self, responses: int) -> None:
-        """So many requests are no longer to come."""
+    def _free_requests(self, responses: int) -> None:
+        """Note that this many responses are finished or cancelled, which makes room."""
         self._generating -= responses
         self._room.set()
 
-    def _started(self, rollout: GroupRollout, version: int) -> None:
-        """It has started, or started again; one that waited so long that it would be for no batch is given up."""
+    def _note_start(self, rollout: GroupRollout, version: int) -> None:
+        """Note the version under which a group started or restarted; preempt the group if it is too old for any
+        batch.
+        """
         if rollout not in self._left_behind:
             self._starts.add(version, rollout)
             if self.due.count and version < self._formation.oldest_allowed(self.due.first):
                 self._give_up(rollout)
 
-    def _scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
-        """A complete group: into the buffer, unless it is filtered or came too late."""
+    def _add_scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
+        """Put a complete group into the buffer, unless it is filtered or too old."""
         self.counts.surplus_tokens += group.surplus_tokens
         why = filtered(self.limits.filter, [t.reward for t in group.trajectories])
         if why is not None:
-            self._filtered(group, why)
+            self._discard_filtered(group, why)
         elif group.started_version < self._formation.oldest_allowed(self.due.first):
-            self._drop(group)
+            self._discard_stale(group)
         else:
             self._filtered_in_a_row = 0
             self.buffer.add(self._ports.pack(group), rollout.number, awaited=rollout.awaited)
             self.counts.trajectories += len(group.trajectories)
 
-    def _filtered(self, group: TrajectoryGroup, why: str) -> None:
+    def _discard_filtered(self, group: TrajectoryGroup, why: str) -> None:
         self.counts.filtered[why] += 1
         self._filtered_in_a_row += 1
         self._discard(Discard(group.key, DiscardReason.FILTERED, group.started_version, group.response_tokens))
         if self.limits.filter and self._filtered_in_a_row >= self.limits.filter.most:
-            raise ConfigError(  # a scheduler that is started again would generate as many in vain
+            raise ConfigError(  # a restarted scheduler would generate as many groups in vain
                 f"rollout.filter removed {self._filtered_in_a_row} groups in a row (the last: {why}); "
                 "widen it, or choose prompts that this policy sometimes answers right"
             )
 
-    def _drop(self, group: FinishedGroup) -> None:
+    def _discard_stale(self, group: FinishedGroup) -> None:
         self._discard(Discard(group.key, self._too_slow, group.started_version, group.response_tokens))
 
     def _discard(self, discard: Discard) -> None:
@@ -254,21 +260,21 @@ class RolloutScheduler:
         self.counts.discards[discard.reason] += 1
         self.counts.discarded_tokens += discard.response_tokens
         self.counts.dropped_tokens += discard.response_tokens if discard.slow else 0
-        self._order.ended(discard)
+        self._order.note_discard(discard)
 
-    # --- what is trained on ---------------------------------------------------------------------------------
+    # --- forming batches ------------------------------------------------------------------------------------
 
-    async def _form(self) -> None:
-        """Form, commit and hand over one batch after another."""
+    async def _form_batches(self) -> None:
+        """Form and commit one batch after another."""
         while self.due.count:
-            if (staged := self._stage()) is not None:
+            if (staged := self._stage_batch()) is not None:
                 await self._ports.commit(staged)
             else:
                 await self._ready.wait()
                 self._ready.clear()
 
-    def _stage(self) -> StagedBatch | None:
-        """Take the groups of the next batch, if it is to be formed now."""
+    def _stage_batch(self) -> StagedBatch | None:
+        """Take the groups of the next batch from the buffer; None if the batch cannot be formed yet."""
         number = self.due.first
         waits = self._formation.is_full and self._must_wait(number)
         self.counts.waited.note(asyncio.get_running_loop().time(), holds=waits and number <= self._published)
@@ -277,7 +283,7 @@ class RolloutScheduler:
         groups = self.buffer.take(self.limits.groups, in_order=self.limits.order == "started")
         self._advance()
         discards, self._discards = tuple(self._discards), []
-        self._order.taken(group.key.prompt for group in groups)
+        self._order.forget_slowness(group.key.prompt for group in groups)
         return StagedBatch(number, groups, self._order.take_issued(), discards)
 
     def _must_wait(self, number: int) -> bool:
@@ -287,13 +293,13 @@ class RolloutScheduler:
         )
 
     def _advance(self) -> None:
-        """Go on to the next batch; drop and give up what is too old for it."""
+        """Move on to the next batch, and drop or preempt the groups that are too old for it."""
         self.due = self.due.after_first()
         bound = self._formation.oldest_allowed(self.due.first)
         for group in self.buffer.drop(bound):
-            self._drop(group)
+            self._discard_stale(group)
         if self.due.count:
-            for rollout in self._starts.before(bound):
+            for rollout in self._starts.list_before(bound):
                 self._give_up(rollout)
         self._room.set()
 
@@ -306,5 +312,5 @@ class RolloutScheduler:
 
     @property
     def _too_slow(self) -> DiscardReason:
-        """What a group is called that was left behind: by design, or by chance."""
+        """Reason for discarding a group that was too slow: by design with extra groups, otherwise by chance."""
         return DiscardReason.REDUNDANT if self.limits.extra_groups else DiscardReason.STALE

@@ -1,9 +1,9 @@
-"""Weight sync: takes the engines from policy version to policy version.
+"""Weight sync: updates the engines to each new policy version.
 
     newest version published --> fetch weights --> suspend, update, resume, probe --> admit more --> wait
 
-It always goes to the newest version and skips those between. It waits for nothing else: work that must see one version
-alone, such as an evaluation, has an engine for itself.
+It always updates to the newest version and skips those between. It never waits for an evaluation: an evaluation, which
+needs one fixed version, has an engine for itself.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 
 
 class VersionFeed(Protocol):
-    """Where new versions come from: storage, with the channel's news as a hint."""
+    """Announces new versions: storage is the source, and news from the channel is a hint."""
 
     async def newer(self, version: int) -> int:
-        """Wait for a version above `version`; returns the newest published one."""
+        """Wait for a version above `version`; return the newest published version."""
 
     async def fetch(self, version: int) -> tuple[Any, Probe]:
-        """The version's weights, as the engines take them, and its probe."""
+        """Load the version's weights, in the engines' format, and its probe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What happens when a version is `published`, and when the engines are `updated` to it."""
+    """Callbacks: `published` when a version is published, `updated` when the engines have it."""
 
     published: Callable[[int], None]
     updated: Callable[[int], None]

@@ -27,7 +27,7 @@ from rollflow.storage.objects.node_cache import NodeCache
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.engines.config import EngineConfig
-from rollflow.tasks.engines.runnable import hindrance_of
+from rollflow.tasks.engines.runnable import find_folder_hindrance
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
@@ -211,7 +211,7 @@ class RunContext:
         config = self.config
         found = config.evaluation_engine(on_cpu=on_cpu) or config.engine
         replaced = config.evaluation.engine == "auto" and found != config.engine
-        return config.engine if replaced and hindrance_of(self.policy_folder) else found
+        return config.engine if replaced and find_folder_hindrance(self.policy_folder) else found
 
     def weights(self, version: int) -> Path:
         """A folder on this node with the weights of a version; it stays until another version is asked for."""

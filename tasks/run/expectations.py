@@ -38,13 +38,13 @@ def expected_of(context: RunContext) -> Expected:
 
 def _limits(recorded: Mapping[str, Any]) -> Limits:
     try:
-        return limits_of(RunConfig.model_validate(complete_config(recorded)))
+        return read_limits(RunConfig.model_validate(complete_config(recorded)))
     except ValidationError as error:
         first = error.errors()[0]
         raise Corrupt(f"a config is invalid: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def limits_of(config: RunConfig) -> Limits:
+def read_limits(config: RunConfig) -> Limits:
     """Return what a config allows in the batches that are committed under it."""
     rules = _without_rounding(config.rollout.filter)
     return Limits(

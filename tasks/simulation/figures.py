@@ -202,7 +202,7 @@ def population(config: RunConfig, prompts: int, filtered: Collection[int] = ()) 
     while len(drawn) < prompts * config.group_size:
         index = mixture.next()
         if index in filtered:
-            mixture.filtered(index)
+            mixture.note_filtered(index)
             continue
         for sample in range(config.group_size):
             draw = random.Random(sample_seed(config.seed, index, sample))

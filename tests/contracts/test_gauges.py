@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.storage.run_records.usage import Cost
-from rollflow.tasks.actors.gauges import figures
+from rollflow.tasks.actors.gauges import read_figures
 from rollflow.tasks.actors.statuses import LearnerStatus, RewardStatus, RolloutStatus
 from tests.support.waiting import RUN_SECONDS
 
@@ -45,7 +45,7 @@ with Head(Path(sys.argv[1]), cpus=1) as head:
                 self.gauges = Gauges("rollout", "s3://bucket/runs/run-1")
 
             def tell(self, running, discards):
-                self.gauges.told(RolloutStatus(running=running, discards=discards))
+                self.gauges.show(RolloutStatus(running=running, discards=discards))
                 return self.gauges.on
 
         told = Told.remote()
@@ -93,7 +93,7 @@ def test_every_number_of_a_status_is_a_gauge() -> None:
         discards={"stale": 2},
         failed={1: "died"},
     )
-    found = {(name, what): value for name, what, value in figures(status)}
+    found = {(name, what): value for name, what, value in read_figures(status)}
     assert found["cpu_seconds", "engine"] == 3.0
     assert found["waits", ""] == found["failed", "1"] == 1.0
     assert found["discards", "stale"] == 2.0

@@ -22,7 +22,7 @@ import ray
 from rollflow.storage.errors import RankFailed
 from rollflow.storage.log.audit import audit
 from rollflow.tasks.actors.learner import LearnerActor
-from rollflow.tasks.actors.ranks import SpreadRank, in_turn, rank_hosts
+from rollflow.tasks.actors.ranks import SpreadRank, place_in_turn, rank_hosts
 from rollflow.tasks.learners.gloo_ranks import first_store
 from rollflow.tasks.learners.rank_orders import Load, Meeting
 from rollflow.tasks.learners.ranked import RankedLearner
@@ -155,7 +155,7 @@ def test_none_outlives_its_owner(place: Path) -> None:
 def test_a_stranger_gives_no_orders(place: Path) -> None:
     """Who calls where a rank should is asked for a secret."""
     run = prepare_small(place, versions=2, train={"ranks": 2, "spread": True})
-    started = SpreadRank(run, partial(in_turn, run.config), 1, Meeting("127.0.0.1", first_store().port))
+    started = SpreadRank(run, partial(place_in_turn, run.config), 1, Meeting("127.0.0.1", first_store().port))
     try:
         with pytest.raises(AuthenticationError):
             Client(started._listener.address, authkey=b"guessed")
@@ -176,7 +176,7 @@ ray.init(num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False, l
 class Owner:
     def begin(self, seconds, run, others=2):
         try:
-            self.room = ranks.reserved(RunConfig(), others, seconds, run)
+            self.room = ranks.reserve_gpus(RunConfig(), others, seconds, run)
         except Unreachable as error:
             return str(error)
         self.ranks = [ray.remote(Rank).options(**self.room(rank)).remote() for rank in range(1, others + 1)]

@@ -19,7 +19,7 @@ from rollflow.flows.services import prewarmed_workers as module
 from rollflow.flows.services.prewarmed_workers import Spares
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.tasks.actors import early_imports
-from rollflow.tasks.actors.early_imports import KIND, WANTED, Kind, import_early, kinds_of, wanted
+from rollflow.tasks.actors.early_imports import KIND, WANTED, Kind, import_early, list_kinds, wanted
 from rollflow.tasks.run.config import RunConfig
 from tests.support.waiting import until
 
@@ -226,7 +226,7 @@ def test_a_worker_leaves_its_actor_to_a_spare_that_imports(tmp_path: Path, monke
 def test_a_run_has_spares_for_what_it_imports() -> None:
     own = RunConfig.model_validate({"name": "a", "prompts": [{"kind": "jsonl", "path": "q"}], "policy": {"path": "p"}})
     two = own.model_copy(update={"engine": own.engine.model_copy(update={"threads": 2})})
-    assert "engine" in kinds_of(own)
-    assert "engine" not in kinds_of(two)
+    assert "engine" in list_kinds(own)
+    assert "engine" not in list_kinds(two)
     other = own.model_copy(update={"cluster": own.cluster.model_copy(update={"env": {"NCCL_DEBUG": "WARN"}})})
-    assert kinds_of(other) == ()  # its workers have another environment
+    assert list_kinds(other) == ()  # its workers have another environment

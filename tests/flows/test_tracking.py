@@ -395,7 +395,7 @@ def test_what_is_told_of_a_run_has_no_secrets_of_addresses(monkeypatch: pytest.M
     )
     for name in ("figures", "_samples"):
         monkeypatch.setattr(mlflow_payload, name, lambda *_: {})
-    monkeypatch.setattr(mlflow_payload, "evaluation_of", lambda *_: None)
+    monkeypatch.setattr(mlflow_payload, "read_evaluation", lambda *_: None)
     told = [*mlflow_payload._prompts(run), mlflow_payload.ending(run, {"storage": uri, "tokens": 3})]
     assert "hidden" not in str(told)
     assert "bucket/x" in str(told)

@@ -79,7 +79,7 @@ class Scheduler:
         if reason.issued_again:
             self.again.append(GroupKey(key.prompt, key.attempt + 1))
         else:
-            self.mixture.filtered(key.prompt)
+            self.mixture.note_filtered(key.prompt)
 
     def commit(self, version: int) -> tuple[Entry, bytes]:
         """Form a batch of what runs longest."""

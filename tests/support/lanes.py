@@ -34,7 +34,7 @@ async def taken(queue: SlotQueue, count: int = 1, group: object = None) -> list[
     """So many requests, one after the other, and where each went."""
     found = []
     for _ in range(count):
-        ticket = queue.ticket(0, group)
+        ticket = queue.create_ticket(0, group)
         went = await queue.take(ticket)
         assert went is not None
         found.append((went, ticket))

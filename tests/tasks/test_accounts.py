@@ -26,18 +26,18 @@ class Seen(RolloutScheduler):
         self.scored: list[TrajectoryGroup] = []
         self.kept = self.made = 0
 
-    async def _generated(self, tokens: int) -> None:
+    async def _count_response(self, tokens: int) -> None:
         self.made += tokens
-        await super()._generated(tokens)
+        await super()._count_response(tokens)
 
     def _discard(self, discard: Discard) -> None:
         self.gone.append(discard)
         super()._discard(discard)
 
-    def _scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
+    def _add_scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
         self.scored.append(group)
         before = len(self.buffer)
-        super()._scored(group, rollout)
+        super()._add_scored(group, rollout)
         self.kept += len(self.buffer) - before
 
 

@@ -31,10 +31,10 @@ def test_how_many_go_before(starts: list[tuple[int, bool]], bound: float, order:
         buffer.add(group(prompt, started), prompt, awaited=awaited)
         ranks.append(Rank(started, not awaited, GroupKey(prompt, 0)))
     assert keys(buffer) == [rank.key for rank in sorted(ranks)]
-    assert [buffer.before(issue) for issue in range(len(starts) + 1)] == list(range(len(starts) + 1))
-    assert buffer.older(bound) == sum(rank.started_version < bound for rank in ranks)
+    assert [buffer.count_before(issue) for issue in range(len(starts) + 1)] == list(range(len(starts) + 1))
+    assert buffer.count_older(bound) == sum(rank.started_version < bound for rank in ranks)
     for rank in [*ranks, Rank(2, True, GroupKey(-1, -1)), Rank(2, False, GroupKey(3, 0))]:
-        assert buffer.ahead_of(rank) == sum(other < rank for other in ranks)
+        assert buffer.count_ahead(rank) == sum(other < rank for other in ranks)
 
 
 @given(starts=STARTS, count=st.integers(0, 6), oldest=st.integers(0, 3), in_order=st.booleans())

@@ -18,7 +18,7 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
-from rollflow.tasks.actors.rollout import first_cause
+from rollflow.tasks.actors.rollout import find_first_cause
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
@@ -103,27 +103,27 @@ def test_what_was_too_slow_gets_a_batch_of_its_own() -> None:
 def test_a_long_round_takes_the_tail_alone_and_has_no_extras() -> None:
     limits = RolloutLimits(0, 9, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
     order = IssueOrder(limits, Cursor((5,), (0,)), [GroupKey(4, 0), GroupKey(3, 1)], [(3, 1)])
-    assert order.spare(0) == 1
-    assert order.next(0).key == GroupKey(4, 0)
-    order.ended(Discard(GroupKey(4, 0), DiscardReason.REDUNDANT, 0, 7))
-    assert order.spare(0) == 1  # this round is short to its end
-    assert order.next(0).key == GroupKey(5, 0)
+    assert order.count_extra_groups(0) == 1
+    assert order.next_issue(0).key == GroupKey(4, 0)
+    order.note_discard(Discard(GroupKey(4, 0), DiscardReason.REDUNDANT, 0, 7))
+    assert order.count_extra_groups(0) == 1  # this round is short to its end
+    assert order.next_issue(0).key == GroupKey(5, 0)
     order.advance(1)
-    assert order.spare(1) == 0
-    issued = [order.next(1), order.next(1)]
+    assert order.count_extra_groups(1) == 0
+    issued = [order.next_issue(1), order.next_issue(1)]
     assert [issue.key for issue in issued] == [GroupKey(3, 1), GroupKey(4, 1)]
     assert all(issue.awaited and issue.responses == 1 for issue in issued)
-    assert order.next(1).key == GroupKey(6, 0)  # nothing waits any more
+    assert order.next_issue(1).key == GroupKey(6, 0)  # nothing waits any more
 
 
 def test_the_last_round_takes_what_waits_in_the_tail() -> None:
     limits = RolloutLimits(0, 3, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
     assert limits.batches == 3
     order = IssueOrder(limits, Cursor((5,), (0,)), [GroupKey(3, 1)], [(3, 1)])
-    assert order.spare(1) == 1
-    assert order.next(1).key == GroupKey(5, 0)  # one prompt makes no round
-    assert order.spare(2) == 0
-    issued = [order.next(2), order.next(2)]
+    assert order.count_extra_groups(1) == 1
+    assert order.next_issue(1).key == GroupKey(5, 0)  # one prompt makes no round
+    assert order.count_extra_groups(2) == 0
+    issued = [order.next_issue(2), order.next_issue(2)]
     assert [issue.key for issue in issued] == [GroupKey(3, 1), GroupKey(6, 0)]
     assert [issue.awaited for issue in issued] == [True, False]
     assert all(issue.responses == 1 for issue in issued)
@@ -163,16 +163,16 @@ def test_a_prompt_that_was_left_behind_often_enough_is_awaited() -> None:
 
 def test_a_scheduler_that_died_still_knows_who_was_left_behind() -> None:
     order = IssueOrder(limits_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(4, 2)])
-    assert [order.next(0) for _ in range(2)] == [Issue(GroupKey(3, 5), 1, False), Issue(GroupKey(4, 1), 1, True)]
-    order.ended(Discard(GroupKey(3, 5), DiscardReason.STALE, 0, 7))
+    assert [order.next_issue(0) for _ in range(2)] == [Issue(GroupKey(3, 5), 1, False), Issue(GroupKey(4, 1), 1, True)]
+    order.note_discard(Discard(GroupKey(3, 5), DiscardReason.STALE, 0, 7))
     order.advance(1)
-    assert order.next(1) == Issue(GroupKey(3, 6), 1, False)  # once: it is no slow one yet
+    assert order.next_issue(1) == Issue(GroupKey(3, 6), 1, False)  # once: it is no slow one yet
 
 
 def test_of_what_is_trained_on_or_filtered_nothing_is_kept() -> None:
     order = IssueOrder(limits_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(3, 1), (4, 2)])
-    order.taken([4, 8])
-    order.ended(Discard(GroupKey(3, 5), DiscardReason.FILTERED, 0, 7))
+    order.forget_slowness([4, 8])
+    order.note_discard(Discard(GroupKey(3, 5), DiscardReason.FILTERED, 0, 7))
     assert not order._behind
 
 
@@ -181,11 +181,11 @@ def test_of_what_is_trained_on_or_filtered_nothing_is_kept() -> None:
 def test_only_what_ran_and_was_left_behind_counts_as_slow(reason: DiscardReason, tokens: int) -> None:
     """Not an engine's death, nor a batch that rotted, nor a request that had no time to start."""
     order = IssueOrder(limits_for(tail_batching=True), Cursor((9,), (0,)), [])
-    order.ended(discard := Discard(GroupKey(3, 0), reason, 0, tokens))
+    order.note_discard(discard := Discard(GroupKey(3, 0), reason, 0, tokens))
     slow = tokens > 0 and reason in (DiscardReason.REDUNDANT, DiscardReason.STALE)
     assert discard.slow == slow
     order.advance(5)
-    waits_in_the_tail = reason.issued_again and order.next(5).key.prompt != 3
+    waits_in_the_tail = reason.issued_again and order.next_issue(5).key.prompt != 3
     assert waits_in_the_tail == slow
 
 
@@ -249,7 +249,7 @@ def test_filtered_groups_are_replaced_and_never_issued_again() -> None:
 def test_a_filter_that_leaves_nothing_fails_with_its_cure() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         ran(choices={"filter": FilterConfig(min_mean=1.0, most=20)})
-    why = first_cause(caught.value)
+    why = find_first_cause(caught.value)
     assert isinstance(why, ConfigError)  # not to be tried again: the next 20 would be in vain, too
     assert "removed 20 groups in a row (the last: mean reward at or below 1); widen it" in str(why)
 

@@ -31,10 +31,10 @@ from rollflow.tasks.rollout.evaluation import (
     Means,
     Skipped,
     evaluated,
-    evaluation_of,
     evaluation_path,
     evaluations,
     pass_at,
+    read_evaluation,
     skipped,
     skipped_path,
     store_evaluation,
@@ -326,8 +326,8 @@ def test_an_evaluation_is_read_as_it_was_stored_also_one_from_before_pass_at_k()
     store_evaluation(run, made)
     earlier = {name: value for name, value in asdict(made).items() if name != "pass_at"} | {"version": 4}
     run.put(evaluation_path(4), json.dumps(earlier).encode())
-    assert evaluation_of(run, 3) == made
-    assert evaluation_of(run, 4) == replace(made, version=4, pass_at={})
+    assert read_evaluation(run, 3) == made
+    assert read_evaluation(run, 4) == replace(made, version=4, pass_at={})
 
 
 def test_a_version_whose_weights_are_gone_is_skipped_with_its_reason() -> None:

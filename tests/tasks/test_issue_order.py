@@ -23,11 +23,11 @@ def order_of(
 
 
 def prompts(order: IssueOrder, batch: int, count: int) -> list[tuple[int, int]]:
-    return [(issue.key.prompt, issue.key.attempt) for issue in (order.next(batch) for _ in range(count))]
+    return [(issue.key.prompt, issue.key.attempt) for issue in (order.next_issue(batch) for _ in range(count))]
 
 
 def left(order: IssueOrder, prompt: int, reason: DiscardReason = DiscardReason.STALE, attempt: int = 0) -> None:
-    order.ended(Discard(GroupKey(prompt, attempt), reason, 0, 7))
+    order.note_discard(Discard(GroupKey(prompt, attempt), reason, 0, 7))
 
 
 def test_what_is_issued_again_goes_first_in_its_order() -> None:
@@ -82,30 +82,30 @@ def test_a_filtered_prompt_is_replaced_by_another_of_its_source() -> None:
 
 def test_what_a_dispatch_asks_for() -> None:
     plain = order_of([(7, 1)], **EXTRA)
-    assert plain.next(0) == Issue(GroupKey(7, 1), 6, awaited=True)
-    assert plain.next(0) == Issue(GroupKey(100, 0), 6, awaited=True)
+    assert plain.next_issue(0) == Issue(GroupKey(7, 1), 6, awaited=True)
+    assert plain.next_issue(0) == Issue(GroupKey(100, 0), 6, awaited=True)
     drops = order_of([(7, 1), (8, 1)], [(7, 3), (8, 2)], **EXTRA, at_bound="drop")
-    assert drops.next(0) == Issue(GroupKey(7, 1), 6, awaited=True)  # three times left behind
-    assert drops.next(0) == Issue(GroupKey(8, 1), 6, awaited=False)
-    assert drops.next(0) == Issue(GroupKey(100, 0), 6, awaited=False)
-    assert [drops.spare(batch) for batch in (0, 1, 9, 10)] == [3, 3, 3, 3]
+    assert drops.next_issue(0) == Issue(GroupKey(7, 1), 6, awaited=True)  # three times left behind
+    assert drops.next_issue(0) == Issue(GroupKey(8, 1), 6, awaited=False)
+    assert drops.next_issue(0) == Issue(GroupKey(100, 0), 6, awaited=False)
+    assert [drops.count_extra_groups(batch) for batch in (0, 1, 9, 10)] == [3, 3, 3, 3]
 
 
 def test_once_it_was_left_behind_often_enough_it_is_awaited() -> None:
     order = order_of(at_bound="drop", tail_after=2)
     for attempt, awaited in ((0, False), (1, True), (2, True)):
-        order.ended(Discard(GroupKey(5, attempt), DiscardReason.STALE, 0, 7))
+        order.note_discard(Discard(GroupKey(5, attempt), DiscardReason.STALE, 0, 7))
         order.advance(attempt)
-        assert order.next(0) == Issue(GroupKey(5, attempt + 1), 4, awaited)
-    order.taken([4, 5])
+        assert order.next_issue(0) == Issue(GroupKey(5, attempt + 1), 4, awaited)
+    order.forget_slowness([4, 5])
     left(order, 5, attempt=3)
     order.advance(5)
-    assert order.next(0) == Issue(GroupKey(5, 4), 4, awaited=False)  # a batch had it: it is counted anew
+    assert order.next_issue(0) == Issue(GroupKey(5, 4), 4, awaited=False)  # a batch had it: it is counted anew
 
 
 def test_a_dispatch_without_a_token_is_no_slow_one() -> None:
     order = order_of(**TAIL)
-    order.ended(Discard(GroupKey(5, 0), DiscardReason.STALE, 0, 0))
+    order.note_discard(Discard(GroupKey(5, 0), DiscardReason.STALE, 0, 0))
     order.advance(0)
     assert prompts(order, 0, 1) == [(5, 1)]
 
@@ -118,31 +118,35 @@ SLOW = [(number, 1) for number in range(5)]
 
 def test_a_long_round_is_a_batch_of_the_tail_and_the_next_one_too_while_there_are_enough() -> None:
     order = order_of(FIVE, SLOW, **TAIL, **EXTRA)
-    assert order.spare(0) == 0
-    assert [order.next(0) for _ in range(2)] == [Issue(GroupKey(n, 1), 4, awaited=True) for n in (0, 1)]
-    assert order.next(0) == Issue(GroupKey(100, 0), 4, awaited=False)  # a filtered one is replaced, without extras
-    assert [order.next(1).key.prompt for _ in range(2)] == [2, 3]
-    assert order.spare(1) == 0
-    assert order.spare(2) == 3  # one is left: no round
-    assert order.next(2) == Issue(GroupKey(101, 0), 6, awaited=False)
-    assert order.next(1) == Issue(GroupKey(102, 0), 6, awaited=False)  # of an earlier batch: the round is the same
-    assert order.spare(1) == 3
+    assert order.count_extra_groups(0) == 0
+    assert [order.next_issue(0) for _ in range(2)] == [Issue(GroupKey(n, 1), 4, awaited=True) for n in (0, 1)]
+    assert order.next_issue(0) == Issue(
+        GroupKey(100, 0), 4, awaited=False
+    )  # a filtered one is replaced, without extras
+    assert [order.next_issue(1).key.prompt for _ in range(2)] == [2, 3]
+    assert order.count_extra_groups(1) == 0
+    assert order.count_extra_groups(2) == 3  # one is left: no round
+    assert order.next_issue(2) == Issue(GroupKey(101, 0), 6, awaited=False)
+    assert order.next_issue(1) == Issue(
+        GroupKey(102, 0), 6, awaited=False
+    )  # of an earlier batch: the round is the same
+    assert order.count_extra_groups(1) == 3
 
 
 def test_before_the_first_version_no_round_has_begun() -> None:
-    assert order_of(FIVE, SLOW, **TAIL, **EXTRA).spare(-1) == 3
+    assert order_of(FIVE, SLOW, **TAIL, **EXTRA).count_extra_groups(-1) == 3
 
 
 def test_a_round_that_has_begun_stays_what_it_is() -> None:
     order = order_of(FIVE[:1], SLOW, **TAIL, **EXTRA)
-    assert order.next(0) == Issue(GroupKey(100, 0), 6, awaited=False)
+    assert order.next_issue(0) == Issue(GroupKey(100, 0), 6, awaited=False)
     left(order, 3)
     left(order, 4)
-    assert order.spare(-1) == order.spare(0) == 3
-    assert order.next(0).responses == 6
-    assert order.spare(1) == 0
+    assert order.count_extra_groups(-1) == order.count_extra_groups(0) == 3
+    assert order.next_issue(0).responses == 6
+    assert order.count_extra_groups(1) == 0
     assert prompts(order, 1, 3) == [(0, 1), (3, 1), (102, 0)]
-    assert order.spare(2) == 3
+    assert order.count_extra_groups(2) == 3
 
 
 def test_the_tail_needs_no_new_version() -> None:
@@ -154,16 +158,16 @@ def test_the_tail_needs_no_new_version() -> None:
 
 def test_without_tail_batching_the_slow_stand_with_the_others() -> None:
     order = order_of(FIVE, SLOW, **EXTRA, at_bound="drop", tail_after=1)
-    assert order.spare(0) == 3
-    assert [order.next(0) for _ in range(3)] == [Issue(GroupKey(n, 1), 6, awaited=True) for n in (0, 1, 2)]
-    assert order.spare(9) == 3
+    assert order.count_extra_groups(0) == 3
+    assert [order.next_issue(0) for _ in range(3)] == [Issue(GroupKey(n, 1), 6, awaited=True) for n in (0, 1, 2)]
+    assert order.count_extra_groups(9) == 3
 
 
 def test_the_last_round_is_long_whatever_waits() -> None:
     order = order_of([(0, 1)], [(0, 1)], **TAIL, **EXTRA)
-    assert [order.spare(batch) for batch in (7, 8, 9, 10)] == [3, 3, 0, 0]
-    assert order.next(8).key.prompt == 100
-    assert [order.next(9) for _ in range(2)] == [
+    assert [order.count_extra_groups(batch) for batch in (7, 8, 9, 10)] == [3, 3, 0, 0]
+    assert order.next_issue(8).key.prompt == 100
+    assert [order.next_issue(9) for _ in range(2)] == [
         Issue(GroupKey(0, 1), 4, awaited=True),
         Issue(GroupKey(101, 0), 4, awaited=False),
     ]
@@ -171,7 +175,7 @@ def test_the_last_round_is_long_whatever_waits() -> None:
 
 def test_waiting_at_the_bound_awaits_the_tail_as_all_others() -> None:
     order = order_of(tail_batching=True, at_bound="wait")
-    assert order.next(0).awaited
+    assert order.next_issue(0).awaited
     left(order, 3)
-    assert order.next(9) == Issue(GroupKey(3, 1), 4, awaited=True)
-    assert order.next(9).awaited
+    assert order.next_issue(9) == Issue(GroupKey(3, 1), 4, awaited=True)
+    assert order.next_issue(9).awaited

@@ -49,7 +49,7 @@ class Looks:
         began = self.now
         while self.now - began < seconds:
             self.now += step
-            if self.watch.ran_out():
+            if self.watch.has_expired():
                 return self.now - began
         return None
 
@@ -94,7 +94,7 @@ def test_a_pause_of_the_actor_itself_does_not_count() -> None:
     looks = Looks()
     assert looks.run_out_after(100) is None
     looks.now += 86_400
-    assert not looks.watch.ran_out()
+    assert not looks.watch.has_expired()
     assert looks.run_out_after(300) is None
 
 

@@ -52,16 +52,16 @@ def sources(indices: Sequence[int], count: int) -> list[int]:
 def test_one_source_counts(share: float, filtered: int) -> None:
     mixture = Mixture((share,))
     for index in range(filtered):
-        mixture.filtered(index)
+        mixture.note_filtered(index)
     assert drawn(mixture, 20) == list(range(20))
 
 
 def test_three_to_one_by_hand() -> None:
     mixture = Mixture((3, 1))
     assert drawn(mixture, 8) == [0, 2, 1, 4, 6, 8, 3, 10]  # a a b a: source 0 has the even indices, source 1 the odd
-    mixture.filtered(2)
-    mixture.filtered(1)
-    mixture.filtered(3)
+    mixture.note_filtered(2)
+    mixture.note_filtered(1)
+    mixture.note_filtered(3)
     assert drawn(mixture, 4) == [5, 7, 12, 14]  # both of source 1, and one more of source 0; then the next slot
     assert mixture.state == Cursor((8, 4), (1, 2))
 
@@ -107,7 +107,7 @@ def test_what_is_kept_fills_the_same_slots_whatever_is_filtered(
     opened = [0] * len(shares)  # slots of each source that ever were taken
     for step in steps:
         if step < 4 and flying:
-            mixture.filtered(flying.pop(draw.randrange(len(flying))))
+            mixture.note_filtered(flying.pop(draw.randrange(len(flying))))
             continue
         kept = kept_of(mixture)
         owed = any(have < slots for have, slots in zip(kept, opened, strict=True))
@@ -137,7 +137,7 @@ def test_a_mixture_goes_on_from_its_state(shares: list[float], filtering: list[b
     for filtered in filtering:
         index = mixture.next()
         if filtered:
-            mixture.filtered(index)
+            mixture.note_filtered(index)
     state = mixture.state
     again = Mixture(shares, state.issued, state.filtered)
     assert again.state == state
@@ -158,7 +158,7 @@ def test_what_fills_the_slots_does_not_depend_on_the_order_of_events(
                 flying.append(mixture.next())
             index = flying.pop(draw.randrange(len(flying)))
             if random.Random(f"{seed} {index}").random() < (index % len(shares)) / len(shares):
-                mixture.filtered(index)
+                mixture.note_filtered(index)
             else:
                 kept.add(index)
         return mixture.state, kept
@@ -185,12 +185,12 @@ def test_the_shares_of_a_config_are_by_domain() -> None:
 class Filtering(RolloutScheduler):
     """Finds no signal in three of four groups of one source, and in few of the others."""
 
-    def _scored(self, group: TrajectoryGroup, issue: int) -> None:
+    def _add_scored(self, group: TrajectoryGroup, issue: int) -> None:
         source = group.key.prompt % len(self.limits.shares)
         if random.Random(f"{group.key.prompt}").random() < (0.75 if source == FILTERED else 0.05):
-            self._filtered(group, "made up")
+            self._discard_filtered(group, "made up")
         else:
-            super()._scored(group, issue)
+            super()._add_scored(group, issue)
 
 
 class Uneven(TimedEngine):

@@ -75,7 +75,7 @@ async def granted(proxy: InferenceProxy, starts: list[int]) -> asyncio.Task[Star
     """A request that waited for the only slot of the only engine, has it now, and does not know yet."""
     await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
     [lane] = proxy._queue.live
-    holding = proxy._queue.ticket(0)
+    holding = proxy._queue.create_ticket(0)
     await proxy._queue.take(holding)
     task = asking(proxy, "a", RequestOptions(on_start=starts.append))
     await asyncio.sleep(0)

@@ -15,7 +15,7 @@ def test_the_lowest_priority_number_goes_first_and_then_the_earliest() -> None:
         only = lane(1)
         queue = queue_of(only)
         [(_, holding)] = await taken(queue)
-        tickets = {name: queue.ticket(priority) for name, priority in (("a", 2), ("b", 1), ("c", 2), ("d", 1))}
+        tickets = {name: queue.create_ticket(priority) for name, priority in (("a", 2), ("b", 1), ("c", 2), ("d", 1))}
         order: list[str] = []
 
         async def wait(name: str) -> None:
@@ -39,7 +39,7 @@ def test_what_was_withdrawn_gets_nothing_and_costs_nobody_a_slot() -> None:
         only = lane(1)
         queue = queue_of(only)
         [(_, holding)] = await taken(queue)
-        gone, stays = queue.ticket(0), queue.ticket(0)
+        gone, stays = queue.create_ticket(0), queue.create_ticket(0)
         assert not gone.waits
         queue.withdraw(gone)  # it stands nowhere yet
         both = [asyncio.create_task(queue.take(ticket)) for ticket in (gone, stays)]
@@ -62,7 +62,7 @@ def test_who_was_granted_a_slot_and_is_cancelled_gives_it_back() -> None:
         only = lane(1)
         queue = queue_of(only)
         [(_, holding)] = await taken(queue)
-        first, second = (asyncio.create_task(queue.take(queue.ticket(0))) for _ in range(2))
+        first, second = (asyncio.create_task(queue.take(queue.create_ticket(0))) for _ in range(2))
         await asyncio.sleep(0)
         queue.release(only, holding)
         first.cancel()  # granted, and it does not know yet
@@ -79,7 +79,7 @@ def test_entries_that_newer_ones_replaced_do_not_pile_up() -> None:
         lanes = [lane(4) for _ in range(3)]
         queue = queue_of(*lanes)
         for _ in range(1000):
-            queue.changed(lanes[0])
+            queue.offer_slots(lanes[0])
             assert len(queue._open) <= 4 * len(lanes) + 64
         assert {id(one) for _, stamp, one in queue._open if stamp == one.stamp} == set(map(id, lanes))
         await taken(queue, 12)
@@ -98,18 +98,18 @@ def test_while_no_engine_lives_requests_wait_and_then_fail_with_the_reasons() ->
         dead.failure, other.failure = EngineFailed("out of memory"), EngineFailed("hung")
         clock = asyncio.get_running_loop().time
         began = clock()
-        waiting = [asyncio.create_task(queue.take(queue.ticket(0))) for _ in range(2)]
+        waiting = [asyncio.create_task(queue.take(queue.create_ticket(0))) for _ in range(2)]
         await asyncio.sleep(3.0)
-        late = asyncio.create_task(queue.take(queue.ticket(0)))
+        late = asyncio.create_task(queue.take(queue.create_ticket(0)))
         for one in (*waiting, late):
             with pytest.raises(EngineFailed, match=r"^no engine is left: out of memory; hung$"):
                 await one
         assert clock() - began == PATIENCE  # from when the first of them waited
         assert queue.waiting == 0
         with pytest.raises(EngineFailed):
-            await queue.take(queue.ticket(0))
+            await queue.take(queue.create_ticket(0))
         assert clock() - began == 2 * PATIENCE
-        assert str(queue_of().none_left()) == "no engine is left: none has started"
+        assert str(queue_of().build_no_engine_error()) == "no engine is left: none has started"
 
     virtual(main)
 
@@ -117,7 +117,7 @@ def test_while_no_engine_lives_requests_wait_and_then_fail_with_the_reasons() ->
 def test_of_those_that_wait_in_vain_the_withdrawn_are_told_nothing() -> None:
     async def main() -> None:
         queue = queue_of()
-        gone, stays = queue.ticket(0), queue.ticket(0)
+        gone, stays = queue.create_ticket(0), queue.create_ticket(0)
         both = [asyncio.create_task(queue.take(ticket)) for ticket in (gone, stays)]
         await asyncio.sleep(1.0)
         queue.withdraw(gone)
@@ -135,10 +135,10 @@ def test_the_wait_is_that_of_the_request_not_of_the_engines() -> None:
         only = lane(1)
         queue, clock = queue_of(only), asyncio.get_running_loop().time
         only.failure = EngineFailed("died")
-        queue.changed(only)
+        queue.offer_slots(only)
         await asyncio.sleep(PATIENCE - 1)
         with pytest.raises(EngineFailed):
-            await queue.take(queue.ticket(0))
+            await queue.take(queue.create_ticket(0))
         assert clock() == 2 * PATIENCE - 1
 
     virtual(main)
@@ -149,14 +149,14 @@ def test_an_engine_that_joins_ends_the_wait() -> None:
 
     async def main() -> None:
         queue = queue_of()
-        waiting = asyncio.create_task(queue.take(queue.ticket(0)))
+        waiting = asyncio.create_task(queue.take(queue.create_ticket(0)))
         await asyncio.sleep(PATIENCE - 1)
         joined = lane(1, serves=False)
         assert queue.put(0, joined) is None
         await asyncio.sleep(5 * PATIENCE)
         assert not waiting.done()
         joined.serves.set()
-        queue.changed(joined)
+        queue.offer_slots(joined)
         assert await waiting is joined
         again = lane(1)
         assert queue.put(0, again) is joined
@@ -169,12 +169,12 @@ def test_the_wait_begins_again_when_the_last_engine_dies_again() -> None:
     async def main() -> None:
         queue, clock = queue_of(), asyncio.get_running_loop().time
         began = clock()
-        waiting = asyncio.create_task(queue.take(queue.ticket(0)))
+        waiting = asyncio.create_task(queue.take(queue.create_ticket(0)))
         await asyncio.sleep(PATIENCE - 1)
         joined = lane(1, serves=False)
         queue.put(0, joined)
         joined.failure = EngineFailed("died")
-        queue.changed(joined)
+        queue.offer_slots(joined)
         with pytest.raises(EngineFailed, match="died"):
             await waiting
         assert clock() - began == 2 * PATIENCE - 1

@@ -431,7 +431,7 @@ def test_overtaken_cold_start_writes_no_weights(tmp_path: Path, monkeypatch: pyt
     engine = {"kind": "transformers", "max_new_tokens": 8}
     tree = {"policy": {"cold_start": {"hidden_size": 32, "heads": 2}}, "prompts": prompts, "engine": engine}
     context = prepare(parse({**tree, "reward": {"kind": "exact"}, "evaluation": {"prompts": 4}}), "cold")
-    monkeypatch.setattr(LearnerActor, "_supervise", lambda actor: Log(context.store).claim("learner"))
+    monkeypatch.setattr(LearnerActor, "_run_cold_start", lambda actor: Log(context.store).claim("learner"))
     with pytest.raises(Deposed):
         LearnerActor(context, channel=StoreFeed(context)).run()
     assert not any(path.endswith(".safetensors") for path in context.store.list())

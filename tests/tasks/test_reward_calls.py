@@ -38,8 +38,8 @@ for line in sys.stdin:
 class OddReward(RewardActor):
     """Its verifier waits for a file where it is told to."""
 
-    def _build(self) -> RewardPool:
-        pool = super()._build()
+    def _build_pool(self) -> RewardPool:
+        pool = super()._build_pool()
         pool._command = [sys.executable, "-c", WORKER]
         return pool
 

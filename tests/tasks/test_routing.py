@@ -26,10 +26,10 @@ def test_an_engine_of_three_times_the_pace_gets_three_times_the_requests() -> No
     async def main() -> None:
         slow, fast = lane(8), lane(8)
         queue = queue_of(slow, fast)
-        queue.observed(slow, 10, 30.0)
-        queue.observed(fast, 20, 20.0)
-        queue.changed(slow)
-        queue.changed(fast)
+        queue.observe(slow, 10, 30.0)
+        queue.observe(fast, 20, 20.0)
+        queue.offer_slots(slow)
+        queue.offer_slots(fast)
         assert [one is fast for one, _ in await taken(queue, 8)] == [True, True, False, True, True, True, False, True]
 
     virtual(main)
@@ -46,11 +46,11 @@ def test_it_is_always_the_engine_that_would_be_done_first(count: int) -> None:
         paces = {id(one): draw.randint(1, 20) for one in lanes}
         queue = queue_of(*lanes)
         for one in lanes:
-            queue.observed(one, 10, 10.0 * paces[id(one)])
-            queue.changed(one)
+            queue.observe(one, 10, 10.0 * paces[id(one)])
+            queue.offer_slots(one)
         for _ in range(500):
             for one in draw.choices(lanes, k=draw.randint(0, 10)):
-                queue.changed(one)
+                queue.offer_slots(one)
             work = {id(one): (one.taken + 1) * paces[id(one)] for one in lanes if one.free}
             if not work or (held and draw.random() < 0.45):
                 queue.release(*held.pop(draw.randrange(len(held))))
@@ -66,11 +66,11 @@ def test_what_was_never_measured_has_the_pace_of_who_was_measured_first() -> Non
     async def main() -> None:
         measured, quicker, fresh = lane(9), lane(1), lane(9)
         queue = queue_of(measured, quicker, fresh)
-        queue.observed(measured, 10, 20.0)
-        queue.observed(quicker, 10, 1.0)
-        queue.changed(measured)
-        queue.changed(quicker)
-        queue.changed(fresh)
+        queue.observe(measured, 10, 20.0)
+        queue.observe(quicker, 10, 1.0)
+        queue.offer_slots(measured)
+        queue.offer_slots(quicker)
+        queue.offer_slots(fresh)
         found = [one for one, _ in await taken(queue, 5)]
         assert found[0] is quicker
         assert sorted(map(id, found[1:])) == sorted(map(id, [measured, measured, fresh, fresh]))
@@ -82,10 +82,10 @@ def test_it_counts_what_such_an_engine_runs_already() -> None:
     async def main() -> None:
         measured, fresh = lane(4), lane(4)
         queue = queue_of(measured, fresh)
-        queue.observed(measured, 10, 20.0)
+        queue.observe(measured, 10, 20.0)
         measured.taken = 1
-        queue.changed(measured)
-        queue.changed(fresh)
+        queue.offer_slots(measured)
+        queue.offer_slots(fresh)
         assert [one for one, _ in await taken(queue, 1)] == [fresh]
 
     virtual(main)
@@ -104,10 +104,10 @@ def test_the_pace_is_what_was_measured_lately() -> None:
 def test_a_response_without_tokens_measures_nothing() -> None:
     empty, full = lane(1), lane(1)
     queue = queue_of(empty, full)
-    queue.observed(empty, 0, 5.0)
+    queue.observe(empty, 0, 5.0)
     assert queue._measured is None
-    queue.observed(full, 5, 5.0)
-    queue.observed(empty, 5, 5.0)
+    queue.observe(full, 5, 5.0)
+    queue.observe(empty, 5, 5.0)
     assert queue._measured is full
 
 
@@ -172,9 +172,9 @@ def test_requests_that_found_their_home_full_leave_it_where_it_is() -> None:
 def test_only_prefix_routing_knows_prompts() -> None:
     async def main() -> None:
         queue = queue_of(lane(2))
-        assert queue.ticket(0, "a").group is None
+        assert queue.create_ticket(0, "a").group is None
         await taken(queue, 2, "a")
         assert queue._homes == {}
-        assert queue_of(routing="prefix").ticket(0, "a").group == "a"
+        assert queue_of(routing="prefix").create_ticket(0, "a").group == "a"
 
     virtual(main)

@@ -47,8 +47,10 @@ def test_whatever_starts_starts_again_or_ends(steps: list[tuple[Any, int | None]
 def check(starts: Starts, known: dict[Any, int]) -> None:
     for bound in BOUNDS:
         old = [one for one, version in known.items() if version < bound]
-        assert starts.count(bound) == len(old)
-        assert set(starts.before(bound)) == set(old)
-        assert starts.oldest_awaited(bound) == min((known[one] for one in old if one.awaited), default=None)
+        assert starts.count_before(bound) == len(old)
+        assert set(starts.list_before(bound)) == set(old)
+        assert starts.find_oldest_awaited(bound) == min((known[one] for one in old if one.awaited), default=None)
     for version in {version for one, version in known.items() if one.awaited}:
-        assert starts.first_awaited(version) == min(one.key for one in known if one.awaited and known[one] == version)
+        assert starts.find_first_awaited(version) == min(
+            one.key for one in known if one.awaited and known[one] == version
+        )

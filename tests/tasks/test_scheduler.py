@@ -482,7 +482,7 @@ def test_a_deposed_scheduler_stops_at_its_next_look_at_the_log(tmp_path: Path, m
         first.config, first.writer = context.config, context.log.claim("scheduler", who="the first one")
         first.feed = actor.StoreFeed(context, first.channel)
         monkeypatch.setattr(Log, "follow", counted)
-        await first._trained(asyncio.create_task(form()), 0)
+        await first._wait_trained(asyncio.create_task(form()), 0)
 
     with pytest.raises(Deposed, match=r"another scheduler now \(the second one"):
         asyncio.run(watch())

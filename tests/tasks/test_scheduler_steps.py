@@ -99,10 +99,10 @@ def test_an_engine_that_joins_wakes_it() -> None:
         assert scheduler._ready.is_set()
         assert scheduler._published == 2
         scheduler._discard(Discard(GroupKey(7, 0), DiscardReason.STALE, 0, 5))
-        assert scheduler._order.next(0).key.prompt == 0  # left behind under version 2, it waits for a newer one
+        assert scheduler._order.next_issue(0).key.prompt == 0  # left behind under version 2, it waits for a newer one
         scheduler._proxy.version = 3
         scheduler._proxy.on_change()
-        assert scheduler._order.next(0).key == GroupKey(7, 1)
+        assert scheduler._order.next_issue(0).key == GroupKey(7, 1)
 
     inside(main)
 
@@ -112,10 +112,10 @@ def test_what_is_left_behind_waits_for_a_newer_version_than_the_engines_had_at_t
         scheduler = await scheduler_of(version=2)
         scheduler._discard(Discard(GroupKey(7, 0), DiscardReason.STALE, 0, 5))
         scheduler._proxy.on_change()  # another engine joined
-        assert scheduler._order.next(0).key.prompt == 0
+        assert scheduler._order.next_issue(0).key.prompt == 0
         scheduler._proxy.version = 3
         scheduler._proxy.on_change()
-        assert scheduler._order.next(0).key == GroupKey(7, 1)
+        assert scheduler._order.next_issue(0).key == GroupKey(7, 1)
 
     inside(main)
 
@@ -136,8 +136,8 @@ def test_where_a_scheduler_begins() -> None:
         assert (scheduler.number, scheduler.voids, scheduler.running) == (3, 2, 0)
         assert scheduler.due.missing == (1, 4)  # those beyond the run's end are nobody's any more
         assert scheduler.due.last == 5
-        assert scheduler._order.next(0).key == GroupKey(8, 1)
-        assert scheduler._order.next(0).key == GroupKey(9, 0)
+        assert scheduler._order.next_issue(0).key == GroupKey(8, 1)
+        assert scheduler._order.next_issue(0).key == GroupKey(9, 0)
 
     inside(main)
 
@@ -145,8 +145,8 @@ def test_where_a_scheduler_begins() -> None:
 def scored(scheduler: RolloutScheduler, prompt: int, reward: float, started: int = 0, *, awaited: bool = True) -> None:
     """A group of one response ended with this reward; it counts as the one that was issued last."""
     one = Trajectory(0, started, (1,), (True,), (0.0,), (started,), reward, "", Ending.STOP)
-    rollout = scheduler._rollout(Issue(GroupKey(prompt, 0), 1, awaited=awaited))
-    scheduler._scored(TrajectoryGroup(rollout.key, "p", "d", (one,)), rollout)
+    rollout = scheduler._create_rollout(Issue(GroupKey(prompt, 0), 1, awaited=awaited))
+    scheduler._add_scored(TrajectoryGroup(rollout.key, "p", "d", (one,)), rollout)
 
 
 def test_filtered_in_a_row_are_those_without_a_kept_one_between() -> None:
@@ -188,22 +188,22 @@ def test_what_was_too_slow_is_redundant_where_more_was_started_than_needed() -> 
 def test_a_full_batch_is_staged_with_all_that_was_issued_and_discarded_before() -> None:
     async def main() -> None:
         scheduler = await scheduler_of(resume=ResumePoint(number=1, cursor=Cursor((1,), (0,)), behind=((2, 1),)))
-        assert scheduler._stage() is None
+        assert scheduler._stage_batch() is None
         for prompt in (1, 2, 3):
-            assert scheduler._order.next(1).key.prompt == prompt
+            assert scheduler._order.next_issue(1).key.prompt == prompt
         scheduler._discard(gone := Discard(GroupKey(3, 0), DiscardReason.FAILED, 0, 5))
         scored(scheduler, 2, 1.0)
         scheduler._room.clear()
-        staged = scheduler._stage()
+        staged = scheduler._stage_batch()
         assert staged is not None
         assert (staged.number, staged.issued, staged.discards) == (1, (1, 2, 3), (gone,))
         assert [group.key.prompt for group in staged.groups] == [2]
         assert not scheduler._order._behind  # how slow it was is of no use any more
         assert scheduler.number == 2
         assert scheduler._room.is_set()
-        assert scheduler._stage() is None
+        assert scheduler._stage_batch() is None
         scored(scheduler, 4, 1.0, started=1)
-        staged = scheduler._stage()
+        staged = scheduler._stage_batch()
         assert staged is not None
         assert (staged.number, staged.issued, staged.discards) == (2, (), ())
 
@@ -228,7 +228,7 @@ def test_what_admission_is_told(slots: int | None, most: float) -> None:
         scheduler._give_up(rollouts[0])
         scored(scheduler, 9, 1.0, started=1)
         scored(scheduler, 10, 1.0, started=1)
-        supply = scheduler._supply()
+        supply = scheduler._read_supply()
         assert (supply.version, supply.due) == (1, scheduler.due)
         assert (supply.running, supply.outstanding, supply.generating, supply.slots) == (3, 2 + 2, 3 * 2, most)
 
@@ -239,8 +239,8 @@ def test_a_response_that_ends_makes_room() -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, group_size=3))
         started(scheduler)
-        await scheduler._generated(5)
-        await scheduler._generated(7)
+        await scheduler._count_response(5)
+        await scheduler._count_response(7)
         assert (scheduler._generating, scheduler.counts.tokens) == (1, 12)
         assert scheduler._room.is_set()
 
@@ -262,7 +262,7 @@ def test_a_full_batch_that_a_ready_learner_waits_for_is_measured(published: int,
         started(scheduler, 0)
         if full:
             scored(scheduler, 9, 1.0, started=1)
-        assert scheduler._stage() is None
+        assert scheduler._stage_batch() is None
         assert (scheduler.counts.waited.since is not None) == holds
 
     inside(main)
@@ -275,7 +275,7 @@ def test_a_batch_that_is_formed_early_leaves_nobody_behind(published: int, forme
         scheduler.published(published)
         rollout = started(scheduler, 0)
         scored(scheduler, 9, 1.0, started=1)
-        assert (scheduler._stage() is not None) == formed
+        assert (scheduler._stage_batch() is not None) == formed
         assert (rollout in scheduler._left_behind) == formed
 
     inside(main)
@@ -291,7 +291,7 @@ def test_who_goes_first_into_a_batch(order: Any, first: int) -> None:
         scored(scheduler, 8, 1.0, started=1)
         scheduler._issued = 2
         scored(scheduler, 9, 1.0, started=0)
-        staged = scheduler._stage()
+        staged = scheduler._stage_batch()
         assert staged is not None
         assert [group.key.prompt for group in staged.groups] == [first]
 
@@ -303,7 +303,7 @@ def test_of_equally_old_groups_the_awaited_one_goes_first() -> None:
         scheduler = await scheduler_of()
         scored(scheduler, 8, 1.0, awaited=False)
         scored(scheduler, 9, 1.0, awaited=True)
-        staged = scheduler._stage()
+        staged = scheduler._stage_batch()
         assert staged is not None
         assert [group.key.prompt for group in staged.groups] == [9]
 
@@ -318,12 +318,12 @@ def test_who_was_given_up_is_waited_for_by_nobody() -> None:
         slow, scheduler._issued = started(scheduler, 0), 2
         scored(scheduler, 9, 1.0, started=1)
         started(scheduler, 1)
-        assert scheduler._stage() is None
+        assert scheduler._stage_batch() is None
         scheduler._give_up(slow)
         assert len(scheduler._aborts) == 1
         slow._note_start(0, 1)
-        assert scheduler._starts.count(math.inf) == 1
-        staged = scheduler._stage()
+        assert scheduler._starts.count_before(math.inf) == 1
+        staged = scheduler._stage_batch()
         assert staged is not None
         await asyncio.sleep(0)
         assert slow._reason is DiscardReason.STALE
@@ -341,7 +341,7 @@ def test_what_starts_too_late_for_the_next_batch_is_given_up(version: int, batch
         scheduler = await scheduler_of(replace(LIMITS, batches=batches), ResumePoint(number=3))
         rollout = started(scheduler, version)
         assert (rollout in scheduler._left_behind) == given_up
-        assert scheduler._starts.count(math.inf) == (not given_up)
+        assert scheduler._starts.count_before(math.inf) == (not given_up)
 
     inside(main)
 
@@ -354,7 +354,7 @@ def test_what_is_too_old_once_a_batch_is_formed_is_given_up(batches: int, given_
         old, new = started(scheduler, 1), started(scheduler, 2)
         scored(scheduler, 8, 1.0, started=1)
         scored(scheduler, 9, 1.0, started=1)
-        staged = scheduler._stage()
+        staged = scheduler._stage_batch()
         assert staged is not None
         assert [one.key for one in staged.discards] == [GroupKey(9, 0)]
         assert new not in scheduler._left_behind

@@ -88,7 +88,7 @@ class LanesMachine(RuleBasedStateMachine):
         old = self.queue.put(place, lane)
         if old is not None and old.failure is None:
             old.failure = EngineFailed("replaced")
-            self.queue.changed(old)
+            self.queue.offer_slots(old)
 
     @rule(place=st.integers(0, 2))
     def an_engine_joins(self, place: int) -> None:
@@ -100,7 +100,7 @@ class LanesMachine(RuleBasedStateMachine):
         self.holders.append((holder, self.loop.create_task(holder.run())))
 
     def ticket(self, priority: int, group: int, width: int) -> Ticket:
-        return self.queue.ticket(priority, group)
+        return self.queue.create_ticket(priority, group)
 
     @rule(number=st.integers(0, 9))
     def one_is_done(self, number: int) -> None:
@@ -150,7 +150,7 @@ class LanesMachine(RuleBasedStateMachine):
     def an_engine_dies(self, number: int) -> None:
         lane = self.queue.live[number % len(self.queue.live)]
         lane.failure = EngineFailed("died")
-        self.step(self.queue.changed, lane)
+        self.step(self.queue.offer_slots, lane)
 
     @precondition(lambda self: self.queue.live)
     @rule(number=st.integers(0, 2))
@@ -160,7 +160,7 @@ class LanesMachine(RuleBasedStateMachine):
             lane.serves.clear()
         else:
             lane.serves.set()
-            self.step(self.queue.changed, lane)
+            self.step(self.queue.offer_slots, lane)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, PATIENCE]))
     def time_passes(self, seconds: float) -> None:
@@ -221,7 +221,7 @@ class WholeGroupsMachine(LanesMachine):
         super().__init__(self.groups)
 
     def ticket(self, priority: int, group: int, width: int) -> Ticket:
-        return self.groups.ticket(priority, width=width)
+        return self.groups.create_ticket(priority, width=width)
 
 
 WholeGroupsMachine.TestCase.settings = LanesMachine.TestCase.settings
@@ -241,10 +241,10 @@ def test_when_a_wide_ticket_leaves_the_queue_those_behind_it_go(how: str) -> Non
         queue, lane = WholeGroupQueue(SLOTS, PATIENCE), Lane(TimedEngine(TIMED), SLOTS)
         lane.serves.set()
         queue.put(0, lane)
-        wide = queue.ticket(0, width=SLOTS)
-        holds = await waiting(queue, queue.ticket(0))
+        wide = queue.create_ticket(0, width=SLOTS)
+        holds = await waiting(queue, queue.create_ticket(0))
         leaves = await waiting(queue, wide)
-        behind = await waiting(queue, queue.ticket(0))
+        behind = await waiting(queue, queue.create_ticket(0))
         assert holds.done()
         assert not behind.done()
         if how == "cancelled":
@@ -260,7 +260,7 @@ def test_when_a_wide_ticket_leaves_the_queue_those_behind_it_go(how: str) -> Non
 def test_who_is_cancelled_and_given_up_at_the_same_time_is_cancelled() -> None:
     async def main() -> None:
         queue = SlotQueue("least-work", PATIENCE)
-        task = await waiting(queue, queue.ticket(0))
+        task = await waiting(queue, queue.create_ticket(0))
         queue._give_up()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollflow.storage.records import Ending
-from rollflow.tasks.actors.rollout import build_engine_of
+from rollflow.tasks.actors.rollout import build_run_engine
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine
@@ -65,9 +65,9 @@ def test_a_run_that_leaves_groups_behind_keeps_their_draws() -> None:
 def test_a_runs_engines_are_started_so(tmp_path: Path, rollout: RolloutConfig) -> None:
     config, folder = RunConfig(rollout=rollout), make_policy(tmp_path / "policy")
     context: Any = SimpleNamespace(config=config, policy_folder=folder, run_id="seeds")
-    engine = build_engine_of(context, config.engine)
+    engine = build_run_engine(context, config.engine)
     assert isinstance(engine, VllmEngine)
-    assert engine._seed(GenerationRequest("a", (3,), 8, seed=5)) == (5 if rollout.leaves_behind else None)
+    assert engine._derive_seed(GenerationRequest("a", (3,), 8, seed=5)) == (5 if rollout.leaves_behind else None)
 
 
 async def ask(engine: VllmEngine, prompt: tuple[int, ...], seed: int, prefix: Partial = NOTHING) -> Generation:
