@@ -1,13 +1,13 @@
-"""The supervisor: a run from its first version to its summary.
+"""The supervisor: takes a run from its first version to its summary.
 
     prepare --> claim --> rollout, reward, train --> follow the log, block by block of versions --> end in order
             --> evaluate --> audit --> summary
 
-Each is a step, which is a box on the flow run's page.
+Each step is a box on the flow run's page.
 
-It decides and watches; it carries no data. It reads what it knows about the run from the run's storage, so that another
-supervisor can take over when it dies. The newest claim on the run holds; an older supervisor is `Deposed` and stops.
-A person who stops, pauses or cancels the run leaves one that goes on from its storage.
+The supervisor decides and watches; it carries no data. It reads the state of the run from the run's storage, so another
+supervisor can take over if this one dies. The newest claim on the run wins: an older supervisor gets `Deposed` and
+stops. A run that a user stopped, paused or cancelled can be resumed from its storage.
 """
 
 from __future__ import annotations
@@ -68,21 +68,21 @@ from rollflow.tasks.runtime.names import RunId, RunPlace
 def post_training(
     config: RunConfig, run_id: RunId | None = None, storage: RunPlace | None = None
 ) -> dict[str, Any] | State:
-    """Train a policy. `run_id` names a new run, or one that exists and is to be continued.
+    """Train a policy. `run_id` names a new run, or an existing run to continue.
 
-    `storage` is given by the command line, which has prepared the run already: where its own storage lies.
+    The command line prepares the run itself and gives the URI of the run's storage as `storage`.
     """
     step, logger = Steps(), get_run_logger()
     log = logger.info
-    context = step("prepare", lambda: _prepared(config, run_id, storage), lambda made: made.run_id)
+    context = step("prepare", lambda: _open_or_create_run(config, run_id, storage), lambda made: made.run_id)
     about(run=context.run_id, stage="supervisor")
     log("run %s in %s", context.run_id, context.uri)
     address = ray_address(context.config)
-    supervisor = step("claim", lambda: _claimed(context, address))
+    supervisor = step("claim", lambda: _claim_run(context, address))
     place, missed = tracking_place(context.config), functools.partial(points, context)
     tracker = Tracker(place, context.run_id, context.created.config, context.key, missed, beginning(context))
     with (
-        _end_recorded(context, supervisor),
+        _record_early_failure(context, supervisor),
         cluster.attached(address, context.key, deadline_seconds=context.config.recovery.window_seconds),
     ):
         check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
@@ -96,13 +96,13 @@ def post_training(
                 step("end the stages", stages.clear)
             else:
                 _train(step, stages, following, writer, page)
-            log("held-out accuracy %s", step("evaluate", lambda: _evaluate(writer), _accuracies))
+            log("held-out accuracy %s", step("evaluate", lambda: _evaluate(writer), _format_accuracies))
             following.heed_after()
             report = step("audit", lambda: _audit(writer), lambda found: "clean" if found.clean else "violations")
             following.heed_after()
         except Ended as person:
             _give_up(stages, writer, supervisor, person)
-            return _left(context, person)
+            return _end_flow_run(context, person)
         except BaseException as error:
             _give_up(stages, writer, supervisor, error)
             raise
@@ -110,7 +110,7 @@ def post_training(
 
 
 def _train(step: Steps, stages: Stages, following: Following, writer: StatusWriter, page: Page) -> None:
-    """From where the run stands to its last version, a step for each block of versions."""
+    """Train from the newest version to the last one, with one step for each block of versions."""
     context = writer.context
     every = list(blocks(0, context.config.versions))
     mlflow = mlflow_page(writer.tracker, context.config, writer.tracker.page)
@@ -138,43 +138,45 @@ def _end(following: Following, stages: Stages, writer: StatusWriter) -> None:
 
 
 def _audit(writer: StatusWriter) -> AuditReport:
-    """Audit the run; the status shows the progress."""
+    """Audit the run, and show the progress in its status."""
     expected, further = expected_of(writer.context), functools.partial(writer.note_progress, "ending")
     return audit(writer.context.store, progress=lambda _: further(), expected=expected)
 
 
-def _accuracies(found: list[float]) -> str:
-    return ", then ".join(f"{one:.3f}" for one in found)
+def _format_accuracies(accuracies: list[float]) -> str:
+    return ", then ".join(f"{accuracy:.3f}" for accuracy in accuracies)
 
 
 def _evaluate(writer: StatusWriter) -> list[float]:
-    """Held-out accuracy of the first and the last version, as the run stored it or made now."""
+    """Return the held-out accuracy of the first and the last version: the stored figure, else a new evaluation."""
     context, note = writer.context, functools.partial(writer.note_progress, "evaluating")
-    left_out = {one.version for one in skipped(context.store)}  # no reason to fail a run at its end
+    left_out = {
+        evaluation.version for evaluation in skipped(context.store)
+    }  # a skipped evaluation does not fail a run at its end
     ends = [version for version in (0, context.config.versions) if version not in left_out]
     return [evaluate_version(context, version, note).accuracy for version in ends]
 
 
-def _prepared(config: RunConfig, run_id: str | None, storage: str | None) -> RunContext:
-    """The run in storage: new, or the one of that name."""
+def _open_or_create_run(config: RunConfig, run_id: str | None, storage: str | None) -> RunContext:
+    """Return the context of the run, which is created if it does not exist yet."""
     if storage:
         return await_run(storage)
     run_id = run_id or run_id_of(config.name, flow_run.id)
     context = replace(context_of(store_uri(config), run_id), patience=config.store.patience_seconds)
     if not context.store.exists(entry_path(0)):
         prepare(config, run_id, get_run_logger().info)
-    for one in select_shown(differences(tree_of(context.config), tree_of(config)), context.log.state.version + 1):
-        cure = f"to change it: rollflow resume {context.uri} --set {one.key}=VALUE"
+    for change in select_shown(differences(tree_of(context.config), tree_of(config)), context.log.state.version + 1):
+        fix = f"to change it: rollflow resume {context.uri} --set {change.key}=VALUE"
         words = "%s = %s, as the run's log has it, and not %s; %s"
-        get_run_logger().warning(words, one.key, one.before, one.after, cure)
-    context.prompts()  # what it asks must be what it asked
+        get_run_logger().warning(words, change.key, change.before, change.after, fix)
+    context.prompts()  # raises if the prompt files have changed since the run was created
     return context
 
 
-def _claimed(context: RunContext, address: str) -> Writer:
-    """The run is this supervisor's now, on a page that says so."""
+def _claim_run(context: RunContext, address: str) -> Writer:
+    """Claim the run for this supervisor, tag its flow run, and clean up after earlier supervisors."""
     supervisor = claim(context, "supervisor", address, f"flow run {flow_run.id}")
-    with contextlib.suppress(Unreachable):  # a server that is away is no reason not to train
+    with contextlib.suppress(Unreachable):  # training does not wait for an unreachable Prefect server
         tag(tags(context.config, context.run_id, "supervisor"))
     _begin_anew(context)
     _reopen(context)
@@ -183,38 +185,38 @@ def _claimed(context: RunContext, address: str) -> Writer:
 
 
 def _begin_anew(context: RunContext) -> None:
-    """Where a person or a schedule starts the run, no restart of before counts against its budgets.
+    """Reset the restart budgets and drop earlier stop requests, if a user or a schedule starts this run.
 
-    Nor does what was asked of the run before: it is to go on. What is asked of it since then holds.
+    Stop requests that were made since this flow run was asked for still count.
     """
-    with contextlib.suppress(RollflowError):  # a server or a store that does not answer is no reason not to train
+    with contextlib.suppress(RollflowError):  # training does not wait for an unreachable server or store
         if not follows_another(own := UUID(str(flow_run.id))):
             begin_anew(context.store)
             take_back(context.store, asked_for(own))
 
 
 def _reopen(context: RunContext) -> None:
-    """Delete the summary of a run that goes on after its end: its presence tells others that the run has ended."""
+    """Delete the summary of a run that continues past its old end: a summary tells others that the run has ended."""
     if context.store.exists(SUMMARY) and not trained(context):
         context.store.delete(SUMMARY)
 
 
 def _sweep(context: RunContext) -> None:
-    """Remove what killed writers left unfinished. A store that does not allow it is no reason not to train."""
+    """Remove unfinished files of killed writers. A store that does not allow this does not stop the training."""
     try:
         sweep(context.store)
-    except (RollflowError, OSError) as error:  # of a service that has no such request, say
-        get_run_logger().warning("what killed writers left was not looked for: %s", error)
+    except (RollflowError, OSError) as error:  # for example, a storage service that lacks the request
+        get_run_logger().warning("could not look for unfinished files of killed writers: %s", error)
 
 
 def trained(context: RunContext) -> bool:
-    """Whether the stages have done all their work: at most the summary is missing."""
+    """Return whether all versions are trained and the last one is evaluated, so that at most the summary is missing."""
     last = context.config.versions
     return context.policies.newest() == last and evaluated(context.store, last)
 
 
 def ray_address(config: RunConfig) -> str:
-    """The cluster the recipe names, or the private one this runner was started with."""
+    """Return the address of the cluster that the recipe names, or of this runner's private cluster."""
     address = os.environ.get("ROLLFLOW_RAY_ADDRESS") if config.cluster.address == "auto" else config.cluster.address
     if not address:
         raise ConfigError(
@@ -225,7 +227,7 @@ def ray_address(config: RunConfig) -> str:
 
 
 def tracking_place(config: RunConfig) -> TrackingPlace:
-    """The MLflow the recipe names, or SQLite in the run home."""
+    """Return the MLflow server that the recipe names, or SQLite in the run home."""
     experiment = config.tracking.experiment or config.name
     if config.tracking.uri:
         return TrackingPlace(config.tracking.uri, experiment)
@@ -233,7 +235,7 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
 
 
 def mlflow_page(tracker: Tracker, config: RunConfig, otherwise: str) -> str:
-    """The run's page in the MLflow that the recipe names, or in the stack's."""
+    """Return the run's page in the recipe's MLflow, or else in the stack's; `otherwise` if there is neither."""
     if config.tracking.uri:
         return tracker.page
     stack = os.environ.get("ROLLFLOW_MLFLOW_PAGE")
@@ -241,46 +243,46 @@ def mlflow_page(tracker: Tracker, config: RunConfig, otherwise: str) -> str:
 
 
 @contextlib.contextmanager
-def _end_recorded(context: RunContext, supervisor: Writer) -> Iterator[None]:
-    """Record the end of a run that fails before it has a status writer, or whose writer could not record it."""
+def _record_early_failure(context: RunContext, supervisor: Writer) -> Iterator[None]:
+    """Record the failure of a run that has no status writer yet, or whose status writer could not record it."""
     try:
         yield
     except Exception as error:
         if supervisor.valid():
-            record_end(context, *_ending(error))
+            record_end(context, *_describe_failure(error))
         raise
 
 
 def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:
-    """End the stages, unless another supervisor has them now, and say why."""
-    if isinstance(error, GaveUp):  # because another one's roles deposed its own, perhaps
+    """End the stages and record why, unless another supervisor has taken over the run."""
+    if isinstance(error, GaveUp):  # a newer supervisor's actors may have deposed this supervisor's
         with contextlib.suppress(RollflowError):
             supervisor.log.follow()
     newer = None if supervisor.valid() else supervisor.log.state.claims["supervisor"]
     if newer is None or newer.cluster != stages.address:
         stages.abandon()
     if newer is not None:
-        return  # status and tracking are another's, too
-    phase, writer.failure = _ending(error)
-    with contextlib.suppress(RollflowError):  # the store may be what failed; the error itself must come through
+        return  # status and tracking belong to the newer supervisor, too
+    phase, writer.failure = _describe_failure(error)
+    with contextlib.suppress(RollflowError):  # the store may be what failed; do not hide the first error
         writer.refresh(phase)
     write_anchor(supervisor.log.state, writer.tracker)
     writer.tracker.finish("FAILED" if phase == "failed" else "KILLED")
 
 
-def _ending(error: BaseException) -> tuple[Phase, str]:
-    """How a run that did not come to its end has ended, and why."""
+def _describe_failure(error: BaseException) -> tuple[Phase, str]:
+    """Return the phase and the reason of a run that did not reach its last version."""
     if isinstance(error, Pause) or (isinstance(error, Ended) and error.pause):
         return "paused", "its flow run is paused; it goes on when that is resumed"
     if isinstance(error, Ended):
         return "stopped", str(error)
-    if isinstance(error, TerminationSignal):  # its flow run is cancelled, or its runner ends
+    if isinstance(error, TerminationSignal):  # its flow run was cancelled, or its runner is shutting down
         return "stopped", "its flow run was told to end"
     return "failed", f"{type(error).__name__}: {error}"
 
 
-def _left(context: RunContext, person: Ended) -> State:
-    """The state of the flow run of a run that a person ended."""
+def _end_flow_run(context: RunContext, person: Ended) -> State:
+    """Return the flow run's final state after a user stopped or paused the run."""
     if person.pause:
         raise Pause(state=suspend())
     return cancel(f"{person}; go on with: rollflow resume {context.uri}")
@@ -290,8 +292,9 @@ def _finish(
     stages: Stages, writer: StatusWriter, supervisor: Writer, report: AuditReport, page: Page
 ) -> dict[str, Any]:
     context, tracker = writer.context, writer.tracker
-    with contextlib.suppress(StoreFailed, Unreachable):  # what is left of it is garbage, or for who resumes the run
-        context.policies.prune(supervisor)  # what waited for an evaluation
+    # leftover files are garbage, or are used when the run is resumed
+    with contextlib.suppress(StoreFailed, Unreachable):
+        context.policies.prune(supervisor)  # versions that were kept for their evaluation
     idle = {role: status.idle for role, status in stages.statuses().items()}
     mlflow = mlflow_page(tracker, context.config, "rollflow serve")
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
@@ -299,7 +302,7 @@ def _finish(
     write_anchor(supervisor.log.state, tracker, page)
     plot = home() / "plots" / context.key / "reward.png"
     tracker.log_reward_plot(writer.curves, plot)
-    with contextlib.suppress(RollflowError):  # a batch that is damaged now is no reason to fail the run
+    with contextlib.suppress(RollflowError):  # a batch that was damaged since then does not fail the run
         tracker.log_ending(ending(context, summary))
     tracker.finish("FINISHED")
     if plot.exists():

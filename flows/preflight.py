@@ -1,8 +1,8 @@
-"""The preflight: everything that a run would refuse before its first token, found before anything is started.
+"""The preflight: finds everything that a run would reject, before any process starts and before the first token.
 
-`rollflow check`, `run`, `sweep` and the deployments call `preflight`, so each refuses the same recipes, in the same
-sentence. It loads only what its recipe names: reasoning-gym for its families, transformers for the folder of
-`policy.path` and for chat templates, Ray for a cluster that is named.
+`rollflow check`, `run`, `sweep` and the deployments call `preflight`, so all of them reject the same recipes with the
+same sentence. It loads only the libraries that its recipe needs: reasoning-gym for its families, transformers for the
+folder of `policy.path` and for chat templates, Ray for a named cluster.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ VOCABULARY_TEXTS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What a run begins with.
+    """The checked parts of a new run.
 
-    `files` and `weights` are the policy's by name, `probe` are the tokens of the weight-update probe, and `read`
-    returns the files of prompts that the `pins` describe. `notes` are for the user, and say what could not be checked.
-    If the policy is not on this machine, `files`, `weights`, `probe` and `pins` are empty.
+    `files` and `weights` are the policy's, by name. `probe` holds the tokens of the weight-update probe. `read` returns
+    the prompt files that the `pins` describe. `notes` are for the user, and say what could not be checked. If the
+    policy is not on this machine, `files`, `weights`, `probe` and `pins` are empty.
     """
 
     files: Mapping[str, bytes]
@@ -76,10 +76,11 @@ class Preflight:
 def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tell: Tell = lambda _: None) -> Preflight:
     """Check everything that can be checked before a run.
 
-    Without `download` a policy of the hub is not fetched; without `ask` no service is asked. `tell` reports progress.
+    With `download=False` a hub policy is not fetched; with `ask=False` no service is contacted. `tell` reports
+    progress.
 
     Raises:
-        ConfigError: with one sentence for what the user must change.
+        ConfigError: one sentence that says what the user must change.
     """
     check_new_run(config)
     check_own_parts(config)
@@ -94,7 +95,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
             "context and weights were not checked; `rollflow run` downloads and checks them first"
         )
         return Preflight({}, {}, (), (), read, tuple(notes))
-    files = with_dtype(_policy_files(config, read), config.policy.dtype)
+    files = with_dtype(_read_policy_files(config, read), config.policy.dtype)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name, data in files.items():
@@ -107,7 +108,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         notes += _note_few_held_out(config, len(prompts.held_out()))
         notes.append(_note_near_duplicates(config, prompts))
         first = [prompts.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
-        _check_reading(config, folder, [prompt.text for prompt in first])
+        _check_tokenizer_agrees(config, folder, [prompt.text for prompt in first])
         if config.policy.path is not None:
             _check_weights(config, folder, tokenizer)
         probe, pins = probe_tokens(prompts, tokenizer.probe_length), pinned(config, prompts, read)
@@ -116,12 +117,12 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
 
 
 def recheck(config: RunConfig, context: RunContext) -> None:
-    """Check what a recorded run would refuse if it went on with another config, on its own policy.
+    """Check a changed config against a recorded run and the policy in its storage, before the run continues.
 
-    The folder is the one in the run's storage, and stays as it is.
+    The policy folder in storage is only read.
 
     Raises:
-        ConfigError: with one sentence for what the user must change.
+        ConfigError: one sentence that says what the user must change.
     """
     check_new_run(config, context.config)
     check_own_parts(config)
@@ -134,10 +135,10 @@ def recheck(config: RunConfig, context: RunContext) -> None:
 
 
 def check_places(config: RunConfig, ask: bool = True) -> list[str]:
-    """Check that the store can be written and that every service answers; returns notes on what was not asked.
+    """Check that the store can be written and that every service answers; return notes on skipped checks.
 
     Raises:
-        ConfigError: a place is not as a run needs it.
+        ConfigError: a store or service is unusable.
     """
     uri, tracking = store_uri(config), config.tracking.uri
     if ask:
@@ -160,11 +161,12 @@ def check_places(config: RunConfig, ask: bool = True) -> list[str]:
 
 
 def check_addresses(config: RunConfig, store: str) -> list[str]:
-    """Check that every named service answers, before anything is started; returns notes on the cluster's room.
+    """Check that every named service answers, before anything is started; return notes on the cluster's resources.
 
-    `ConfigError` names a service that does not answer.
+    Every node of the cluster must also reach the run's `store` and have the GPUs that the config assigns to it.
 
-    Every node of the cluster must also reach the run's `store`, and have the GPUs that the run is spread over.
+    Raises:
+        ConfigError: the sentence names the service that does not answer.
     """
     address, notes = config.cluster.address, list[str]()
     check_store_reach(store, address)
@@ -194,7 +196,7 @@ def _check_membership(address: str) -> None:
 
 
 def _check_installed(config: RunConfig) -> None:
-    """Refuse a library that is not installed, if the run's processes are on this machine."""
+    """Reject a config whose library is not installed, if the run's processes are on this machine."""
     if config.cluster.address != "auto":
         return
     if isinstance(config.engine, VllmEngineConfig) and find_spec("vllm") is None:
@@ -211,15 +213,15 @@ def _note_near_duplicates(config: RunConfig, prompts: RunPrompts) -> str:
 
 
 def _note_few_held_out(config: RunConfig, found: int) -> list[str]:
-    """Note that there are fewer prompts to evaluate with than asked for."""
+    """Note that fewer prompts are held out for evaluation than the config asks for."""
     if found >= config.evaluation.prompts:
         return []
     few = f"only {found} are held out to evaluate with; raise prompts.held_out or give more lines"
     return [f"evaluation.prompts = {config.evaluation.prompts}: {few}"]
 
 
-def _policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
-    """Return the policy folder without weights: a new small one, or that of `policy.path`."""
+def _read_policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
+    """Return the policy folder without weights: a new small policy, or the one at `policy.path`."""
     if config.policy.cold_start is None:
         assert config.policy.path is not None
         return copy_folder(config.policy.path)
@@ -227,7 +229,7 @@ def _policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
 
 
 def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
-    """Open the policy as the run will: files, engine, end tokens, context and templates."""
+    """Open the policy as the run will: check its files, engine, end tokens, context and templates."""
     check_files(folder)
     if config.policy.path is not None:
         check_config(folder)
@@ -241,7 +243,7 @@ def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
 
 
 def _check_room(config: RunConfig, tokenizer: PolicyTokenizer) -> None:
-    """Refuse responses that fill the policy's context alone."""
+    """Reject a response limit that fills the policy's whole context, which leaves no room for a prompt."""
     if tokenizer.context <= config.engine.max_new_tokens:
         raise ConfigError(
             f"engine.max_new_tokens = {config.engine.max_new_tokens}: the policy's context is "
@@ -250,7 +252,7 @@ def _check_room(config: RunConfig, tokenizer: PolicyTokenizer) -> None:
 
 
 def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer) -> None:
-    """Refuse weights that do not fit the policy, and tokens for which it has no row."""
+    """Reject weights that do not fit the policy, and tokens without a row in the embedding."""
     from rollflow.tasks.policies.tensors import check_tensors  # imports torch
 
     assert config.policy.path is not None
@@ -260,7 +262,7 @@ def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer) 
 
 
 def _check_engine(config: RunConfig, folder: Path) -> None:
-    """Refuse a policy that the engine cannot run: its actors would die, one after the other."""
+    """Reject a policy that the engine cannot run: its actors would die one after another."""
     path = config.policy.path
     if isinstance(config.engine, VllmEngineConfig) and config.cluster.address == "auto":
         cold = config.policy.cold_start
@@ -281,7 +283,7 @@ def _check_engine(config: RunConfig, folder: Path) -> None:
 
 
 def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
-    """Refuse a KV cache that has no room for one request: vLLM would not start."""
+    """Reject a KV cache that is too small for one request: vLLM would not start."""
     engine = config.engine
     if not isinstance(engine, VllmEngineConfig) or config.cluster.address != "auto":
         return
@@ -294,8 +296,8 @@ def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
         )
 
 
-def _check_reading(config: RunConfig, folder: Path, texts: list[str]) -> None:
-    """Refuse a policy whose tokenizer other tools read differently: they could not use the trained policy."""
+def _check_tokenizer_agrees(config: RunConfig, folder: Path, texts: list[str]) -> None:
+    """Reject a policy whose tokenizer other tools load differently: they could not use the trained policy."""
     path = config.policy.path
     if path is not None and (what := other_reading(folder, texts)) is not None:
         raise ConfigError(

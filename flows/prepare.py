@@ -1,7 +1,7 @@
-"""Preparing a run: after the preflight its policy and prompts are stored, and the first entry of its log is created.
+"""Prepares a run: checks the recipe, stores the policy and the prompts, and creates the first entry of the run's log.
 
-From then on the run id is taken. If two commands prepare one run id at the same time, neither replaces what the other
-has written.
+The first entry reserves the run id. If two commands prepare the same run id at the same time, neither overwrites the
+files of the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
     """Create the run in its store. `tell` reports progress, and notes for the user.
 
     Raises:
-        ConfigError: with one sentence for what the user must change.
+        ConfigError: one sentence that says what the user must change.
     """
     found = preflight(config, tell=tell)
     uri = store_uri(config)
@@ -39,7 +39,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
     for note in found.notes:
         tell(note)
     policy = {f"policy/{name}": data for name, data in {**found.files, **found.weights}.items()}
-    _place(context.store, policy, run_id)
+    _store_policy(context.store, policy, run_id)
     keep(context.store, config, found.pins, found.read)
     created = RunCreated(
         run_id=run_id,
@@ -47,7 +47,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
         config_sha256=config.sha256(),
         sources=len(config.prompts),
         prompts=tuple(pin.model_dump() for pin in found.pins),
-        policy=tuple(_stored(path, data) for path, data in policy.items()),
+        policy=tuple(_describe_stored(path, data) for path, data in policy.items()),
         probe_tokens=found.probe,
         code_version=package_version("rollflow"),
         format=FORMAT,
@@ -61,18 +61,19 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
     return context
 
 
-def _stored(path: str, data: Data) -> StoredObject:
+def _describe_stored(path: str, data: Data) -> StoredObject:
     parts = pieces(data)
     return StoredObject(path, sum(map(len, parts)), digest(parts))
 
 
-def _place(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> None:
-    """Write the policy's files, unless another command with the same run id has written others.
+def _store_policy(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> None:
+    """Write the policy's files, unless another command with the same run id has written different ones.
 
-    That command may still prepare, or have ended half-way: its weights or chat template must not become this run's.
+    The other command may still be running, or may have died half-way. Its weights or chat template must not become this
+    run's.
     """
 
-    def refused(path: str) -> ConfigError:
+    def refusal_of(path: str) -> ConfigError:
         words = f"another policy was prepared under it ({run.uri}/{path}); choose another with --run-id"
         return ConfigError(f"run id {run_id!r}: {words}")
 
@@ -81,6 +82,6 @@ def _place(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> None:
             run.create(path, data)
         except Conflict:
             if digest(pieces(data)) != hashlib.sha256(run.get(path)).hexdigest():
-                raise refused(path) from None
+                raise refusal_of(path) from None
     if foreign := {*run.list("policy")} - policy.keys():
-        raise refused(min(foreign))
+        raise refusal_of(min(foreign))

@@ -1,4 +1,4 @@
-"""The flow that an automation starts when a supervisor crashed: it starts the run's supervisor again."""
+"""The flow that an automation starts after a supervisor crashed: it restarts the run's supervisor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ POLL_SECONDS = 0.5
 
 @flow(name="recover", log_prints=False)
 def recover(flow_run_id: str) -> str | None:
-    """Start the run of a crashed post-training flow run again; returns the new flow run, if one was needed."""
+    """Restart the run of a crashed post-training flow run; return the id of the new flow run, or None if none was
+    needed.
+    """
     crashed = insist(lambda: read(UUID(flow_run_id)))
     context = replace(run_of(crashed), patience=StoreConfig().patience_seconds)
     successor = insist(lambda: start_again(crashed.id, context))

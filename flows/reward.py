@@ -11,12 +11,12 @@ from rollflow.tasks.actors.reward import REWARD, start_reward
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.runtime.names import RunPlace
 
-NO_LIMIT = float("inf")  # it has nothing to do while the others prepare; they are the ones that must progress
+NO_LIMIT = float("inf")  # an idle reward actor is normal while the other stages prepare; progress is theirs to make
 
 
 @flow(name="reward")
 def reward(run: RunPlace, ray_address: str) -> int:
-    """Score responses until the run is finished; returns how many."""
+    """Score responses until the run is finished; return how many were scored."""
     context = await_run(run)
     with cluster.attached(ray_address, context.key, deadline_seconds=context.config.recovery.window_seconds):
         reward_actor = WatchedActor[RewardStatus](

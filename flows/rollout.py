@@ -29,7 +29,7 @@ def rollout(run: RunPlace, ray_address: str) -> None:
         scheduler = WatchedActor[RolloutStatus](
             name=ROLLOUT,
             start=start,
-            redone=lambda status: _redone(status, context.config.group_size),
+            redone=lambda status: _describe_lost_work(status, context.config.group_size),
             patience=context.config.rollout.patience_seconds,
             poll=POLL_SECONDS,  # the engines are looked after in between
         )
@@ -37,7 +37,7 @@ def rollout(run: RunPlace, ray_address: str) -> None:
         engines.reporter.notes.flush()
 
 
-def _redone(status: RolloutStatus, group_size: int) -> tuple[str, int]:
-    """What only the dead scheduler had: these groups are issued again."""
+def _describe_lost_work(status: RolloutStatus, group_size: int) -> tuple[str, int]:
+    """Describe the work that was lost with the scheduler and is repeated: its groups are issued again."""
     groups = status.running + status.buffered
     return f"{groups} groups that were running or not in a batch yet", groups * group_size

@@ -1,9 +1,9 @@
-"""What `rollflow run` holds while a run lasts: a Prefect server, a Ray cluster, a runner. What is not given is private.
+"""The services that `rollflow run` uses while a run lasts: a Prefect server, a Ray cluster and a runner.
 
-Everything that it started ends with it, whatever the reason. What it did not start (`PREFECT_API_URL`,
-`cluster.address`, a stack that is up) is used and left as it was; the Prefect server is the home's, and ends with the
-last command that uses it. A service that it started is started again when it dies
-(`keepalive.services`), and so is the run's supervisor (`keepalive.supervisor`).
+A session starts each service that the user does not provide, and stops it at its end, whatever the reason. Services
+that it did not start (`PREFECT_API_URL`, `cluster.address`, a stack that is up) are used and left running. The Prefect
+server belongs to the run home, and stops with the last command that uses it. A service that the session started is
+restarted if it dies (`keepalive.services`), and so is the run's supervisor (`keepalive.supervisor`).
 """
 
 from __future__ import annotations
@@ -44,19 +44,21 @@ STACK = "stack"
 
 @dataclass(frozen=True)
 class Session:
-    """The services of one command, by role. `page` is the Prefect UI; a private one asks for what `login` says.
+    """The services of one command, by role.
 
-    `environment` is what a process needs to use them. Where the session found a stack that is up, it holds no services.
+    `page` is the Prefect UI. `login` says how to get the credentials of a private server. `environment` holds the
+    variables that a process needs to use the services. A session that uses a running stack holds no services of its
+    own.
     """
 
     deployment: str
     page: str
     services: Mapping[str, Service]
-    login: str = ""  # how a person gets what the page asks for; "" if the server is not ours
+    login: str = ""  # how to get the page's credentials; "" if the server is not ours
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def submit(self, context: RunContext, began: float) -> UUID:
-        """Start the supervisor's flow run, dated to when the command `began` (seconds since the epoch)."""
+        """Start the supervisor's flow run, dated to the time `began` of the command (seconds since the epoch)."""
         parameters = {"config": context.config.model_dump(mode="json"), "storage": context.uri}
         key = uuid4().hex
 
@@ -69,9 +71,10 @@ class Session:
         return insist(submit)
 
     def follow(self, context: RunContext, flow_run: UUID) -> Iterator[RunStatus]:
-        """Yield the run's status, again and again until it ended; the last one says how.
+        """Yield the run's status repeatedly until the run has ended; the last status says how it ended.
 
-        Meanwhile whatever died is started again: see `keepalive.services` and `keepalive.supervisor`.
+        Meanwhile dead services and a dead supervisor are restarted: see `keepalive.services` and
+        `keepalive.supervisor`.
         """
         from rollflow.flows.keepalive.supervisor import SupervisorKeeper
 
@@ -86,10 +89,10 @@ class Session:
         keeper.await_end()
 
     def serve(self, log: Callable[[str], None], ended: Told) -> None:
-        """Look after the services, and on a private server after the runs, until `ended` is set.
+        """Keep the services running until `ended` is set. On a private server, also resume runs whose supervisor died.
 
         Raises:
-            GaveUp: a service cannot be kept up.
+            GaveUp: a service cannot be kept running.
         """
         from rollflow.flows.keepalive.supervisor_restart import PickUp
 
@@ -101,11 +104,11 @@ class Session:
                 pick_up.look(log)
 
     def service_keeper(self, limits: RecoveryConfig) -> ServiceKeeper:
-        """The keeper that looks after the services."""
+        """Return the keeper that restarts dead services."""
         return ServiceKeeper(self.deployment, self.services, limits)
 
     def cancel(self, context: RunContext) -> None:
-        """End the run's flow runs as cancelled, and its actors if the cluster is not ours to stop."""
+        """Cancel the run's flow runs, and kill its actors if the cluster is not ours to stop."""
         if RUNNER in self.services:
             self._cancel_flows()
         else:
@@ -128,23 +131,23 @@ class Session:
                 client.set_flow_run_state(run.id, Cancelled(message="stopped by Ctrl-C"), force=True)
 
     def _ask_to_cancel(self, context: RunContext) -> None:
-        """Have another's runner end the processes of this run, and wait for that."""
+        """Ask the runner of another session to end this run's processes, and wait until they have ended."""
         from rollflow.flows.keepalive.stages import cancel
 
         with contextlib.suppress(Unreachable):
             with api() as client:
-                found = [run for run in going(client, self.deployment) if context.uri in run.parameters.values()]
-                for run in found:
+                runs = [run for run in going(client, self.deployment) if context.uri in run.parameters.values()]
+                for run in runs:
                     cancel(client, run.id)
             limit = time.monotonic() + CANCEL_SECONDS
-            while found and time.monotonic() < limit:
+            while runs and time.monotonic() < limit:
                 time.sleep(POLL_SECONDS)
-                found = [run for run in found if not flow_state(run.id).is_final()]
+                runs = [run for run in runs if not flow_state(run.id).is_final()]
 
 
 @contextmanager
 def session_of(context: RunContext) -> Iterator[Session]:
-    """The services for one run: a stack that is up in this home, or a session of its own."""
+    """Use the running stack of this home for one run, or else open a new session for it."""
     up, given = stack.find(home()), prefect_url()
     if up is None or given not in ("", up.environment["PREFECT_API_URL"]):
         config = context.config
@@ -160,9 +163,9 @@ def session_of(context: RunContext) -> Iterator[Session]:
 def open_session(
     name: str, ray_address: str, *extra: Service, ray_port: int | None = None, spares: Sequence[Kind] = ()
 ) -> Iterator[Session]:
-    """Start what is not given, serve the deployments as `name`, and end all of it with the block.
+    """Start the services that are not provided, serve the deployments as `name`, and stop everything after the block.
 
-    `spares` are for Ray to have, again and again where the session is a stack.
+    `spares` are the kinds of worker processes that Ray starts in advance. A stack starts new ones as they are used up.
     """
     place, given = home(), prefect_url()
     server = None if given else HomeServer(place)
@@ -174,45 +177,49 @@ def open_session(
         "ROLLFLOW_HOME": str(place),
         "PREFECT_LOCAL_STORAGE_PATH": str(place / "results"),  # what flows return
         "ROLLFLOW_DEPLOYMENT": name,
-        "ROLLFLOW_PREFECT_PAGE": "rollflow serve" if server and name != SERVED else page,  # a stack stays
-        "ROLLFLOW_MLFLOW_PAGE": next((one.url for one in extra if isinstance(one, MlflowServer)), ""),
+        # a stack outlives the command
+        "ROLLFLOW_PREFECT_PAGE": "rollflow serve" if server and name != SERVED else page,
+        "ROLLFLOW_MLFLOW_PAGE": next((service.url for service in extra if isinstance(service, MlflowServer)), ""),
     }
     held = {SERVER: server, RAY: ray, **{service.what: service for service in extra}}
     services = {role: service for role, service in held.items() if service is not None}
     begin = place / "cache" / name / "runner-may-begin"
-    runner = _runner(place, name, environment, begin, watched=name != SERVED or server is not None)
+    runner = _build_runner(place, name, environment, begin, watched=name != SERVED or server is not None)
     drop_settings(os.environ, (*(OWN_PREFECT if server else ()), *(OWN_RAY if ray else ())))
     os.environ.update(environment)
     try:
         start_together(*services.values(), meanwhile=lambda: _import_prefect(runner))
         if name != SERVED and not server:
             insist(lambda: check_unserved(name, place))
-        if server or name != SERVED:  # nobody else serves these deployments
+        if server or name != SERVED:  # no other session serves these deployments
             insist(lambda: crash_orphans(name, "its session died", scheduled=True))
             insist(sweep)
         begin.touch()
         runner.wait()
-        yield Session(name, page, services | {RUNNER: runner}, _login(server), environment)
+        yield Session(name, page, services | {RUNNER: runner}, _describe_login(server), environment)
     finally:
         runner.stop()
-        if begin.exists():  # it may have registered them
+        if begin.exists():  # the runner may have registered its deployments
             with contextlib.suppress(Unreachable):
                 withdraw(name, place)
         stop_together(*services.values())
 
 
-def _runner(place: Path, name: str, environment: Mapping[str, str], begin: Path, *, watched: bool) -> Runner:
-    """The runner of a session, which serves once `begin` exists; where no session watches its runs, automations do."""
+def _build_runner(place: Path, name: str, environment: Mapping[str, str], begin: Path, *, watched: bool) -> Runner:
+    """Return the session's runner, which serves once the file `begin` exists.
+
+    Automations restart crashed runs, except where the session itself watches them (`watched`).
+    """
     log, ready = place / "logs" / name / "runner.log", begin.with_name("runner-ready")
     ready.parent.mkdir(parents=True, exist_ok=True)
     begin.unlink(missing_ok=True)
     level = {"PREFECT_LOGGING_LEVEL": "INFO"}  # for the flow runs' pages; the terminal has the live view
-    told = {**environment, **settings(shared=name == SERVED), **level}
+    variables = {**environment, **settings(shared=name == SERVED), **level}
     arguments = ["--begin", str(begin), "--ready", str(ready), *(["--no-automations"] if watched else [])]
-    return Runner(log, told, arguments=arguments, ready=ready)
+    return Runner(log, variables, arguments=arguments, ready=ready)
 
 
-def _login(server: PrefectServer | None) -> str:
+def _describe_login(server: PrefectServer | None) -> str:
     return f" (asks for what this prints: cat {shlex.quote(str(server.auth_file))})" if server else ""
 
 
@@ -220,7 +227,7 @@ def _import_prefect(runner: Runner) -> None:
     """Import Prefect here and in the runner, which then waits for its start signal.
 
     Raises:
-        ConfigError: Prefect refuses a setting.
+        ConfigError: Prefect rejects a setting.
     """
     runner.launch()
     try:

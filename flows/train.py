@@ -15,19 +15,21 @@ from rollflow.tasks.runtime.names import RunPlace
 
 @flow(name="train")
 def train(run: RunPlace, ray_address: str) -> int:
-    """Train the run stored at `run` up to its last version; returns that version."""
+    """Train the run stored at `run` up to its last version; return that version."""
     context = await_run(run)
     with cluster.attached(ray_address, context.key, deadline_seconds=context.config.recovery.window_seconds):
         learner = WatchedActor[LearnerStatus](
             name=LEARNER,
             start=lambda: start_learner(context, gpu_shares(context.config).learner, ray_address),
-            redone=_redone,
-            # The learner itself waits one patience for a batch; the sentence that names the batch is its own.
+            redone=_describe_lost_work,
+            # The learner itself waits one patience for a batch, and its own error names the missing batch.
             patience=2 * context.config.rollout.patience_seconds,
         )
         return int(ActorKeeper(context, learner, get_run_logger().info).run())
 
 
-def _redone(status: LearnerStatus) -> tuple[str, int]:
-    """What a dead learner was at: its start if it had not restored a version yet, else one train step."""
+def _describe_lost_work(status: LearnerStatus) -> tuple[str, int]:
+    """Describe the work that was lost with the learner: its start if it had not restored a version, else one train
+    step.
+    """
     return ("its start" if status.version < 0 else f"the step of version {status.version + 1}", 0)

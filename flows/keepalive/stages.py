@@ -27,7 +27,7 @@ from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts
 from rollflow.flows.services import cluster
 from rollflow.flows.services.actor_process import explain_lost_call
 from rollflow.flows.services.prefect_api import api, going, start, states_of
-from rollflow.flows.steps import stand_in, tags, title
+from rollflow.flows.steps import create_stand_in, tags, title
 from rollflow.flows.views.status import StageStatus
 from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.run_records.usage import Usage
@@ -167,7 +167,7 @@ class Stages:
             name=name,
             key=stage.key,
             tags=self._tags(stage.role),
-            parent=stand_in(client, name, stage.key),
+            parent=create_stand_in(client, name, stage.key),
         )
         stage.state, stage.running, stage.started = "Scheduled", False, time.monotonic()
         self.restarts.launched(stage.name)
