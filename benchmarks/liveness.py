@@ -199,7 +199,7 @@ def _start_busy(home: Path, seed: int) -> None:
     victim = Victim(home, recipe(seed))
     victim.wait_version(2, ROUND_SECONDS)
     spent = [f"{one.role}: {one.reason}" for one in victim.recoveries.read()]
-    if spent or "is started again" in victim.tail() + _runner_log(home):
+    if spent or "is restarted" in victim.tail() + _runner_log(home):
         raise RuntimeError(f"restarts were spent: {spent or _restarts(home)}")
 
 
@@ -208,7 +208,7 @@ def _runner_log(home: Path) -> str:
 
 
 def _restarts(home: Path) -> list[str]:
-    return [line[:300] for line in _runner_log(home).splitlines() if "is started again" in line]
+    return [line[:300] for line in _runner_log(home).splitlines() if "is restarted" in line]
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from pydantic import Field, ValidationError, field_validator
 from rollflow.flows.config import load_recipe, read_toml, sentences
 from rollflow.flows.export import export
 from rollflow.flows.keepalive.stages import reason_of
-from rollflow.flows.keepalive.supervisor_restart import line
+from rollflow.flows.keepalive.supervisor_restart import list_successors
 from rollflow.flows.locations import all_runs, context_of, home, store_uri
 from rollflow.flows.services.prefect_api import SERVED, api, flow_state, going, insist, start, supervisors
 from rollflow.flows.services.times import utc_minute
@@ -288,7 +288,7 @@ def _state_of(made: UUID) -> Any:
     if state is None or not state.is_crashed():
         return state
     with api() as client:
-        return next((run.state for run in reversed(line(supervisors(client), made))), state)
+        return next((run.state for run in reversed(list_successors(supervisors(client), made))), state)
 
 
 def _stop_others(name: str) -> None:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rollflow.flows.config import check_new_run
-from rollflow.flows.keepalive.gpus import shared_out, spans_gpus
+from rollflow.flows.keepalive.gpus import divide_gpus, spans_gpus
 from rollflow.flows.keepalive.placement import note_placement
 from rollflow.flows.locations import store_uri
 from rollflow.flows.services import cluster
@@ -176,11 +176,11 @@ def check_addresses(config: RunConfig, store: str) -> list[str]:
     if address != "auto":
         _check_membership(address)
     if address == "auto" and spans_gpus(config):
-        shared_out(config, [cluster.count_machine_gpus()])
+        divide_gpus(config, [cluster.count_machine_gpus()])
     if address != "auto":
         with cluster.attached(address, "check"):
             check_store_reach(store, address, cluster.nodes())
-            shared_out(config, cluster.node_gpus())
+            divide_gpus(config, cluster.node_gpus())
             cluster.check_runtime_env(config.cluster.runtime_env)
             notes += note_placement(config, cluster.living_nodes())
     if config.tracking.uri:

@@ -8,7 +8,7 @@ from uuid import UUID
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows.keepalive.supervisor_restart import is_up, read, run_of, run_uri, start_again
+from rollflow.flows.keepalive.supervisor_restart import is_up, read, restart_supervisor, run_of, run_uri
 from rollflow.flows.services.prefect_api import insist
 from rollflow.storage.errors import Unreachable
 from rollflow.tasks.run.config import StoreConfig
@@ -24,7 +24,7 @@ def recover(flow_run_id: str) -> str | None:
     """
     crashed = insist(lambda: read(UUID(flow_run_id)))
     context = replace(run_of(crashed), patience=StoreConfig().patience_seconds)
-    successor = insist(lambda: start_again(crashed.id, context))
+    successor = insist(lambda: restart_supervisor(crashed.id, context))
     if successor is None or successor.pending is None:
         get_run_logger().info("run %s needs nothing", run_uri(crashed))
         return None

@@ -1,1 +1,1 @@
-"""What dies is started again: actors, engines, stages, services, the supervisor."""
+"""Restarts what dies: actors, engines, stages, services and the supervisor."""

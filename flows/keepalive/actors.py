@@ -1,12 +1,12 @@
-"""How an actor is kept alive: watched for life and progress, started again from storage, within a budget.
+"""Keeps one actor alive: watches its life and progress, and restarts it from storage, within a budget.
 
     start --> watch --ended--> result
       ^         |
       |         | died, stuck (`keepalive.vitals`), no progress, or raised
       +-- pause-+          (over the budget: `GaveUp` with the reason)
 
-Budget, pause and record are those of `keepalive.restarts`. Once no supervisor watches the run any more
-(`tasks.actors.lease`), nothing is started again.
+`keepalive.restarts` decides the budget, the pause and the record. If no supervisor watches the run
+(`tasks.actors.lease`), nothing is restarted.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ Status = TypeVar("Status", bound=ActorStatus)
 class WatchedActor(Generic[Status]):
     """An actor to keep alive, by its name in the run's namespace.
 
-    `start` starts it or finds it; `redone` says of a status what its successor has to do again, in words and in
-    trajectories; `patience` is the longest time without any progress in its status (seconds). It is asked for every
-    `poll` seconds, after a restart more often; a death ends the wait.
+    `start` starts the actor or finds it. `redone` describes the work that its successor must repeat after a given
+    status, in words and as a number of trajectories. `patience` is the longest time without progress in its status
+    (seconds). The keeper asks for the status every `poll` seconds, and more often after a restart; a death ends the
+    wait.
     """
 
     name: str
@@ -48,7 +49,7 @@ class WatchedActor(Generic[Status]):
 
 
 class Unwatched(RollflowError):
-    """No supervisor has watched the run for `cluster.lease_seconds`: nobody would end what is started again."""
+    """No supervisor has watched the run for `cluster.lease_seconds`, so nobody would end a restarted actor."""
 
 
 class ActorKeeper(Generic[Status]):
@@ -61,47 +62,47 @@ class ActorKeeper(Generic[Status]):
         self._answer = context.config.recovery.answer_seconds
         self._lease = LeaseWatch(Lease.of(context))
         self._last: Status | None = None
-        self._changed = 0.0  # monotonic time of its last progress
+        self._changed = 0.0  # monotonic time of the last progress
         about(run=context.run_id, actor=watched.name)
 
     def run(self, tick: Callable[[Any, Status], None] = lambda actor, status: None) -> Any:
-        """The result of the actor's `run`; `tick` is called with the actor and its status at every look."""
+        """Return the result of the actor's `run`; call `tick` with the actor and its status at every look."""
         try:
             while True:
                 try:
                     about(attempt=self.restarts.budget.attempt(self.watched.name) + 1)
                     actor = self.watched.start()
-                    self.restarts.launched(self.watched.name)
+                    self.restarts.mark_launched(self.watched.name)
                     return self._watch(actor, tick)
                 except (ConfigError, NotFinite, StoreFailed, GaveUp, Superseded, Unwatched):
-                    raise  # a person must act first, or another supervisor does
-                except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
-                    self._again(first_line(error))
+                    raise  # the user or another supervisor must act first
+                except Exception as error:  # noqa: BLE001 - the supervisor restarts it, whatever ended it
+                    self._prepare_restart(first_line(error))
         finally:
             self.reporter.notes.flush()
 
     def _watch(self, actor: Any, tick: Callable[[Any, Status], None]) -> Any:
         running, vitals = actor.run.remote(), Vitals(self.watched.name, actor, self._answer)
         self._changed, before, name = time.monotonic(), None, self.watched.name
-        poll = 0.0  # the first look is at once: engines wait for it
+        poll = 0.0  # the first look is immediate: engines wait for it
         while not cluster.done(running, poll):
             poll = POLL_SECONDS if self.restarts.outage(name) else self.watched.poll
-            status = self._status(actor, vitals)
+            status = self._read_status(actor, vitals)
             self._last = status
             about(version=status.progress.get("version"))
-            self.reporter.write(self.restarts.seen(name, status.made))
-            # A stage that waits for another by design says so; that other one's flow watches it.
+            self.reporter.report_recovery(self.restarts.note_progress(name, status.made))
+            # A stage that waits for another one by design says so; the other stage's flow watches that one.
             if status.progress != before or status.waits_for:
                 self._changed, before = time.monotonic(), status.progress
             self._check_progress()
             self._check_lease()
             tick(actor, status)
         result = cluster.call(running, self._answer, name)
-        self.reporter.write(self.restarts.back(name))
+        self.reporter.report_recovery(self.restarts.mark_up(name))
         return result
 
-    def _status(self, actor: Any, vitals: Vitals) -> Status:
-        """Return the actor's status; if it does not answer, wait for as long as it starts or computes."""
+    def _read_status(self, actor: Any, vitals: Vitals) -> Status:
+        """Return the actor's status. An actor that does not answer is waited for while it starts or computes."""
         asked = actor.status.remote()
         while not cluster.done(asked, POLL_SECONDS):
             if vitals.is_starting():
@@ -120,11 +121,11 @@ class ActorKeeper(Generic[Status]):
         if self._lease.has_expired():
             raise Unwatched(self._lease.lease.sentence)
 
-    def _again(self, reason: str) -> None:
-        """Make sure of its end, and wait as long as the budget says."""
+    def _prepare_restart(self, reason: str) -> None:
+        """Kill what is left of the actor, and wait for the pause that the budget requires."""
         redone, trajectories = self.watched.redone(self._last) if self._last else ("its start", 0)
-        outage = self.restarts.down(self.watched.name, reason, redone, trajectories)
+        outage = self.restarts.mark_down(self.watched.name, reason, redone, trajectories)
         self._last = None
-        self.reporter.noticed(outage)
+        self.reporter.report_restart(outage)
         cluster.kill_named([self.watched.name])
         time.sleep(outage.pause)

@@ -1,7 +1,8 @@
 """CPU seconds of a session: the command, and the services and flows that it started.
 
-Actors tell their own in their status, wherever they are, so they are left out here, with all below them. Not counted:
-a process's time after the last look at it, services that somebody else runs, and Ray's own processes elsewhere.
+Actors report their own CPU seconds in their status, wherever they run, so this module leaves out actors and their
+children. Not counted: a process's time after the last look at it, services that somebody else runs, and Ray's own
+processes on other nodes.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ COMMAND, SUPERVISOR, STAGES = "command", "supervisor", "stage flows"
 
 
 def session_costs(services: Mapping[str, Service], supervisor: str) -> Iterator[Cost]:
-    """What this process and all below it have used so far. `supervisor` is the id of its flow run."""
+    """Yield the CPU cost so far of this process and of all its descendants. `supervisor` is the id of its flow run."""
     yield own_cost(COMMAND, psutil.Process())
     for role, service in services.items():
         if (pid := service.pid) <= 0:
-            continue  # it is down, or another command's
+            continue  # the service is down, or belongs to another command
         with contextlib.suppress(psutil.Error):
             guard = psutil.Process(pid)
             if role == RUNNER:
-                yield from _flows(guard, supervisor)
+                yield from _flow_costs(guard, supervisor)
             elif role == RAY:
-                yield from _ray(guard)
+                yield from _ray_costs(guard)
             else:
                 yield below_cost(role, guard)
 
 
-def _flows(guard: psutil.Process, supervisor: str) -> Iterator[Cost]:
-    """The runner and its flows, each for itself: what ended is no cost of the runner's."""
+def _flow_costs(guard: psutil.Process, supervisor: str) -> Iterator[Cost]:
+    """Yield the costs of the runner and of its flows, one by one: a flow that has ended is no cost of the runner."""
     for process in guard.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             flow_run = flow_run_of(process)
@@ -45,12 +46,13 @@ def _flows(guard: psutil.Process, supervisor: str) -> Iterator[Cost]:
             yield own_cost(role, process)
 
 
-def _ray(guard: psutil.Process) -> Iterator[Cost]:
-    """Ray's own processes; not the actors, nor what they started."""
+def _ray_costs(guard: psutil.Process) -> Iterator[Cost]:
+    """Yield the costs of Ray's own processes, without the actors and their children."""
     actors: set[int] = set()
-    for process in sorted(guard.children(recursive=True), key=lambda one: one.create_time()):  # parents are older
+    # parents are older
+    for process in sorted(guard.children(recursive=True), key=lambda process: process.create_time()):
         with contextlib.suppress(psutil.Error):
-            # One that is ending has no command line any more.
+            # A process that is ending has no command line.
             if process.ppid() in actors or "Actor" in "".join(process.cmdline()[:1]):
                 actors.add(process.pid)
             else:

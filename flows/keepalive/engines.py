@@ -1,10 +1,10 @@
-"""The run's engine actors as the rollout stage keeps them: started, asked for their health, started again.
+"""Keeps the run's engine actors alive for the rollout stage: starts them, checks their health, restarts them.
 
     missing --> starting --> ready --> joining the scheduler --> serving --dead or silent--> missing
 
-Nothing here blocks on one engine: the scheduler begins with the first that is ready, the others join it; while one
-starts again, the others serve and take over its requests. An engine of its own for evaluations is started when the
-first is due.
+Nothing here blocks on one engine. The scheduler begins with the first ready engine, and the others join later. While an
+engine restarts, the others serve and take over its requests. A separate engine for evaluations is started when the
+first evaluation is due.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ START_POLL_SECONDS = 0.1
 
 @dataclass
 class _Engine:
-    """One engine and the calls that are under way to it."""
+    """One engine and the calls to it that are under way."""
 
     number: int
     actor: Any = None
-    joined: bool = False  # the scheduler of this moment uses it
+    joined: bool = False  # the current scheduler uses it
     starting: Any = None  # reference of its `start`
     joining: Any = None  # reference of the scheduler's `join`
-    health: Any = None  # reference of the last question
-    failure: str | None = None  # why the scheduler had given it up when it was asked
+    health: Any = None  # reference of the last health check
+    failure: str | None = None  # why the scheduler had given it up when its health was checked
     began: float = 0.0  # monotonic: when `start` was called
     asked: float = 0.0
     vitals: Vitals | None = None  # since its last answer
@@ -52,7 +52,7 @@ class _Engine:
         return self.actor is not None and self.starting is None
 
     def forget(self) -> None:
-        """Nothing is known of it."""
+        """Drop the actor and all calls to it."""
         self.actor = self.starting = self.joining = self.health = self.failure = None
         self.joined = False
 
@@ -65,14 +65,14 @@ class Engines:
         self.restarts = Restarts.of_run(context)
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
-        self._patience = context.config.rollout.patience_seconds  # for an engine that is silent and busy
+        self._patience = context.config.rollout.patience_seconds  # for an engine that computes without answering
         self._gpus = gpu_shares(context.config).engine
         self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
         own = context.config.evaluation_engine(on_cpu=not self._gpus) is not None
         self._evaluating = [_Engine(EVALUATION)] if own else []
 
     def start(self) -> None:
-        """Start the engines that do not live, side by side; returns once one can be used: before any scheduler."""
+        """Start the missing engines side by side; return once one is usable, before any scheduler starts."""
         for engine in (*self._engines, *self._evaluating):
             self._find(engine)
         while not any(engine.ready for engine in self._engines):
@@ -80,36 +80,36 @@ class Engines:
             time.sleep(START_POLL_SECONDS)
 
     def look(self, scheduler: Any, status: RolloutStatus) -> None:
-        """Go on with every engine, one step at a time.
+        """Advance every engine by one step.
 
         Raises:
             GaveUp: an engine's budget of restarts is used up.
             ConfigError: no restart would help.
-            StoreFailed: the run's storage takes no more; that is no fault of an engine.
+            StoreFailed: the run's storage rejects writes, which is no fault of an engine.
         """
         due = [engine for engine in self._evaluating if engine.actor is not None or status.evaluations_due]
         for engine in (*self._engines, *due):
             try:
                 self._step(engine, scheduler, status)
             except (ConfigError, StoreFailed, GaveUp):
-                raise  # a person must act first
-            except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
-                self._again(engine, first_line(error))
+                raise  # the user must act first
+            except Exception as error:  # noqa: BLE001 - the supervisor restarts it, whatever ended it
+                self._schedule_restart(engine, first_line(error))
 
     def _step(self, engine: _Engine, scheduler: Any, status: RolloutStatus) -> None:
         if engine.actor is None:
             if self.restarts.may_start(engine.name):
                 self._start(engine)
         elif engine.starting is not None:
-            self._started(engine)
+            self._check_start(engine)
         elif engine.joining is not None:
-            self._joined(engine)
+            self._check_join(engine)
         elif scheduler is not None and not engine.joined:
             engine.joining = scheduler.join.remote(engine.number)
         else:
-            self._ask(engine, status.failed.get(engine.number))
+            self._check_health(engine, status.failed.get(engine.number))
 
-    def _started(self, engine: _Engine) -> None:
+    def _check_start(self, engine: _Engine) -> None:
         if not cluster.done(engine.starting, 0):
             if why := explain_lost_call(engine.starting):
                 raise EngineFailed(why)
@@ -119,31 +119,32 @@ class Engines:
         starting, engine.starting = engine.starting, None
         cluster.call(starting, self._answer, f"{engine.name} to start")
         self._log(f"{engine.name} is ready")
-        self.restarts.seen(engine.name, 0.0)  # it serves once the scheduler has taken it
+        self.restarts.note_progress(engine.name, 0.0)  # it serves once the scheduler has added it
 
-    def _joined(self, engine: _Engine) -> None:
+    def _check_join(self, engine: _Engine) -> None:
         if not cluster.done(engine.joining, 0):
             return
         joining, engine.joining = engine.joining, None
         try:
             cluster.call(joining, self._answer, f"the scheduler to take {engine.name}")
-        except Unreachable as error:  # the scheduler died; its successor is asked anew
+        except Unreachable as error:  # the scheduler died; the next look asks its successor
             self._log(f"{engine.name}: {first_line(error)}")
             return
         engine.joined = True
-        self.reporter.write(self.restarts.back(engine.name))
+        self.reporter.report_recovery(self.restarts.mark_up(engine.name))
 
-    def _ask(self, engine: _Engine, failure: str | None) -> None:
-        """Ask for its health, one question at a time; `failure`: why the scheduler has given it up."""
-        if engine.health is None or (failure and not engine.failure):  # an answer from before it failed tells nothing
+    def _check_health(self, engine: _Engine, failure: str | None) -> None:
+        """Check the engine's health, one call at a time; `failure` is why the scheduler has given it up, if it has."""
+        # an answer from before the failure proves nothing
+        if engine.health is None or (failure and not engine.failure):
             engine.health, engine.asked, engine.failure = engine.actor.health.remote(), time.monotonic(), failure
             engine.vitals = Vitals(engine.name, engine.actor, self._answer)
         elif cluster.done(engine.health, 0):
             answered, engine.health = engine.health, None
             try:
                 cluster.call(answered, self._answer, f"the health of {engine.name}")
-            except EngineFailed as error:  # the actor says so: it can make a new one
-                self._again(engine, failure or first_line(error), within=True)
+            except EngineFailed as error:  # the actor lives, and can start a new engine
+                self._schedule_restart(engine, failure or first_line(error), within=True)
             else:
                 if failure:
                     raise EngineFailed(failure)
@@ -152,9 +153,11 @@ class Engines:
         elif engine.vitals:
             engine.vitals.is_starting()
 
-    def _again(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
-        """Start it again when its pause is over: `within` its actor, or in a new one once the old one has ended."""
-        self.reporter.noticed(self.restarts.down(engine.name, reason, "its start; requests go on"))
+    def _schedule_restart(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
+        """Schedule a restart after the pause: inside the living actor (`within`), or in a new actor after killing the
+        old one.
+        """
+        self.reporter.report_restart(self.restarts.mark_down(engine.name, reason, "its start; requests go on"))
         if not within:
             cluster.kill_named([engine.name])
         engine.forget()
@@ -162,15 +165,15 @@ class Engines:
     def _start(self, engine: _Engine) -> None:
         engine.actor = start_engine(self.context, engine.number, self._gpus)
         engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
-        self.restarts.launched(engine.name)
+        self.restarts.mark_launched(engine.name)
 
     def _find(self, engine: _Engine) -> None:
-        """An engine that lives already, after a restart of this flow or of the scheduler; it may still be starting."""
+        """Find an engine that is alive after a restart of this flow or of the scheduler; it may still be starting."""
         known = engine.actor is not None
         engine.forget()
         try:
             engine.actor = cluster.actor(engine.name)
             engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
         except Unreachable as error:
-            if known:  # it died together with the scheduler
-                self._again(engine, first_line(error))
+            if known:  # the engine died together with the scheduler
+                self._schedule_restart(engine, first_line(error))

@@ -1,4 +1,4 @@
-"""How the cluster's GPUs are shared out among a run's engines and its learner."""
+"""Divides the cluster's GPUs among a run's engines and its learner."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class GpuShares:
 
 
 def gpu_shares(config: RunConfig) -> GpuShares:
-    """Those of the cluster as it is now; see `shared_out`."""
-    return shared_out(config, cluster.node_gpus())
+    """Return the GPU shares on the current nodes of the cluster; see `divide_gpus`."""
+    return divide_gpus(config, cluster.node_gpus())
 
 
-def shared_out(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
-    """GPUs for each engine and the learner, of nodes that have so many.
+def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
+    """Divide the GPUs of the nodes (`nodes` has their numbers) among the engines and the learner.
 
-    Each gets what it is spread over (`engine.tensor_parallel`, `train.ranks`). Where that is one for both, and there
-    are too few, all get equal shares. Without GPUs nobody gets any.
+    Each gets as many as it is sharded over (`engine.tensor_parallel`, `train.ranks`). If both are 1 and there are too
+    few GPUs, all get equal fractions. Without GPUs, each share is 0.
 
     Raises:
-        ConfigError: somebody is to be spread over several, and there are too few, in all or on one node.
+        ConfigError: an engine or the learner needs several GPUs, and there are too few, in all or on one node.
     """
     have, largest = sum(nodes), max(nodes, default=0.0)
     if not have:
         return GpuShares(0.0, 0.0)
-    engines, width, ranks = engines_of(config), width_of(config), config.train.ranks
+    engines, width, ranks = count_engines(config), width_of(config), config.train.ranks
     together = 1 if config.train.spread else ranks  # on one node
     needed = engines * width + ranks
     if width == ranks == 1:
@@ -57,15 +57,15 @@ def shared_out(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
 
 
 def spans_gpus(config: RunConfig) -> bool:
-    """Return whether an engine or the learner is to be spread over several GPUs."""
+    """Return whether an engine or the learner is to be sharded over several GPUs."""
     return width_of(config) > 1 or config.train.ranks > 1
 
 
-def engines_of(config: RunConfig) -> int:
-    """How many there are; one for evaluations alone counts where it is like the others."""
+def count_engines(config: RunConfig) -> int:
+    """Return the number of engines; a separate evaluation engine counts if it is configured like the others."""
     return config.engine.replicas + (config.evaluation_engine(on_cpu=False) == config.engine)
 
 
 def width_of(config: RunConfig) -> int:
-    """GPUs that one engine is spread over."""
+    """Return the number of GPUs that one engine is sharded over."""
     return config.engine.tensor_parallel if isinstance(config.engine, VllmEngineConfig) else 1

@@ -1,4 +1,4 @@
-"""What a cluster has for a run's actors, as it is now; one that scales may have it later, so this is only noted."""
+"""Notes which resources of a run's actors the cluster lacks now; an autoscaling cluster may add them later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollflow.tasks.run.config import RunConfig
 
 
 def note_placement(config: RunConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for each thing that the living nodes of the cluster do not have."""
+    """Yield a sentence for each resource that no living node of the cluster has."""
     placement = config.cluster.placement
     for role in get_args(Role):
         own = getattr(placement, role)

@@ -1,6 +1,6 @@
-"""Actors begin before the flows of their stages do, which then find them.
+"""Starts a run's actors before the flows of their stages, which then find them.
 
-Most of their start is imports, as it is of a flow's process; so these go on side by side.
+Most of the start of an actor or of a flow's process is imports, so starting both side by side saves time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rollflow.tasks.run.context import RunContext
 
 
 def begin_actors(context: RunContext, address: str) -> list[Any]:
-    """Start those that are not there, or find them; what comes of it is for their stages to see.
+    """Start the actors that do not exist yet, and find the others; the stages look at the results.
 
-    The references are to be kept: of a call that nobody waits for any more Ray prints the error.
+    The caller keeps the returned references: Ray prints the error of a call that nobody waits for.
 
     Raises:
         ConfigError: the cluster has too few GPUs for them.

@@ -1,13 +1,14 @@
-"""What a run's earlier keepers have spent of their budgets, according to its recovery records.
+"""The restarts that a run's earlier keepers have spent, read from the run's recovery records.
 
-A keeper that is started again (its flow was killed, a supervisor took over) goes on with it. Where a person starts or
-resumes the run, the budget begins anew: what used it up has been looked at.
+A restarted keeper (its flow was killed, or a supervisor took over) continues with the same budget. If a user starts or
+resumes the run, the budget starts full again: the user has looked at the cause.
 
-The records are read in the background and waited for a moment at most, once. Storage that does not answer holds up no
-restart; until it does, a keeper counts what it has seen itself. A record that is damaged is passed over.
+A background thread reads the records, and the keeper waits for it once, for a moment at most. Unreachable storage
+delays no restart: until it answers, a keeper counts only the restarts that it has made itself. A damaged record is
+skipped.
 
-A restart is on record once its recovery is complete: who is killed with one under way takes that one along, and his
-own end counts for who keeps him.
+A restart is recorded when its recovery is complete. If a keeper dies while a recovery is under way, that recovery is
+not recorded; the death of the keeper itself counts against its own role.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ BEGUN = "begun.json"
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """The restarts of one role: when, in seconds since the epoch, and the number of the last."""
+    """The restarts of one role: their times in seconds since the epoch, and the number of the last."""
 
     times: tuple[float, ...] = ()
     attempt: int = 0
 
-    def then(self, one: Recovery) -> Spent:
-        """With those of the recovery that followed."""
-        return Spent((*self.times, *(one.restarts or (one.noticed_at,))), one.attempt)
+    def then(self, recovery: Recovery) -> Spent:
+        """Return it with the restarts of one more recovery."""
+        return Spent((*self.times, *(recovery.restarts or (recovery.noticed_at,))), recovery.attempt)
 
 
 def begin_anew(run: ObjectStore) -> None:
-    """Somebody starts the run, which no recovery does: no budget of it is spent from now on."""
+    """Reset the run's budgets, because a user or a schedule starts the run."""
     run.put(BEGUN, json.dumps({"at": time.time()}).encode())
 
 
 def begun_at(run: ObjectStore) -> float:
-    """When somebody last started the run, in seconds since the epoch; 0 where nobody is known to have."""
+    """Return when a user last started the run, in seconds since the epoch; 0 if unknown."""
     try:
         return float(json.loads(run.get(BEGUN))["at"])
     except (Missing, ValueError, KeyError, TypeError):
@@ -53,16 +54,16 @@ def begun_at(run: ObjectStore) -> float:
 
 
 def spent(recoveries: Iterable[Recovery], until: float, since: float = 0.0) -> dict[str, Spent]:
-    """Restarts by role, of the recoveries (oldest first) that had begun by `until`, and not before `since`."""
-    found: dict[str, Spent] = {}
-    for one in recoveries:
-        if since <= one.noticed_at <= until:
-            found[one.role] = found.get(one.role, Spent()).then(one)
-    return found
+    """Count restarts by role, over recoveries (oldest first) that began between `since` and `until`."""
+    by_role: dict[str, Spent] = {}
+    for recovery in recoveries:
+        if since <= recovery.noticed_at <= until:
+            by_role[recovery.role] = by_role.get(recovery.role, Spent()).then(recovery)
+    return by_role
 
 
 class Earlier:
-    """What was spent on a run before now; asked for by role, on `clock`."""
+    """The restarts of a run's roles before this process, by role, on `clock`."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Earlier:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`run` may be one that waits long: nobody waits with it."""
+        """Start reading the journal in a background thread, so that slow storage delays nobody."""
         self._window, self._wall, self._clock = window_seconds, wall, clock
         self._began = wall()
         self._found: dict[str, Spent] = {}
@@ -80,12 +81,12 @@ class Earlier:
         thread.start()
 
     def times(self, role: str) -> list[float]:
-        """When the role was started again. A clock that has stepped by more than the window tells nothing."""
+        """Return when the role was restarted. Times that a stepped clock puts outside the window are left out."""
         ages = [self._wall() - at for at in self._spent(role).times]
         return [self._clock() - max(0.0, age) for age in ages if abs(age) < self._window]
 
     def attempt(self, role: str) -> int:
-        """How often the role had been started again."""
+        """Return how often the role had been restarted."""
         return self._spent(role).attempt
 
     def _spent(self, role: str) -> Spent:
@@ -102,5 +103,5 @@ class Earlier:
                 time.sleep(AGAIN_SECONDS)
                 continue
             except RollflowError:
-                pass  # there is no reading it, now or later
+                pass  # the journal is unreadable, and stays so
             self._read.set()

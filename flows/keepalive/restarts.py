@@ -1,16 +1,16 @@
-"""What all keepers share: who is down, when a successor may be started, and what is on record of it.
+"""The restart rules that all keepers share: which role is down, when it may be restarted, and the record of it.
 
-    up --down()--> waits for its pause --launched()--> starts --seen(), back()--> up, and one `Recovery`
-                      ^                                  |
-                      +---------- down() again ----------+      over the budget: `GaveUp` with the reason
+    up --mark_down()--> waits --mark_launched()--> starts --note_progress(), mark_up()--> up, and one `Recovery`
+                         ^                           |
+                         +------ mark_down() again --+      over the budget: `GaveUp` with the reason
 
-- No role is started again more often within the window than its budget says; until then, each time it goes down.
-- The budget outlives the process that spends it: what an earlier keeper spent is told by the run's recoveries, see
+- A role is restarted each time it goes down, but at most as often within the window as its budget allows.
+- The budget outlives the keeper's process: the run's recoveries tell how much an earlier keeper spent, see
   `keepalive.spent`.
-- One end after another, before there was any progress, is one recovery.
+- Several deaths in a row without progress between them are one recovery.
 
-`Restarts` only decides. Who watches, starts and asks: `keepalive`'s actors, engines, stages and services. Whatever is
-started again begins from storage, so a restart loses nothing that was committed.
+`Restarts` only decides. The keepers of actors, engines, stages and services watch, start and ask. A restarted role
+begins from storage, so a restart loses nothing that was committed.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ LONGEST_PAUSE = 60.0
 
 
 class GaveUp(RollflowError):
-    """What died is not started again; the message is the reason."""
+    """A dead role is not restarted; the message is the reason."""
 
 
 def pause_after(restarts: int, limits: RecoveryConfig) -> float:
-    """Seconds to wait before one more start, after so many within the window."""
-    doublings = min(restarts - 1, 1000)  # a float has no more
+    """Return the seconds to wait before one more restart, after this many restarts within the window."""
+    doublings = min(restarts - 1, 1000)  # a larger exponent overflows a float
     return min(LONGEST_PAUSE, limits.backoff_seconds * 2.0**doublings) if restarts else 0.0
 
 
 class Budget:
-    """Counts restarts by role. See `RecoveryConfig` for what is allowed."""
+    """Counts restarts by role. `RecoveryConfig` has the limits."""
 
     def __init__(
         self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic, earlier: Earlier | None = None
     ) -> None:
-        """`earlier`: what was spent before this process."""
+        """Create a full budget, less the restarts of `earlier` keepers."""
         self._limits, self._clock, self._earlier = limits, clock, earlier
         self._spent: dict[str, list[float]] = {}
         self._attempts: Counter[str] = Counter()
 
     def spend(self, role: str, reason: str) -> float:
-        """Take one restart of `role` out of the budget; returns the pause before it (seconds).
+        """Take one restart of `role` out of the budget; return the pause before it (seconds).
 
         Raises:
             GaveUp: the budget is used up.
@@ -62,7 +62,7 @@ class Budget:
         recent = len(own) + sum(now - at < limits.window_seconds for at in before)
         if recent >= limits.restarts:
             raise GaveUp(
-                f"{role} was started again {recent} times within {limits.window_seconds:g} s "
+                f"{role} was restarted {recent} times within {limits.window_seconds:g} s "
                 f"(recovery.restarts) and ended once more: {reason}"
             )
         self._spent[role] = [*own, now]
@@ -70,13 +70,16 @@ class Budget:
         return pause_after(recent, limits)
 
     def attempt(self, role: str) -> int:
-        """How often `role` was started again, within the window and before it."""
+        """Return how often `role` was restarted, within the window and before it."""
         return self._attempts[role] + (self._earlier.attempt(role) if self._earlier else 0)
 
 
 @dataclass
 class Pending:
-    """A recovery under way: noticed, later restored, later resumed. Only the first is read off the wall clock."""
+    """A recovery under way: noticed, then restored, then resumed.
+
+    Only the first time is read from the wall clock; the others are the first plus a monotonic difference.
+    """
 
     role: str
     reason: str
@@ -87,22 +90,22 @@ class Pending:
     restored_at: float | None = None
     baseline: float = 0.0
     noticed: float = field(default_factory=time.monotonic)
-    clock: Callable[[], float] = time.monotonic  # of `noticed`
-    earlier: tuple[float, ...] = ()  # when it was noticed that its successors before the last one had died
+    clock: Callable[[], float] = time.monotonic  # the clock of `noticed`
+    earlier: tuple[float, ...] = ()  # when the deaths of earlier successors were noticed
 
     @property
     def _now(self) -> float:
         return self.noticed_at + self.clock() - self.noticed
 
-    def seen(self, progress: float) -> bool:
-        """Take note of the successor's progress; true once there is some."""
+    def note_progress(self, progress: float) -> bool:
+        """Note the successor's progress; return True once it has made some since its first answer."""
         if self.restored_at is None:
             self.restored_at, self.baseline = self._now, progress
             return False
         return progress > self.baseline
 
     def after(self, other: Pending | None) -> Pending:
-        """This one as part of a recovery that was under way already: its successor died before it made progress."""
+        """Merge this recovery into one that was already under way: its successor died before it made progress."""
         if other is None:
             return self
         reason, more = f"{other.reason}; then {self.reason}", self.trajectories + other.trajectories
@@ -112,7 +115,7 @@ class Pending:
         )
 
     def done(self) -> Recovery:
-        """The recovery, resumed now."""
+        """Return the finished recovery, resumed at the present time."""
         now = self._now
         return Recovery(
             role=self.role,
@@ -129,37 +132,37 @@ class Pending:
 
 @dataclass
 class Outage:
-    """A role that is down. It may be started again from `due` on; `launched`: since when its successor starts."""
+    """A role that is down. It may be restarted from `due` on; `launched` is when its successor was started."""
 
     pending: Pending
-    reason: str  # of its last end
+    reason: str  # of its last death
     pause: float  # seconds
     due: float  # monotonic
     launched: float | None = None  # monotonic
 
 
 class Restarts:
-    """Who is down, by role. See the module's docstring."""
+    """The roles that are down. See the module's docstring."""
 
     def __init__(
         self, budget: Budget, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
     ) -> None:
-        """`clock` is what is waited by, `wall` what is written down."""
+        """Create it with no role down. `clock` measures waits; `wall` gives the times in records."""
         self.budget, self._clock, self._wall = budget, clock, wall
         self._outages: dict[str, Outage] = {}
 
     @classmethod
     def of_run(cls, context: RunContext) -> Restarts:
-        """With what the run's keepers before this process have left of the budget."""
+        """Return one whose budget counts the restarts by the run's earlier keepers."""
         limits = context.config.recovery
         return cls(Budget(limits, earlier=Earlier(context.store, limits.window_seconds)))
 
     def outage(self, role: str) -> Outage | None:
-        """What is known of a role that is down; None: it is up."""
+        """Return the outage of a role that is down, or None if it is up."""
         return self._outages.get(role)
 
-    def down(self, role: str, reason: str, redone: str = "nothing", trajectories: int = 0) -> Outage:
-        """It has ended, or must be ended: what of its work is done again, in words and in trajectories.
+    def mark_down(self, role: str, reason: str, redone: str = "nothing", trajectories: int = 0) -> Outage:
+        """Record that a role has died or must be ended; `redone` and `trajectories` describe the work to repeat.
 
         Raises:
             GaveUp: its budget is used up.
@@ -172,38 +175,38 @@ class Restarts:
         return outage
 
     def may_start(self, role: str) -> bool:
-        """Whether it may be started now, as far as its pause goes."""
+        """Return whether the role's pause is over, so that it may be started."""
         outage = self._outages.get(role)
         return outage is None or self._clock() >= outage.due
 
-    def launched(self, role: str) -> None:
-        """It was started, for the first time or again."""
+    def mark_launched(self, role: str) -> None:
+        """Record that the role was started, for the first time or again."""
         if outage := self._outages.get(role):
             outage.launched = self._clock()
 
-    def seen(self, role: str, progress: float) -> Recovery | None:
-        """Its successor answers, and says how much it has made; the recovery, if that is complete with it."""
+    def note_progress(self, role: str, progress: float) -> Recovery | None:
+        """Record the progress that a successor reports; return the recovery if this completes it."""
         outage = self._outages.get(role)
-        return self.back(role) if outage and outage.pending.seen(progress) else None
+        return self.mark_up(role) if outage and outage.pending.note_progress(progress) else None
 
-    def back(self, role: str) -> Recovery | None:
-        """It does its work; the recovery, if it was down."""
+    def mark_up(self, role: str) -> Recovery | None:
+        """Record that the role works again; return the recovery if it was down."""
         outage = self._outages.pop(role, None)
         return outage.pending.done() if outage else None
 
 
 class RecoveryReporter:
-    """Where recoveries are written down: storage, the flow run's log, Prefect's events; it holds up nobody."""
+    """Reports recoveries to storage, to the flow run's log and to Prefect's events, without blocking the caller."""
 
     def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
         self._log, self.notes = log, Notes(context.store)
 
-    def noticed(self, outage: Outage) -> None:
-        """Something died and is started again."""
-        self._log(f"{outage.pending.role} is started again (restart {outage.pending.attempt}): {outage.reason}")
+    def report_restart(self, outage: Outage) -> None:
+        """Log that a role died and is restarted."""
+        self._log(f"{outage.pending.role} is restarted (restart {outage.pending.attempt}): {outage.reason}")
 
-    def write(self, recovery: Recovery | None) -> None:
-        """A recovery is complete; None: there was none."""
+    def report_recovery(self, recovery: Recovery | None) -> None:
+        """Report a finished recovery; None means there was none."""
         if recovery is None:
             return
         from prefect.events import emit_event
@@ -217,7 +220,7 @@ class RecoveryReporter:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's first line: what a person should read of it; of one that an actor raised, its cause's."""
+    """Return the first line of an error's message, or of its cause's if an actor raised the error."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, Exception):
         return f"{type(cause).__name__}: {first_line(cause)}"

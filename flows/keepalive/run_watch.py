@@ -1,7 +1,7 @@
-"""The supervisor's watch over a run: its stages once every half second, its status and what people ask once a second.
+"""The supervisor's watch over a run: twice a second its stages, once a second its status and the users' requests.
 
-A person may end the run, in its storage (`rollflow stop`, `rollflow cancel`) or by a pause of its flow run: then it
-ends by `Ended`. A stop waits for the next version; what the others lose is what no version has yet.
+A user may end the run through its storage (`rollflow stop`, `rollflow cancel`), or by pausing its flow run. The watch
+then raises `Ended`. A stop waits for the next version. A cancel or a pause loses the work since the newest version.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TELL_SECONDS = 1.0
 
 
 class Following:
-    """One supervisor's; it holds from the first step to the last."""
+    """The watch of one supervisor, from its first step to its last."""
 
     def __init__(self, stages: Stages, writer: StatusWriter, supervisor: Writer) -> None:
         self._stages, self._writer, self._supervisor = stages, writer, supervisor
         self._patience = writer.context.config.store.patience_seconds
         self._told, self._answered = float("-inf"), time.monotonic()
-        self._asked_at: int | None = None  # the newest version when a stop was first seen
+        self._asked_at: int | None = None  # the newest version when a stop request was first seen
 
     def to_version(self, version: int) -> None:
         """Watch until the version is published, or the stages have ended.
@@ -35,16 +35,16 @@ class Following:
         Raises:
             Ended: the user ended the run.
             GaveUp: a stage failed.
-            ConfigError: nothing is learned, and the recipe asks for a stop then.
+            ConfigError: the policy learns nothing, and the recipe asks to stop then.
         """
         self._until(lambda: self._writer.progress.version >= version)
 
     def to_end(self) -> None:
-        """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
+        """Watch until the last version is trained, loaded and evaluated, which ends the rollout and train stages."""
         self._until(lambda: False)
 
     def heed_before(self) -> None:
-        """Obey what was asked of the run before its stages begin; there is nothing to wait for yet.
+        """Obey a stop request that came before the stages started; there is no version to wait for yet.
 
         Raises:
             Ended: the user ended the run.
@@ -54,10 +54,10 @@ class Following:
                 raise Ended(f"ended while it started, by `rollflow {asked.how}`")
 
     def heed_after(self) -> None:
-        """After a step beyond the training: a pause or a cancel that came meanwhile.
+        """Obey a pause or a cancel that came during a step after training.
 
         Raises:
-            Ended: a person ended the run.
+            Ended: the user ended the run.
         """
         self._stages.look_at_own()
         with contextlib.suppress(Unreachable, OSError):
@@ -72,14 +72,14 @@ class Following:
             time.sleep(POLL_SECONDS)
 
     def _tell(self) -> None:
-        """Say how the run stands, and hear whether it is to go on. A store may be away for as long as its patience."""
+        """Write the run's status and check for requests; the store may be unreachable for as long as its patience."""
         try:
             self._supervisor.check()
             self._writer.refresh()
             self._heed()
             self._check_signal()
             self._answered = time.monotonic()
-        except (Unreachable, OSError):  # a folder; for others the store itself waits so long
+        except (Unreachable, OSError):  # a folder raises OSError; other stores wait this long themselves
             if time.monotonic() - self._answered > self._patience:
                 raise
 
@@ -87,7 +87,7 @@ class Following:
         """Fail a run that learns nothing, if the recipe asks for that.
 
         Raises:
-            ConfigError: the newest versions lack a signal.
+            ConfigError: the newest versions have no learning signal.
         """
         train = self._writer.context.config.train
         if train.no_signal == "stop" and self._writer.no_signal:

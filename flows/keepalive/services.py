@@ -1,12 +1,12 @@
-"""Keeps the services of a session up: about once a second it looks after each, and starts again what died or hangs.
+"""Keeps the services of a session running: about once a second it checks each one, and restarts it if it died or hangs.
 
-    Prefect server    again on its port, with its database
-    Ray head          again at its address, empty; the flows that were attached to it end with it
-    runner            again; its flow runs ended with it, and are said to have crashed
-    others            again
+    Prefect server    restarted on its port, with its database
+    Ray head          restarted at its address, empty; the flows that were attached to it end with it
+    runner            restarted; its flow runs ended with it, and are marked as crashed
+    others            restarted
 
-A service that cannot come back within the budget ends the session with `GaveUp`. Nothing here looks after a
-supervisor or its stages: their flow runs crash, and that is what `recover` and the supervisor act on.
+If a service cannot be restarted within the budget, the session ends with `GaveUp`. This module does not watch
+supervisors or their stages: if they die, their flow runs crash, and `recover` and the supervisor act on that.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ REDONE = {SERVER: "nothing", RAY: "what the actors had in memory", RUNNER: "the 
 
 
 class ServiceKeeper:
-    """Looks after the services of one session, in the order in which they need each other."""
+    """Keeps the services of one session running, in the order of their dependencies."""
 
     def __init__(self, deployment: str, services: Mapping[str, Service], limits: RecoveryConfig) -> None:
         self.deployment, self.services, self._limits = deployment, services, limits
-        self.restarts = Restarts(Budget(limits))  # services end with their session, and what it spent with it
+        self.restarts = Restarts(Budget(limits))  # services end with their session, and so does their budget
         self._answered: dict[str, float] = {}
-        self.cluster_lost_at = 0.0  # monotonic: flows that were attached before have lost their actors
+        self.cluster_lost_at = 0.0  # monotonic: flows that were attached before this time have lost their actors
 
     def look(self, record: Callable[[Recovery], None]) -> None:
-        """One step with every service that is down; waits for none of them.
+        """Advance every service that is down by one step; wait for none of them.
 
         Raises:
             GaveUp: a service's budget of restarts is used up.
         """
         for role, service in self.services.items():
             outage = self.restarts.outage(role)
-            if outage is None and (reason := self._what_is_wrong(role, service)):
-                outage = self._note(role, reason)
+            if outage is None and (reason := self._find_fault(role, service)):
+                outage = self._begin_outage(role, reason)
             if outage is None:
                 continue
             if outage.launched is None:
                 self._launch(role, service, outage)
             elif service.answers:
-                if recovery := self.restarts.back(role):
+                if recovery := self.restarts.mark_up(role):
                     record(recovery)
             elif not service.running or time.monotonic() - outage.launched > service.start_seconds:
                 self._down(role, f"{service.what} does not start; see {service.log}")
 
-    def _what_is_wrong(self, role: str, service: Service) -> str:
-        """Why the service has to be started again; "" where it does not."""
+    def _find_fault(self, role: str, service: Service) -> str:
+        """Return why the service must be restarted, or "" if it need not be."""
         now = time.monotonic()
         if not service.running:
             return "its process ended"
@@ -66,15 +66,15 @@ class ServiceKeeper:
         silent = now - self._answered.setdefault(role, now)
         return f"it did not answer for {silent:.0f} s" if silent > self._limits.answer_seconds else ""
 
-    def _note(self, role: str, reason: str) -> Outage:
+    def _begin_outage(self, role: str, reason: str) -> Outage:
         outage = self._down(role, reason)
         if role == RAY:
             self.cluster_lost_at = outage.pending.noticed
-            self.services[RUNNER].kill()  # with the flows in it: they may wait long for what is gone
+            self.services[RUNNER].kill()  # the flows die with it: they may wait long for actors that are gone
         return outage
 
     def _down(self, role: str, reason: str) -> Outage:
-        return self.restarts.down(role, reason, REDONE.get(role, "nothing"))
+        return self.restarts.mark_down(role, reason, REDONE.get(role, "nothing"))
 
     def _launch(self, role: str, service: Service, outage: Outage) -> None:
         if not self.restarts.may_start(role):
@@ -82,10 +82,10 @@ class ServiceKeeper:
         try:
             if role == RUNNER:
                 crash_orphans(self.deployment, f"the {RUNNER} died")
-        except Unreachable as error:  # the server is down, too: it comes first
+        except Unreachable as error:  # the server is down, too, and must be restarted first
             if time.monotonic() - outage.pending.noticed > self._limits.window_seconds:
                 raise GaveUp(f"the {RUNNER} died and cannot be replaced: {error}") from error
             return
         service.relaunch()
-        self.restarts.launched(role)
+        self.restarts.mark_launched(role)
         self._answered[role] = time.monotonic()

@@ -1,10 +1,10 @@
-"""Keeps the stack of `rollflow up` up: `rollflow serve` is started again when its process dies, within a budget.
+"""Keeps the stack of `rollflow up` running: restarts `rollflow serve` when its process dies, within a budget.
 
     up --> this process --> serve --> Prefect server, MLflow, Ray cluster, runner
 
-It holds `up.keeper` in the run home, as long as it lives; `rollflow down` ends both. A stack that was told to end, or
-never came up and has said why, is not started again. What a dead one had started ends by itself (see
-`services.process`), and its addresses are waited for.
+The process holds the lock `up.keeper` in the run home while it lives; `rollflow down` ends both processes. A stack that
+was asked to end, or that never came up and has said why, is not restarted. The services of a dead stack end by
+themselves (see `services.process`); a restart waits until their addresses are free.
 
     python -m rollflow.flows.keepalive.stack [OPTIONS OF SERVE]
 """
@@ -27,13 +27,13 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RecoveryConfig
 
 POLL_SECONDS = 0.5
-PORT_SECONDS = 30.0  # for what a dead one had started to end
-END_SECONDS = 60.0  # `down` waits for longer
+PORT_SECONDS = 30.0  # for the services of a dead stack to end
+END_SECONDS = 60.0  # `down` waits longer
 NAME = "the stack"
 
 
 def keep(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: Told) -> int:
-    """Start `command` until it ends in order, never comes up, or `ended` is set; its exit code.
+    """Restart `command` until it ends in order, fails to come up, or `ended` is set; return its exit code.
 
     Raises:
         GaveUp: it died too often.
@@ -48,14 +48,14 @@ def keep(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: Tol
         if not (was_up or stack.came_up(place, child.pid)) or child.returncode == 0:
             return child.returncode
         pause = budget.spend(NAME, f"exit code {child.returncode}")
-        print(f"{NAME} is started again: its process ended with exit code {child.returncode}", flush=True)
+        print(f"{NAME} is restarted: its process ended with exit code {child.returncode}", flush=True)
         _await_ports(place)
         if ended.wait(pause):
             return 0
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    """Its exit code; one that does not end in time is killed, and what it had started ends by itself."""
+    """End the process and return its exit code; kill it if it is too slow. Its services end by themselves."""
     child.terminate()
     try:
         return child.wait(END_SECONDS)
@@ -65,14 +65,14 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 
 
 def _await_ports(place: Path) -> None:
-    """Until nobody listens where MLflow and Ray did, so that they come back there; for some time at most."""
+    """Wait until the ports of MLflow and Ray are free, for `PORT_SECONDS` at most, so that a restart can use them."""
     limit, known = time.monotonic() + PORT_SECONDS, addresses(place)
     while time.monotonic() < limit and not all(is_free(known[name]) for name in ("mlflow", "ray") if name in known):
         time.sleep(POLL_SECONDS)
 
 
 def main() -> int:
-    """See the module's docstring."""
+    """Run `rollflow serve` until it ends in order. See the module's docstring."""
     place, ended = home(), Told()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "serve", *sys.argv[1:]]

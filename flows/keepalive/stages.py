@@ -1,10 +1,10 @@
 """The three stages as the supervisor sees them: child flow runs, and the actors behind them.
 
-A stage whose flow run crashed (its process was killed) or whose actor nobody looks after any more is started again;
-the new flow run finds the actors that live and goes on with them. A stage that *failed* has said why: that ends
-the run. A supervisor that takes over from a dead one adopts the flow runs that are under way, but for those that were
-told to end: a run that is resumed at once comes before these have. While the Prefect server does not answer, states
-are as they were last seen.
+A stage is restarted if its flow run crashed (its process was killed), or if its actor is gone and its flow does not
+restart it; the new flow run uses the actors that are alive. A stage that *failed* has given its reason, and ends the
+run. A supervisor that takes over adopts the flow runs of the dead one. It does not adopt flow runs that are being
+cancelled: these may still be ending when a run is resumed at once. While the Prefect server does not answer, each state
+is the one last seen.
 """
 
 from __future__ import annotations
@@ -42,66 +42,65 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.actor_warnings import Warned
 
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
-STATE_SECONDS = 1.0  # how often the states of the child runs are read
+STATE_SECONDS = 1.0  # interval at which the states of the child runs are read
 STATUS_SECONDS = 10.0
-PING_SECONDS = 5.0  # how long the channel may think about an answer, while its death would be told at once
+PING_SECONDS = 5.0  # time for the channel to answer; its death is noticed at once
 START_SECONDS = 300.0
 END_SECONDS = 120.0
-UNATTENDED_SECONDS = 1200.0  # longer than an engine may take to start, which is what the rollout stage does first
+UNATTENDED_SECONDS = 1200.0  # longer than an engine may take to start, which is the first work of the rollout stage
 
 
 def deployment() -> str:
-    """The name under which this runner serves the flows."""
+    """Return the name under which this runner serves the flows."""
     return os.environ.get("ROLLFLOW_DEPLOYMENT", "rollflow")
 
 
 @dataclass
 class Stage:
-    """One stage: its flow run, what was last seen of it, and when."""
+    """One stage: its flow run, its last known state, and when that was seen."""
 
     role: str
     run: UUID | None = None
-    state: str = "Scheduled"  # its flow run's, in Prefect's word for people
+    state: str = "Scheduled"  # the flow run's state, under the name that Prefect shows
     running: bool = False
     completed: bool = False
     seen: ActorStatus | None = None
-    started: float = 0.0  # monotonic: when its flow run was asked for
+    started: float = 0.0  # monotonic: when its flow run was created
     answered: float = 0.0  # monotonic: when its actor last gave its status
-    asked: Any = None  # reference of the question under way
-    key: str = field(
-        default_factory=lambda: uuid4().hex
-    )  # of its next flow run; Prefect gives the same key the same one
+    asked: Any = None  # reference of the call under way
+    # Idempotency key of the next flow run: Prefect creates one flow run for each key.
+    key: str = field(default_factory=lambda: uuid4().hex)
 
     @property
     def name(self) -> str:
-        """As its recoveries are recorded: `role` alone is its actor's, perhaps."""
+        """The role under which its recoveries are recorded; `role` alone may be that of its actor."""
         return f"{self.role} stage"
 
 
 class Stages:
-    """Started or adopted, watched and ended together."""
+    """The three stages, which are started or adopted, watched and ended together."""
 
     def __init__(
         self,
         context: RunContext,
         address: str,
         log: Callable[[str], None],
-        warn: Callable[[Sequence[Warned]], None] = lambda told: None,
+        warn: Callable[[Sequence[Warned]], None] = lambda warnings: None,
     ) -> None:
-        """`log` and `warn`: what is told on the run's page, by the stages and by their actors."""
+        """Create it without flow runs. `log` and `warn` write to the run's page, for stages and actors."""
         self.context, self.address, self._log, self._warn = context, address, log, warn
         self.all = {role: Stage(role) for role in ACTORS}
         self.restarts = Restarts.of_run(context)
         self._reporter = RecoveryReporter(context, log)
         self.usage = Usage()  # of the actors
-        self.paused = False  # whether a person paused the supervisor's flow run
+        self.paused = False  # whether a user paused the supervisor's flow run
         self._own = [UUID(flow_run.id)] if flow_run.id else []
         self._looked = 0.0
         self._channel: Any = None
         self._begun: list[Any] = []
 
     def start(self) -> None:
-        """Adopt the stages' flow runs that are under way, and start the others.
+        """Adopt the stages' running flow runs, and start the missing ones.
 
         Stages that work under an older config are ended first.
         """
@@ -131,7 +130,7 @@ class Stages:
         left = set[UUID]()
         while True:
             with contextlib.suppress(Unreachable), api() as client:
-                left |= set(self._under_way(client).values())
+                left |= set(self._find_flow_runs(client).values())
                 for run in left:
                     cancel(client, run)
                 states = states_of(client, list(left))
@@ -142,21 +141,21 @@ class Stages:
             time.sleep(STATE_SECONDS)
         kill_actors(self.context)
 
-    def _under_way(self, client: SyncPrefectClient) -> dict[str, UUID]:
-        """The flow runs of the stages that have not ended, and were not told to, by their role."""
+    def _find_flow_runs(self, client: SyncPrefectClient) -> dict[str, UUID]:
+        """Return the stages' flow runs by role, without those that have ended or are being cancelled."""
         there = (run for run in going(client, deployment()) if run.state_type != StateType.CANCELLING)
         ours = (run for run in there if run.parameters.get("run") == self.context.uri)
         return {role: run.id for run in ours for role in ACTORS if self._tags(role)[-1] in run.tags}
 
     def _adopt(self, client: SyncPrefectClient) -> None:
-        under_way = self._under_way(client)
+        under_way = self._find_flow_runs(client)
         for stage in self.all.values():
             stage.run, stage.started = under_way.get(stage.role), time.monotonic()
             if stage.run is None:
                 self._start(stage, client)
 
     def _start(self, stage: Stage, client: SyncPrefectClient) -> None:
-        """Ask for the stage's flow run: exactly one for each start, also where an answer is lost."""
+        """Create the stage's flow run: exactly one for each start, even if the server's answer is lost."""
         parameters = {"run": self.context.uri, "ray_address": self.address}
         name = f"{title(self.context.config)} {stage.role}"
         stage.run = start(
@@ -170,14 +169,14 @@ class Stages:
             parent=create_stand_in(client, name, stage.key),
         )
         stage.state, stage.running, stage.started = "Scheduled", False, time.monotonic()
-        self.restarts.launched(stage.name)
+        self.restarts.mark_launched(stage.name)
 
     def _tags(self, role: str) -> list[str]:
-        """Of a stage's flow run; by the last it is adopted."""
+        """Return the tags of a stage's flow run; a supervisor adopts it by the last one."""
         return tags(self.context.config, self.context.run_id, role)
 
     def look(self) -> None:
-        """See after the channel, the stages' states and their actors; start again what died.
+        """Check the channel, the stages' states and their actors; restart what died.
 
         Raises:
             GaveUp: a stage failed, or its budget of restarts is used up; the message has the reason.
@@ -187,25 +186,25 @@ class Stages:
             return
         self._looked = time.monotonic()
         for stage in self.all.values():
-            self._ask(stage)
+            self._poll_status(stage)
         try:
             with api() as client:
                 states = states_of(client, [*self._own, *(stage.run for stage in self.all.values() if stage.run)])
-                self._see_own(states)
+                self._note_pause(states)
                 for stage in self.all.values():
-                    self._see_state(stage, client, states)
+                    self._update_stage(stage, client, states)
         except Unreachable as error:
             self._log(f"{error}; the run goes on meanwhile")
 
     def look_at_own(self) -> None:
-        """See whether a person paused the supervisor's flow run, where no stage is looked at any more."""
+        """Check whether a user paused the supervisor's flow run, after the stages have ended."""
         with contextlib.suppress(Unreachable), api() as client:
-            self._see_own(states_of(client, self._own))
+            self._note_pause(states_of(client, self._own))
 
-    def _see_own(self, states: Mapping[UUID, State]) -> None:
+    def _note_pause(self, states: Mapping[UUID, State]) -> None:
         self.paused = any(states[own].is_paused() for own in self._own if own in states)
 
-    def _see_state(self, stage: Stage, client: SyncPrefectClient, states: Mapping[UUID, State]) -> None:
+    def _update_stage(self, stage: Stage, client: SyncPrefectClient, states: Mapping[UUID, State]) -> None:
         if stage.run is None:
             if self.restarts.may_start(stage.name):
                 self._start(stage, client)
@@ -216,7 +215,7 @@ class Stages:
         stage.state = state.name or state.type.value
         stage.running, stage.completed = state.is_running(), state.is_completed()
         if state.is_crashed():
-            self._again(stage, f"its flow run crashed: {reason_of(state.message).split('. ')[0]}")
+            self._schedule_restart(stage, f"its flow run crashed: {reason_of(state.message).split('. ')[0]}")
         elif state.is_final() and not stage.completed:
             raise GaveUp(f"the {stage.role} stage ended {state.name}: {reason_of(state.message)}")
         elif state.is_paused():
@@ -224,28 +223,30 @@ class Stages:
         elif not state.is_final() and not stage.running:
             if time.monotonic() - stage.started > START_SECONDS:
                 raise GaveUp(f"waited {START_SECONDS:g} s for a runner to start the {stage.role} stage")
-        elif stage.running and self._unattended(stage):
+        elif stage.running and self._is_unattended(stage):
             cancel(client, stage.run)
-            self._again(stage, "its actor is gone and its flow does not start another")
+            self._schedule_restart(stage, "its actor is gone and its flow does not start another")
 
     def _unpause(self, stage: Stage, client: SyncPrefectClient, run: UUID) -> None:
-        """A stage alone cannot wait: its actors are the run's. Another flow run goes on with them."""
+        """Restart a stage whose own flow run was paused. A stage cannot pause alone, because its actors belong to the
+        run.
+        """
         client.set_flow_run_state(run, Running(), force=True)  # Prefect ends no process of a flow run that is paused
         cancel(client, run)
         self._log(f"the {stage.role} stage was paused, and goes on: pause the run's own flow run, which has its stages")
-        self._again(stage, "its flow run was paused")
+        self._schedule_restart(stage, "its flow run was paused")
 
-    def _unattended(self, stage: Stage) -> bool:
-        """Whether the actor has been silent for longer than its flow may take to notice and to start another."""
+    def _is_unattended(self, stage: Stage) -> bool:
+        """Return whether the actor has been silent for longer than its flow may take to notice and restart it."""
         return time.monotonic() - max(stage.answered, stage.started) > UNATTENDED_SECONDS
 
-    def _again(self, stage: Stage, reason: str) -> None:
-        self._reporter.noticed(self.restarts.down(stage.name, reason))
-        stage.run, stage.running, stage.key = None, False, uuid4().hex  # asked for once its pause is over
+    def _schedule_restart(self, stage: Stage, reason: str) -> None:
+        self._reporter.report_restart(self.restarts.mark_down(stage.name, reason))
+        stage.run, stage.running, stage.key = None, False, uuid4().hex  # created once its pause is over
         self._looked = 0.0
 
-    def _ask(self, stage: Stage) -> None:
-        """Read the answer to the last question if it is there, and ask the next; never waits."""
+    def _poll_status(self, stage: Stage) -> None:
+        """Read the answer to the last status call if it has come, and make the next call; never wait."""
         if stage.asked is not None and not cluster.done(stage.asked, 0):
             return
         asked, stage.asked = stage.asked, None
@@ -253,21 +254,21 @@ class Stages:
             if asked is not None:
                 seen: ActorStatus = cluster.call(asked, STATUS_SECONDS, f"the status of {stage.role}")
                 stage.seen = seen
-                if seen.attended:  # else it only began, and a flow that hangs may never come to it
+                if seen.attended:  # otherwise the actor was only created, and its flow may hang before it gets to it
                     stage.answered = time.monotonic()
                 self.usage.note(seen.costs)
                 self._warn(seen.warned)
             stage.asked = cluster.actor(ACTORS[stage.role]).status.remote()
         except RollflowError:
-            return  # not up yet, or dead; the stage's own flow sees to it
+            return  # the actor is not up yet, or dead; the stage's own flow restarts it
         if stage.running:
-            self._reporter.write(self.restarts.back(stage.name))
+            self._reporter.report_recovery(self.restarts.mark_up(stage.name))
 
     def _look_after_channel(self) -> None:
-        """Start the channel if it does not live; its clients find the new one by its name."""
+        """Start the channel if it is dead; its clients find the new one by name."""
         outage = self.restarts.outage(CHANNEL)
         if outage and outage.launched is None:
-            self._channel_again()
+            self._restart_channel()
             return
         try:
             if self._channel is None:
@@ -278,32 +279,32 @@ class Stages:
             if cluster.done(self._channel, 0):
                 answered, self._channel = self._channel, None
                 cluster.call(answered, STATUS_SECONDS, "the channel to answer")
-                self._reporter.write(self.restarts.back(CHANNEL))
+                self._reporter.report_recovery(self.restarts.mark_up(CHANNEL))
         except RollflowError as error:
             self._channel = None
-            self._reporter.noticed(self.restarts.down(CHANNEL, first_line(error), "a refill from storage"))
+            self._reporter.report_restart(self.restarts.mark_down(CHANNEL, first_line(error), "a refill from storage"))
             cluster.kill_named([CHANNEL])
-            self._channel_again()
+            self._restart_channel()
 
-    def _channel_again(self) -> None:
-        """Start it once its pause is over; nobody waits for that."""
+    def _restart_channel(self) -> None:
+        """Restart the channel once its pause is over, without waiting for the pause."""
         if self.restarts.may_start(CHANNEL):
             self._start_channel()
-            self.restarts.launched(CHANNEL)
+            self.restarts.mark_launched(CHANNEL)
 
     def _start_channel(self) -> None:
-        """Its own reads fail where storage does not answer: who asked for a batch asks again, and holds no call."""
+        """Start the channel with a store that does not wait for storage: a client that got no batch asks again."""
         newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
         config = self.context.config
         placed = actor_options(config, "scheduler", 0.0)
         start_channel(hasty.store, config.capacity, newest, Lease.of(self.context), placed)
 
     def ended(self, *roles: str) -> bool:
-        """Whether these stages completed."""
+        """Return whether these stages have completed."""
         return all(self.all[role].completed for role in roles)
 
     def end(self) -> None:
-        """After rollout and train have ended: end the reward stage, then every actor."""
+        """End the reward stage, then every actor, after the rollout and train stages have ended."""
         limit = time.monotonic() + END_SECONDS
         while not self.ended(*ACTORS):
             if time.monotonic() > limit:
@@ -317,10 +318,10 @@ class Stages:
         self._reporter.notes.flush()
 
     def clear(self) -> None:
-        """After the last version: end what is there of a supervisor that died before it did. Nothing is started."""
+        """End the stages that a dead supervisor left behind after the last version. This starts nothing."""
         left: dict[str, UUID] = {}
         with contextlib.suppress(Unreachable), api() as client:
-            left = self._under_way(client)
+            left = self._find_flow_runs(client)
             for role, run in left.items():
                 self.all[role].run = run
             limit = time.monotonic() + END_SECONDS
@@ -343,7 +344,7 @@ class Stages:
             self._log(f"the reward stage does not answer yet: {error}")
 
     def abandon(self) -> None:
-        """Something failed: cancel the stages that still run, which would start actors again, and kill the actors."""
+        """Cancel the stages after a failure, so that they restart no actors, and kill the actors."""
         try:
             with api() as client:
                 for stage in self.all.values():
@@ -355,7 +356,7 @@ class Stages:
             kill_actors(self.context)
 
     def statuses(self) -> dict[str, StageStatus]:
-        """For the live view."""
+        """Return the status of each stage for the live view."""
         return {
             role: StageStatus(stage.state, stage.seen.line, stage.seen.idle) if stage.seen else StageStatus(stage.state)
             for role, stage in self.all.items()
@@ -363,19 +364,19 @@ class Stages:
 
     @property
     def rollout(self) -> RolloutStatus:
-        """What the rollout actor said last."""
+        """The last status of the rollout actor."""
         seen = self.all["rollout"].seen
         return seen if isinstance(seen, RolloutStatus) else RolloutStatus()
 
     @property
     def learner(self) -> LearnerStatus:
-        """What the learner said last."""
+        """The last status of the learner."""
         seen = self.all["train"].seen
         return seen if isinstance(seen, LearnerStatus) else LearnerStatus()
 
 
 def kill_actors(context: RunContext) -> None:
-    """End every actor of a run; the processes they started end with them."""
+    """Kill every actor of a run; the processes that they started end with them."""
     most = max(config.engine.replicas for config in context.all_configs)
     engines = [engine_name(number) for number in (EVALUATION, *range(most))]
     cluster.kill_named([*ACTORS.values(), *engines, CHANNEL])
@@ -391,6 +392,6 @@ def cancel(client: SyncPrefectClient, run: UUID) -> None:
 
 
 def reason_of(message: str | None) -> str:
-    """A flow run's reason without Prefect's introduction; of a traceback its last line."""
+    """Return a flow run's reason without Prefect's introduction; for a traceback, its last line."""
     lines = (message or "").strip().splitlines() or ["no reason was given"]
     return lines[-1].removeprefix("Flow run encountered an exception: ").strip()

@@ -1,9 +1,9 @@
 """A run as its session follows it: its status from storage, its supervisor from the Prefect server.
 
-A supervisor whose flow run *crashed* (its process was killed, or its runner, or its Ray cluster) is started again;
-one that *failed* has said why, and one that was cancelled was meant to end: both end the run. One that is paused is
-waited for. Nothing here is lost with the Prefect server or the storage being away for a moment: a look that fails is a
-look less.
+A supervisor is restarted if its flow run *crashed* (its process, its runner or its Ray cluster was killed). A
+supervisor that *failed* has given its reason, and one that was cancelled was meant to end: both end the run. The
+session waits for a paused supervisor. If the Prefect server or the storage is unreachable for a moment, nothing is
+lost: the session skips that look.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 END_SECONDS = 30.0
 COUNT_SECONDS = 20.0
-READ_SECONDS = 5.0  # a store that does not answer must not keep a death from being noticed
+READ_SECONDS = 5.0  # unreachable storage must not delay the notice of a death
 AWAY = "the run's storage does not answer; the run waits for it"
 
 
 class SupervisorKeeper:
-    """One run, through all the flow runs of its supervisor."""
+    """Keeps one run supervised, through all the flow runs of its supervisor."""
 
     def __init__(self, context: RunContext, flow_run: UUID, services: ServiceKeeper) -> None:
         self._usage, self._writer, self._counted = Usage(), f"session-{flow_run.hex[-12:]}", 0.0
@@ -48,7 +48,7 @@ class SupervisorKeeper:
         self._moved: tuple[object, float] = (None, time.monotonic())
 
     def read(self, before: RunStatus) -> RunStatus:
-        """The run's status, if the present supervisor has written one, or what it was before."""
+        """Return the status that the current supervisor has written, or `before` if there is none."""
         try:
             return read_status(self.context, self.flow_run) or before
         except Unreachable:
@@ -56,8 +56,8 @@ class SupervisorKeeper:
             return before if AWAY in before.messages else replace(before, messages=(*before.messages[-2:], AWAY))
 
     def look(self, status: RunStatus) -> RunStatus:
-        """See after the services and the supervisor; the status is "failed" only if the run has ended so."""
-        self._count(status)
+        """Check the services and the supervisor; return "failed" as the phase only if the run has ended by failure."""
+        self._store_cpu_usage(status)
         if status.phase == "done":
             return status
         try:
@@ -66,22 +66,22 @@ class SupervisorKeeper:
         except Unreachable:
             return replace(status, phase="ending") if status.ended else status
         except GaveUp as error:
-            return _failed(status, str(error))
+            return _mark_failed(status, str(error))
 
     def await_end(self) -> None:
-        """Let the supervisor's flow run reach its final state before its server goes."""
+        """Wait until the supervisor's flow run reaches its final state, before its server stops."""
         self._notes.flush()
         limit = time.monotonic() + END_SECONDS
         while time.monotonic() < limit:
             with contextlib.suppress(Unreachable, GaveUp):
-                self._services.look(self._record)  # the server may be what it waits for
+                self._services.look(self._record)  # the supervisor may be waiting for the server
                 state = flow_state(self.flow_run)
                 if state is not None and state.is_final():
                     return
             time.sleep(POLL_SECONDS)
 
-    def _count(self, status: RunStatus) -> None:
-        """Note what the services and flows have used; now and then, and at the end, for the run's storage."""
+    def _store_cpu_usage(self, status: RunStatus) -> None:
+        """Measure the CPU time of services and flows every `COUNT_SECONDS` and at the end; store it with the run."""
         if not status.ended and time.monotonic() - self._counted < COUNT_SECONDS:
             return
         self._counted = time.monotonic()
@@ -94,31 +94,32 @@ class SupervisorKeeper:
         if state is None or state.is_completed():
             return status
         if state.is_crashed():
-            return self._start_again(status)
+            return self._restart_supervisor(status)
         if state.is_failed() and self._services.cluster_lost_at > self._since:
-            self._crash("its Ray cluster was lost")
-            return self._start_again(status)
+            self._mark_crashed("its Ray cluster was lost")
+            return self._restart_supervisor(status)
         if state.is_cancelled():
             return replace(status, phase="stopped")
         if state.is_final():
-            return _failed(status, (state.message or state.name).removeprefix("Flow run encountered an exception: "))
+            return _mark_failed(
+                status, (state.message or state.name).removeprefix("Flow run encountered an exception: ")
+            )
         if self._successor and self._successor.up():
             self._successor = None
         if state.is_paused():
             return replace(status, phase="paused")
-        if self._stuck(status, state):
+        if self._is_stuck(status, state):
             if status.ended:
                 return status
-            self._crash(f"it wrote no status for too long ({status.phase})")
-            return self._start_again(status)
-        return (
-            replace(status, phase="ending") if status.ended else status
-        )  # what a dying supervisor wrote is not the end
+            self._mark_crashed(f"it wrote no status for too long ({status.phase})")
+            return self._restart_supervisor(status)
+        # A dying supervisor may write that the run has ended, but its flow run decides.
+        return replace(status, phase="ending") if status.ended else status
 
-    def _stuck(self, status: RunStatus, state: Any) -> bool:
-        """Return whether the supervisor made no progress for too long, in whatever phase.
+    def _is_stuck(self, status: RunStatus, state: Any) -> bool:
+        """Return whether the supervisor made no progress for too long, in any phase.
 
-        A supervisor writes its status once a second while it follows its stages. Before and after that it does so
+        A supervisor writes its status once a second while it follows its stages. Before and after that, it writes
         whenever a step makes progress, and a step may wait as long as recoveries may.
         """
         seen = (status.phase, status.seconds, state.type)
@@ -127,32 +128,32 @@ class SupervisorKeeper:
         longest = self._patience if status.phase == "training" else self._patience + self._window
         return time.monotonic() - self._moved[1] > longest
 
-    def _crash(self, reason: str) -> None:
+    def _mark_crashed(self, reason: str) -> None:
         from prefect.states import Crashed
 
         with api() as client:
             client.set_flow_run_state(self.flow_run, Crashed(message=reason), force=True)
 
-    def _start_again(self, status: RunStatus) -> RunStatus:
-        from rollflow.flows.keepalive.supervisor_restart import start_again
+    def _restart_supervisor(self, status: RunStatus) -> RunStatus:
+        from rollflow.flows.keepalive.supervisor_restart import restart_supervisor
 
-        successor = start_again(self.flow_run, self.context)
+        successor = restart_supervisor(self.flow_run, self.context)
         if successor is None:
             return replace(status, phase="done")
         self._successor, self.flow_run, self._since = successor, successor.flow_run, time.monotonic()
         self._moved = None, time.monotonic()
-        reason = successor.pending.reason if successor.pending else "somebody else saw it end"
-        return replace(status, phase="starting", messages=(f"the supervisor starts again: {reason}",))
+        reason = successor.pending.reason if successor.pending else "another process restarted it"
+        return replace(status, phase="starting", messages=(f"the supervisor restarts: {reason}",))
 
     def _record(self, recovery: Recovery) -> None:
-        """For the run's storage and the supervisor's page; it has happened even if it cannot be written down."""
+        """Record a recovery in the run's storage and on the supervisor's page; failing to record it is no error."""
         self._notes.add(recovery)
         with contextlib.suppress(Unreachable):
             emit(self.flow_run, "rollflow.recovery", asdict(recovery))
 
 
-def _failed(status: RunStatus, why: Any) -> RunStatus:
-    """Ended; the reason its supervisor gave stands before the one its flow run shows."""
+def _mark_failed(status: RunStatus, why: Any) -> RunStatus:
+    """Return the status of a failed run; the supervisor's own reason has priority over its flow run's."""
     if status.phase == "failed":
         return status
     return status.at_end("failed", str(why))

@@ -1,10 +1,10 @@
-"""A run's supervisor that crashed is started again, by whoever notices first: exactly once for each crash.
+"""Restarts a run's crashed supervisor, exactly once for each crash, whoever notices it first.
 
     crashed flow run --> its run --> ended, or a newer flow run supervises it?  nothing to do
                                  --> otherwise the same deployment, the same parameters, the same run
 
-Only the newest flow run of a run is followed up, and what follows it is named by its id (the idempotency key), so
-that a session, an automation and a person may all do this at once.
+Only the newest flow run of a run gets a successor. The successor's idempotency key contains the id of the crashed flow
+run, so a session, an automation and a user can all restart it at once and get one flow run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REDONE = "its start; the actors that live go on"
 
 @dataclass
 class Successor:
-    """The flow run that goes on with a run. `pending` is the recovery under way; None: somebody else started it."""
+    """The flow run that continues a run. `pending` is the recovery under way, or None if another process started it."""
 
     context: RunContext
     flow_run: UUID
@@ -44,11 +44,11 @@ class Successor:
 
     @cached_property
     def notes(self) -> Notes:
-        """Where its recovery is written down."""
+        """The queue that writes the recovery to storage."""
         return Notes(self.context.store)
 
     def up(self) -> bool:
-        """Whether it runs (or has ended); the recovery is written down when that is first seen.
+        """Return whether the successor runs or has ended; record the recovery when this is first seen.
 
         Raises:
             Unreachable: the Prefect server does not answer.
@@ -64,7 +64,7 @@ class Successor:
 
 
 class PickUp:
-    """Follows up the crashed supervisors of a runner's deployments, for as long as it is looked at."""
+    """Restarts the crashed supervisors of a runner's deployments at each look."""
 
     def __init__(self, deployment: str) -> None:
         self._deployment = deployment
@@ -72,24 +72,24 @@ class PickUp:
         self._starting: list[Successor] = []
 
     def look(self, log: Callable[[str], None]) -> None:
-        """Follow up the crashes that are new; one that cannot be is told once and left."""
+        """Restart newly crashed supervisors. A run that cannot be restarted is logged once and skipped from then on."""
         self._starting = [successor for successor in self._starting if not is_up(successor)]
         with contextlib.suppress(Unreachable), api() as client:
-            here = {one.id for one in client.read_deployments(deployment_filter=served(self._deployment))}
+            here = {found.id for found in client.read_deployments(deployment_filter=served(self._deployment))}
             for run in supervisors(client):
                 new = run.deployment_id in here and run.state_type == "CRASHED" and run.id not in self._seen
-                if new and self._followed_up(run, log):
+                if new and self._follow_up(run, log):
                     self._seen.add(run.id)
 
-    def _followed_up(self, crashed: FlowRun, log: Callable[[str], None]) -> bool:
-        """Whether all is done for it; one whose storage does not answer has a next look, and holds up no other."""
+    def _follow_up(self, crashed: FlowRun, log: Callable[[str], None]) -> bool:
+        """Restart the supervisor; return False if its storage does not answer, so that the next look tries again."""
         name = run_uri(crashed).rpartition("/")[2]
         try:
-            successor = start_again(crashed.id, replace(run_of(crashed), patience=READ_SECONDS))
+            successor = restart_supervisor(crashed.id, replace(run_of(crashed), patience=READ_SECONDS))
         except Unreachable:
             return False
         except RollflowError as error:
-            log(f"run {name} is not started again: {error}")
+            log(f"run {name} is not restarted: {error}")
             return True
         if successor and successor.pending:
             log(f"run {name} goes on: {successor.pending.reason}")
@@ -98,22 +98,21 @@ class PickUp:
 
 
 def is_up(successor: Successor) -> bool:
-    """Whether it is up, as far as the Prefect server says."""
+    """Return whether the successor is up; False if the Prefect server does not answer."""
     try:
         return successor.up()
     except Unreachable:
         return False
 
 
-def start_again(flow_run: UUID, context: RunContext) -> Successor | None:
-    """Start the supervisor of `context` again after `flow_run` crashed, or find the one that follows it already.
+def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
+    """Restart the supervisor of `context` after `flow_run` crashed, or find the flow run that already follows it.
 
-    None where nothing is to be done: the run has ended, or the flow run did not crash.
-
-    What was started before a person or a schedule last started the run counts against no budget.
+    Returns None if there is nothing to do: the run has ended, or the flow run did not crash. Crashes from before a user
+    or a schedule last started the run do not count against the budget.
 
     Raises:
-        GaveUp: it crashed too often.
+        GaveUp: the supervisor crashed too often.
         Unreachable: the Prefect server does not answer.
     """
     if context.store.exists(SUMMARY):
@@ -122,15 +121,15 @@ def start_again(flow_run: UUID, context: RunContext) -> Successor | None:
         attempts = [run for run in supervisors(client, None) if run_uri(run) == context.uri]
         if not attempts:
             return None
-        crashed = line(attempts, attempts[0].id)[-1]
+        crashed = list_successors(attempts, attempts[0].id)[-1]
         if crashed.id != flow_run:
             return Successor(context, crashed.id)
         if not (crashed.state and crashed.state.is_crashed() and crashed.deployment_id):
             return None
         crashes = [run for run in attempts if run.state and run.state.is_crashed()]
-        counted = {run.id for run in line_before(attempts, crashed)}
+        counted = {run.id for run in list_predecessors(attempts, crashed)}
         times = [ended_at(run) for run in crashes if run.id in counted]
-        begin = _scheduled(_pause(client, crashed, times, _limits(context, crashed)))
+        begin = _schedule_after(_compute_pause(client, crashed, times, _read_limits(context, crashed)))
         made = client.create_flow_run_from_deployment(
             crashed.deployment_id,
             parameters=crashed.parameters | {"run_id": context.uri.rpartition("/")[2]},
@@ -139,21 +138,21 @@ def start_again(flow_run: UUID, context: RunContext) -> Successor | None:
             idempotency_key=f"after:{crashed.id}",
         )
     if made.state is None or made.state.state_details.scheduled_time != begin.state_details.scheduled_time:
-        return Successor(context, made.id)  # somebody else made it since, and writes the recovery down
+        return Successor(context, made.id)  # another process has created it, and records the recovery
     return Successor(context, made.id, Pending("supervisor", crash_reason(crashed), len(crashes), REDONE))
 
 
 def follows_another(flow_run: UUID) -> bool:
-    """Whether it was started because one before it crashed, and not by a person or a schedule.
+    """Return whether a flow run was started after the crash of another one, and not by a user or a schedule.
 
-    A person may retry it, too, or resume it after a pause: then it runs a second time, which no recovery does.
+    A user may also retry a successor, or resume it after a pause. Then it runs a second time, which no recovery does.
     """
     made = read(flow_run)
     return (made.idempotency_key or "").startswith("after:") and made.run_count < 2
 
 
-def line(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:
-    """`first` and the flow runs that followed it, each after the one before: by their names, not by a clock."""
+def list_successors(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:
+    """Return `first` and its successors, each after the one before: by idempotency key, not by a clock."""
     after = {run.idempotency_key: run for run in attempts}
     found = [run for run in attempts if run.id == first]
     while found and (successor := after.get(f"after:{found[-1].id}")):
@@ -161,8 +160,8 @@ def line(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:
     return found
 
 
-def line_before(attempts: Sequence[FlowRun], last: FlowRun) -> list[FlowRun]:
-    """`last` and the flow runs that it follows, back to the one that a person or a schedule started."""
+def list_predecessors(attempts: Sequence[FlowRun], last: FlowRun) -> list[FlowRun]:
+    """Return `last` and its predecessors, back to the flow run that a user or a schedule started."""
     by_follower = {f"after:{run.id}": run for run in attempts}
     found = [last]
     while before := by_follower.get(found[-1].idempotency_key or ""):
@@ -170,16 +169,18 @@ def line_before(attempts: Sequence[FlowRun], last: FlowRun) -> list[FlowRun]:
     return found
 
 
-def _limits(context: RunContext, crashed: FlowRun) -> RecoveryConfig:
-    """Return the run's current limits; for a run that crashed before it was prepared, those that it was asked with."""
+def _read_limits(context: RunContext, crashed: FlowRun) -> RecoveryConfig:
+    """Return the run's current limits; if it crashed before it was prepared, those of the flow run's parameters."""
     try:
         return context.config.recovery
     except ConfigError:
         return RunConfig.model_validate(crashed.parameters["config"]).recovery
 
 
-def _pause(client: SyncPrefectClient, crashed: FlowRun, crashes: Sequence[float], limits: RecoveryConfig) -> float:
-    """The pause; over the budget the flow run is said to have failed: nobody is to follow it up any more."""
+def _compute_pause(
+    client: SyncPrefectClient, crashed: FlowRun, crashes: Sequence[float], limits: RecoveryConfig
+) -> float:
+    """Return the pause before the restart. Over the budget, mark the flow run as failed, so that nobody restarts it."""
     from prefect.states import Failed
 
     try:
@@ -190,60 +191,62 @@ def _pause(client: SyncPrefectClient, crashed: FlowRun, crashes: Sequence[float]
 
 
 def pause_before(crashes: Sequence[float], now: float, limits: RecoveryConfig) -> float:
-    """Seconds to wait before the next start, given when it crashed; a clock that stepped back may say: in the future.
+    """Return the seconds to wait before the next start, given the times of the crashes.
+
+    A crash time may lie in the future if the clock has stepped back.
 
     Raises:
-        GaveUp: too often within the window.
+        GaveUp: too many crashes within the window.
     """
     recent = sum(abs(now - at) < limits.window_seconds for at in crashes)
     if recent > limits.restarts:
         raise GaveUp(
-            f"the supervisor was started again {limits.restarts} times within {limits.window_seconds:g} s "
+            f"the supervisor was restarted {limits.restarts} times within {limits.window_seconds:g} s "
             "(recovery.restarts) and died once more"
         )
     return pause_after(max(0, recent - 1), limits)
 
 
 def crash_reason(crashed: FlowRun) -> str:
-    """What its flow run's page says of its end, in short."""
+    """Return the first sentence of the message with which a flow run crashed."""
     message = (crashed.state.message if crashed.state else None) or "its process ended"
     return message.partition(". ")[0]
 
 
 def run_uri(flow_run: FlowRun) -> str:
-    """The storage of the run that a supervisor's flow run is about; "" where its parameters name none."""
+    """Return the storage URI of a supervisor flow run's run, or "" if its parameters name none."""
     given = flow_run.parameters
     if given.get("storage"):
         return str(given["storage"]).rstrip("/")
     try:
         config = RunConfig.model_validate(given.get("config"))
-    except ValueError:  # refused by the flow as well
+    except ValueError:  # the flow rejects it as well
         return ""
     run_id = given.get("run_id") or run_id_of(config.name, str(flow_run.id))
     try:
         return context_of(store_uri(config), run_id).uri
-    except ConfigError:  # refused by the flow as well
+    except ConfigError:  # the flow rejects it as well
         return ""
 
 
 def run_of(flow_run: FlowRun) -> RunContext:
-    """The run that a supervisor's flow run is about."""
+    """Return the run of a supervisor's flow run."""
     return attach_run(run_uri(flow_run))
 
 
 def read(flow_run: UUID) -> FlowRun:
-    """A flow run."""
+    """Return a flow run, read from the Prefect server."""
     with api() as client:
         return client.read_flow_run(flow_run)
 
 
 def ended_at(flow_run: FlowRun) -> float:
-    """When a flow run ended, in seconds since the epoch."""
+    """Return when a flow run ended, in seconds since the epoch."""
     ended: Any = flow_run.end_time or (flow_run.state.timestamp if flow_run.state else None)
     return float(ended.timestamp()) if ended else 0.0
 
 
-def _scheduled(pause_seconds: float) -> Any:
+def _schedule_after(pause_seconds: float) -> Any:
     from datetime import UTC, datetime, timedelta
 
     from prefect.states import Scheduled

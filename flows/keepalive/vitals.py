@@ -1,10 +1,10 @@
-"""Whether an actor that does not answer is dead, stuck or busy, seen from outside: by Ray and by its process.
+"""Decides from outside whether a silent actor is dead, stuck or busy, by asking Ray and watching its process.
 
     not created yet             it is starting; if its worker died before it registered, the error says so
     its process computes        it is busy: on a machine short of CPUs, or in a library that holds Python's lock
     its process is idle         it is stuck once that lasts as long as an actor may be silent
 
-Life is not progress: an actor that is busy and makes none for its patience is stuck as well (`keepalive.actors`).
+A busy actor may still be stuck: `keepalive.actors` restarts one that makes no progress for its patience.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Any
 from rollflow.flows.services.actor_process import explain_lost_actor, find_actor_process
 from rollflow.storage.errors import Unreachable
 
-START_SECONDS = 900.0  # the longest time until an actor is created
-LEAST_SHARE = 0.02  # share of a CPU; idle threads use less
+START_SECONDS = 900.0  # longest time until an actor is created
+LEAST_SHARE = 0.02  # share of a CPU; an idle process uses less
 
 
 class Vitals:
-    """The life of one actor, from one answer to the next."""
+    """Watches the life of one actor, from one answer to the next."""
 
     def __init__(self, name: str, actor: Any, silent_seconds: float) -> None:
-        """`silent_seconds` is how long it may neither answer nor compute."""
+        """Watch an actor that may neither answer nor compute for at most `silent_seconds`."""
         self._name, self._id, self._longest = name, actor._actor_id, silent_seconds
         self._began = time.monotonic()
-        self._window: tuple[float, float] | None = None  # time of a look at its process, and the CPU time until then
+        self._window: tuple[float, float] | None = None  # time of a look at its process, and its CPU time until then
 
     def note_answer(self) -> None:
         """Record that the actor answered just now."""
         self._began, self._window = time.monotonic(), None
 
     def is_starting(self) -> bool:
-        """Look at an actor that does not answer; returns whether it is still to be created.
+        """Check an actor that does not answer; return whether it is still being created.
 
         Raises:
-            Unreachable: it is dead or stuck, with the evidence.
+            Unreachable: it is dead or stuck; the message has the evidence.
         """
         if why := explain_lost_actor(self._id):
             raise Unreachable(f"waited for {self._name}: {why}")

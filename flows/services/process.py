@@ -296,7 +296,7 @@ UNUSED = (
 )  # no work pools; a run that is paused may stay so
 QUIET_SERVER = {
     **{f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in UNUSED},
-    # In memory, a server that is started again would have forgotten who runs, and Prefect ends whom it has forgotten.
+    # In memory, a server that is restarted would have forgotten who runs, and Prefect ends whom it has forgotten.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",

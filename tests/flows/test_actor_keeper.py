@@ -1,4 +1,4 @@
-"""What dies or hangs is started again from storage, within a budget, and each time is written down."""
+"""What dies or hangs is restarted from storage, within a budget, and each time is written down."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_first_restart_is_at_once_then_pauses_double() -> None:
     budget = Budget(RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1.0), lambda: now[0])
     assert [budget.spend("learner", "gone") for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]
     assert budget.spend("rollout", "gone") == 0.0  # each role has a budget of its own
-    with pytest.raises(GaveUp, match=r"learner was started again 4 times within 100 s .* once more: no memory"):
+    with pytest.raises(GaveUp, match=r"learner was restarted 4 times within 100 s .* once more: no memory"):
         budget.spend("learner", "no memory")
     now[0] = 101.0
     assert budget.spend("learner", "gone") == 0.0
@@ -48,8 +48,8 @@ def test_the_first_restart_is_at_once_then_pauses_double() -> None:
 def test_no_recovery_ends_before_it_began_when_the_clock_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pending, real = Pending("learner", "gone", 1), time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
-    assert not pending.seen(1.0)
-    assert pending.seen(2.0)
+    assert not pending.note_progress(1.0)
+    assert pending.note_progress(2.0)
     first = pending.done()
     assert first.noticed_at <= first.restored_at <= first.resumed_at
     later = Pending("learner", "gone again", 2).after(pending).done()
@@ -163,7 +163,7 @@ def test_a_note_that_cannot_be_stored_costs_no_actor(tmp_path: Path, monkeypatch
 
 
 def test_over_the_budget_the_reason_is_told(tmp_path: Path) -> None:
-    with pytest.raises(GaveUp, match=r"worker was started again 2 times .* somebody else published version 3"):
+    with pytest.raises(GaveUp, match=r"worker was restarted 2 times .* somebody else published version 3"):
         keep(tmp_path, "raise", restarts=2)
 
 
@@ -175,7 +175,7 @@ def test_a_keeper_that_follows_another_goes_on_with_its_budget(tmp_path: Path, m
     keep(tmp_path, "raise work", restarts=2)
     keep_on(tmp_path, "raise work")
     assert [one.attempt for one in RecoveryLog(open_store(str(tmp_path))).read()] == [1, 2]
-    with pytest.raises(GaveUp, match="worker was started again 2 times within 600 s"):
+    with pytest.raises(GaveUp, match="worker was restarted 2 times within 600 s"):
         keep_on(tmp_path, "raise work")
 
 

@@ -487,7 +487,7 @@ def test_a_refused_command_leaves_a_run_of_that_id_its_policy(tmp_path: Path, mo
     def config(hidden: int) -> RunConfig:
         return RunConfig(policy=PolicyConfig(cold_start=ColdStart(hidden_size=hidden, heads=1)))
 
-    place, prepared = prepare._place, list[RunContext]()
+    place, prepared = prepare._store_policy, list[RunContext]()
 
     def placed(*arguments: Any) -> None:
         if not prepared:  # the other command is a moment ahead
@@ -495,7 +495,7 @@ def test_a_refused_command_leaves_a_run_of_that_id_its_policy(tmp_path: Path, mo
             prepare.prepare(config(32), "same")
         place(*arguments)
 
-    monkeypatch.setattr(prepare, "_place", placed)
+    monkeypatch.setattr(prepare, "_store_policy", placed)
     with pytest.raises(ConfigError, match="run id 'same': another policy was prepared under it"):
         prepare.prepare(config(64), "same")
     assert json.loads(prepared[0].store.get("policy/config.json"))["hidden_size"] == 32

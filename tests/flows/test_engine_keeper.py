@@ -150,7 +150,7 @@ def test_over_the_budget_the_reason_is_told_once(kept: Kept) -> None:
     die(actor)
     with pytest.raises(GaveUp) as caught:
         kept.until(lambda: False)
-    assert str(caught.value).count("engine-1 was started again") == 1
+    assert str(caught.value).count("engine-1 was restarted") == 1
 
 
 def test_a_full_disk_is_no_fault_of_an_engine(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

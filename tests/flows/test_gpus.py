@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.flows.keepalive.gpus import GpuShares, shared_out
+from rollflow.flows.keepalive.gpus import GpuShares, divide_gpus
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
 
@@ -40,7 +40,7 @@ def config_of(replicas: int, width: int, ranks: int, evaluation: str = "auto") -
     ],
 )
 def test_by_hand(asked: tuple[int, int, int], nodes: list[float], shares: tuple[float, float]) -> None:
-    assert shared_out(config_of(*asked), nodes) == GpuShares(*shares)
+    assert divide_gpus(config_of(*asked), nodes) == GpuShares(*shares)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_by_hand(asked: tuple[int, int, int], nodes: list[float], shares: tuple[
 )
 def test_too_few(asked: tuple[int, int, int], nodes: list[float], sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        shared_out(config_of(*asked), nodes)
+        divide_gpus(config_of(*asked), nodes)
     assert str(refused.value).startswith(sentence)
 
 
@@ -77,7 +77,7 @@ def test_no_more_than_there_are(replicas: int, width: int, ranks: int, nodes: li
     config = config_of(replicas, width, ranks, evaluation)
     engines = replicas + (evaluation == "own" or replicas == 1)
     try:
-        shares = shared_out(config, nodes)
+        shares = divide_gpus(config, nodes)
     except ConfigError:
         assert max(width, ranks) > 1
         assert engines * width + ranks > sum(nodes) or max(width, ranks) > max(nodes)

@@ -205,7 +205,7 @@ def test_neither_does_that_of_the_channel(paused: Stages, days: Days, monkeypatc
         paused._look_after_channel()
         days.now += 1.0
     assert started == [0.0, 21.0, 62.0]
-    with pytest.raises(GaveUp, match="channel was started again 3 times"):
+    with pytest.raises(GaveUp, match="channel was restarted 3 times"):
         paused._look_after_channel()
 
 

@@ -22,7 +22,13 @@ from rollflow.flows.keepalive import supervisor_restart as crashed_module
 from rollflow.flows.keepalive.restarts import Budget, GaveUp
 from rollflow.flows.keepalive.services import RUNNER, SERVER, ServiceKeeper
 from rollflow.flows.keepalive.stages import Stages, cancel
-from rollflow.flows.keepalive.supervisor_restart import PickUp, follows_another, pause_before, run_uri, start_again
+from rollflow.flows.keepalive.supervisor_restart import (
+    PickUp,
+    follows_another,
+    pause_before,
+    restart_supervisor,
+    run_uri,
+)
 from rollflow.flows.locations import attach_run, context_of
 from rollflow.flows.services.automations import install
 from rollflow.flows.services.prefect_api import (
@@ -103,7 +109,7 @@ def given(context: RunContext) -> dict[str, Any]:
 def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) -> None:
     first = crashed(deployment, given(run))
     with ThreadPoolExecutor(4) as pool:  # a session, an automation, persons
-        asked = [pool.submit(copy_context().run, insist, lambda: start_again(first, run)) for _ in range(4)]
+        asked = [pool.submit(copy_context().run, insist, lambda: restart_supervisor(first, run)) for _ in range(4)]
         successors = [found for one in asked if (found := one.result())]
     second = {found.flow_run for found in successors}
     assert len(second) == 1
@@ -112,7 +118,7 @@ def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) 
     assert [follows_another(one) for one in (first, *second)] == [False, True]
     with api() as client:
         client.set_flow_run_state(second.copy().pop(), Running(), force=True)
-    late = start_again(first, run)
+    late = restart_supervisor(first, run)
     assert late is not None
     assert (late.flow_run, late.pending) == (*second, None)
     assert of(run) == [*second, first]
@@ -128,17 +134,17 @@ def test_a_run_that_ended_or_was_ended_is_left_alone(deployment: str, run: RunCo
         flow_run = crashed(deployment, given(run))
         with api() as client:
             client.set_flow_run_state(flow_run, state, force=True)
-        assert start_again(flow_run, run) is None
+        assert restart_supervisor(flow_run, run) is None
     flow_run = crashed(deployment, given(run))
     run.store.put("summary.json", b"{}")
-    assert start_again(flow_run, run) is None
+    assert restart_supervisor(flow_run, run) is None
     assert len(of(run)) == 4
 
 
 def test_over_the_budget_the_flow_run_fails_with_the_reason(deployment: str, run: RunContext) -> None:
     flow_run = crashed(deployment, given(run))
     for attempt in (1, 2):
-        successor = start_again(flow_run, run)
+        successor = restart_supervisor(flow_run, run)
         assert successor is not None
         assert successor.pending is not None
         assert (successor.pending.attempt, successor.pending.reason) == (attempt, "killed")
@@ -146,13 +152,13 @@ def test_over_the_budget_the_flow_run_fails_with_the_reason(deployment: str, run
         with api() as client:
             client.set_flow_run_state(flow_run, Crashed(message="killed. By the test"), force=True)
     with pytest.raises(GaveUp, match="started again 2 times within 600 s"):
-        start_again(flow_run, run)
+        restart_supervisor(flow_run, run)
     with api() as client:
         state = client.read_flow_run(flow_run).state
     assert state is not None
     assert state.is_failed()
     assert "2 times" in str(state.message)
-    assert start_again(flow_run, run) is None  # and it stays so
+    assert restart_supervisor(flow_run, run) is None  # and it stays so
 
 
 def test_a_supervisor_that_dies_once_a_day_goes_on_for_a_month(
@@ -166,7 +172,7 @@ def test_a_supervisor_that_dies_once_a_day_goes_on_for_a_month(
         with api() as client:
             client.set_flow_run_state(flow_run, Crashed(message="killed"), force=True)
         died[flow_run] = now - (days - 1 - day) * 24 * 3600.0
-        successor = start_again(flow_run, run)
+        successor = restart_supervisor(flow_run, run)
         assert successor is not None
         assert successor.pending is not None
         assert successor.pending.attempt == day + 1
@@ -186,14 +192,14 @@ def test_a_stage_that_dies_once_a_day_gets_a_new_flow_run_each_time(
     with api() as client:
         client.create_deployment(flow_id=client.create_flow_from_name("train"), name=name)
         for _ in range(8):
-            stages._see_state(stage, client, {})
+            stages._update_stage(stage, client, {})
             assert stage.run is not None
             seen.append(stage.run)
-            stages._see_state(stage, client, states_of(client, [stage.run]))
+            stages._update_stage(stage, client, states_of(client, [stage.run]))
             assert stage.state == "Scheduled"
             client.set_flow_run_state(stage.run, Running(), force=True)
             client.set_flow_run_state(stage.run, Crashed(message="killed"), force=True)
-            stages._see_state(stage, client, states_of(client, [stage.run]))
+            stages._update_stage(stage, client, states_of(client, [stage.run]))
             now[0] += 24 * 3600.0
     assert len(set(seen)) == 8
 
@@ -234,17 +240,17 @@ def test_who_follows_is_newer_whatever_the_clock_said(
 ) -> None:
     """The Prefect server's clock stepped back by an hour between a supervisor and its successor."""
     first = crashed(deployment, given(run))
-    second = start_again(first, run)
+    second = restart_supervisor(first, run)
     assert second is not None
     monkeypatch.setattr(
         crashed_module, "supervisors", lambda client, most: sorted(supervisors(client, most), key=created_at)
     )
-    late = start_again(first, run)
+    late = restart_supervisor(first, run)
     assert late is not None
     assert (late.flow_run, late.pending) == (second.flow_run, None)
     with api() as client:
         client.set_flow_run_state(second.flow_run, Crashed(message="killed. By the test"), force=True)
-    third = start_again(second.flow_run, run)
+    third = restart_supervisor(second.flow_run, run)
     assert third is not None
     assert third.pending is not None
     assert third.flow_run not in (first, second.flow_run)
@@ -255,7 +261,7 @@ def test_a_run_started_without_a_name_is_found_again_by_its_flow_run(deployment:
     with api() as client:
         unnamed = attach_run(run_uri(client.read_flow_run(flow_run)))
     assert unnamed.uri.rpartition("/")[2].startswith("tiny-")
-    successor = start_again(flow_run, unnamed)
+    successor = restart_supervisor(flow_run, unnamed)
     assert successor is not None
     assert of(unnamed) == [successor.flow_run, flow_run]
 
@@ -313,7 +319,7 @@ def test_a_service_that_keeps_dying_ends_the_session_with_the_reason(tmp_path: P
             until(lambda attempt=attempt: services.look(recovered.append) or len(recovered) == attempt)  # type: ignore[misc]
             assert service.running
         service.kill()
-        with pytest.raises(GaveUp, match="files was started again 2 times"):
+        with pytest.raises(GaveUp, match="files was restarted 2 times"):
             services.look(recovered.append)
     assert [(one.role, one.reason, one.attempt) for one in recovered] == [
         ("files", "its process ended", n) for n in (1, 2)

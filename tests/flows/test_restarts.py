@@ -1,4 +1,4 @@
-"""The one machine that says when what died is started again: any course of deaths, hangs, slow starts and takeovers."""
+"""The one machine that says when what died is restarted: any course of deaths, hangs, slow starts and takeovers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class World:
     def end(self) -> None:
         """It dies, hangs, or its successor does not start in time."""
         left = LIMITS.restarts - self.recent
-        outage = self.keeper.down(ROLE, "gone", "a step", 2)
+        outage = self.keeper.mark_down(ROLE, "gone", "a step", 2)
         assert left > 0, "more restarts than the budget has"
         assert sum(self.now - at < LIMITS.window_seconds for at in self.ends) < LIMITS.restarts
         assert outage.pause == (2.0 ** (self.recent - 1) if self.recent else 0.0) <= LONGEST_PAUSE
@@ -93,11 +93,11 @@ class World:
             return
         if outage.launched is None:
             if self.keeper.may_start(ROLE):
-                self.keeper.launched(ROLE)
+                self.keeper.mark_launched(ROLE)
             else:
                 assert self.now < outage.due <= self.now + LONGEST_PAUSE
             return
-        recovery = self.keeper.seen(ROLE, self.progress)
+        recovery = self.keeper.note_progress(ROLE, self.progress)
         self.progress += 1.0
         if recovery:
             self.up = True
@@ -117,8 +117,8 @@ def test_any_course_of_ends_keeps_to_the_budget_and_leaves_one_record_for_each_r
         if kind == "end":
             episodes += world.up
             if world.recent == LIMITS.restarts:
-                with pytest.raises(GaveUp, match=r"learner was started again 3 times within 100 s .* once more: gone"):
-                    world.keeper.down(ROLE, "gone")
+                with pytest.raises(GaveUp, match=r"learner was restarted 3 times within 100 s .* once more: gone"):
+                    world.keeper.mark_down(ROLE, "gone")
                 break
             world.end()  # within the budget it is always started again
         elif kind == "look":

@@ -1,4 +1,4 @@
-"""The stack's process that dies is started again, within a budget; `rollflow down` ends it and who keeps it."""
+"""The stack's process that dies is restarted, within a budget; `rollflow down` ends it and who keeps it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_one_that_dies_too_often_is_left(tmp_path: Path) -> None:
 
     killing = threading.Thread(target=kills)
     killing.start()
-    with pytest.raises(GaveUp, match=r"the stack was started again 1 times .* exit code -9"):
+    with pytest.raises(GaveUp, match=r"the stack was restarted 1 times .* exit code -9"):
         keep(tmp_path, command(tmp_path), RecoveryConfig(restarts=1, backoff_seconds=0), Told())
     killing.join()
 
@@ -88,7 +88,7 @@ def test_one_that_dies_too_often_is_left(tmp_path: Path) -> None:
 def test_one_that_fails_once_it_was_up_comes_back(tmp_path: Path) -> None:
     """An error of it ends it in order: it is no more to be found, and has an exit code."""
     fails = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3); sys.exit(1)"), str(tmp_path)]
-    with pytest.raises(GaveUp, match=r"the stack was started again 1 times .* exit code 1"):
+    with pytest.raises(GaveUp, match=r"the stack was restarted 1 times .* exit code 1"):
         keep(tmp_path, fails, RecoveryConfig(restarts=1, backoff_seconds=0), Told())
     assert stack.find(tmp_path) is None
 

@@ -198,7 +198,7 @@ def test_a_stage_that_is_paused_is_started_again_and_the_log_says_what_to_pause(
 def test_an_actor_that_only_began_does_not_stand_for_its_flow(
     world: World, attended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that hangs before it comes to its actor is started again."""
+    """One that hangs before it comes to its actor is restarted."""
     asked = {REWARD: RewardStatus(attended=attended), CHANNEL: None}
     monkeypatch.setattr(cluster, "call", lambda asked_of, *_: asked.get(asked_of, RewardStatus()))
     world.look_for(stages_module.UNATTENDED_SECONDS + 30.0)

@@ -20,7 +20,7 @@ from rollflow.flows.commands.cli import main
 from rollflow.flows.keepalive import run_watch as following_module
 from rollflow.flows.keepalive.run_watch import Following
 from rollflow.flows.locations import find_run, home
-from rollflow.flows.post_training import _ending
+from rollflow.flows.post_training import _describe_failure
 from rollflow.flows.services.prefect_api import api, asked_for
 from rollflow.flows.steps import blocks
 from rollflow.flows.views.status import STATUS, RunStatus
@@ -144,9 +144,9 @@ def test_a_pause_waits_for_nothing_and_is_no_failure(run: RunContext, monkeypatc
         stages.paused = stages.progress.version == 4
 
     assert followed(run, monkeypatch, looks) == ["paused"]
-    assert _ending(Ended("paused", pause=True))[0] == "paused"
-    assert _ending(Ended("stopped"))[0] == "stopped"
-    assert _ending(RollflowError("broken"))[0] == "failed"
+    assert _describe_failure(Ended("paused", pause=True))[0] == "paused"
+    assert _describe_failure(Ended("stopped"))[0] == "stopped"
+    assert _describe_failure(RollflowError("broken"))[0] == "failed"
 
 
 @pytest.mark.parametrize("asked", ["pause", "cancel", "stop", None])

@@ -61,8 +61,8 @@ def test_a_supervisor_that_nobody_can_read_of_is_not_stuck(tmp_path: Path, monke
     monkeypatch.setattr(supervisor_module, "time", clock)
     monkeypatch.setattr(supervisor_module, "read_status", read)
     monkeypatch.setattr(supervisor_module, "flow_state", lambda _: RUNNING)
-    monkeypatch.setattr(SupervisorKeeper, "_crash", lambda self, reason: crashes.append(reason))
-    monkeypatch.setattr(SupervisorKeeper, "_start_again", lambda self, status: status)
+    monkeypatch.setattr(SupervisorKeeper, "_mark_crashed", lambda self, reason: crashes.append(reason))
+    monkeypatch.setattr(SupervisorKeeper, "_restart_supervisor", lambda self, status: status)
     services: Any = SimpleNamespace(look=lambda _: None, cluster_lost_at=0.0, services={})
     followed = SupervisorKeeper(RunContext(str(tmp_path), tmp_path), uuid4(), services)
     status = RunStatus("long", "training", seconds=5.0)
@@ -93,8 +93,8 @@ def test_supervisor_without_progress_is_noticed(
     successor = SimpleNamespace(flow_run=uuid4(), pending=None, up=lambda: True)
     monkeypatch.setattr(supervisor_module, "time", clock)
     monkeypatch.setattr(supervisor_module, "flow_state", lambda _: state)
-    monkeypatch.setattr(SupervisorKeeper, "_crash", lambda self, reason: crashes.append(reason))
-    monkeypatch.setattr(crashed_module, "start_again", lambda *_: successor)
+    monkeypatch.setattr(SupervisorKeeper, "_mark_crashed", lambda self, reason: crashes.append(reason))
+    monkeypatch.setattr(crashed_module, "restart_supervisor", lambda *_: successor)
     services: Any = SimpleNamespace(look=lambda _: None, cluster_lost_at=0.0, services={})
     followed = SupervisorKeeper(RunContext(str(tmp_path), tmp_path), uuid4(), services)
     longest = config.rollout.patience_seconds + config.recovery.window_seconds
@@ -160,14 +160,14 @@ def test_a_run_whose_storage_is_away_holds_up_no_other(monkeypatch: pytest.Monke
     def api() -> Iterator[Any]:
         yield client
 
-    def start_again(flow_run: UUID, context: RunContext) -> Any:
+    def restart_supervisor(flow_run: UUID, context: RunContext) -> Any:
         if context.uri in away:
             raise Unreachable("object storage did not answer")
         return crashed_module.Successor(context, flow_run, crashed_module.Pending("supervisor", "killed", 1))
 
     monkeypatch.setattr(crashed_module, "api", api)
     monkeypatch.setattr(crashed_module, "supervisors", lambda *_: crashed)
-    monkeypatch.setattr(crashed_module, "start_again", start_again)
+    monkeypatch.setattr(crashed_module, "restart_supervisor", restart_supervisor)
     monkeypatch.setattr(crashed_module.Successor, "up", lambda _: False)
     pick_up = crashed_module.PickUp("rollflow")
     pick_up.look(told.append)
@@ -200,7 +200,7 @@ def test_a_long_run_is_started_again_though_many_began_after_it(
     )
     monkeypatch.setattr(crashed_module, "api", lambda: contextlib.nullcontext(client))
     oldest = there[-1]
-    successor = crashed_module.start_again(oldest.id, RunContext(f"{tmp_path}/runs/run-0", tmp_path))
+    successor = crashed_module.restart_supervisor(oldest.id, RunContext(f"{tmp_path}/runs/run-0", tmp_path))
     assert successor is not None
     assert str(successor.flow_run) == f"after:{oldest.id}"
 
@@ -228,7 +228,7 @@ def test_who_starts_the_run_again_has_the_whole_budget_of_supervisors(
         return one
 
     def follow_up(one: FlowRun) -> Any:
-        return crashed_module.start_again(one.id, RunContext(f"{tmp_path}/runs/run", tmp_path))
+        return crashed_module.restart_supervisor(one.id, RunContext(f"{tmp_path}/runs/run", tmp_path))
 
     client = SimpleNamespace(
         read_flow_runs=lambda limit, offset=0, **_: there[offset : offset + limit],
