@@ -32,8 +32,8 @@ from rollflow.flows.rollout import rollout
 from rollflow.flows.served_recipes import ServedRecipe, recipes_file, served_files, served_recipes
 from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install
 from rollflow.flows.services.flow_process import fork_flows
-from rollflow.flows.services.form import values
-from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, insist, names_of
+from rollflow.flows.services.form import form_values
+from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, deployment_names, insist
 from rollflow.flows.services.registering import Offer, home_tag, list_superseded
 from rollflow.flows.train import train
 from rollflow.flows.views.tracking import import_early
@@ -51,14 +51,14 @@ def deployments(name: str | None = None) -> list[Offer]:
     session = name is None and deployment() != SERVED
     tags = (INTERNAL, OF_SESSION, home_tag(home())) if session else (INTERNAL,)
     name = name or deployment()
-    return [Offer(flow, names_of(name)[0], description=flow.__doc__ or "", tags=tags) for flow in FLOWS]
+    return [Offer(flow, deployment_names(name)[0], description=flow.__doc__ or "", tags=tags) for flow in FLOWS]
 
 
 def of_recipe(recipe: ServedRecipe) -> Offer:
     """`post-training` with a recipe as its defaults."""
     text = f"{recipe.about}\n\nThe recipe: `{recipe.file}`".strip()
     return Offer(
-        post_training, recipe.config.name, {"config": values(recipe.config)}, text, (RECIPE,), hidden=("storage",)
+        post_training, recipe.config.name, {"config": form_values(recipe.config)}, text, (RECIPE,), hidden=("storage",)
     )
 
 

@@ -35,7 +35,7 @@ from rollflow.flows.export import export
 from rollflow.flows.keepalive.stages import reason_of
 from rollflow.flows.keepalive.supervisor_restart import list_successors
 from rollflow.flows.locations import all_runs, context_of, home, store_uri
-from rollflow.flows.services.prefect_api import SERVED, api, flow_state, going, insist, start, supervisors
+from rollflow.flows.services.prefect_api import SERVED, api, flow_state, insist, start, supervisors, unfinished_runs
 from rollflow.flows.services.times import utc_minute
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.registry import Registered, Registry, Score, z_score
@@ -303,7 +303,7 @@ def _cancel_nights(name: str) -> bool:
     from prefect.states import Cancelling
 
     with api() as client:
-        nights = [run for run in going(client, SERVED) if _is_night(run.parameters.get("run_id"), name)]
+        nights = [run for run in unfinished_runs(client, SERVED) if _is_night(run.parameters.get("run_id"), name)]
         for run in nights:
             if run.state_type != "CANCELLING":
                 client.set_flow_run_state(run.id, Cancelling())

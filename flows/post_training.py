@@ -33,7 +33,7 @@ from rollflow.flows.keepalive.supervisor_restart import follows_another
 from rollflow.flows.locations import await_run, context_of, home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services import cluster
-from rollflow.flows.services.prefect_api import asked_for
+from rollflow.flows.services.prefect_api import requested_at
 from rollflow.flows.services.reachability import check_store_reach
 from rollflow.flows.steps import Steps, blocks, cancel, run_name, suspend, tag, tags
 from rollflow.flows.views.actor_warnings import ActorWarnings
@@ -45,7 +45,7 @@ from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.page import Page
 from rollflow.flows.views.progress_blocks import rows
 from rollflow.flows.views.status import Phase, record_end
-from rollflow.flows.views.status_writer import StatusWriter, points
+from rollflow.flows.views.status_writer import StatusWriter, points_of
 from rollflow.flows.views.summary import SUMMARY, summarize
 from rollflow.flows.views.tracking import Tracker
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
@@ -79,7 +79,7 @@ def post_training(
     log("run %s in %s", context.run_id, context.uri)
     address = ray_address(context.config)
     supervisor = step("claim", lambda: _claim_run(context, address))
-    place, missed = tracking_place(context.config), functools.partial(points, context)
+    place, missed = tracking_place(context.config), functools.partial(points_of, context)
     tracker = Tracker(place, context.run_id, context.created.config, context.key, missed, beginning(context))
     with (
         _record_early_failure(context, supervisor),
@@ -192,7 +192,7 @@ def _begin_anew(context: RunContext) -> None:
     with contextlib.suppress(RollflowError):  # training does not wait for an unreachable server or store
         if not follows_another(own := UUID(str(flow_run.id))):
             begin_anew(context.store)
-            take_back(context.store, asked_for(own))
+            take_back(context.store, requested_at(own))
 
 
 def _reopen(context: RunContext) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import home
 from rollflow.flows.services.locks import one_at_a_time
-from rollflow.flows.services.prefect_api import SERVED, names_of
+from rollflow.flows.services.prefect_api import SERVED, deployment_names
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
 
@@ -72,8 +72,8 @@ def recipes_of(folder: Path) -> list[ServedRecipe]:
     for file in files:
         recipe = _read(file)
         name = recipe.config.name
-        if name in names_of(SERVED) or name in found:
-            other = "rollflow's own flows" if name in names_of(SERVED) else f"{found[name].file.name!r}"
+        if name in deployment_names(SERVED) or name in found:
+            other = "rollflow's own flows" if name in deployment_names(SERVED) else f"{found[name].file.name!r}"
             raise ConfigError(f"{str(file)!r}: name = {name!r} is that of {other}, too; give it another name")
         found[name] = recipe
     return list(found.values())

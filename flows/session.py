@@ -22,7 +22,7 @@ from rollflow.flows.keepalive.services import RAY, RUNNER, SERVER, ServiceKeeper
 from rollflow.flows.locations import home
 from rollflow.flows.services import stack
 from rollflow.flows.services.home_server import HomeServer
-from rollflow.flows.services.prefect_api import SERVED, api, crash_orphans, flow_state, going, insist, start
+from rollflow.flows.services.prefect_api import SERVED, api, crash_orphans, flow_state, insist, start, unfinished_runs
 from rollflow.flows.services.process import MlflowServer, PrefectServer, Runner, Service, start_together, stop_together
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.ray_head import RayHead
@@ -127,7 +127,7 @@ class Session:
         from prefect.states import Cancelled
 
         with contextlib.suppress(Unreachable), api() as client:
-            for run in going(client, self.deployment):
+            for run in unfinished_runs(client, self.deployment):
                 client.set_flow_run_state(run.id, Cancelled(message="stopped by Ctrl-C"), force=True)
 
     def _ask_to_cancel(self, context: RunContext) -> None:
@@ -136,7 +136,9 @@ class Session:
 
         with contextlib.suppress(Unreachable):
             with api() as client:
-                runs = [run for run in going(client, self.deployment) if context.uri in run.parameters.values()]
+                runs = [
+                    run for run in unfinished_runs(client, self.deployment) if context.uri in run.parameters.values()
+                ]
                 for run in runs:
                     cancel(client, run.id)
             limit = time.monotonic() + CANCEL_SECONDS

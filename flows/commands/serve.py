@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import home
 from rollflow.flows.services import stack
-from rollflow.flows.services.home_server import addresses, is_free, remember, stable_port
+from rollflow.flows.services.home_server import addresses, is_free, stable_port, store_addresses
 from rollflow.flows.services.locks import is_held
 from rollflow.flows.services.prefect_api import SERVED
 from rollflow.flows.services.process import MlflowServer
@@ -29,8 +29,8 @@ def command(options: argparse.Namespace) -> int:
     place = home()
     ended = Told()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    with stack.only_one(place):
-        remember(place, **asked(options))
+    with stack.hold_stack(place):
+        store_addresses(place, **asked(options))
         if given := prefect_url():
             check_prefect(given)
         elif database := addresses(place).get("database"):

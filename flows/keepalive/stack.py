@@ -77,7 +77,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "serve", *sys.argv[1:]]
     try:
-        with stack.kept(place):
+        with stack.hold_keeper(place):
             return keep(place, command, RecoveryConfig(), ended)
     except GaveUp as error:
         print(f"rollflow: {error}", file=sys.stderr, flush=True)

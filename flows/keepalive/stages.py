@@ -26,7 +26,7 @@ from rollflow.flows.keepalive.prestart import begin_actors
 from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.services import cluster
 from rollflow.flows.services.actor_process import explain_lost_call
-from rollflow.flows.services.prefect_api import api, going, start, states_of
+from rollflow.flows.services.prefect_api import api, start, states_of, unfinished_runs
 from rollflow.flows.steps import create_stand_in, tags, title
 from rollflow.flows.views.status import StageStatus
 from rollflow.storage.errors import RollflowError, Unreachable
@@ -143,7 +143,7 @@ class Stages:
 
     def _find_flow_runs(self, client: SyncPrefectClient) -> dict[str, UUID]:
         """Return the stages' flow runs by role, without those that have ended or are being cancelled."""
-        there = (run for run in going(client, deployment()) if run.state_type != StateType.CANCELLING)
+        there = (run for run in unfinished_runs(client, deployment()) if run.state_type != StateType.CANCELLING)
         ours = (run for run in there if run.parameters.get("run") == self.context.uri)
         return {role: run.id for run in ours for role in ACTORS if self._tags(role)[-1] in run.tags}
 

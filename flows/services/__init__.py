@@ -1,1 +1,1 @@
-"""Other people's processes that a run needs: Prefect, Ray, MLflow, each under a guard."""
+"""The processes that a run needs from other projects: Prefect, Ray and MLflow, each under a guard."""

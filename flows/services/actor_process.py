@@ -1,6 +1,6 @@
-"""An actor as Ray and its node's kernel see it: whether it is created yet, its process, its CPU time.
+"""Looks up an actor's process in Ray and in its node's kernel: whether it is created, its process id, its CPU time.
 
-No function here asks the actor, so none waits for the actor's threads, or for whoever holds Python's lock in it.
+No function here calls the actor. So none waits for the actor's threads, or for the holder of its interpreter lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ KINDS: dict[str, Kind] = {  # actor class -> the kind of worker that it starts i
 
 @dataclass(frozen=True, slots=True)
 class ActorProcess:
-    """Where an actor is. `state` is Ray's word ("PENDING_CREATION", "ALIVE", "DEAD"); `pid` is 0 without a process."""
+    """The place of an actor. `state` is Ray's word ("PENDING_CREATION", "ALIVE", "DEAD");
+    `pid` is 0 without a process.
+    """
 
     state: str
     pid: int
@@ -33,7 +35,7 @@ class ActorProcess:
 
     @property
     def created(self) -> bool:
-        """True once the actor can be asked."""
+        """True if the actor can be called."""
         return self.state == "ALIVE" and self.pid > 0
 
     @property

@@ -1,11 +1,11 @@
-"""Prefect automations for deployments that no session watches: they pick up a run whose runner or machine died.
+"""Prefect automations that restart crashed runs of deployments that no session watches.
 
     no heartbeat of a flow run for 90 s --> it is marked as crashed
-    a post-training flow run crashed    --> `recover` starts its run again
+    a post-training flow run crashed    --> `recover` restarts its run
 
-They are installed by name. To install them again changes nothing, so what they have counted is kept. They reach only
-the deployments that they are made for. Prefect's SQLite database gets slow under automations, so a private server has
-none; its session looks after the runs (`keepalive/supervisor_restart.py`).
+They are installed by name. Installing the same automation again changes nothing, so Prefect keeps its counters. Each
+applies only to the given deployments. Prefect's SQLite database gets slow under automations, so a private server has
+none; its session restarts the runs (`keepalive/supervisor_restart.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from uuid import UUID
 
 from rollflow.flows.services.prefect_api import api
 
-HEARTBEAT_SECONDS = 30  # the most often that Prefect allows
+HEARTBEAT_SECONDS = 30  # the highest frequency that Prefect allows
 SILENT_SECONDS = 90
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
@@ -37,7 +37,7 @@ def install(deployment: str, ids: Mapping[str, UUID]) -> None:
 
 
 def silent_flow_runs(deployment: str, ids: Mapping[str, UUID]) -> Any:
-    """A flow run that sent a heartbeat, and then neither another nor its end."""
+    """Build the automation for flow runs that sent a heartbeat, and then neither another one nor their end."""
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import EventTrigger, Posture
@@ -47,49 +47,49 @@ def silent_flow_runs(deployment: str, ids: Mapping[str, UUID]) -> Any:
         after={HEARTBEAT},
         expect={HEARTBEAT, *(f"prefect.flow-run.{end}" for end in ENDS)},
         within=timedelta(seconds=SILENT_SECONDS),
-        match=_resource({"prefect.resource.id": "prefect.flow-run.*"}),
-        match_related=_of(*ids.values()),
+        match=_match_labels({"prefect.resource.id": "prefect.flow-run.*"}),
+        match_related=_match_deployments(*ids.values()),
         for_each={"prefect.resource.id"},
     )
     message = f"no heartbeat for {SILENT_SECONDS} s: its process or its machine is gone"
     action = ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=message)
-    return _automation(f"rollflow: {deployment}: silent flow runs are crashed", trigger, action)
+    return _build_automation(f"rollflow: {deployment}: silent flow runs are crashed", trigger, action)
 
 
 def crashed_supervisors(deployment: str, ids: Mapping[str, UUID]) -> Any:
-    """A supervisor's flow run that crashed, whoever reported it."""
+    """Build the automation that restarts a supervisor whose flow run crashed, whoever reported the crash."""
     from prefect.events.actions import RunDeployment
     from prefect.events.schemas.automations import EventTrigger
 
     trigger = EventTrigger(
         expect={"prefect.flow-run.Crashed"},
-        match=_resource({"prefect.resource.id": "prefect.flow-run.*"}),
-        match_related=_of(*(one for name, one in ids.items() if name.startswith("post-training/"))),
+        match=_match_labels({"prefect.resource.id": "prefect.flow-run.*"}),
+        match_related=_match_deployments(*(one for name, one in ids.items() if name.startswith("post-training/"))),
         for_each={"prefect.resource.id"},
     )
     crashed = {"__prefect_kind": "jinja", "template": "{{ flow_run.id }}"}
     action = RunDeployment(deployment_id=ids[f"recover/{deployment}"], parameters={"flow_run_id": crashed})
-    return _automation(f"rollflow: {deployment}: crashed supervisors start again", trigger, action)
+    return _build_automation(f"rollflow: {deployment}: crashed supervisors start again", trigger, action)
 
 
-def _automation(name: str, trigger: Any, action: Any) -> Any:
-    """An automation. Its description tells whether an installed one is the same."""
+def _build_automation(name: str, trigger: Any, action: Any) -> Any:
+    """Build an automation whose description holds a digest, by which an installed copy is compared."""
     from prefect.events.schemas.automations import AutomationCore
 
     fields = trigger.model_dump(mode="json", exclude={"id"})
     fields |= {key: sorted(fields[key]) for key in ("after", "expect", "for_each")}  # sets, in any order
     content = {"name": name, "trigger": fields, "actions": [action.model_dump(mode="json")]}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
-    # Validated from its content: an update sends only what was set.
+    # Validated from a dict, because an update sends only the fields that were set.
     return AutomationCore.model_validate(content | {"description": f"installed by rollflow ({digest})"})
 
 
-def _of(*deployments: UUID) -> Any:
+def _match_deployments(*deployments: UUID) -> Any:
     which = sorted(f"prefect.deployment.{one}" for one in deployments)
-    return _resource({"prefect.resource.role": "deployment", "prefect.resource.id": which})
+    return _match_labels({"prefect.resource.role": "deployment", "prefect.resource.id": which})
 
 
-def _resource(labels: Mapping[str, Any]) -> Any:
+def _match_labels(labels: Mapping[str, Any]) -> Any:
     from prefect.events.schemas.events import ResourceSpecification
 
     return ResourceSpecification(dict(labels))

@@ -1,11 +1,10 @@
-"""The Ray cluster: attaching to one, finding and ending actors, waiting for them within a deadline.
+"""The Ray cluster: attaches to it, finds and kills actors, waits for them within a deadline.
 
 Guarantees:
-- `attach` either attaches within its deadline or raises `Unreachable`; Ray by itself retries a wrong address for
-  ever. A head may be away until then: a caller that works for a run passes the run's `recovery` window. `attach`
-  leaves this process's SIGTERM and SIGINT handlers as they were: Ray replaces them, and a cancelled flow
-  would end as crashed.
-- No wait for an actor is unbounded (`call`); an error names what was waited for, on whom and how long.
+- `attach` either attaches within its deadline or raises `Unreachable`; Ray itself retries a wrong address forever. A
+  head may be down until the deadline, so a caller that works for a run passes the run's `recovery` window. `attach`
+  keeps this process's SIGTERM and SIGINT handlers. Ray replaces them, and a cancelled flow would then end as crashed.
+- Every wait for an actor is bounded (`call`); the error says what was waited for, on whom and how long.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from rollflow.flows.services.reachability import LOOPBACK, speaks_http2
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 10.0  # deadline of one answer of the head
-LOST_SECONDS = 2.0  # how often a call checks whether its actor can still be created
+ANSWER_SECONDS = 10.0  # deadline of one answer from the head
+LOST_SECONDS = 2.0  # interval at which a call checks whether its actor can still be created
 
 
 def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> None:
     """Connect this process to the cluster at `address` (host:port). Attaching again does nothing.
 
     Raises:
-        ConfigError: it refuses this process's token, or is of another version of Ray or Python.
-        Unreachable: nothing there answers like a Ray head, or it refuses.
+        ConfigError: the head rejects this process's token, or runs another version of Ray or Python.
+        Unreachable: no Ray head answers at the address, or it refuses the connection.
     """
     import ray
 
@@ -45,9 +44,9 @@ def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> N
 
 
 def _try_attach(address: str, namespace: str, deadline_seconds: float, *, last: bool) -> bool:
-    """Connect, and return whether that succeeded; the `last` try raises why it did not."""
+    """Connect, and return whether that succeeded; the `last` try raises the error instead."""
     try:
-        _prove(address, deadline_seconds)
+        _check_head(address, deadline_seconds)
         _connect(address, namespace)
     except Unreachable:
         if last:
@@ -63,39 +62,41 @@ def _connect(address: str, namespace: str) -> None:
     try:
         ray.init(address=address, namespace=namespace, logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-        detach()  # undo what Ray has begun, so that another try is possible
+        detach()  # undo what Ray has set up, so that another try is possible
         if "Version mismatch" in str(error):
             raise ConfigError(f"cluster.address = {address!r}: {' '.join(str(error).split())}") from None
         raise Unreachable(f"the Ray cluster at {address} refused this process: {_first_line(error)}") from error
     finally:
-        _restore(handlers)
+        _restore_handlers(handlers)
 
 
-def _prove(address: str, deadline_seconds: float) -> None:
-    """Check that the head answers where Ray will look for it, and make Ray look on loopback where it must."""
+def _check_head(address: str, deadline_seconds: float) -> None:
+    """Check that the head answers at the address that Ray will use, and keep Ray on loopback
+    if the head is there only.
+    """
     from ray._private import ray_constants
     from ray._private import services as ray_services
 
     host, _, port = address.rpartition(":")
     if not speaks_http2(host, int(port), seconds=min(deadline_seconds, ANSWER_SECONDS)):
         raise Unreachable(f"waited {deadline_seconds:.0f} s for a Ray head at {address}; nothing there answers")
-    if os.environ.get("ROLLFLOW_RAY_ADDRESS") != address:  # not the private one, whose token this process was given
+    if os.environ.get("ROLLFLOW_RAY_ADDRESS") != address:  # for the private cluster, this process was given the token
         check_token(address)
     if host in LOOPBACK and not speaks_http2(ray_services.get_node_ip_address(), int(port), seconds=1.0):
-        # Ray takes "127.0.0.1" for the host's outside address unless clusters are off; this head is on loopback only.
+        # Ray replaces "127.0.0.1" by the host's outside address unless clusters are off; this head is on loopback only.
         ray_constants.ENABLE_RAY_CLUSTER = False
 
 
-def _restore(handlers: dict[signal.Signals, Any]) -> None:
+def _restore_handlers(handlers: dict[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
-        # None: a handler not set from Python; ValueError: not the main thread, where Ray set none either.
+        # None: the handler was not set from Python; ValueError: this is not the main thread, where Ray set none either.
         if handler is not None:
             with contextlib.suppress(ValueError):
                 signal.signal(number, handler)
 
 
 def detach() -> None:
-    """Disconnect from the cluster; detached actors live on."""
+    """Disconnect from the cluster; detached actors keep running."""
     import ray
 
     ray.shutdown()
@@ -103,7 +104,7 @@ def detach() -> None:
 
 @contextlib.contextmanager
 def attached(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> Iterator[None]:
-    """`attach` for the length of a block."""
+    """Stay attached to the cluster for the length of a block; see `attach`."""
     attach(address, namespace, deadline_seconds=deadline_seconds)
     try:
         yield
@@ -112,7 +113,7 @@ def attached(address: str, namespace: str, *, deadline_seconds: float = 30.0) ->
 
 
 def actor(name: str) -> Any:
-    """The living actor of that name in the namespace that this process is attached to.
+    """Return the living actor of that name in this process's namespace.
 
     Raises:
         Unreachable: there is none.
@@ -127,10 +128,10 @@ def actor(name: str) -> Any:
 
 
 def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[str]:
-    """Kill the actors of these names and see their names free; those that are gone already are skipped.
+    """Kill the actors of these names, and wait until their names are free; names without an actor are skipped.
 
-    Returns the names of those that were killed. The wait for a name to become free is bounded: its node may have been
-    lost a moment ago. Whoever then starts an actor of that name finds the dead one, and comes back here.
+    Returns the names of the killed actors. The wait is bounded, because the actor's node may just have been lost. If
+    its name is still taken, a later start finds the dead actor, and calls this function again.
     """
     import ray
 
@@ -140,20 +141,20 @@ def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[
             ray.kill(ray.get_actor(name), no_restart=True)
             killed.append(name)
     limit = time.monotonic() + deadline_seconds
-    while time.monotonic() < limit and any(map(_named, killed)):
+    while time.monotonic() < limit and any(map(_name_is_taken, killed)):
         time.sleep(0.02)
     return killed
 
 
 def kill(actor: Any) -> None:
-    """End an actor that this process has started; one that has ended already is no error."""
+    """Kill an actor that this process has started; an actor that has already ended is no error."""
     import ray
 
     with contextlib.suppress(ray.exceptions.RayError):
         ray.kill(actor)
 
 
-def _named(name: str) -> bool:
+def _name_is_taken(name: str) -> bool:
     import ray
 
     try:
@@ -167,12 +168,12 @@ def call(reference: Any, deadline_seconds: float, what: str, *, died: type[Rollf
     """Wait for an object reference, for at most `deadline_seconds`, and return its value.
 
     Args:
-        what: what is waited for and on whom, as it should stand in the error ("the weights, from engine 0").
+        what: what is waited for and on whom, as the error should name it ("the weights, from engine 0").
         died: the error to raise if the actor is dead (`EngineFailed` for engines).
 
     Raises:
-        Unreachable: no answer in time, or the actor's worker died before there was an actor.
-        RollflowError: the one that the actor's method raised.
+        Unreachable: no answer in time, or the actor's worker died before the actor was created.
+        RollflowError: the error that the actor's method raised.
     """
     import ray
 
@@ -183,25 +184,25 @@ def call(reference: Any, deadline_seconds: float, what: str, *, died: type[Rollf
                 raise died(f"waited for {what}: {why}")
             if time.monotonic() > limit:
                 break
-        with _as_raised():
+        with _unwrap_signal_error():
             return ray.get(reference, timeout=0)
     except ray.exceptions.RayError as error:
-        _translate(error, deadline_seconds, what, died)
+        _raise_translated(error, deadline_seconds, what, died)
 
 
 def done(reference: Any, seconds: float) -> bool:
-    """Whether a call has ended (with a value or an error), waited for at most `seconds`."""
+    """Return whether a call has ended, with a value or an error; wait for it for at most `seconds`."""
     import ray
 
-    with _as_raised():
+    with _unwrap_signal_error():
         return bool(ray.wait([reference], timeout=seconds)[0])
 
 
 @contextlib.contextmanager
-def _as_raised() -> Iterator[None]:
-    """What the handler of a signal raises within Ray's compiled code, by which a flow run is cancelled, say.
+def _unwrap_signal_error() -> Iterator[None]:
+    """Raise the error of a signal handler that ran inside Ray's compiled code, such as the one that cancels a flow run.
 
-    It comes from there as the cause of a `SystemError`, which would be taken for the end of an actor.
+    Ray delivers it as the cause of a `SystemError`, which would look like the death of an actor.
     """
     try:
         yield
@@ -210,27 +211,27 @@ def _as_raised() -> Iterator[None]:
 
 
 def living_nodes() -> list[dict[str, Any]]:
-    """The cluster's living nodes, as Ray describes them."""
+    """Return the cluster's living nodes, as Ray describes them."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def nodes() -> list[str]:
-    """Addresses of the cluster's living nodes."""
+    """Return the addresses of the cluster's living nodes."""
     return [str(node["NodeManagerAddress"]) for node in living_nodes()]
 
 
 def node_gpus() -> list[float]:
-    """How many GPUs each living node has."""
+    """Return the number of GPUs of each living node."""
     return [float(node["Resources"].get("GPU", 0.0)) for node in living_nodes()]
 
 
 def check_runtime_env(tree: Mapping[str, Any]) -> None:
-    """Check `cluster.runtime_env` as Ray does where an actor starts.
+    """Check `cluster.runtime_env` as Ray does when it starts an actor.
 
     Raises:
-        ConfigError: Ray would refuse it.
+        ConfigError: Ray would reject it.
     """
     from ray.runtime_env import RuntimeEnv
 
@@ -247,7 +248,7 @@ def count_machine_gpus() -> float:
     return float(get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators())
 
 
-def _translate(error: Exception, deadline_seconds: float, what: str, died: type[RollflowError]) -> NoReturn:
+def _raise_translated(error: Exception, deadline_seconds: float, what: str, died: type[RollflowError]) -> NoReturn:
     from ray import exceptions
 
     if isinstance(error, exceptions.GetTimeoutError):

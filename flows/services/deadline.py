@@ -1,4 +1,4 @@
-"""Calls that may hang, with a deadline: a store may accept connections and answer nothing."""
+"""Runs calls that may hang with a deadline, since a store may accept connections and answer nothing."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 
 def call_in_time(call: Callable[[], T], seconds: float, what: str) -> T:
-    """Return what `call` returns, or raise what it raises. If it takes too long, its thread is left behind.
+    """Return the result of `call`, or raise its error. A call that takes too long leaves its thread behind.
 
     Raises:
-        Unreachable: it took longer than `seconds`; `what` did not answer.
+        Unreachable: `what` did not answer within `seconds`.
     """
-    made: list[T] = []
+    results: list[T] = []
     raised: list[BaseException] = []
 
     def work() -> None:
         try:
-            made.append(call())
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
             raised.append(error)
 
     thread = threading.Thread(target=work, name=f"ask {what}", daemon=True)
@@ -31,6 +31,6 @@ def call_in_time(call: Callable[[], T], seconds: float, what: str) -> T:
     thread.join(seconds)
     if raised:
         raise raised[0]
-    if not made:
+    if not results:
         raise Unreachable(f"{what} did not answer within {seconds:g} s")
-    return made[0]
+    return results[0]

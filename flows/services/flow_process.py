@@ -1,12 +1,12 @@
-"""Flow runs as copies of their runner, which has imported what they need: a new interpreter takes seconds for that.
+"""Flow runs as forks of their runner, which has imported what they need; a new interpreter takes seconds for that.
 
     runner --before it has threads--> fork server --for each flow run--> flow run
 
 Guarantees:
-- A flow run is what `python -m prefect.engine` would be: its environment, folder, output, signals and exit code, a
-  process of its own, and the same command line for whoever looks (`process_title`), with the flow run's id behind it.
-- It ends with the fork server, and that with the runner; what the runner is told of the end of a flow run is true.
-- Where the fork server has died, there is another one: `tasks.fork_server`.
+- A forked flow run equals one of `python -m prefect.engine`: its environment, folder, output, signals and exit code. It
+  is a process of its own, with the same command line (`process_title`) followed by the flow run's id.
+- A flow run ends with the fork server, and the fork server ends with the runner. The runner learns the true exit code.
+- A dead fork server is replaced: see `tasks.fork_server`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def fork_flows(module: str) -> None:
-    """Have this process, which runs `module`, fork the flow runs that a Prefect runner in it will start."""
+    """Make a Prefect runner in this process, which runs `module`, fork its flow runs."""
     if not sys.platform.startswith("linux"):
         return
-    shown_as = (sys.executable, "-m", forkserver.__name__)  # nobody is to take it for the runner
+    shown_as = (sys.executable, "-m", forkserver.__name__)  # so that the fork server is not mistaken for the runner
     fork_server([module, __name__], shown_as=shown_as)
-    setattr(_starter_engine, "run_process", _run_process)  # noqa: B010 - as it says itself: patch the module to override
+
+    _starter_engine.run_process = _run_process
 
 
 async def _run_process(
@@ -54,14 +55,14 @@ async def _run_process(
     cwd: Path | str | None = None,
     **_: object,
 ) -> ForkServerProcess:
-    """In the place of Prefect's: returns once the process has ended, and leaves none behind where it is cancelled."""
+    """Replace Prefect's function: fork the flow run, and return once it has ended; a cancellation ends it too."""
     if command != [get_sys_executable(), "-m", ENGINE]:
         raise NotImplementedError(f"only flow runs of this runner are forked, not {command}")
     context = multiprocessing.get_context("forkserver")
     forkserver.ensure_running()
     given = (forkserver._forkserver._forkserver_pid, dict(env), None if cwd is None else str(cwd))  # type: ignore[attr-defined]
-    process = context.Process(target=_be_flow_run, args=given)
-    process.start()  # here, and not in a thread: of two that look for what has ended, one would be told wrong
+    process = context.Process(target=_run_flow, args=given)
+    process.start()  # not in a thread: if two threads waited for dead children, one would get a wrong exit code
     try:
         task_status.started(task_status_handler(process))
         await anyio.wait_readable(process.sentinel)
@@ -74,27 +75,29 @@ async def _run_process(
     return process
 
 
-def _be_flow_run(server: int, environment: dict[str, str], folder: str | None) -> None:
-    """What `python -m prefect.engine` does, in a copy of the runner."""
-    _end_with(server)
+def _run_flow(server: int, environment: dict[str, str], folder: str | None) -> None:
+    """Do what `python -m prefect.engine` does, in a fork of the runner."""
+    _die_with(server)
     os.environ.clear()
     os.environ.update(environment)
     if folder:
         os.chdir(folder)
     sys.argv = [ENGINE]
-    sys.modules.pop(ENGINE, None)  # it is to run as the main module
+    sys.modules.pop(ENGINE, None)  # it must run as the main module
     be_named(sys.executable, "-m", ENGINE, environment[FLOW_RUN])
     refresh_global_settings_context()
     try:
         runpy.run_module(ENGINE, run_name="__main__", alter_sys=True)
-    finally:  # `multiprocessing` ends a process without what an interpreter does at its end
+    finally:  # `multiprocessing` ends a process without the interpreter's own steps at exit
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
 
 
-def _end_with(server: int) -> None:
-    """Nobody would hear of the end of a flow run whose fork server is gone, and it would be started a second time."""
+def _die_with(server: int) -> None:
+    """Make this process die with the fork server; otherwise its end would go unnoticed, and it
+    would be started twice.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != server:  # it died before
+    if os.getppid() != server:  # the fork server died before the call
         os._exit(1)
     leave_alive_to_owner()

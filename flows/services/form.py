@@ -1,13 +1,13 @@
-"""The form that the Prefect UI shows for a flow's parameters: its JSON schema, put so that the UI can show all of it.
+"""The form that the Prefect UI shows for a flow's parameters: a JSON schema that the UI can show in full.
 
-The UI shows `anyOf` as buttons, one a choice, and anything else that may be several things (`oneOf`, a list of them)
-as raw JSON. The server checks the same schema, and of an `anyOf` that fails it says nothing but that none fits. So
-here a choice stands twice: loosely, for the eye, below `anyOf`; and strictly, below `if` and `then`, which the UI
-does not look at and which say what is wrong, and where.
+The UI shows `anyOf` as buttons, one for each choice. It shows other unions (`oneOf`, a list of them) as raw JSON. The
+server checks the same schema, but for a failed `anyOf` it says only that no choice fits. So here each choice stands
+twice. The loose copy stands below `anyOf`, for the UI. The strict copy stands below `if` and `then`, which the UI
+ignores; its errors say what is wrong, and where.
 
-- What may be left out, and is then null, is an empty field.
-- The parts of an objective are "as in the preset", until somebody opens one: the form fills in every default that it
-  sees, and those of a part are not the preset's.
+- An optional value without a default is an empty field, and null if left empty.
+- The parts of an objective say "as in the preset" until the user opens one. The form fills in every default that it
+  sees, and the defaults of a part are not the preset's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Schema = dict[str, Any]
 
 AT = "#/definitions/"
-LOOSE = " (shown)"  # what the loose twin of a definition is called
+LOOSE = " (shown)"  # suffix of the loose copy of a definition
 BOUNDS = {
     "additionalProperties",
     "exclusiveMaximum",
@@ -39,11 +39,11 @@ BOUNDS = {
     "pattern",
     "required",
 }
-PRESETS = PartsObjective.__name__  # the section whose parts are a preset's
+PRESETS = PartsObjective.__name__  # the section whose parts come from a preset
 
 
-def form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> Schema:
-    """The schema of a flow's parameters, without those that are `hidden`."""
+def build_form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> Schema:
+    """Return the JSON schema of a flow's parameters, without the `hidden` ones."""
     from prefect.utilities.callables import parameter_schema
 
     schema: Schema = parameter_schema(flow).model_dump(mode="json", exclude_unset=True)
@@ -55,8 +55,8 @@ def form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> Schema:
     }
 
 
-def values(config: RunConfig) -> Schema:
-    """What the form of a recipe is filled with: every key that is not null; null where a part is the preset's."""
+def form_values(config: RunConfig) -> Schema:
+    """Return the values that fill a recipe's form: every key that is not null, and null for parts from the preset."""
     tree: Schema = config.model_dump(mode="json", exclude_none=True)
     if isinstance(config.train.objective, PartsObjective):
         objective = tree["train"]["objective"]
@@ -67,81 +67,89 @@ def values(config: RunConfig) -> Schema:
 
 
 class _Form:
-    """The definitions of one schema, their loose twins, and what is shown for several of them."""
+    """The definitions of one schema, their loose copies, and the definitions that merge several of them."""
 
     def __init__(self, definitions: Mapping[str, Schema]) -> None:
-        self._definitions = {name: _of_preset(one) if name == PRESETS else one for name, one in definitions.items()}
+        self._definitions = {
+            name: _make_parts_optional(one) if name == PRESETS else one for name, one in definitions.items()
+        }
         self._more: dict[str, Schema] = {}
 
     def all(self) -> dict[str, Schema]:
-        """Every definition as the server checks it, and as the UI shows it below a choice."""
+        """Return every definition, both as the server checks it and as the UI shows it below a choice."""
         checked = {name: self.strict(one) for name, one in self._definitions.items()}
         shown = {name + LOOSE: self._loose(one) | {"title": _title(one)} for name, one in self._definitions.items()}
         return checked | shown | self._more
 
     def strict(self, node: Schema) -> Schema:
-        """A schema as the server checks it; its choices can be shown, too."""
+        """Return a schema as the server checks it, with its choices in a form that the UI can show."""
         if "oneOf" in node or "anyOf" in node:
-            return self._choice(node) | self._checks(node)
+            return self._build_choice(node) | self._build_checks(node)
         if "oneOf" in node.get("items", ()):
-            return node | {"items": self._any_of(node["items"]) | self._checks(node["items"])}
-        return _each(node, self.strict)
+            return node | {"items": self._merge_item(node["items"]) | self._build_checks(node["items"])}
+        return _map_schemas(node, self.strict)
 
     def _loose(self, node: Schema) -> Schema:
-        """A schema as the UI shows it: without what a value could break."""
+        """Return a schema as the UI shows it, without the bounds that a value could violate."""
         node = {key: value for key, value in node.items() if key not in BOUNDS}
         if "$ref" in node:
             return node | {"$ref": node["$ref"] + LOOSE}
-        if "const" in node:  # the UI says of a constant that it cannot be changed; a choice of one needs no words
+        # the UI says of a constant that it cannot be changed; an enum of one value shows no such text
+        if "const" in node:
             return {"enum": [node.pop("const")], **node}
         if "oneOf" in node or "anyOf" in node:
-            return {key: value for key, value in self._choice(node).items() if key not in BOUNDS}
+            return {key: value for key, value in self._build_choice(node).items() if key not in BOUNDS}
         if "oneOf" in node.get("items", ()):
-            return node | {"items": self._any_of(node["items"])}
-        return _each(node, self._loose)
+            return node | {"items": self._merge_item(node["items"])}
+        return _map_schemas(node, self._loose)
 
-    def _choice(self, node: Schema) -> Schema:
-        """Buttons; of a plain value that may be null, an empty field."""
+    def _build_choice(self, node: Schema) -> Schema:
+        """Return buttons for the choices, or an empty field for a plain value that may be null."""
         base = {key: value for key, value in node.items() if key not in ("oneOf", "anyOf", "discriminator", "x-null")}
         if "oneOf" in node:
-            return base | {"anyOf": self._buttons(node)}
+            return base | {"anyOf": self._build_buttons(node)}
         others = [one for one in node["anyOf"] if one.get("type") != "null"]
         if len(others) == 1 and "type" in others[0] and base.get("default", 0) is None:
             del base["default"]
             plain: Schema = others[0] | ({"enum": [*others[0]["enum"], None]} if "enum" in others[0] else {})
             return plain | base
         none = {"type": "null", "title": node.get("x-null", "none")}
-        shown = [button for one in others for button in (self._buttons(one) if "oneOf" in one else [self._loose(one)])]
+        shown = [
+            button for one in others for button in (self._build_buttons(one) if "oneOf" in one else [self._loose(one)])
+        ]
         return base | {"anyOf": [none, *shown]}
 
-    def _buttons(self, node: Schema) -> list[Schema]:
-        """The choices of a union, those with the same keys as one.
+    def _build_buttons(self, node: Schema) -> list[Schema]:
+        """Return the choices of a union, with those that have the same keys merged into one.
 
-        The UI shows the first that has most of a value's keys, so the one with fewest leads.
+        The UI preselects the first choice that has most of a value's keys, so the choice with the fewest keys comes
+        first.
         """
         alike: dict[frozenset[str], list[str]] = {}
         for ref in sorted(_refs(node), key=lambda ref: len(self._definition(ref)["properties"])):
             alike.setdefault(frozenset(self._definition(ref)["properties"]), []).append(ref)
-        return [self._together(node, refs) for refs in alike.values()]
+        return [self._merge_choices(node, refs) for refs in alike.values()]
 
-    def _together(self, node: Schema, refs: Sequence[str]) -> Schema:
+    def _merge_choices(self, node: Schema, refs: Sequence[str]) -> Schema:
         if len(refs) == 1:
             return {"$ref": refs[0] + LOOSE}
         kinds = [kind for ref in refs for kind in _refs(node)[ref]]
         one, key = self._loose(self._definition(refs[0])), node["discriminator"]["propertyName"]
         choice = {
             key: one["properties"][key]
-            | {"enum": kinds, "description": "; ".join(self._about(ref, key) for ref in refs)}
+            | {"enum": kinds, "description": "; ".join(self._describe_kind(ref, key) for ref in refs)}
         }
-        return self._named(" or ".join(kinds), one | {"description": "", "properties": one["properties"] | choice})
+        return self._add_definition(
+            " or ".join(kinds), one | {"description": "", "properties": one["properties"] | choice}
+        )
 
-    def _named(self, name: str, shown: Schema) -> Schema:
-        """What is shown, as a definition of its own: the server lets null be only there."""
+    def _add_definition(self, name: str, shown: Schema) -> Schema:
+        """Return a reference to `shown` as a separate definition, because only there does the server allow null."""
         self._more[name + LOOSE] = shown | {"title": name}
         return {"$ref": AT + name + LOOSE}
 
-    def _checks(self, node: Schema) -> Schema:
-        """What the server checks of a choice: the section that the value's kind names."""
+    def _build_checks(self, node: Schema) -> Schema:
+        """Return the server's check of a choice, which applies the section that the value's kind names."""
         if "oneOf" in node:
             return self._by_kind(node)
         for one in node["anyOf"]:
@@ -154,14 +162,17 @@ class _Form:
     def _by_kind(self, node: Schema) -> Schema:
         key = node["discriminator"]["propertyName"]
         kinds = list(node["discriminator"]["mapping"])
-        chain: Schema = {"properties": {key: {"enum": kinds}}}  # without one it is the default's, which the flow knows
+        # without a kind, the default kind applies, which the flow knows
+        chain: Schema = {"properties": {key: {"enum": kinds}}}
         for ref, tags in _refs(node).items():
             named = {"properties": {key: {"enum": tags}}, "required": [key]}
             chain = {"if": named, "then": {"$ref": ref}, "else": chain}
         return chain
 
-    def _any_of(self, node: Schema) -> Schema:
-        """An item of a list. The UI has no buttons there, so it has the keys of all choices, all of them empty."""
+    def _merge_item(self, node: Schema) -> Schema:
+        """Return the schema of a list item. The UI has no buttons there, so it has the keys of all choices, all of them
+        empty.
+        """
         key = node["discriminator"]["propertyName"]
         kinds = _refs(node)
         found: dict[str, Schema] = {}
@@ -171,13 +182,13 @@ class _Form:
         for name, one in found.items():
             of = [kind for ref, tags in kinds.items() for kind in tags if name in self._definition(ref)["properties"]]
             if name == key:
-                one |= {"enum": of, "description": "; ".join(self._about(ref, key) for ref in kinds)}
+                one |= {"enum": of, "description": "; ".join(self._describe_kind(ref, key) for ref in kinds)}
             elif len(of) < len(kinds):
                 one["description"] = f"{' or '.join(of)}: {one['description']}"
-        return self._named("item", {"type": "object", "properties": {key: found.pop(key), **found}})
+        return self._add_definition("item", {"type": "object", "properties": {key: found.pop(key), **found}})
 
-    def _about(self, ref: str, key: str) -> str:
-        """What a kind is, in the words of its key."""
+    def _describe_kind(self, ref: str, key: str) -> str:
+        """Describe a kind by the description of its key."""
         one = self._definition(ref)["properties"][key]
         return f"{one['const']}: {one['description']}"
 
@@ -185,8 +196,8 @@ class _Form:
         return self._definitions[ref.removeprefix(AT)]
 
 
-def _each(node: Schema, change: Callable[[Schema], Schema]) -> Schema:
-    """A schema with `change` made in the schemas below it."""
+def _map_schemas(node: Schema, change: Callable[[Schema], Schema]) -> Schema:
+    """Return a schema with `change` applied to each schema below it."""
     found = dict(node)
     for key in node.keys() & {"properties"}:
         found[key] = {name: change(one) for name, one in node[key].items()}
@@ -198,7 +209,7 @@ def _each(node: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
 
 def _refs(node: Schema) -> dict[str, list[str]]:
-    """The definitions that a union is made of, each with the kinds that name it."""
+    """Return the definitions that a union is made of, each with the kinds that select it."""
     found: dict[str, list[str]] = {}
     for kind, ref in node["discriminator"]["mapping"].items():
         found.setdefault(ref, []).append(kind)
@@ -206,15 +217,15 @@ def _refs(node: Schema) -> dict[str, list[str]]:
 
 
 def _title(section: Schema) -> str:
-    """What a button says: the section's kind, or what it is."""
+    """Return the text of a button: the section's kind, or else its title."""
     for one in section["properties"].values() if "properties" in section else ():
         if "const" in one:
             return str(one["const"])
     return "preset" if section["title"] == PRESETS else section["title"].removesuffix("Config").lower()
 
 
-def _of_preset(section: Schema) -> Schema:
-    """The parts of an objective: as in the preset, or one's own."""
+def _make_parts_optional(section: Schema) -> Schema:
+    """Return the objective's section with each part either "as in the preset" or user-defined."""
     kind, parts = {}, {}
     for name, one in section["properties"].items():
         if name == "kind":

@@ -2,18 +2,18 @@
 
     python -I -S guard.py GRACE_SECONDS COMMAND [ARGUMENT...]
 
-Guarantees, on Linux: when the owner closes this process's standard input or dies (SIGKILL included), or the
-command itself ends, or this process gets SIGTERM, every descendant of the command is ended, also those that
-were orphaned or opened a session of their own: the command first (SIGTERM, GRACE_SECONDS), then the rest
-(SIGTERM, `REST_SECONDS`), then SIGKILL. If the command ended by itself, what it leaves gets SIGKILL at once: it has
-lost its parent, so nobody waits for an orderly end. Nothing else is ever signalled. The exit code is the command's.
-All this holds even if the guard itself gets SIGKILL. When all is over, the pipe to the guard's standard input breaks,
-and its owner sees that.
+Guarantees, on Linux: every descendant of the command is ended as soon as one of these happens: the owner closes this
+process's standard input or dies (SIGKILL included), the command ends, or this process gets SIGTERM. Orphans and
+processes with a session of their own are included. The command is ended first (SIGTERM, GRACE_SECONDS), then the rest
+(SIGTERM, `REST_SECONDS`), then all by SIGKILL. If the command ended by itself, its descendants get SIGKILL at once:
+their parent is gone, so nobody waits for an orderly end. Nothing else is ever signalled. The exit code is the
+command's. All this holds even if the guard itself gets SIGKILL. At the end the pipe to the guard's standard input
+breaks, which tells the owner.
 
-How: the guard is the "child subreaper" of its descendants. So an orphan becomes its child instead of init's, and the
-guard can find it. Between guard and command stands a second guard. Each of the two ends everything below it when the
-other one is gone. A guard costs milliseconds: it uses the standard library only and runs as a script. Without a
-subreaper (macOS), descendants that were orphaned *and* left the session are out of reach.
+Mechanism: the guard is the "child subreaper" of its descendants. So an orphan becomes its child instead of init's, and
+the guard can find it. A second guard stands between the guard and the command. Each of the two ends everything below it
+when the other one is gone. A guard costs milliseconds: it uses the standard library only and runs as a script. Without
+a subreaper (macOS), orphans that also left the session cannot be found.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _parents() -> dict[int, int]:
-    """Parent of every living (not zombie) process."""
+def _read_parents() -> dict[int, int]:
+    """Return the parent of every living (not zombie) process."""
     if not LINUX:
         rows = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
         return {int(pid): int(ppid) for pid, ppid in (row.split() for row in rows.splitlines())}
@@ -52,7 +52,7 @@ def _parents() -> dict[int, int]:
         if entry.isdigit():
             try:
                 stat = Path("/proc", entry, "stat").read_text(errors="replace")
-            except OSError:  # ended meanwhile
+            except OSError:  # the process ended meanwhile
                 continue
             state, ppid = stat.rpartition(")")[2].split()[:2]  # the name before ")" may hold anything
             if state not in "ZX":
@@ -61,9 +61,9 @@ def _parents() -> dict[int, int]:
 
 
 def descendants(root: int) -> list[int]:
-    """Every living process below `root`."""
+    """Return every living process below `root`."""
     children: dict[int, list[int]] = {}
-    for pid, ppid in _parents().items():
+    for pid, ppid in _read_parents().items():
         children.setdefault(ppid, []).append(pid)
     found: list[int] = []
     todo = [root]
@@ -75,7 +75,7 @@ def descendants(root: int) -> list[int]:
 
 
 class Guard:
-    """Owns the process tree of a child, which begins as `child()`; ends it with its `parent`, or as its input says."""
+    """Owns the process tree of a child that runs `child()`; ends it if `parent` dies, or if standard input closes."""
 
     def __init__(self, grace_seconds: float, child: Callable[[], NoReturn], parent: int | None = None) -> None:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -93,7 +93,7 @@ class Guard:
         self._told_to_stop = True
 
     def _reap(self) -> None:
-        """Collect every child that ended, adopted ones included."""
+        """Collect the exit status of every ended child, adopted ones included."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -105,7 +105,7 @@ class Guard:
                 self._status = status
 
     def watch(self) -> None:
-        """Return when the command ended or is to be ended."""
+        """Return when the command has ended or must be ended."""
         while self._status is None and not self._told_to_stop and self._parent in (None, os.getppid()):
             readable, _, _ = select.select(self._input, [], [], POLL_SECONDS)
             if readable and not os.read(0, 4096):
@@ -129,7 +129,7 @@ class Guard:
                 continue
 
     def end(self) -> int:
-        """End the whole tree, bounded; the command's exit code."""
+        """End the whole tree within a bounded time; return the command's exit code."""
         ended = False
         if self._status is None:
             self._signal([self._root], signal.SIGTERM)
@@ -143,7 +143,7 @@ class Guard:
         return os.waitstatus_to_exitcode(self._status) if self._status is not None else 1
 
     def serve(self) -> NoReturn:
-        """Watch, then end; exits with the command's code."""
+        """Watch the command, end its tree, and exit with its code."""
         self.watch()
         code = self.end()
         sys.exit(code if code >= 0 else 128 - code)
@@ -151,7 +151,7 @@ class Guard:
 
 def become(command: list[str]) -> NoReturn:
     """Run the command in this process."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # both guards were killed
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # for the case that both guards were killed
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -168,7 +168,7 @@ def main() -> None:
     def second() -> NoReturn:
         Guard(grace, lambda: become(command), first).serve()
 
-    Guard(grace + POLL_SECONDS, second).serve()  # the second one hears of its end that much later
+    Guard(grace + POLL_SECONDS, second).serve()  # longer grace: it learns of the second guard's end that much later
 
 
 if __name__ == "__main__":

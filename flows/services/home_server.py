@@ -1,13 +1,13 @@
-"""The Prefect server of a run home: one for all commands in it, so that no two open one SQLite file.
+"""The Prefect server of a run home: one for all commands of the home, so that no two servers open one SQLite file.
 
     commands in the home          holder                  Prefect server
     a shared lock on `users`      the lock on `holder`    under the holder's guard
          |                             |
-         +-- the first starts it ----> +-- ends the server once nobody holds `users` any more
+         +-- the first starts it ----> +-- ends the server once nobody holds `users`
 
-Guarantees: it has the address and the secret string that it had last time (`addresses.json`, `auth`), another port only
-where somebody else took that one. A command that ends, however, takes the server from no other one. `holder` is free
-only when the last process of a server is gone; while it ends, its holder alone has `users`, and newcomers wait.
+Guarantees: the server keeps its address and its secret string between starts (`addresses.json`, `auth`); it gets
+another port only if its own is taken. A command that ends never takes the server from another command. `holder` is free
+only when the last process of a server is gone. While a server ends, only its holder has `users`, and new commands wait.
 
     python -m rollflow.flows.services.home_server HOME LOCK    the holder; LOCK is the open file that it inherits
 """
@@ -35,13 +35,13 @@ END_SECONDS = guard.REST_SECONDS + guard.KILL_SECONDS + 10
 
 
 def addresses(home: Path) -> dict[str, Any]:
-    """The ports that this home had last: `prefect`, `mlflow`, `ray`; and its `database`, where one was given."""
+    """Return the last ports of this home (`prefect`, `mlflow`, `ray`), and its `database` if one was given."""
     file = home / "addresses.json"
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
-def remember(home: Path, **what: Any) -> None:
-    """Keep them for next time."""
+def store_addresses(home: Path, **what: Any) -> None:
+    """Store addresses in the home for the next start."""
     home.mkdir(parents=True, exist_ok=True)
     new = home / f"addresses-{os.getpid()}.new"
     new.write_text(json.dumps(addresses(home) | what))
@@ -49,18 +49,19 @@ def remember(home: Path, **what: Any) -> None:
 
 
 def stable_port(home: Path, name: str) -> int:
-    """The port that `name` had last in this home, if nobody else has taken it; else a free one, which is kept."""
+    """Return the last port of `name` in this home, if it is still free; otherwise a new free port, which is stored."""
     port = addresses(home).get(name)
     if port is None or not is_free(port):
         port = free_port()
-        remember(home, **{name: port})
+        store_addresses(home, **{name: port})
     return int(port)
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on this port of the loopback."""
+    """Return whether nobody listens on this loopback port."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: one that has just ended is free
+        # as servers do: the port of a server that has just ended is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:
@@ -69,7 +70,7 @@ def is_free(port: int) -> bool:
 
 
 class HomeServer(PrefectServer):
-    """The server as a command of the home uses it, from its making to `stop`."""
+    """The home's server as one command uses it, from its creation to `stop`."""
 
     def __init__(self, home: Path, *, start_seconds: float = 120.0) -> None:
         self._place = home.absolute()
@@ -78,11 +79,11 @@ class HomeServer(PrefectServer):
         self._using = take_within(self._users, END_SECONDS, shared=True)
         if self._using is None:
             raise Unreachable(f"waited {END_SECONDS:.0f} s for the last Prefect server of {home} to end")
-        self._known = -1  # the holder that last answered, or was started, as this command saw it
+        self._known = -1  # the holder that answered last, or that this command started
         with one_at_a_time(folder / "starting"):
             if not is_held(self._holder):
                 stable_port(self._place, "prefect")
-            auth = _secret(folder / "auth")
+            auth = _load_secret(folder / "auth")
         known = addresses(self._place)
         super().__init__(
             home, port=known["prefect"], auth=auth, database=known.get("database", ""), start_seconds=start_seconds
@@ -90,7 +91,7 @@ class HomeServer(PrefectServer):
         self.auth_file = folder / "auth"
 
     def launch(self) -> None:
-        """Start the server, unless it is there, without waiting for it."""
+        """Start the server without waiting for it, unless it is already running."""
         with one_at_a_time(self.home / "starting"):
             held = take_within(self._holder, PROBE_SECONDS)
             if held is None:
@@ -113,12 +114,12 @@ class HomeServer(PrefectServer):
 
     @property
     def running(self) -> bool:
-        """Whether a server is held, by whoever started it."""
+        """True if a server is held, whoever started it."""
         return is_held(self._holder)
 
     @property
     def pid(self) -> int:
-        """Its holder; -1 where there is none, which may be so at the next look."""
+        """The process id of its holder; -1 if there is none, which may change at the next look."""
         return int(self._pid.read_text()) if self.running and self._pid.exists() else -1
 
     @property
@@ -127,9 +128,9 @@ class HomeServer(PrefectServer):
         return guard.descendants(pid)[2:] if (pid := self.pid) > 0 else []
 
     def relaunch(self) -> None:
-        """End what is left of it and start it again, without waiting for it.
+        """End what is left of the server and restart it, without waiting for it.
 
-        One that another command has started since is left to start.
+        A server that another command has started since then is left alone.
         """
         if self.pid == self._known:
             self._end()
@@ -142,25 +143,25 @@ class HomeServer(PrefectServer):
         return found
 
     def kill(self) -> None:
-        """End every process of the server at once."""
+        """Kill every process of the server at once."""
         pid = self.pid
-        for one in [pid, *guard.descendants(pid)] if pid > 0 else []:  # to -1 it would be a signal to every process
+        for one in [pid, *guard.descendants(pid)] if pid > 0 else []:  # a signal to -1 would go to every process
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one, signal.SIGKILL)
         await_free(self._holder, END_SECONDS)
 
     def stop(self) -> None:
-        """Use it no longer; it ends with its last user."""
+        """Stop using the server; it ends with its last user."""
         if self._using is not None:
             os.close(self._using)
             self._using = None
             if (alone := take(self._users)) is not None:
                 os.close(alone)
-            if alone is not None or is_held(self._users):  # by its holder, which ends it already
+            if alone is not None or is_held(self._users):  # its holder has the lock, and ends the server already
                 await_free(self._holder, END_SECONDS)
 
     def _end(self) -> None:
-        """The holder's end is the server's."""
+        """End the holder, and with it the server."""
         if (pid := self.pid) > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -168,8 +169,10 @@ class HomeServer(PrefectServer):
                 self.kill()
 
 
-def _secret(file: Path) -> str:
-    """The same for server and clients; an empty one is what a full disk leaves."""
+def _load_secret(file: Path) -> str:
+    """Return the secret that server and clients share; a full disk may have left the file
+    empty, so that is replaced.
+    """
     if not file.exists() or not file.read_text():
         write_secret(file, new_auth())
     return file.read_text()
@@ -179,11 +182,11 @@ def hold(home: Path, lock: int) -> None:
     """Run the server until nobody uses it, or it ends."""
     known, folder = addresses(home), home / "prefect"
     server = PrefectServer(
-        home, port=known["prefect"], auth=_secret(folder / "auth"), database=known.get("database", "")
+        home, port=known["prefect"], auth=_load_secret(folder / "auth"), database=known.get("database", "")
     )
     server.passed_on = (lock,)
     with server:
-        while server.running and take(folder / "users") is None:  # who has it then keeps it to the end
+        while server.running and take(folder / "users") is None:  # a holder that gets the lock keeps it to the end
             time.sleep(POLL_SECONDS)
 
 

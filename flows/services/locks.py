@@ -1,4 +1,4 @@
-"""Locks on files of the run home. The system frees one when the last process that holds it ends, however it ended."""
+"""Locks on files of the run home. The system frees a lock when the last process that holds it ends, in any way."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rollflow.storage.errors import ConfigError
 POLL_SECONDS = 0.05
 
 
-PROBE_SECONDS = 0.2  # longer than somebody holds a lock who only looks whether another has it
+PROBE_SECONDS = 0.2  # longer than a process holds the lock that only tests whether it is taken
 
 
 def take(file: Path, *, shared: bool = False) -> int | None:
-    """Take the lock without waiting: the open file that holds it, or None where another has it.
+    """Take the lock without waiting; return the open file that holds it, or None if another process has the lock.
 
     Raises:
-        ConfigError: the file cannot be made, or cannot be locked.
+        ConfigError: the file cannot be created or locked.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,9 @@ def take(file: Path, *, shared: bool = False) -> int | None:
 
 
 def take_within(file: Path, seconds: float, *, shared: bool = False) -> int | None:
-    """`take`, tried again for so long. It takes `PROBE_SECONDS` to tell a holder from somebody who looks."""
+    """Take the lock, retrying for this long. `PROBE_SECONDS` is enough to tell a holder from a
+    process that only tests.
+    """
     limit = time.monotonic() + seconds
     while (held := take(file, shared=shared)) is None and time.monotonic() < limit:
         time.sleep(POLL_SECONDS)
@@ -52,7 +54,7 @@ def take_within(file: Path, seconds: float, *, shared: bool = False) -> int | No
 
 
 def is_held(file: Path) -> bool:
-    """Whether somebody holds the lock as its only owner."""
+    """Return whether a process holds the lock exclusively."""
     held = take(file, shared=True)
     if held is not None:
         os.close(held)

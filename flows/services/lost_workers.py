@@ -1,12 +1,12 @@
-"""Ray workers that died before they registered. Ray itself waits ten minutes for them, and so do their actors.
+"""Finds Ray workers that died before they registered. Ray itself waits ten minutes for them, and so do their actors.
 
     worker begins --> imports --> registers as `ray::...`
                         |
                         +-- dies: a file in the cluster's folder, named by its process id
                                   --> `explain_lost_worker`, once
 
-The worker writes the file itself if it can (`ray_worker`, which knows the error). Otherwise the process above the
-raylet does (`WorkerWatch`), which sees the worker vanish. `explain_lost_worker` reads it, if the environment names the
+The worker writes the file itself if it can (`ray_worker`, which knows the error). Otherwise the raylet's parent process
+does (`WorkerWatch`), which sees the worker vanish. `explain_lost_worker` reads the file, if the environment names the
 folder.
 """
 
@@ -21,7 +21,8 @@ import psutil
 
 from rollflow.tasks.actors.early_imports import KIND
 
-FOLDER = "ROLLFLOW_LOST_WORKERS"  # in the environment: the folder of a private cluster; `ray_worker` repeats the name
+# environment variable with the folder of a private cluster; `ray_worker` repeats the name
+FOLDER = "ROLLFLOW_LOST_WORKERS"
 WORKER = Path(__file__).with_name("ray_worker.py")
 READ = ".read"
 LOOK_SECONDS = 0.5
@@ -34,7 +35,7 @@ class WorkerWatch:
     def __init__(self, raylet: int, folder: Path) -> None:
         self._raylet, self._folder, self._looked = raylet, folder, 0.0
         self._starting: dict[int, str] = {}  # process id -> kind
-        self._known: set[int] = set()  # process ids of registered workers, and of other processes
+        self._known: set[int] = set()  # process ids of registered workers, and of processes that are no workers
 
     def look(self) -> None:
         """Record the children that ended since the last call; call this often, it is cheap."""
@@ -44,14 +45,14 @@ class WorkerWatch:
         living = _list_children(self._raylet)
         self._known &= living
         for pid in living - self._known:
-            self._see(pid)
+            self._classify(pid)
         for pid in self._starting.keys() - living:
             note_death(self._folder, pid, self._starting.pop(pid), "its process ended")
 
-    def _see(self, pid: int) -> None:
+    def _classify(self, pid: int) -> None:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            if process.status() == psutil.STATUS_ZOMBIE:  # it has no command line any more
+            if process.status() == psutil.STATUS_ZOMBIE:  # a zombie has no command line
                 self._known.add(pid)
                 if pid in self._starting:
                     note_death(self._folder, pid, self._starting.pop(pid), "its process ended")
@@ -60,12 +61,12 @@ class WorkerWatch:
             if line and line[0].startswith("ray::"):
                 self._known.add(pid)
                 self._starting.pop(pid, None)
-            elif str(WORKER) in line:  # at first without a kind: Ray sets up the process, then executes the worker
+            elif str(WORKER) in line:  # at first its kind is missing: Ray sets up the process, then executes the worker
                 self._starting[pid] = process.environ().get(KIND, "")
 
 
 def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
-    """Write a worker's death to a file, unless it is on record."""
+    """Write a worker's death to a file, unless it is already recorded."""
     file = folder / str(pid)
     if file.exists() or file.with_suffix(READ).exists():
         return
@@ -75,7 +76,7 @@ def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
 
 
 def explain_lost_worker(kind: str) -> str:
-    """Say, once, how a worker of this kind died before it registered; "" if none did or another one starts."""
+    """Say, once, how a worker of this kind died before it registered; "" if none did, or if another one is starting."""
     for file in list_deaths():
         with contextlib.suppress(OSError):
             found, _, why = file.read_text().partition("\n")
@@ -89,7 +90,7 @@ def explain_lost_worker(kind: str) -> str:
 
 
 def list_deaths() -> list[Path]:
-    """List the files of deaths that were not reported yet."""
+    """List the files of deaths that are not yet reported."""
     named = os.environ.get(FOLDER)
     with contextlib.suppress(OSError):
         return [file for file in sorted(Path(named).iterdir()) if file.suffix != READ] if named else []

@@ -1,4 +1,4 @@
-"""Ask every node of a cluster whether a run can work there, and find what is wrong.
+"""Asks every node of a cluster whether a run can work there, and finds faults.
 
 Every wait is bounded. A node that does not answer, or has no rollflow, is a fault of that node and not an error.
 """
@@ -15,19 +15,20 @@ from rollflow.flows.services import cluster
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.actors.node_report import NodeReport, NodeReporter, read_versions
 
-ANSWER_SECONDS = 120.0  # a worker's start, with its imports, on a slow machine
+ANSWER_SECONDS = 120.0  # time for a worker to start, with its imports, on a slow machine
 CLOCK_TRIES = 5
-CLOCK_SECONDS = 30.0  # clocks may be so far apart
+CLOCK_SECONDS = 30.0  # tolerated difference between clocks
 GIB = 2**30
 LEAST_DISK = 5 * GIB
-EVERYWHERE = ("python", "rollflow", "ray")  # the same as here; the others only where actors may be
+# must equal this machine's version; the others matter only on nodes that may have actors
+EVERYWHERE = ("python", "rollflow", "ray")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """A node as it was asked. `clock` is how far its clock is ahead of this machine's, in seconds.
+    """The state that a node reported. `clock` is how far its clock is ahead of this machine's, in seconds.
 
-    `report` is None where the node did not answer, and `silent` says why.
+    `report` is None if the node did not answer, and `silent` says why.
     """
 
     address: str
@@ -39,7 +40,7 @@ class NodeState:
 
 
 def ask_nodes(store: str, runtime_env: Mapping[str, Any]) -> list[NodeState]:
-    """Ask every living node of the cluster that this process is attached to, all at once."""
+    """Ask every living node of the attached cluster, all at once."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -49,15 +50,15 @@ def ask_nodes(store: str, runtime_env: Mapping[str, Any]) -> list[NodeState]:
         options = {"num_cpus": 0, "scheduling_strategy": there, **runtime_env}
         actor = ray.remote(NodeReporter).options(**options).remote()
         asked.append((node, actor, actor.report.remote(store)))
-    return [_read(node, actor, report) for node, actor, report in asked]
+    return [_read_node(node, actor, report) for node, actor, report in asked]
 
 
-def _read(node: Mapping[str, Any], actor: Any, report: Any) -> NodeState:
+def _read_node(node: Mapping[str, Any], actor: Any, report: Any) -> NodeState:
     resources = node["Resources"]
     state = NodeState(str(node["NodeManagerAddress"]), resources.get("CPU", 0.0), resources.get("GPU", 0.0))
     try:
         found = cluster.call(report, ANSWER_SECONDS, f"node {state.address}")
-        clock = min((_clock(actor) for _ in range(CLOCK_TRIES)), key=lambda offset: offset[0])[1]
+        clock = min((_measure_clock(actor) for _ in range(CLOCK_TRIES)), key=lambda offset: offset[0])[1]
         return NodeState(state.address, state.cpus, state.gpus, found, clock)
     except RollflowError as error:
         return NodeState(state.address, state.cpus, state.gpus, silent=str(error))
@@ -65,8 +66,8 @@ def _read(node: Mapping[str, Any], actor: Any, report: Any) -> NodeState:
         cluster.kill(actor)
 
 
-def _clock(actor: Any) -> tuple[float, float]:
-    """Return how long the answer took, and how far the node's clock is ahead, at least."""
+def _measure_clock(actor: Any) -> tuple[float, float]:
+    """Return how long the answer took, and a lower bound of how far the node's clock is ahead."""
     sent, began = time.time(), time.monotonic()
     there = cluster.call(actor.clock.remote(), ANSWER_SECONDS, "the clock of a node")
     took = time.monotonic() - began
@@ -75,7 +76,7 @@ def _clock(actor: Any) -> tuple[float, float]:
 
 
 def find_faults(nodes: Sequence[NodeState], here: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Yield a sentence with its cure for each thing that is wrong.
+    """Yield a sentence with its fix for each fault.
 
     Args:
         here: the versions of this machine.
@@ -111,7 +112,7 @@ def find_faults(nodes: Sequence[NodeState], here: Mapping[str, str] | None = Non
 
 
 def _usual_versions(nodes: Sequence[NodeState], here: Mapping[str, str]) -> dict[str, str]:
-    """Return what most of the nodes have on which actors may be; here, where that is as usual."""
+    """Return the most frequent versions among the nodes that may have actors; this machine's, if it is as frequent."""
     usual = {}
     for name in here:
         found = [node.report.versions.get(name, "") for node in nodes if node.report and node.cpus]
@@ -123,7 +124,7 @@ def _usual_versions(nodes: Sequence[NodeState], here: Mapping[str, str]) -> dict
 def _version_faults(
     node: NodeState, report: NodeReport, here: Mapping[str, str], usual: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield what is not as elsewhere; a host without CPUs has no actors, and needs no engine."""
+    """Yield the versions that differ; a node without CPUs has no actors, and needs no engine."""
     for name in here:
         wanted = here[name] if name in EVERYWHERE else usual[name]
         found = report.versions.get(name, "")

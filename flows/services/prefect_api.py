@@ -1,7 +1,7 @@
-"""The Prefect API as sessions and recoveries use it: a call ends within some twenty seconds, or raises `Unreachable`.
+"""The Prefect API for sessions and recoveries: a call ends within about twenty seconds, or raises `Unreachable`.
 
-A server that is down for a moment must not end a run. A watcher skips a look, and looks again. A caller that needs the
-answer asks again (`insist`).
+A server that is down for a moment must not end a run. A watcher skips that look and continues. A caller that needs the
+answer retries with `insist`.
 
 Importing this module does not import Prefect.
 """
@@ -27,29 +27,30 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CALL_SECONDS = 5.0
-RETRIES = 2  # after 2 and 4 s, where the server answers that it cannot (SQLite is locked) or not at all any more
+RETRIES = 2  # after 2 and 4 s, if the server reports an error (such as a locked SQLite file) or stops answering
 INSIST_SECONDS = 60.0
-MESSAGE = 500  # characters of what it said; of a body that it refuses it repeats all
-PAGE = 200  # flow runs the server gives at once
+MESSAGE = 500  # characters of its message; a rejected body is repeated in full
+PAGE = 200  # flow runs in one answer of the server
 SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session serves them by the run's key
-LAST = "zz-"  # prefix of internal deployments: Prefect's page sorts by name, and recipes come first
+LAST = "zz-"  # prefix of internal deployments: Prefect's page sorts by name, and recipes should come first
 INTERNAL, RECIPE, NIGHTLY, OF_SESSION = "internal", "recipe", "nightly", "of one command"  # tags of deployments
 
 
 @contextmanager
 def api() -> Iterator[SyncPrefectClient]:
-    """A client that fails at once where nothing listens.
+    """Yield a client that fails at once if nothing listens at the server's address.
 
     Raises:
-        Unreachable: the server did not answer, or answered that it cannot.
+        Unreachable: the server did not answer, or answered with an error.
     """
     from httpx import HTTPError
     from prefect.context import SettingsContext, get_settings_context
 
     around = get_settings_context()
     try:
-        kept = _kept(around.settings)
-        kept.client._client._has_connected = False  # type: ignore[attr-defined] # else it waits for a server that is down
+        kept = _thread_client(around.settings)
+        # type: ignore[attr-defined] # otherwise it waits for a server that is down
+        kept.client._client._has_connected = False
         with SettingsContext(profile=around.profile, settings=kept.settings):
             yield kept.client
     except HTTPError as error:
@@ -57,10 +58,10 @@ def api() -> Iterator[SyncPrefectClient]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """A thread's client. Making one takes 70 ms of a core, a call by it 2; watchers call every second."""
+class _ThreadClient:
+    """A thread's client. Creating one takes 70 ms of a core, a call with it 2 ms; watchers call every second."""
 
-    around: Settings  # under which it was made
+    around: Settings  # the settings it was created under
     settings: Settings
     client: SyncPrefectClient
 
@@ -68,22 +69,24 @@ class _Kept:
 _threads = threading.local()
 
 
-def _kept(around: Settings) -> _Kept:
-    """This thread's client for the server that the settings name."""
+def _thread_client(around: Settings) -> _ThreadClient:
+    """Return this thread's client for the server that the settings name."""
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-    kept: _Kept | None = getattr(_threads, "kept", None)
+    kept: _ThreadClient | None = getattr(_threads, "kept", None)
     if kept is None or kept.around is not around:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}) as settings:
             client = get_client(sync_client=True, httpx_settings={"timeout": CALL_SECONDS})
             client.__enter__()
-        kept = _threads.kept = _Kept(around, settings, client)
+        kept = _threads.kept = _ThreadClient(around, settings, client)
     return kept
 
 
 def insist(call: Callable[[], T]) -> T:
-    """The value of `call`, made again for `INSIST_SECONDS` while the server does not answer; it must be idempotent."""
+    """Return the result of `call`, retried for `INSIST_SECONDS` while the server does not answer; it must be
+    idempotent.
+    """
     limit = time.monotonic() + INSIST_SECONDS
     while True:
         try:
@@ -94,8 +97,8 @@ def insist(call: Callable[[], T]) -> T:
             time.sleep(1.0)
 
 
-def asked_for(flow_run: UUID) -> float:
-    """When a flow run was asked to run the last time: started, retried or resumed; in seconds since the epoch.
+def requested_at(flow_run: UUID) -> float:
+    """Return when a flow run was last asked to run (started, retried or resumed), in seconds since the epoch.
 
     Raises:
         Unreachable: the server did not answer.
@@ -118,10 +121,10 @@ def start(
     parent: UUID | None = None,
     at: float | None = None,
 ) -> UUID:
-    """Schedule a flow run of a deployment; calls with one `key` give the same flow run, however often they are made.
+    """Schedule a flow run of a deployment; calls with the same `key` give the same flow run.
 
-    `at` is when it was asked for, in seconds since the epoch; by default, now.
-    `parent` is the task run of another flow run under which the page shows it.
+    `at` is when the flow run was asked for, in seconds since the epoch; by default, the present time. `parent` is the
+    task run of another flow run under which the page shows it.
     """
     from datetime import UTC, datetime
 
@@ -141,29 +144,29 @@ def start(
 
 
 def _find(client: SyncPrefectClient, flow: str, deployment: str) -> DeploymentResponse:
-    """Return a deployment by its name: an internal one by its present name, or by that of older versions."""
+    """Return a deployment by its name: an internal one by its present name, or by its name in older versions."""
     from prefect.exceptions import ObjectNotFound
 
-    internal, plain = (f"{flow}/{name}" for name in names_of(deployment))
+    internal, plain = (f"{flow}/{name}" for name in deployment_names(deployment))
     try:
         return client.read_deployment_by_name(internal)
     except ObjectNotFound:
         return client.read_deployment_by_name(plain)
 
 
-def names_of(deployment: str) -> tuple[str, str]:
+def deployment_names(deployment: str) -> tuple[str, str]:
     """Return the names of a runner's internal deployments in Prefect: the present one, and that of older versions."""
     return f"{LAST}{deployment}", deployment
 
 
 def flow_state(flow_run: UUID) -> Any:
-    """The state of a flow run."""
+    """Return the state of a flow run."""
     with api() as client:
         return client.read_flow_run(flow_run).state
 
 
 def states_of(client: SyncPrefectClient, flow_runs: Collection[UUID]) -> dict[UUID, State]:
-    """The states of these flow runs, by one request."""
+    """Return the states of these flow runs, by one request."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
     if not flow_runs:
@@ -173,7 +176,7 @@ def states_of(client: SyncPrefectClient, flow_runs: Collection[UUID]) -> dict[UU
 
 
 def supervisors(client: SyncPrefectClient, most: int | None = PAGE) -> list[FlowRun]:
-    """The newest flow runs of the supervisor, of every deployment, the newest first; None: all there are."""
+    """Return the newest `most` flow runs of the supervisor, of every deployment, newest first; all of them for None."""
     from prefect.client.schemas.filters import FlowFilter, FlowFilterName
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -189,29 +192,29 @@ def supervisors(client: SyncPrefectClient, most: int | None = PAGE) -> list[Flow
 
 
 def created_at(flow_run: FlowRun) -> float:
-    """When a flow run was made, in seconds since the epoch."""
+    """Return when a flow run was created, in seconds since the epoch."""
     return flow_run.created.timestamp() if flow_run.created else 0.0
 
 
 def served(deployment: str) -> Any:
-    """A filter: the deployments of this name; `SERVED` has those of recipes and nights, too."""
+    """Return a filter for the deployments of this name; `SERVED` includes those of recipes and nights."""
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, DeploymentFilterTags
 
     if deployment != SERVED:
-        return DeploymentFilter(name=DeploymentFilterName(any_=[*names_of(deployment)]))
+        return DeploymentFilter(name=DeploymentFilterName(any_=[*deployment_names(deployment)]))
     either: Any = {"operator": "or_", "tags": DeploymentFilterTags(any_=[RECIPE, NIGHTLY])}
-    return DeploymentFilter(name=DeploymentFilterName(any_=[*names_of(deployment)]), **either)
+    return DeploymentFilter(name=DeploymentFilterName(any_=[*deployment_names(deployment)]), **either)
 
 
-def going(client: SyncPrefectClient, deployment: str) -> list[FlowRun]:
-    """The flow runs of a deployment that have not ended, those that a schedule has planned, too."""
+def unfinished_runs(client: SyncPrefectClient, deployment: str) -> list[FlowRun]:
+    """Return a deployment's flow runs that have not ended, including those that a schedule has planned."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
     from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 
     open_types = [kind for kind in StateType if kind not in TERMINAL_STATES]
     unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=open_types)))
     found: dict[UUID, FlowRun] = {}
-    for start in range(0, sys.maxsize, PAGE):  # a schedule alone plans a hundred
+    for start in range(0, sys.maxsize, PAGE):  # a schedule alone plans a hundred flow runs
         page = client.read_flow_runs(
             flow_run_filter=unfinished, deployment_filter=served(deployment), limit=PAGE, offset=start
         )
@@ -222,17 +225,18 @@ def going(client: SyncPrefectClient, deployment: str) -> list[FlowRun]:
 
 
 def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list[str]:
-    """Mark a deployment's flow runs as crashed: their processes ended with their runner, and nobody else will say so.
+    """Mark a deployment's flow runs as crashed: their processes ended with their runner, which can no longer report it.
 
-    `scheduled` includes flow runs that are due and have not started; otherwise they are left for the next runner. What
-    waits for a person or for its time is left, where the deployment is `SERVED`: a night that is planned, say, which
-    Prefect would plan no second time. Returns the names of the flow runs.
+    `scheduled` includes flow runs that are due and have not started; otherwise the next runner starts those. On
+    `SERVED`, flow runs that wait for a user or for their time are left alone: Prefect would not plan a night a second
+    time. Returns the names of the flow runs.
     """
     from prefect.states import Crashed
 
-    every = scheduled and deployment != SERVED  # of one run, which begins anew
+    every = scheduled and deployment != SERVED  # a session serves one run only, and its flow runs start from scratch
     with api() as client:
-        here = (run for run in going(client, deployment) if not run.work_pool_name)  # else a worker has it
+        # the others belong to a worker
+        here = (run for run in unfinished_runs(client, deployment) if not run.work_pool_name)
         ended = [run for run in here if every or not _waits(run, due=not scheduled)]
         for run in ended:
             client.set_flow_run_state(run.id, Crashed(message=why), force=True)
@@ -240,7 +244,7 @@ def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list
 
 
 def _waits(run: FlowRun, *, due: bool) -> bool:
-    """Whether it waits for a person or for its time; `due`: also where that has come."""
+    """Return whether the flow run waits for a user or for its time; with `due`, also if that time has come."""
     if run.state is not None and run.state_type == "PAUSED":
         return bool(run.state.state_details.pause_reschedule)
     if run.state_type != "SCHEDULED" or due:
@@ -250,7 +254,7 @@ def _waits(run: FlowRun, *, due: bool) -> bool:
 
 
 def emit(flow_run: UUID, event: str, payload: dict[str, Any]) -> None:
-    """An event on a flow run's page."""
+    """Send an event to a flow run's page."""
     from datetime import UTC, datetime
 
     from prefect.events.schemas.events import Event, Resource

@@ -1,14 +1,14 @@
-"""Prefect's command, `server start` say, in a process that collects its garbage beside its event loop.
+"""Runs a command of Prefect, such as `server start`, with garbage collection in a thread beside the event loop.
 
-In a server of Prefect's own all of it can stand still for a minute, when several flows start at once:
+In Prefect's own server, everything can stand still for a minute when several flows start at once:
 
-- A connection to SQLite that waits for the database's lock is in use, in a thread of its own, for up to 60 seconds.
-- Python frees what is in reference cycles in whatever thread makes objects at the moment. Where that is the event
-  loop's, and a cursor of the waiting connection is among it, the loop waits until that connection is free.
-- The transaction that has the lock waits for the loop.
+- A connection to SQLite waits for the database's lock, in a thread of its own, for up to 60 seconds.
+- Python frees reference cycles in the thread that happens to allocate. If that is the event loop's thread, and a cursor
+  of the waiting connection is in a cycle, the loop waits until that connection is free.
+- The transaction that holds the lock waits for the loop.
 
-So a thread that does nothing else collects: if it has to wait, the loop goes on, and the lock is given back. A server
-on PostgreSQL needs none of this.
+So a separate thread does all collections. If that thread has to wait, the loop continues, and the lock is released. A
+server on PostgreSQL needs none of this.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import runpy
 import threading
 import time
 
-YOUNG_SECONDS = 0.5  # between two collections of what is new
-ALL_EVERY = 60  # of these is one of all; nobody else runs meanwhile
+YOUNG_SECONDS = 0.5  # interval between collections of young objects
+ALL_EVERY = 60  # one collection in this many is a full one, which stops all other threads
 
 
-def collect_beside() -> None:
-    """From now on a thread collects, and no other does."""
+def start_collector_thread() -> None:
+    """Collect garbage in a separate thread from now on, and in no other."""
     gc.disable()
-    threading.Thread(target=_collect, name="garbage", daemon=True).start()
+    threading.Thread(target=_collect_forever, name="garbage", daemon=True).start()
 
 
-def _collect() -> None:
+def _collect_forever() -> None:
     for count in itertools.count(1):
         time.sleep(YOUNG_SECONDS)
         gc.collect(1 if count % ALL_EVERY else 2)
         if count == ALL_EVERY:
-            gc.freeze()  # what the server began with stays, and is not gone through again
+            gc.freeze()  # objects from the server's start are not scanned again
 
 
 if __name__ == "__main__":
-    collect_beside()
+    start_collector_thread()
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)

@@ -1,10 +1,10 @@
-"""Spare Ray workers: processes that have made the imports of an actor before there is a run that needs one.
+"""Spare Ray workers: processes that import an actor's modules before a run needs them.
 
-    asked for --> imports --> waits, as `ray::IDLE` --> becomes an actor of a run --> another is asked for, later
+    requested --> imports --> waits, as `ray::IDLE` --> becomes an actor of a run --> another is requested, later
 
-Guarantees: one for each kind that is asked for, as long as the machine has memory to spare, and none on a machine with
-GPUs. A stack makes up for one that was taken; a command's own cluster has them once, for its run. They are the raylet's
-processes like any other worker, and end with it. Where one is missing, its actor begins as it would without spares.
+Guarantees: there is one spare worker for each requested kind, as long as the machine has memory to spare, and none on a
+machine with GPUs. A stack replaces a spare that was taken; a command's own cluster has each once, for its run. Spares
+are children of the raylet like any other worker, and end with it. Without a spare, an actor starts as it would anyway.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import psutil
 
 from rollflow.tasks.actors.early_imports import KIND, Kind, environment, wanted
 
-AGAIN_SECONDS = 45.0  # after one was taken: its run is to begin first
+AGAIN_SECONDS = 45.0  # after a spare was taken: the run should start first
 LOOK_SECONDS = 5.0
 CALL_SECONDS = 5.0
-KEEP_SECONDS = 10 * 365 * 86400  # else Ray ends idle workers as it likes
-LEAST_MEMORY = 4 << 30  # that must be available
+KEEP_SECONDS = 10 * 365 * 86400  # otherwise Ray ends idle workers as it likes
+LEAST_MEMORY = 4 << 30  # memory that must be available
 
 
 class Spares:
-    """Keeps them, for one raylet. See the module's docstring."""
+    """Keeps spare workers for one raylet. See the module's docstring."""
 
     def __init__(self, address: str, raylet: int, folder: Path, kinds: Sequence[Kind], *, kept: bool) -> None:
-        """`address` is where the raylet with process id `raylet` listens; `folder` is for what is asked for.
+        """Create it for the raylet with process id `raylet`, which listens at `address`; `folder` is for requests.
 
-        `kept`: one that was taken is made up for; else there is one of each of these `kinds`, once.
+        With `kept`, a spare that was taken is replaced; otherwise there is one of each of these `kinds`, once.
         """
         self._address, self._raylet, self._folder = address, psutil.Process(raylet), folder
         self._pause = AGAIN_SECONDS if kept else math.inf
@@ -43,21 +43,21 @@ class Spares:
         folder.mkdir(parents=True, exist_ok=True)
 
     def look(self) -> None:
-        """Ask for those that are missing; to be called again and again, and mostly does nothing."""
+        """Request missing spares; call this often, it mostly does nothing."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS or glob.glob("/dev/nvidia[0-9]*"):
             return
         self._looked = now
-        there = self._there()
+        there = self._find_kinds()
         for kind, due in self._due.items():
             if kind in there:
                 self._due[kind] = now + self._pause
             elif now > due and psutil.virtual_memory().available > LEAST_MEMORY:
                 self._due[kind] = now + self._pause
-                self._ask(kind)
+                self._request(kind)
 
-    def _there(self) -> set[str]:
-        """Kinds of which a worker waits or is on its way."""
+    def _find_kinds(self) -> set[str]:
+        """Return the kinds that have a waiting or starting worker."""
         found = set()
         with contextlib.suppress(psutil.Error):
             for process in self._raylet.children():
@@ -67,8 +67,8 @@ class Spares:
                         found.add(process.environ().get(KIND, ""))
         return found
 
-    def _ask(self, kind: Kind) -> None:
-        """Have the raylet start one for whatever job comes."""
+    def _request(self, kind: Kind) -> None:
+        """Ask the raylet to start a worker of this kind, for any job."""
         from ray._private.grpc_utils import grpc, init_grpc_channel
         from ray._private.utils import get_runtime_env_info, parse_runtime_env_for_task_or_actor
         from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
@@ -81,6 +81,6 @@ class Spares:
         try:
             with init_grpc_channel(self._address) as channel:
                 NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=CALL_SECONDS)
-        except grpc.RpcError as error:  # it is asked again, later
+        except grpc.RpcError as error:  # a later look asks again
             wanted(kind, self._folder).unlink(missing_ok=True)
             print(f"no spare worker for {kind}: {error}", flush=True)

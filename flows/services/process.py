@@ -1,18 +1,19 @@
-"""Helper processes on loopback that live as long as a run: a Prefect server, MLflow, a Prefect runner (`ray_head` too).
+"""Helper processes on loopback that live as long as a run: Prefect server, MLflow, Prefect runner (and `ray_head`).
 
 Guarantees:
-- `start()` returns when the service answers, or raises `Unreachable` saying what it waited for, how long, and
-  where the service's log is; `stop()` may be called any number of times and returns within the service's grace
-  plus `guard.REST_SECONDS + guard.KILL_SECONDS`, with every process of that service gone and no other touched.
-- If this process dies, by SIGKILL too, the services end by themselves, and so does one whose guard is killed: each
+- `start()` returns when the service answers. Otherwise it raises `Unreachable`, which says what it waited for, how
+  long, and where the service's log is. `stop()` may be called any number of times. It returns within the service's
+  grace plus `guard.REST_SECONDS + guard.KILL_SECONDS`. Then every process of that service is gone, and no other was
+  touched.
+- If this process dies, even by SIGKILL, the services end by themselves. A service whose guard is killed ends, too: each
   runs under a `guard` that holds the other end of a pipe. (A parent-death signal would not do: it fires when the
   *thread* that forked ends.)
-- `restart()` ends what is left of a service and brings it back at its old address, with what it had stored.
-- Nothing listens outside loopback, and nothing is reported home. But every user of a machine can reach its loopback,
-  and a Prefect server starts any code it is told to. So it takes orders only with a secret string of its own. The
-  processes that need the string get it by environment; otherwise it lies in a file that only this user can read.
+- `restart()` ends what is left of a service and restarts it at its old address, with its stored data.
+- Nothing listens outside loopback, and no usage data is sent. But every user of a machine can reach its loopback, and a
+  Prefect server starts any code on request. So it requires its own secret string. The processes that need the string
+  get it by environment; otherwise it lies in a file that only this user can read.
 
-Ctrl-C reaches only this process: each service has a session of its own.
+Ctrl-C reaches only this process: each service has its own session.
 
 Importing this module imports neither Prefect nor Ray nor MLflow.
 """
@@ -43,28 +44,28 @@ POLL_SECONDS = 0.05
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on at the moment."""
+    """Return a loopback port that nobody listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _await_break(pipe: int, seconds: float) -> None:
-    """Wait until nobody has the pipe's other end any more."""
+    """Wait until nobody holds the pipe's other end."""
     ends = select.poll()
-    ends.register(pipe, 0)  # a break is always told
+    ends.register(pipe, 0)  # a break is always reported
     ends.poll(seconds * 1000)
 
 
 class Service(ABC):
-    """One guarded child process. `launch()` then `wait()` is `start()`, so that several can start side by side."""
+    """A guarded child process. `start()` is `launch()` and `wait()`, so that several can start side by side."""
 
     grace_seconds = 3.0
 
     def __init__(self, log: Path, *, start_seconds: float) -> None:
         self.log = log
         self.start_seconds = start_seconds
-        self.passed_on: tuple[int, ...] = ()  # open files that every process of it holds
+        self.passed_on: tuple[int, ...] = ()  # open files that every process of the service inherits
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -102,7 +103,7 @@ class Service(ABC):
         """Wait until the service answers.
 
         Raises:
-            Unreachable: it ended, or did not answer in time; it was stopped.
+            Unreachable: it ended or did not answer in time, and was stopped.
         """
         deadline = time.monotonic() + self.start_seconds
         while not self._ready():
@@ -122,17 +123,17 @@ class Service(ABC):
 
     @property
     def running(self) -> bool:
-        """Whether the process lives."""
+        """True if the process lives."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """The process above all of the service's; -1 where there is none."""
+        """The process id of the service's guard; -1 if there is none."""
         return self._process.pid if self._process is not None else -1
 
     @property
     def answers(self) -> bool:
-        """Whether the service answers now, as it must at its start. One that runs and does not answer is stuck."""
+        """True if the service answers at this moment. A service that runs and does not answer is stuck."""
         return self._ready()
 
     @property
@@ -141,7 +142,7 @@ class Service(ABC):
         return guard.descendants(self._process.pid)[1:] if self._process is not None and self.running else []
 
     def kill(self) -> None:
-        """End every process of the service at once, in no order."""
+        """Kill every process of the service at once, in no order."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         limit = time.monotonic() + guard.KILL_SECONDS
@@ -153,13 +154,13 @@ class Service(ABC):
         self.stop()
 
     def relaunch(self) -> None:
-        """End what is left of the service and start it again, without waiting for it."""
+        """End what is left of the service and restart it, without waiting for it."""
         self.stop()
         self._process = None
         self.launch()
 
     def restart(self) -> None:
-        """`relaunch` and wait until it answers."""
+        """Restart the service and wait until it answers."""
         self.relaunch()
         self.wait()
 
@@ -170,10 +171,9 @@ class Service(ABC):
         longest = self.grace_seconds + guard.REST_SECONDS + guard.KILL_SECONDS + 2
         if self._process.stdin is not None and not self._process.stdin.closed:
             if not self.running:
-                _await_break(
-                    self._process.stdin.fileno(), longest
-                )  # the guard was killed; the second one ends the rest
-            self._process.stdin.close()  # the guard takes this for "end it"
+                # The guard was killed; the second guard ends the rest.
+                _await_break(self._process.stdin.fileno(), longest)
+            self._process.stdin.close()  # tells the guard to end the service
         try:
             self._process.wait(longest)
         except subprocess.TimeoutExpired:
@@ -191,7 +191,7 @@ class Service(ABC):
 
 
 def start_together(*services: Service, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Start services side by side; if one fails, all are stopped and its error is raised."""
+    """Start services side by side; if one fails, stop all of them and raise its error."""
     try:
         for service in services:
             service.launch()
@@ -204,7 +204,7 @@ def start_together(*services: Service, meanwhile: Callable[[], None] = lambda: N
 
 
 def stop_together(*services: Service) -> None:
-    """Stop services, the last first."""
+    """Stop services, the last one first."""
     for service in reversed(services):
         service.stop()
 
@@ -214,23 +214,23 @@ def without(prefix: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_secret(file: Path, text: str) -> None:
-    """Make a file that only this user can read."""
+    """Create a file that only this user can read."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
-        made.write(text)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        stream.write(text)
 
 
 def new_auth() -> str:
-    """What a Prefect server asks for, and what its clients say."""
+    """Return a new secret string, which a Prefect server requires and its clients send."""
     return f"rollflow:{secrets.token_hex(32)}"
 
 
 class PrefectServer(Service):
     """A private Prefect server on loopback, on a free port if none is given; SQLite in `home/prefect` or `database`.
 
-    Its API answers only to those who know its secret string, and its pages ask for it. `auth_file` holds the string
-    while the server lives. The database is migrated when it is first made, which takes most of the first start.
+    Its API and its pages require its secret string. `auth_file` holds the string while the server lives. Creating the
+    database takes most of the first start.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class PrefectServer(Service):
 
     @property
     def env(self) -> dict[str, str]:
-        """What a process needs to use this server (and to stay out of the person's own Prefect profile)."""
+        """The variables with which a process uses this server, and ignores the user's own Prefect profile."""
         address = {"PREFECT_API_URL": self.api_url, "PREFECT_API_AUTH_STRING": self._auth}
         return {"PREFECT_HOME": str(self.home), **address, **QUIET_PREFECT}
 
@@ -272,7 +272,7 @@ class PrefectServer(Service):
         return [sys.executable, "-m", module, *start]
 
     def _environment(self) -> Mapping[str, str]:
-        # A setting meant for the person's own server (a database URL, an auth string) must not leak into this one.
+        # Settings for the user's own server (a database URL, an auth string) must not leak into this one.
         private = {"PREFECT_HOME": str(self.home), "PREFECT_UI_API_URL": self.api_url}
         private["PREFECT_SERVER_API_AUTH_STRING"] = self._auth
         if self._database:
@@ -293,10 +293,10 @@ UNUSED = (
     "REPOSSESSOR",
     "CLEANUP_RECONCILER",
     "PAUSE_EXPIRATIONS",
-)  # no work pools; a run that is paused may stay so
+)  # no work pools; a paused run may stay paused
 QUIET_SERVER = {
     **{f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in UNUSED},
-    # In memory, a server that is restarted would have forgotten who runs, and Prefect ends whom it has forgotten.
+    # In memory, a restarted server would have forgotten which flow runs are running, and would end them.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
@@ -324,7 +324,7 @@ class MlflowServer(Service):
         return [sys.executable, "-m", "mlflow", "server", *store, *artifacts, *place]
 
     def _environment(self) -> Mapping[str, str]:
-        # Its jobs judge traces, which a run has none of: they are eight processes.
+        # Job execution serves trace judges, which a run has none of, and costs eight processes.
         quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         return without("PREFECT_", without("MLFLOW_", os.environ)) | quiet
 
@@ -335,8 +335,8 @@ class MlflowServer(Service):
 class Runner(Service):
     """A process that serves the deployments (`python -m rollflow.flows.deployments`) in a given environment.
 
-    It counts as started when `ready` exists (a file that the module writes), or at once where none is given.
-    Its flow runs get `grace_seconds` to end in order.
+    It counts as started when the file `ready` exists, which the module writes; without `ready`, at once. Its flow runs
+    get `grace_seconds` to end in order.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""The Prefect server that a person uses: `PREFECT_API_URL`, or what the active Prefect profile says of it.
+"""The user's own Prefect server: from `PREFECT_API_URL`, or from the active Prefect profile.
 
-Imports no Prefect, which takes seconds.
+Does not import Prefect, which takes seconds.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from typing import Any
 
 
 def prefect_url() -> str:
-    """The address of that server's API; "" where there is none, or `PREFECT_API_URL` is set to nothing."""
+    """Return the address of the server's API, or "" if there is none or `PREFECT_API_URL` is empty."""
     return prefect_setting("PREFECT_API_URL")
 
 
 def prefect_setting(name: str) -> str:
-    """A setting of Prefect's: from the environment, else from the active profile; "" where neither has it."""
+    """Return a Prefect setting from the environment, else from the active profile; "" if neither has it."""
     given = os.environ.get(name)
-    return given if given is not None else str(_active().get(name, ""))
+    return given if given is not None else str(_read_profile().get(name, ""))
 
 
-def _active() -> dict[str, Any]:
+def _read_profile() -> dict[str, Any]:
     folder = os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect"))  # unexpanded for a user without a home
     file = Path(os.path.expanduser(os.environ.get("PREFECT_PROFILES_PATH", f"{folder}/profiles.toml")))
     try:
         kept = tomllib.loads(file.read_text())
         return dict(kept["profiles"][os.environ.get("PREFECT_PROFILE", kept["active"])])
-    except (OSError, ValueError, KeyError, TypeError):  # none, or one that Prefect itself would complain of
+    # there is no profile, or a broken one that Prefect itself will report
+    except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -1,8 +1,8 @@
-"""Whether a Ray cluster lets this machine in: token, TLS, and a node of its own; asked before Ray itself is.
+"""Checks whether a Ray cluster admits this machine (token, TLS, a node on it), before Ray is asked.
 
-Ray repeats a call that was refused for a minute, and looks for a node of this machine for another, and then names
-neither the token nor the node. So the head is asked once for the cluster's id and its nodes, with what this process
-has: `RAY_AUTH_MODE` and its token, `RAY_USE_TLS` and its certificates.
+Ray itself retries a refused call for a minute, and searches for a node of this machine for another one. Its error then
+names neither the token nor the node. So this module asks the head once for the cluster's id and its nodes, with this
+process's credentials: `RAY_AUTH_MODE` and its token, `RAY_USE_TLS` and its certificates.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ TOKEN_CURE = (
 
 
 def check_token(address: str) -> None:
-    """Check that the head at `address` takes this process's token.
+    """Check that the head at `address` accepts this process's token.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it rejects the token.
         Unreachable: it gives no answer.
     """
-    _ask(address, nodes=False)
+    _ask_head(address, nodes=False)
 
 
 def check_membership(address: str) -> None:
     """Check that a driver may run on this machine: Ray needs a node on it, with or without CPUs.
 
     Raises:
-        ConfigError: there is no node, or the head refuses.
+        ConfigError: this machine has no node, or the head rejects the token.
         Unreachable: it gives no answer.
     """
-    found = _ask(address, nodes=True)
+    found = _ask_head(address, nodes=True)
     if not found & _local_nodes():
         raise ConfigError(
             f"cluster.address = {address!r}: this machine is none of the cluster's {len(found)} nodes; let it join, "
@@ -45,8 +45,8 @@ def check_membership(address: str) -> None:
         )
 
 
-def _ask(address: str, *, nodes: bool) -> set[str]:
-    """Return the ids of the living nodes, if these are asked for."""
+def _ask_head(address: str, *, nodes: bool) -> set[str]:
+    """Ask the head; return the ids of the living nodes if `nodes` is set, else an empty set."""
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
@@ -65,12 +65,13 @@ def _ask(address: str, *, nodes: bool) -> set[str]:
             return {node.node_id.hex() for node in answer.node_info_list if node.state == alive}
     except grpc.RpcError as error:
         raise _refusal(address, error) from None
-    except (RayError, RuntimeError, ValueError) as error:  # of a token that is asked for by RAY_AUTH_MODE alone
+    # for example, RAY_AUTH_MODE asks for a token and there is none
+    except (RayError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cluster.address = {address!r}: {' '.join(str(error).split())}; {TOKEN_CURE}") from None
 
 
 def _refusal(address: str, error: Any) -> ConfigError | Unreachable:
-    """Return the error for what gRPC says."""
+    """Return the error that corresponds to gRPC's status."""
     import grpc
 
     if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
@@ -84,7 +85,7 @@ def _has_token() -> bool:
 
 
 def _local_nodes() -> set[str]:
-    """Return the ids of the Ray nodes that run on this machine: a driver is connected to one of them."""
+    """Return the ids of the Ray nodes on this machine; a driver connects to one of them."""
     from ray._private.services import find_node_ids
 
     return set(find_node_ids())

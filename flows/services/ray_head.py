@@ -1,6 +1,6 @@
-"""A private Ray cluster on loopback: its head, further nodes, and the folders their processes leave.
+"""A private Ray cluster on loopback: its head, further nodes, and the folders of their processes.
 
-A node that dies is noticed by the head within about three seconds, and then every call on its actors fails.
+The head notices the death of a node within about three seconds, and then every call to its actors fails.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from rollflow.flows.services.variables import SOCKET_PATH_BYTES, short_folders
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import WANTED, Kind
 
-NOTICE = {  # the head asks every node for its health: four refused answers in a row and it is dead
+NOTICE = {  # the head checks the health of every node: after four failed checks in a row the node counts as dead
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "4",
     "RAY_health_check_timeout_ms": "5000",  # for one answer: a machine that is short of CPU is slow, not dead
 }
 IMPORTING = {
-    "RAY_worker_register_timeout_seconds": "600",  # a worker imports before it registers; 60 by Ray itself
-    "RAY_prestart_worker_first_driver": "0",  # workers of no kind, of which a run needs one
+    "RAY_worker_register_timeout_seconds": "600",  # a worker imports before it registers; Ray's default is 60
+    "RAY_prestart_worker_first_driver": "0",  # generic workers, of which a run needs one
     "RAY_enable_worker_prestart": "0",
 }
 
 
-RESERVE = 2  # workers that may have died before they registered
+RESERVE = 2  # number of workers that may have died before they registered
 
 
 class RayHead(Service):
-    """A private Ray cluster on loopback, with a token of its own; files in `home/ray/<process>-<number>`."""
+    """A private Ray cluster on loopback, with its own token; files in `home/ray/<process>-<number>`."""
 
-    grace_seconds = 0.5  # nothing in the head needs an orderly end; what matters is stored elsewhere
+    grace_seconds = 0.5  # nothing in the head needs an orderly end; the data that matters is stored elsewhere
     _count = 0
 
     def __init__(
@@ -58,7 +58,7 @@ class RayHead(Service):
         keep_spares: bool = False,
         start_seconds: float = 90.0,
     ) -> None:
-        """`spares`: have workers that make an actor's imports before a run needs them (`prewarmed_workers`)."""
+        """Create it without starting it. `spares`: workers that import an actor's modules in advance."""
         RayHead._count += 1
         self.folder = home.absolute() / "ray" / f"{os.getpid()}-{RayHead._count}"
         super().__init__(self.folder / "head.log", start_seconds=start_seconds)
@@ -76,7 +76,7 @@ class RayHead(Service):
 
     @property
     def env(self) -> dict[str, str]:
-        """What a process needs to attach to this cluster; set it before Ray is imported."""
+        """The variables that a process needs to attach to this cluster; set them before Ray is imported."""
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
@@ -89,12 +89,13 @@ class RayHead(Service):
     @property
     def node_env(self) -> dict[str, str]:
         """The environment of a node's own processes."""
-        # When an actor is killed, so is what it started (an engine's core process holds gigabytes).
+        # A killed actor takes its child processes with it (an engine's core process holds gigabytes).
         orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
-        inherited = without("PREFECT_", without("RAY_ADDRESS", os.environ))  # actors have no orders to give to it
+        # actors give no orders to the Prefect server
+        inherited = without("PREFECT_", without("RAY_ADDRESS", os.environ))
         own = {"RAY_enable_metrics_collection": "0", WANTED: str(self._wanted), **IMPORTING}
-        # How many workers may start at a time. Actors get as many as Ray itself would give them. They wait neither for
-        # the spares nor for workers that died, which Ray counts until they should have registered.
+        # How many workers may start at a time: as many actors as Ray itself would allow, plus the spares, plus dead
+        # workers, which Ray counts until their registration times out.
         own["RAY_worker_maximum_startup_concurrency"] = str(self._cpus + len(self._spares) + RESERVE)
         return inherited | self.env | orphans | NOTICE | own
 
@@ -104,14 +105,14 @@ class RayHead(Service):
         remove_dead_folders(self.folder.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._ready_file.unlink(missing_ok=True)
-        if not (self.folder / "token").exists():  # a head that comes back keeps it: its clients have read it
+        if not (self.folder / "token").exists():  # a restarted head keeps its token: its clients have read it
             write_secret(self.folder / "token", secrets.token_hex(32))
         if self.temp != self.folder:
             self.temp.symlink_to(self.folder)
         super().launch()
 
     def stop(self) -> None:
-        """End every process of this cluster: raylet, workers, actors (detached too) and what those started."""
+        """End every process of this cluster: raylet, workers, actors (detached too) and their children."""
         super().stop()
         if self.temp.is_symlink():
             self.temp.unlink(missing_ok=True)
@@ -147,10 +148,10 @@ class RayHead(Service):
 
 
 class RayNode(Service):
-    """One more node of a private cluster, on the same machine: a raylet with an object store and resources of its own.
+    """Another node of a private cluster, on the same machine: a raylet with its own object store and resources.
 
-    It stands for a second machine: end it, or kill any of its `processes`, and its actors are gone as with a machine
-    that lost power.
+    It simulates a second machine: if it is ended or any of its `processes` is killed, its actors are gone, as on a
+    machine that lost power.
     """
 
     grace_seconds = 0.5
@@ -234,7 +235,7 @@ def _fits(folder: Path) -> bool:
 
 
 def remove_dead_folders(parent: Path, keep: int = 2) -> None:
-    """Remove the folders of clusters whose owner is gone, but the latest `keep` (their logs may be wanted)."""
+    """Remove the folders of clusters whose owner is gone, but keep the latest `keep`, for their logs."""
     folders = [path for path in parent.glob("*-*") if path.is_dir()]
     dead = [path for path in folders if not _alive(path.name.partition("-")[0])]
     dead.sort(key=lambda path: path.stat().st_mtime)
@@ -243,9 +244,9 @@ def remove_dead_folders(parent: Path, keep: int = 2) -> None:
 
 
 def remove_dead_links(parent: Path) -> None:
-    """Remove links that `short_folder` named for clusters in `parent` whose owner was killed, or that lead nowhere."""
+    """Remove links of `short_folder` for clusters in `parent` whose owner was killed, and links that lead nowhere."""
     for link in chain.from_iterable(folder.glob("rollflow-*") for folder in short_folders()):
-        with contextlib.suppress(OSError):  # it belongs to another user, or is gone meanwhile
+        with contextlib.suppress(OSError):  # it belongs to another user, or has vanished meanwhile
             target = link.readlink()
             if not target.exists() or (target.parent == parent and not _alive(target.name.partition("-")[0])):
                 link.unlink()

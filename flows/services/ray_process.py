@@ -1,18 +1,18 @@
-"""A node of a private Ray cluster: the head (GCS and raylet) or one more node (a raylet) that joins it.
+"""A node of a private Ray cluster: the head (GCS and raylet), or another node (a raylet) that joins it.
 
-It has the node's agents, but no dashboard, autoscaler, log monitor and client server. The process ends as soon as one
-of those it started ends, whichever that is and however: a cluster without its GCS or a node without its raylet is no
-use to anybody, and its owner looks at this process only.
+It has the node's agents, but no dashboard, autoscaler, log monitor or client server. The process ends as soon as any of
+its children ends, in any way: a cluster without its GCS, or a node without its raylet, is useless, and the owner
+watches this process only.
 
-It is made of Ray's private `Node`, for the public `ray start --block` cannot do all of this (Ray 2.60):
+It uses Ray's private class `Node`, because the public `ray start --block` has these faults (Ray 2.60):
 
-- it always starts the dashboard's process and a Ray client server, wanted or not: twice the CPU seconds of a start,
-  180 MiB more and two more open ports;
-- it waits on where one of the node's processes ended with exit code 0 or by SIGTERM;
-- it joins no node to a head that is on loopback only: it takes 127.0.0.1 for the machine's outside address, and where
-  clusters are off, which prevents that, it joins none.
+- it always starts the dashboard's process and a Ray client server: twice the CPU seconds of a start, 180 MiB more and
+  two more open ports;
+- it goes on waiting if one of the node's processes ended with exit code 0 or by SIGTERM;
+- it joins no node to a head that is on loopback only: it replaces 127.0.0.1 by the machine's outside address, and with
+  clusters switched off, which prevents that, it joins no node.
 
-`tests/contracts/test_ray_private.py` holds what is taken from there.
+`tests/contracts/test_ray_private.py` tests the private parts that this module uses.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ WORKER = Path(__file__).with_name("ray_worker.py")
 
 
 def serve(given: argparse.Namespace) -> str:
-    """Start the node's processes, write `ready`, and return what died first."""
+    """Start the node's processes, write the file `ready`, and return a description of the first one to die."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
     class Bare(Node):  # type: ignore[misc]
         def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-            """Not wanted: even with the dashboard off, its process costs a second of a core."""
+            """Start nothing: even with the dashboard off, its process costs a second of a core."""
 
     parameters = RayParams(
         node_ip_address=given.ip,
@@ -53,14 +53,14 @@ def serve(given: argparse.Namespace) -> str:
         include_log_monitor=False,
         no_monitor=True,
         worker_path=str(WORKER),
-        dashboard_agent_listen_port=free_port(),  # Ray's default (52365) is one for all clusters of a machine
+        dashboard_agent_listen_port=free_port(),  # Ray's default (52365) is the same for all clusters of a machine
         **({"gcs_address": given.join} if given.join else {"gcs_server_port": given.port}),
     )
-    # On Linux a reaper is none: the kernel ends the node's processes with this one, whoever killed it.
+    # Linux needs no reaper: the kernel ends the node's processes with this one, even after SIGKILL.
     node = Bare(parameters, head=not given.join, shutdown_at_exit=False, spawn_reaper=sys.platform == "linux")
     given.ready.write_text(node.gcs_address)
-    spares = _spares(node, given) if given.spares else None
-    watch = WorkerWatch(_raylet(node), given.lost) if given.lost else None
+    spares = _build_spares(node, given) if given.spares else None
+    watch = WorkerWatch(_raylet_pid(node), given.lost) if given.lost else None
     while node.remaining_processes_alive():
         if watch:
             watch.look()
@@ -70,13 +70,13 @@ def serve(given: argparse.Namespace) -> str:
     return ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in node.dead_processes())
 
 
-def _spares(node: Any, given: argparse.Namespace) -> Spares:
-    """Kept for this node."""
+def _build_spares(node: Any, given: argparse.Namespace) -> Spares:
+    """Return the keeper of this node's spare workers."""
     address = f"{node.node_ip_address}:{node.node_manager_port}"
-    return Spares(address, _raylet(node), given.spares, given.kinds.split(","), kept=given.keep_spares)
+    return Spares(address, _raylet_pid(node), given.spares, given.kinds.split(","), kept=given.keep_spares)
 
 
-def _raylet(node: Any) -> int:
+def _raylet_pid(node: Any) -> int:
     """Return the process id of the node's raylet."""
     from ray._private import ray_constants
 
@@ -88,18 +88,18 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--port", type=int, help="start a head that listens here")
     where.add_argument("--join", help="the address of the head to join")
-    parser.add_argument("--ip", default="127.0.0.1", help="of this node; by default nothing outside can reach it")
+    parser.add_argument("--ip", default="127.0.0.1", help="the node's address; by default nothing outside can reach it")
     parser.add_argument("--temp", required=True)
     parser.add_argument("--cpus", type=int, required=True)
     parser.add_argument("--gpus", type=int)
     parser.add_argument("--resources", default="{}")
     parser.add_argument("--labels", default="{}")
     parser.add_argument("--object-store-bytes", type=int, required=True)
-    parser.add_argument("--spares", type=Path, help="have spare workers; the folder where they are asked for")
-    parser.add_argument("--kinds", help="of the spare workers, with commas")
-    parser.add_argument("--keep-spares", action="store_true", help="make up for those that were taken")
+    parser.add_argument("--spares", type=Path, help="keep spare workers; the folder for requests")
+    parser.add_argument("--kinds", help="kinds of the spare workers, separated by commas")
+    parser.add_argument("--keep-spares", action="store_true", help="replace spare workers that were taken")
     parser.add_argument("--ready", type=Path, required=True)
-    parser.add_argument("--lost", type=Path, help="a folder for the deaths of workers that begin")
+    parser.add_argument("--lost", type=Path, help="a folder that records workers that died while they started")
     raise SystemExit(f"ended: {serve(parser.parse_args())}")
 
 

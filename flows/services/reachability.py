@@ -1,7 +1,7 @@
-"""Is a service that the config names there? Plain HTTP and sockets, bounded, quiet.
+"""Checks that the services that the config names are there: by plain HTTP and sockets, bounded and quiet.
 
-Each `check_*` returns, or within about ten seconds raises `ConfigError` with one sentence that names the key, the
-value (without user names, passwords and query) and the cure. None of them imports Prefect, Ray or MLflow.
+Each `check_*` returns, or raises `ConfigError` within about ten seconds. The error is one sentence that names the key,
+the value (without user names, passwords and query) and the fix. None of them imports Prefect, Ray or MLflow.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rollflow.flows.services.tls import HTTP_SETTINGS, http_context, ray_context
 from rollflow.storage.errors import ConfigError
 
 CHECK_SECONDS = 8.0
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # and an empty SETTINGS frame
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # with an empty SETTINGS frame
 SETTINGS_FRAME = 4
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEFAULT_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
 def redact(uri: str) -> str:
-    """`uri` without user name, password, query and fragment."""
+    """Return `uri` without user name, password, query and fragment."""
     try:
         parts = urlsplit(uri)
-    except ValueError:  # not a URI at all; whatever it is, it may hold a secret
+    except ValueError:  # not a URI, but it may hold a secret
         return "<not a URI>"
     if not parts.netloc and parts.scheme.startswith(("http", "socks")):  # slashes are missing, or too many
         return f"{parts.scheme}:{parts.path.rpartition('@')[2]}"
@@ -41,13 +41,15 @@ def redact(uri: str) -> str:
 
 
 def check_prefect(api_url: str) -> None:
-    """A Prefect API answers at `api_url`."""
-    # The body matters: Prefect's web pages answer any path, with HTTP 200.
+    """Check that a Prefect API answers at `api_url`."""
+    # The body matters: Prefect's web pages answer any path with HTTP 200.
     _check_http("PREFECT_API_URL", api_url, b"true", "a Prefect API (its address ends in /api)", PREFECT_CURE)
 
 
 def check_prefect_database(url: str) -> None:
-    """The database that a private Prefect server is to use lets it in; SQLite is a file, and made."""
+    """Check that the database of a private Prefect server accepts a connection; an SQLite file
+    is created when needed.
+    """
     if not url.startswith("postgresql+asyncpg://"):
         return
     import asyncio
@@ -72,7 +74,7 @@ RAY_CURE = 'start it (ray start --head), correct the address, or leave it "auto"
 
 
 def check_mlflow(uri: str) -> None:
-    """An MLflow server answers at `uri`, or the local store it names can be written."""
+    """Check that an MLflow server answers at `uri`, or that the local store at `uri` can be written."""
     scheme = urlsplit(uri).scheme.partition("+")[0]
     if scheme in ("http", "https"):
         _check_http("tracking.uri", uri, b"OK", "an MLflow server", MLFLOW_CURE)
@@ -86,7 +88,7 @@ def check_mlflow(uri: str) -> None:
 
 
 def check_ray(address: str) -> None:
-    """A Ray head answers at `address` ("auto" is a private cluster, which needs no check)."""
+    """Check that a Ray head answers at `address` ("auto" is a private cluster, which needs no check)."""
     if address == "auto":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -112,11 +114,11 @@ def check_ray(address: str) -> None:
 
 
 def check_store_reach(uri: str, address: str, nodes: Iterable[str] = ()) -> None:
-    """Refuse a store that is a folder here if the cluster at `address` (of these `nodes`) is on other machines."""
+    """Reject a store in a local folder if the cluster at `address` (with these `nodes`) is on other machines."""
     scheme, sep, _ = uri.partition("://")
     if address == "auto" or (sep and scheme != "file"):
         return
-    away = [node for node in (address.rpartition(":")[0], *nodes) if not here(node)]
+    away = [node for node in (address.rpartition(":")[0], *nodes) if not is_local(node)]
     if away:
         raise ConfigError(
             f"store.uri = {uri!r}: a folder of this machine, which {', '.join(sorted(set(away)))} of cluster.address = "
@@ -124,19 +126,19 @@ def check_store_reach(uri: str, address: str, nodes: Iterable[str] = ()) -> None
         )
 
 
-def here(host: str) -> bool:
-    """Whether an address is one of this machine's."""
+def is_local(host: str) -> bool:
+    """Return whether an address belongs to this machine."""
     import psutil
 
     own = {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
     try:
         return all(str(found[4][0]).partition("%")[0] in own for found in socket.getaddrinfo(host, None))
     except OSError:
-        return True  # no such host: not this check's to say
+        return True  # the host does not exist; another check reports that
 
 
 def http_answers(url: str, *, seconds: float) -> bool:
-    """Whether a GET of `url` succeeds."""
+    """Return whether a GET of `url` succeeds."""
     try:
         with _open(url, seconds) as response:
             return bool(response.status == 200)
@@ -145,13 +147,13 @@ def http_answers(url: str, *, seconds: float) -> bool:
 
 
 def speaks_http2(host: str, port: int, *, seconds: float, raising: bool = False) -> bool:
-    """Whether the peer answers HTTP/2 (gRPC), as a Ray head does; over TLS where this process's Ray uses it."""
+    """Return whether the peer answers HTTP/2 (gRPC), as a Ray head does; over TLS if this process's Ray uses TLS."""
     try:
         with socket.create_connection((host, port), timeout=seconds) as connection:
             peer = ray_context().wrap_socket(connection) if uses_tls() else connection
             peer.sendall(HTTP2_PREFACE)
             answer = peer.recv(9)
-    except ConnectionResetError:  # it is there, and takes this for nonsense
+    except ConnectionResetError:  # the peer is there, but does not understand the request
         return False
     except OSError:
         if raising:
@@ -180,12 +182,13 @@ def _reason(error: Exception) -> str:
 
 
 def _check_http(key: str, url: str, healthy: bytes, kind: str, cure: str) -> None:
-    shown = redact(url)  # also what is asked: a health page needs no credentials, and urllib takes them for the host
+    # also the address that is fetched: a health page needs no credentials, and urllib takes them for the host
+    shown = redact(url)
     try:
         with _open(shown.rstrip("/") + "/health", CHECK_SECONDS, key) as response:
             body = response.read(64).strip()
     except urllib.error.HTTPError as error:
-        if error.code in (401, 403):  # it is there, and asks for the credentials that its own client will send
+        if error.code in (401, 403):  # the server is there, and asks for the credentials that its own client will send
             return
         body = b""
     except (OSError, ValueError, http.client.HTTPException) as error:
@@ -198,7 +201,7 @@ def _check_http(key: str, url: str, healthy: bytes, kind: str, cure: str) -> Non
 
 
 def check_folder(key: str, uri: str, folder: Path) -> None:
-    """`folder` is there, or can be made, and written."""
+    """Check that `folder` exists or can be created, and can be written."""
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent

@@ -1,4 +1,4 @@
-"""Relative paths in a recipe are relative to the recipe; those of `--set` are relative to the working folder.
+"""Makes relative paths absolute: those of a recipe are relative to the recipe, those of `--set` to the working folder.
 
 | key | what counts as a path |
 |---|---|
@@ -7,8 +7,8 @@
 | `store.uri` | a value without a scheme |
 | `tracking.uri` | a value without a scheme (except "databricks"), `file:` and `sqlite:///` |
 
-Import paths of user-defined parts name modules, not files, and `options` are passed on as they are. A run records the
-absolute paths that are made here.
+Import paths of user-defined parts name modules, not files, and `options` are passed on unchanged. A run records the
+absolute paths.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ Anchor = Callable[[str, Path], str]
 
 
 def recipe_folder(recipe: Path) -> Path:
-    """Return the folder that a recipe's paths are relative to; for a recipe that is a pipe, the working folder."""
+    """Return the folder that a recipe's paths are relative to; for a recipe read from a pipe, the working folder."""
     return recipe.parent.resolve() if recipe.is_file() else Path.cwd()
 
 
 def path_values(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return the values that may be paths, by key."""
-    return {key: table[last] for (key, table, last), _ in _places(tree)}
+    return {key: table[last] for (key, table, last), _ in _find_paths(tree)}
 
 
 def anchor_paths(tree: Mapping[str, Any], folder: Path, known: Mapping[str, str] | None = None) -> None:
-    """Make a tree's relative paths absolute, from `folder`; values that are already `known` stay as they are.
+    """Make a tree's relative paths absolute, from `folder`; values that are already `known` stay unchanged.
 
     Raises:
-        ConfigError: `policy.path` is no folder there, but one in the working folder.
+        ConfigError: `policy.path` is no folder there, but is one in the working folder.
     """
-    for (key, table, last), anchor in _places(tree):
+    for (key, table, last), anchor in _find_paths(tree):
         if (known or {}).get(key) != table[last]:
             table[last] = anchor(table[last], folder)
 
 
-def _places(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
+def _find_paths(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
     prompts = tree.get("prompts")
     candidates: list[tuple[str, Any, str, Anchor]] = [
-        ("policy", tree.get("policy"), "path", _policy),
-        ("store", tree.get("store"), "uri", _store),
-        ("tracking", tree.get("tracking"), "uri", _tracking),
+        ("policy", tree.get("policy"), "path", _anchor_policy),
+        ("store", tree.get("store"), "uri", _anchor_store),
+        ("tracking", tree.get("tracking"), "uri", _anchor_tracking),
     ]
     for position, source in enumerate(prompts if isinstance(prompts, list) else ()):
         if isinstance(source, dict) and source.get("kind") == "jsonl":
-            candidates.append((f"prompts.{position}", source, "path", _file))
+            candidates.append((f"prompts.{position}", source, "path", _anchor_file))
     for place, table, last, anchor in candidates:
         if isinstance(table, dict) and isinstance(table.get(last), str) and table[last]:
             yield (f"{place}.{last}", table, last), anchor
 
 
-def _file(path: str, folder: Path) -> str:
+def _anchor_file(path: str, folder: Path) -> str:
     try:
         return str(folder / Path(path).expanduser())
     except RuntimeError:  # an unknown user's home: opening the path reports it
         return path
 
 
-def _policy(path: str, folder: Path) -> str:
-    there = _file(path, folder)
+def _anchor_policy(path: str, folder: Path) -> str:
+    there = _anchor_file(path, folder)
     could_be_a_hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
     if not could_be_a_hub_name or Path(there).is_dir():
         return there
@@ -79,13 +79,13 @@ def _policy(path: str, folder: Path) -> str:
     return path
 
 
-def _store(uri: str, folder: Path) -> str:
-    return uri if "://" in uri else _file(uri, folder)
+def _anchor_store(uri: str, folder: Path) -> str:
+    return uri if "://" in uri else _anchor_file(uri, folder)
 
 
-def _tracking(uri: str, folder: Path) -> str:
+def _anchor_tracking(uri: str, folder: Path) -> str:
     if match := re.fullmatch(r"(sqlite:///)([^/:].*)", uri):  # four slashes: absolute; a colon: in memory
-        return match[1] + _file(match[2], folder)
+        return match[1] + _anchor_file(match[2], folder)
     if match := re.fullmatch(r"file:(?://)?([^/].*)", uri):
-        return f"file://{_file(match[1], folder)}"
-    return uri if ":" in uri or uri == "databricks" else _file(uri, folder)
+        return f"file://{_anchor_file(match[1], folder)}"
+    return uri if ":" in uri or uri == "databricks" else _anchor_file(uri, folder)

@@ -1,13 +1,13 @@
-"""What is registered as a deployment, and how: registering again keeps what a person made in the Prefect UI.
+"""Registers deployments, and keeps what a user changed in the Prefect UI when it registers them again.
 
-Prefect's own upsert replaces the schedules, the default parameters, the description and the tags. Here:
+Prefect's own upsert replaces the schedules, the default parameters, the description and the tags. This module instead:
 
-- the pause is never sent;
-- of its parameters, description, tags, limit and schedules, those are sent that are still as they were registered
-  last. A digest of what they were then is kept in the deployment's version;
-- the entrypoint and the form are ours: they follow the code.
+- never sends the paused flag;
+- sends parameters, description, tags, limit and schedules only if they are still as they were last registered. A digest
+  of each registered value is kept in the deployment's version;
+- always sends the entrypoint and the form: they follow the code.
 
-Where nothing differs nothing is sent, so that the runs that a schedule has planned stay, too.
+If nothing differs, nothing is sent, so that the runs that a schedule has planned are kept.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from rollflow.flows.services.form import form
-from rollflow.flows.services.prefect_api import INTERNAL, OF_SESSION, api, going, insist, names_of
+from rollflow.flows.services.form import build_form
+from rollflow.flows.services.prefect_api import INTERNAL, OF_SESSION, api, deployment_names, insist, unfinished_runs
 from rollflow.storage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.responses import DeploymentResponse
 
-SLUG = "rollflow"  # of the schedule that a file asks for
+SLUG = "rollflow"  # slug of the schedule that a file asks for
 SILENT_SECONDS = 120.0  # a session's runner asks for work every second
-DEAD_SECONDS = 20.0  # a session silent for so long is dead or away; a command that takes over its run waits so long
+# a session that is silent for so long is dead or unreachable; a command that takes over its run waits so long
+DEAD_SECONDS = 20.0
 POLL_SECONDS = 1.0
 HOME = "home:"  # prefix of the tag that names the run home whose session serves a deployment
 PERSONS = (
@@ -44,12 +45,14 @@ PERSONS = (
     "tags",
     "concurrency_limit",
     "schedules",
-)  # what a person may change on the page
+)  # fields that a user may change on the page
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One deployment as it is offered to a Prefect server. `limit` is of flow runs at a time; more are cancelled."""
+    """One deployment as it is offered to a Prefect server. `limit` is the most flow runs at a
+    time; more are cancelled.
+    """
 
     flow: Flow[Any, Any]
     name: str
@@ -57,9 +60,9 @@ class Offer:
     description: str = ""
     tags: tuple[str, ...] = ()
     limit: int | None = None
-    cron: tuple[str, str] | None = None  # and the time zone that it means
+    cron: tuple[str, str] | None = None  # the cron expression and its time zone
     hidden: tuple[str, ...] = ()  # parameters that the form does not show
-    storage: None = None  # a runner asks
+    storage: None = None  # a field that Prefect's runner reads
 
     @property
     def flow_name(self) -> str:
@@ -67,16 +70,16 @@ class Offer:
 
     @property
     def entrypoint(self) -> str:
-        """By module: a path would give the flow a wrong `__module__`."""
+        """The flow's entrypoint by module: a path would give the flow a wrong `__module__`."""
         return f"{self.flow.fn.__module__}.{self.flow.fn.__name__}"
 
     async def aapply(self) -> UUID:
-        """Register it; what `prefect.Runner` calls."""
+        """Register the deployment; `prefect.Runner` calls this."""
         return await asyncio.to_thread(insist, lambda: register(self))
 
 
 def register(offer: Offer) -> UUID:
-    """Make or update the deployment; returns its id."""
+    """Create or update the deployment; return its id."""
     from prefect.exceptions import ObjectNotFound
 
     with api() as client:
@@ -96,8 +99,8 @@ def _create(client: SyncPrefectClient, offer: Offer) -> UUID:
         flow_id=client.create_flow_from_name(offer.flow_name),
         concurrency_options=cancel if offer.limit else None,
         enforce_parameter_schema=True,
-        **_ours(offer),
-        **_persons(offer),
+        **_code_fields(offer),
+        **_user_fields(offer),
         name=offer.name,
     )
 
@@ -105,34 +108,34 @@ def _create(client: SyncPrefectClient, offer: Offer) -> UUID:
 def _update(client: SyncPrefectClient, there: DeploymentResponse, offer: Offer) -> None:
     from prefect.client.schemas.actions import DeploymentUpdate
 
-    last, now = (there.version or "").rpartition(" ")[2].split("."), _persons(offer)
-    untouched = [digest == _digest(_there(there, name)) for name, digest in zip(PERSONS, last, strict=False)]
+    last, now = (there.version or "").rpartition(" ")[2].split("."), _user_fields(offer)
+    untouched = [digest == _digest(_read_field(there, name)) for name, digest in zip(PERSONS, last, strict=False)]
     ours = {name: now[name] for name, as_it_was in zip(PERSONS, untouched, strict=False) if as_it_was}
-    sent = _ours(offer) | ours
+    sent = _code_fields(offer) | ours
     digests = [_digest(now[name]) if name in ours else old for name, old in zip(PERSONS, last, strict=False)]
     sent["version"] = f"{version('rollflow')} {'.'.join(digests)}"
-    if changed := {name: value for name, value in sent.items() if value != _there(there, name)}:
+    if changed := {name: value for name, value in sent.items() if value != _read_field(there, name)}:
         client.update_deployment(there.id, DeploymentUpdate(**changed))
 
 
-def _ours(offer: Offer) -> dict[str, Any]:
-    """What follows the code, whatever a person did."""
-    digests = ".".join(_digest(value) for value in _persons(offer).values())
+def _code_fields(offer: Offer) -> dict[str, Any]:
+    """Return the fields that follow the code, whatever a user changed."""
+    digests = ".".join(_digest(value) for value in _user_fields(offer).values())
     return {
         "entrypoint": offer.entrypoint,
-        "parameter_openapi_schema": form(offer.flow, offer.hidden),
+        "parameter_openapi_schema": build_form(offer.flow, offer.hidden),
         "version": f"{version('rollflow')} {digests}",
     }
 
 
-def _persons(offer: Offer) -> dict[str, Any]:
+def _user_fields(offer: Offer) -> dict[str, Any]:
     schedule = {"cron": offer.cron[0], "timezone": offer.cron[1], "day_or": True} if offer.cron else None
     schedules = [{"schedule": schedule, "active": True, "slug": SLUG}] if schedule else []
     values = (dict(offer.parameters), offer.description, sorted(offer.tags), offer.limit, schedules)
     return dict(zip(PERSONS, values, strict=True))
 
 
-def _there(there: DeploymentResponse, name: str) -> Any:
+def _read_field(there: DeploymentResponse, name: str) -> Any:
     if name == "concurrency_limit":
         return there.global_concurrency_limit.limit if there.global_concurrency_limit else None
     if name == "tags":
@@ -152,7 +155,7 @@ def home_tag(home: Path) -> str:
 
 
 def check_unserved(name: str, home: Path) -> None:
-    """Check that no session of another home serves deployments of this name; a session that died is waited out.
+    """Check that no session of another home serves deployments of this name; wait until a dead session counts as dead.
 
     Two sessions would take each other's flow runs, and the first to end would delete the deployments of both.
 
@@ -170,10 +173,12 @@ def check_unserved(name: str, home: Path) -> None:
 
 
 def _list_other_homes(name: str, own: str) -> list[str]:
-    """List the tags of other homes whose sessions asked for work of these deployments a moment ago."""
+    """List the tags of other homes whose sessions recently asked for work of these deployments."""
     with api() as client:
         there = [
-            one for one in _tagged(client, OF_SESSION) if one.name in names_of(name) and not _silent(one, DEAD_SECONDS)
+            one
+            for one in _read_tagged(client, OF_SESSION)
+            if one.name in deployment_names(name) and not _is_silent(one, DEAD_SECONDS)
         ]
     return [tag for one in there for tag in one.tags if tag.startswith(HOME) and tag != own]
 
@@ -181,13 +186,13 @@ def _list_other_homes(name: str, own: str) -> list[str]:
 def list_superseded(offers: Iterable[Offer], name: str) -> list[Offer]:
     """List offers for internal deployments that older versions called `name`, if flow runs still wait for them.
 
-    The others are deleted.
+    Deployments that no flow run waits for are deleted.
     """
     from prefect.exceptions import ObjectNotFound
 
     waited = []
     with api() as client:
-        waiting = {run.deployment_id for run in going(client, name)}
+        waiting = {run.deployment_id for run in unfinished_runs(client, name)}
         for offer in offers:
             try:
                 there = client.read_deployment_by_name(f"{offer.flow_name}/{name}")
@@ -201,29 +206,29 @@ def list_superseded(offers: Iterable[Offer], name: str) -> list[Offer]:
 
 
 def withdraw(name: str, home: Path) -> None:
-    """Delete the deployments of this name that this home's session served. Those of other homes are left."""
+    """Delete the deployments of this name that this home's session served. Those of other homes are kept."""
     with api() as client:
-        for one in _tagged(client, OF_SESSION):
+        for one in _read_tagged(client, OF_SESSION):
             homes = [tag for tag in one.tags if tag.startswith(HOME)]
-            if one.name in names_of(name) and homes in ([], [home_tag(home)]):
+            if one.name in deployment_names(name) and homes in ([], [home_tag(home)]):
                 client.delete_deployment(one.id)
 
 
 def sweep() -> list[str]:
-    """Delete deployments of sessions that died: nobody has asked for their work for long. Returns their names."""
+    """Delete deployments of dead sessions, whose work nobody has asked for in a long time. Return their names."""
     with api() as client:
-        dead = [one for one in _tagged(client, OF_SESSION) if _silent(one)]
+        dead = [one for one in _read_tagged(client, OF_SESSION) if _is_silent(one)]
         for one in dead:
             client.delete_deployment(one.id)
     return sorted({one.name for one in dead})
 
 
-def _tagged(client: SyncPrefectClient, tag: str) -> list[DeploymentResponse]:
+def _read_tagged(client: SyncPrefectClient, tag: str) -> list[DeploymentResponse]:
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterTags
 
     return client.read_deployments(deployment_filter=DeploymentFilter(tags=DeploymentFilterTags(all_=[tag])))
 
 
-def _silent(one: DeploymentResponse, seconds: float = SILENT_SECONDS) -> bool:
+def _is_silent(one: DeploymentResponse, seconds: float = SILENT_SECONDS) -> bool:
     asked = one.last_polled or one.created
     return asked is not None and time.time() - asked.timestamp() > seconds

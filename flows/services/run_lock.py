@@ -1,8 +1,8 @@
-"""One command at a time sees a run to its end: `run` and `resume` lock a file of the run home.
+"""Lets one command at a time follow a run to its end: `run` and `resume` lock a file of the run home.
 
-Two commands of one home would serve deployments of one name, and the first to end would delete them under the other.
-The system frees the lock when the process that holds it ends, however that happens. Commands of two homes are told
-apart by the run's log, where the newest claim holds, and on a shared Prefect server by `services.registering`.
+Two commands of one home would serve deployments of the same name, and the first to end would delete them under the
+other. The system frees the lock when the process that holds it ends, in any way. Commands of two homes are kept apart
+by the run's log, where the newest claim holds, and on a shared Prefect server by `services.registering`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rollflow.tasks.run.context import RunContext
 
 @contextlib.contextmanager
 def hold_run(home: Path, context: RunContext) -> Iterator[None]:
-    """Hold the run's lock, as the one command of `home` that sees the run to its end.
+    """Hold the run's lock, so that no other command of `home` follows the run to its end.
 
     Raises:
         ConfigError: another command does.
     """
-    file = _lock(home, context)
+    file = _lock_file(home, context)
     held = take_within(file, PROBE_SECONDS)
     if held is None:
         raise ConfigError(
@@ -40,8 +40,8 @@ def hold_run(home: Path, context: RunContext) -> Iterator[None]:
 
 
 def find_holder(home: Path, context: RunContext) -> str | None:
-    """Return the process id of the command of `home` that sees the run to its end; None if no command does."""
-    file = _lock(home, context)
+    """Return the process id of the command of `home` that follows the run to its end; None if there is none."""
+    file = _lock_file(home, context)
     return _read_holder(file) if file.exists() and is_held(file) else None
 
 
@@ -49,5 +49,5 @@ def _read_holder(file: Path) -> str:
     return file.read_text() or "unknown"
 
 
-def _lock(home: Path, context: RunContext) -> Path:
+def _lock_file(home: Path, context: RunContext) -> Path:
     return home / "locks" / f"{context.key}.lock"

@@ -1,8 +1,8 @@
-"""The stack that `rollflow up` or `serve` holds in a run home: found, waited for and ended by other commands.
+"""The stack that `rollflow up` or `serve` keeps in a run home; other commands find it, wait for it and end it.
 
-up.lock    held by the process that serves, as long as it lives
-up.json    what another command needs to use the stack; only this user can read it, for it has secrets
-up.keeper  held by the process that starts it again, if there is one (`keepalive.stack`); its id is in it
+up.lock    held by the process that serves, as long as it lives up.json    what another command needs to use the stack;
+only this user can read it, because it holds secrets up.keeper  held by the process that restarts the stack, if there is
+one (`keepalive.stack`); contains its process id
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEEPER = "up.keeper"
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack that is up. `environment` is what a process needs to use it."""
+    """A stack that is up. `environment` holds the variables that a process needs to use it."""
 
     pid: int
     page: str
@@ -35,12 +35,14 @@ class Stack:
 
     @property
     def pages(self) -> str:
-        """Where a person looks."""
+        """The addresses for the user."""
         return f"Prefect {self.page}/deployments{self.login}\nMLflow  {self.mlflow}"
 
 
 class BorrowedStack(Service):
-    """The stack as a command sees that uses it: whoever holds it starts its services again, and a person the stack."""
+    """The stack as seen by a command that uses it: its holder restarts its services, and the
+    user restarts the stack.
+    """
 
     def __init__(self, home: Path) -> None:
         super().__init__(home / "logs" / "up.log", start_seconds=1.0)
@@ -52,12 +54,12 @@ class BorrowedStack(Service):
 
     @property
     def running(self) -> bool:
-        """Whether somebody holds it, or starts it again."""
+        """True if a process holds the stack, or restarts it."""
         return is_held(self._home / "up.lock") or is_held(self._home / KEEPER)
 
     @property
     def pid(self) -> int:
-        """None of its processes is this command's, to count or to end."""
+        """0, because none of its processes is this command's to count or to end."""
         return 0
 
     @property
@@ -65,7 +67,7 @@ class BorrowedStack(Service):
         return []
 
     def launch(self) -> None:
-        """Not this command's to start."""
+        """Do nothing: this command does not start the stack."""
 
     relaunch = launch
 
@@ -80,7 +82,7 @@ class BorrowedStack(Service):
 
 
 def find(home: Path) -> Stack | None:
-    """The stack that is up in this home."""
+    """Return the stack that is up in this home, or None."""
     if not is_held(home / "up.lock"):
         return None
     try:
@@ -90,17 +92,17 @@ def find(home: Path) -> Stack | None:
 
 
 def came_up(home: Path, pid: int) -> bool:
-    """Whether this process serves in this home; of one that has ended, that it did not end in order."""
+    """Return whether this process serves in this home, or served until it ended out of order."""
     file = home / "up.json"
     return file.exists() and bool(json.loads(file.read_text())["pid"] == pid)
 
 
 @contextlib.contextmanager
-def only_one(home: Path) -> Iterator[None]:
-    """Be the process that serves in this home.
+def hold_stack(home: Path) -> Iterator[None]:
+    """Be the only process that serves in this home.
 
     Raises:
-        ConfigError: another one is.
+        ConfigError: another process serves.
     """
     held = take_within(home / "up.lock", PROBE_SECONDS)
     if held is None:
@@ -116,11 +118,11 @@ def only_one(home: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept(home: Path) -> Iterator[None]:
-    """Be the process that starts the stack again.
+def hold_keeper(home: Path) -> Iterator[None]:
+    """Be the only process that restarts the stack.
 
     Raises:
-        ConfigError: another one is.
+        ConfigError: another process does.
     """
     held = take_within(home / KEEPER, PROBE_SECONDS)
     if held is None:
@@ -134,20 +136,20 @@ def kept(home: Path) -> Iterator[None]:
 
 
 def announce(home: Path, stack: Stack) -> None:
-    """Let other commands find it."""
+    """Write the file by which other commands find the stack."""
     write_secret(home / "up.json.new", json.dumps(asdict(stack)))
     (home / "up.json.new").replace(home / "up.json")
 
 
 def end(home: Path) -> bool:
-    """End the stack of this home; False if none is up.
+    """End the stack of this home; return False if none is up.
 
     Raises:
         Unreachable: it did not end.
     """
     pids = [found.pid] if (found := find(home)) else []
     if is_held(home / KEEPER) and (keeper := (home / KEEPER).read_text()):
-        pids.insert(0, int(keeper))  # first, or it would start the other one again
+        pids.insert(0, int(keeper))  # first, or it would restart the other process
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Whether this process was told to end, as a handler of signals may say it."""
+"""A flag with which a signal handler tells this process to end."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ STEP_SECONDS = 0.1
 
 
 class Told:
-    """As `threading.Event`, without its lock.
+    """A flag like `threading.Event`, but without its lock.
 
-    A handler runs in the thread that waits, between any two of its steps. An event's lock may be held there, by the
-    wait or by the handler of a signal before: `set` would wait for itself.
+    A signal handler runs in the waiting thread, between any two of its steps. An event's lock may be held there, by the
+    wait or by an earlier signal handler: `set` would wait for itself.
     """
 
     def __init__(self) -> None:
         self._told = False
 
     def set(self) -> None:
-        """From now on it is so."""
+        """Set the flag."""
         self._told = True
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it is so, for so long at most; whether it is."""
+        """Wait until the flag is set, for at most `seconds`; return whether it is set."""
         limit = time.monotonic() + seconds
         while not self._told and (left := limit - time.monotonic()) > 0:
             time.sleep(min(left, STEP_SECONDS))

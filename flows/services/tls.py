@@ -1,10 +1,10 @@
-"""TLS to services that a person runs, by these services' own settings: what is read, and what is wrong with it.
+"""TLS to services that a user runs, by these services' own settings: reads the settings and finds their errors.
 
     Ray      RAY_USE_TLS, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT
     Prefect  PREFECT_API_SSL_CERT_FILE, PREFECT_API_TLS_INSECURE_SKIP_VERIFY (also in a Prefect profile)
     MLflow   MLFLOW_TRACKING_SERVER_CERT_PATH, MLFLOW_TRACKING_INSECURE_TLS
 
-Imports no service's library: each reads the same settings by itself.
+Imports no service's library: each library reads the same settings itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from rollflow.storage.errors import ConfigError
 
 RAY_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
-HTTP_SETTINGS = {  # the key of an address -> the certificates that it is checked by, and the switch of the check
+HTTP_SETTINGS = {  # the key of an address -> the certificates that verify it, and the switch that turns the check off
     "PREFECT_API_URL": ("PREFECT_API_SSL_CERT_FILE", "PREFECT_API_TLS_INSECURE_SKIP_VERIFY"),
     "tracking.uri": ("MLFLOW_TRACKING_SERVER_CERT_PATH", "MLFLOW_TRACKING_INSECURE_TLS"),
 }
@@ -30,7 +30,7 @@ def uses_tls(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def ray_context() -> ssl.SSLContext:
-    """Return what Ray's connections are made with.
+    """Return the SSL context of Ray's connections.
 
     Raises:
         ConfigError: a variable is missing, or its file cannot be used.
@@ -49,15 +49,16 @@ def ray_context() -> ssl.SSLContext:
             f"{', '.join(RAY_FILES)}: {error.reason or error}; give a certificate, its key and the authority"
         ) from None
     context.set_alpn_protocols(["h2"])
-    context.check_hostname = False  # as Ray: by the authority alone, since nodes have addresses and no names
+    # as Ray does: only the authority is checked, since nodes have addresses and no names
+    context.check_hostname = False
     return context
 
 
 def http_context(key: str, setting: Callable[[str], str]) -> ssl.SSLContext:
-    """Return what the HTTPS address of `key` is checked with.
+    """Return the SSL context that verifies the HTTPS address of `key`.
 
     Args:
-        setting: the value of a variable; "" if it is not set.
+        setting: returns the value of a variable; "" if it is not set.
 
     Raises:
         ConfigError: the certificates cannot be read.

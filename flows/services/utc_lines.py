@@ -1,4 +1,4 @@
-"""Log lines for people in Prefect's format, but with UTC in place of the machine's local time."""
+"""Formats log lines as Prefect does, but with UTC in place of the machine's local time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ START = "%(asctime)s.%(msecs)03dZ | %(levelname)-7s | "
 class UtcLines(PrefectFormatter):
     """Prefect's own formatter with a UTC clock. Prefect's logging finds it by its import path."""
 
-    converter = time.gmtime  # type: ignore[assignment]  # as it is documented
+    converter = time.gmtime  # type: ignore[assignment] # as the documentation of `logging` says
 
     def __init__(self, *_: object) -> None:
-        """Replace Prefect's JSON formatter; the arguments, which are its, are not used."""
+        """Replace Prefect's JSON formatter; its arguments are ignored."""
         flow_run, task_run = (
             f"{START}{kind} run %({kind.lower()}_run_name)r - %(message)s" for kind in ("Flow", "Task")
         )

@@ -1,9 +1,9 @@
-"""The environment variables and limits that a command starts under: repaired if that is safe, otherwise refused.
+"""The environment variables and limits that a command starts under: repaired if that is safe, otherwise rejected.
 
 Guarantees:
 - Loopback never goes through a proxy, in this process or in any that it starts.
-- A variable that would end a run while its services start is refused before: `ConfigError` names the variable, its
-  value and the fix.
+- A variable that would end a run during the start of its services is rejected before: `ConfigError` names the
+  variable, its value and the fix.
 - A private Prefect server or Ray cluster ignores the settings for the user's own (`drop_settings`).
 
 Importing this module imports no service's library.
@@ -40,10 +40,10 @@ WITH_SERVICES = ("run", "resume", "sweep", "serve", "up")  # commands that start
 
 
 def check_variables() -> None:
-    """Check the environment that a command's services would start under.
+    """Check the environment of the services that a command will start.
 
     Raises:
-        ConfigError: with one sentence for what the user must change.
+        ConfigError: one sentence that says what the user must change.
     """
     _check_encoding()
     _check_proxies()
@@ -85,13 +85,13 @@ def give_home(environment: MutableMapping[str, str], folder: Path) -> None:
 
 
 def drop_settings(environment: MutableMapping[str, str], meant_for: tuple[str, ...]) -> None:
-    """Remove the settings of the user's own service (`OWN_PREFECT`, `OWN_RAY`), since a private one is used."""
+    """Remove the settings of the user's own service (`OWN_PREFECT`, `OWN_RAY`), because a private one is used."""
     for name in [name for name in environment if name.startswith(meant_for)]:
         del environment[name]
 
 
 def short_folders() -> Iterator[Path]:
-    """List folders for temporary files that can be written: the user's, then the system's, which have short names."""
+    """Yield writable folders for temporary files: the user's, then the system's, which have short names."""
     for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
         if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
             yield Path(folder)
@@ -107,7 +107,7 @@ def _is_readable(host: str) -> bool:
 
 
 def _check_encoding() -> None:
-    """Refuse a locale whose file names and files are not UTF-8; Python itself uses UTF-8 for "C"."""
+    """Reject a locale whose file names and files are not UTF-8; Python itself uses UTF-8 for "C"."""
     if sys.getfilesystemencoding() == "utf-8":
         return
     name = next((name for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)), "LC_ALL")

@@ -1,10 +1,10 @@
-"""`prefect.yaml`: the same deployments for a work pool of somebody's Prefect server, made from the same recipes.
+"""`prefect.yaml`: deployments for a work pool of the user's own Prefect server, made from the same recipes.
 
-Their names end with the pool's: a stack or `rollflow serve` on that server has deployments of its own, and its runner
-would take the flow runs of namesakes away from the workers. A run on the pool starts its stages there, too.
+Their names end with the pool's name. Otherwise the runner of a stack, or of `rollflow serve` on the same server, would
+take flow runs of the same name away from the workers. A run on the pool starts its stages there, too.
 
-A worker imports rollflow by its modules, so it must be installed where workers run. Nothing is pulled: the file's one
-pull step keeps `prefect deploy` from making up another, which takes every entrypoint for a file's.
+A worker imports rollflow by its modules, so rollflow must be installed where workers run. No code is pulled. The file
+has one pull step, because without one `prefect deploy` adds its own, which takes every entrypoint for a file's.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rollflow.flows.services.registering import Offer
 HEAD = """\
 # Made by `rollflow deploy --work-pool {pool}`; register it by `prefect deploy --all`, and again after a recipe changed.
 # Workers need rollflow installed, and in their environment or that of the work pool's jobs:
-#   ROLLFLOW_HOME         a folder that stays: a worker's own working folders do not
-#   ROLLFLOW_STORE        a store that all of them reach, where a recipe has no store.uri
-#   ROLLFLOW_RAY_ADDRESS  a Ray cluster, where a recipe has no cluster.address
+#   ROLLFLOW_HOME         a permanent folder: a worker's own working folders are temporary
+#   ROLLFLOW_STORE        a store that all workers reach, for recipes without store.uri
+#   ROLLFLOW_RAY_ADDRESS  a Ray cluster, for recipes without cluster.address
 """
 PULL = [{"prefect.deployments.steps.set_working_directory": {"directory": "."}}]
 
 
 def name_on(pool: str, name: str = SERVED) -> str:
-    """What a deployment is called that this pool has; by default, what its stages are."""
+    """Return the name of a deployment on this pool; by default, the name of its stages."""
     return f"{name}@{pool}"
 
 
 def prefect_yaml(offers: Iterable[Offer], pool: str) -> str:
-    """The file's text. What it registers follows the file: a default that was changed in the UI does not stay."""
+    """Return the file's text. Registering the file again overwrites defaults that were changed in the UI."""
     tree = {"name": "rollflow", "pull": PULL, "deployments": [_deployment(offer, pool) for offer in offers]}
     text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
     return HEAD.format(pool=pool) + text

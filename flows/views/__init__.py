@@ -1,1 +1,1 @@
-"""What a person sees of a run: live view, summary, tables, timelines, MLflow."""
+"""Shows a run to its users: live view, summary, tables, timelines, MLflow."""

@@ -1,6 +1,6 @@
-"""The actors' warnings in the log of the run's own flow: each once, and without secrets.
+"""Logs the actors' warnings in the run's own flow: each once, and without secrets.
 
-A successor of an actor counts anew. Who takes over from a dead supervisor tells the newest again, on its own page.
+A restarted actor counts from 1 again. A supervisor that takes over logs the newest warnings again, on its own page.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ NAMED = re.compile(r"([\w-]+)(['\"]?\s*[=:]\s*)(?:(?:Bearer|Basic)\s+)?([^\s,;]+
 
 
 class ActorWarnings:
-    """Tells those that were not told yet."""
+    """Logs the warnings that are not yet logged."""
 
     def __init__(self, warn: Callable[..., None]) -> None:
-        """`warn`: a logger's method."""
+        """Log through `warn`, a logger's method."""
         self._warn = warn
-        self._told: dict[str, int] = {}  # process -> number of its newest warning that was told
+        self._logged: dict[str, int] = {}  # process -> number of its newest logged warning
 
     def tell(self, warned: Sequence[Warned]) -> None:
-        """The new ones of these."""
-        for one in warned:
-            if one.number > self._told.get(one.process, 0):
-                self._told[one.process] = one.number
-                self._warn(
-                    "%s warns: %s", one.actor, without_secrets(one.text), extra={"actor": one.actor, "rank": one.rank}
-                )
+        """Log the new warnings among these."""
+        for warning in warned:
+            if warning.number > self._logged.get(warning.process, 0):
+                self._logged[warning.process] = warning.number
+                facts = {"actor": warning.actor, "rank": warning.rank}
+                self._warn("%s warns: %s", warning.actor, without_secrets(warning.text), extra=facts)
 
 
 def without_secrets(text: str) -> str:
-    """A text without what stands behind the name of a secret, and without the user, password and query of addresses."""
+    """Return a text without the values of secrets, and without the user, password and query of addresses."""
     text = URL.sub(lambda found: redact(found[0]), text)
     return NAMED.sub(lambda found: f"{found[1]}{found[2]}***" if names_secret(found[1]) else found[0], text)

@@ -1,7 +1,7 @@
-"""Anchors of a run, out of reach of whoever can alter its storage: tags of its MLflow run, an artifact in Prefect.
+"""Anchors of a run, kept where an attacker on its storage cannot reach: tags of its MLflow run, an artifact in Prefect.
 
 They are written when a supervisor takes the run, after each block of versions, and at the end. An anchor vouches for
-the entries up to its own. So a run that is killed in between has older anchors, which still hold.
+all entries up to its own. So a run that is killed between two anchors has older ones, which still hold.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> None:
-    """Give the anchors of entry 0 and of the newest entry to the tracker and the page, which write them on their own.
+    """Give the anchors of entry 0 and of the newest entry to the tracker and the page, which write them in the
+    background.
 
-    A store that cannot be read now does not end the run: the next anchor vouches for the same entries.
+    An unreadable store does not end the run: the next anchor vouches for the same entries.
     """
     with contextlib.suppress(RollflowError, OSError):
         first = first_anchor(context.store)
@@ -42,10 +43,10 @@ def write_anchor(state: RunState, tracker: Tracker, page: Page | None = None) ->
 
 
 def read_anchors(context: RunContext, place: TrackingPlace) -> Sequence[Anchor]:
-    """Return the anchors of a run that the MLflow at `place` has.
+    """Return the anchors of a run from the MLflow at `place`.
 
     Raises:
-        ConfigError: MLflow cannot be read, or has none of this run.
+        ConfigError: MLflow cannot be read, or has no anchor of this run.
     """
     try:
         tags = read_tags(place, context.key)

@@ -1,4 +1,4 @@
-"""The audit of a run for a person: a progress line while it works, then its report as tables."""
+"""The audit of a run for its user: a progress line while it works, then its report as tables."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rollflow.storage.log.expected import NOTHING, Expected
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.objects import ObjectStore
 
-ROWS = 12  # version rows; a longer run is shown in this many spans
+ROWS = 12  # most rows for versions; a row of a longer run covers several versions
 
 
 def show_audit(
     store: ObjectStore, *, deep: bool, console: Console | None = None, expected: Expected = NOTHING
 ) -> AuditReport:
-    """Audit a run's storage; on a terminal a line tells how far it is. See `audit` for what it raises."""
+    """Audit a run's storage, with a progress line on a terminal. See `audit` for the errors."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         return audit(store, deep=deep, expected=expected)
@@ -37,7 +37,9 @@ def _progress(far: Progress) -> str:
 
 
 def print_report(report: AuditReport, shares: Mapping[str, float], console: Console | None = None) -> None:
-    """Trajectories, staleness by version, prompt fates, domains with their configured `shares`, violations."""
+    """Print trajectories, staleness by version, prompt fates, domains with their configured
+    `shares`, and violations.
+    """
     console = console or Console(highlight=False)
     console.print(
         f"run {report.run}: {report.versions} versions, {report.trajectories} trajectories trained on, "
@@ -64,13 +66,16 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
 
 
 def read_line(report: AuditReport) -> str:
-    """How much this audit read, and how much an earlier one had read."""
+    """Say how much this audit read, and how much an earlier one had read."""
     read = f"read {report.entries - report.since:,} entries and {report.bytes:,} bytes of objects"
     return f"{read}, from entry {report.since} on: an audit found nothing wrong before it" if report.since else read
 
 
 def tokens_line(report: AuditReport) -> str:
-    """What was sampled and not trained on, and whether it was longer, because dropping biases towards short answers."""
+    """Say how many tokens were trained on and discarded, and whether discarded groups were longer.
+
+    Discarding long groups biases training towards short answers.
+    """
     line = f"tokens: {report.trained_tokens:,} trained on"
     gone = sum(count for fate, count in report.fates.items() if fate.startswith("discarded"))
     if report.surplus_tokens:
@@ -82,7 +87,7 @@ def tokens_line(report: AuditReport) -> str:
 
 
 def staleness_table(report: AuditReport) -> Table:
-    """Trajectories by staleness (columns) and by version (rows, a span of versions each)."""
+    """Build a table of trajectories by staleness (columns) and by version (rows, each a range of versions)."""
     ages = sorted(report.staleness)
     table = Table(title="trajectories by staleness", title_justify="left")
     table.add_column("versions")
@@ -102,7 +107,7 @@ def staleness_table(report: AuditReport) -> Table:
 
 
 def fates_table(report: AuditReport) -> Table:
-    """Dispatched groups by fate."""
+    """Build a table of dispatched groups by fate."""
     table = Table(title="prompt fates", title_justify="left")
     table.add_column("fate")
     table.add_column("groups", justify="right")
@@ -112,7 +117,7 @@ def fates_table(report: AuditReport) -> Table:
 
 
 def domains_table(trained: Mapping[str, int], shares: Mapping[str, float]) -> Table:
-    """Trained groups by domain, beside the share that was asked for."""
+    """Build a table of trained groups by domain, beside the configured share."""
     table = Table(title="trained groups by domain", title_justify="left")
     table.add_column("domain")
     for name in ("groups", "share", "asked for"):

@@ -1,6 +1,6 @@
-"""Several runs side by side: one frozen value for each, read from its storage alone, and what differs between them.
+"""Compares several runs: one frozen value for each, read from its storage alone, and the differences between them.
 
-Runs that differ in nothing but their seed (and in what they are called, and where they lie) are one band of a chart.
+Runs that differ only in their seed, their name and their storage are one band of a chart.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rollflow.tasks.run.restore import name_of
 
 Numbers = npt.NDArray[np.float64]
 NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "tracking.study")
-PLACES = "cluster."  # where a run was trained, which its versions are not made of
+PLACES = "cluster."  # prefix of the keys that say where a run was trained, which does not affect its versions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """Values at policy versions. `tokens` are response tokens trained on so far.
+    """Values by policy version. `tokens` counts the response tokens trained on so far.
 
-    `seconds` are those since version 0, without pauses.
+    `seconds` counts the time since version 0, without pauses.
     """
 
     versions: Numbers
@@ -44,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComparedRun:
-    """One run. `result`, `cost` and `idle` (share of its time, by stage) are texts for people; `config` is flat."""
+    """One run. `result`, `cost` and `idle` (share of time, by stage) are texts for users; `config` is flat."""
 
     name: str
     config: Mapping[str, str]
@@ -56,26 +56,28 @@ class ComparedRun:
 
     @property
     def recipe(self) -> tuple[tuple[str, str], ...]:
-        """The same of two runs that are two seeds of one recipe."""
+        """The run's config without the seed and the places, which is equal for two seeds of one recipe."""
         own = {key: value for key, value in self.config.items() if key not in NO_RECIPE and not key.startswith(PLACES)}
         return tuple(sorted(own.items()))
 
 
 def read_compared(contexts: Sequence[RunContext]) -> list[ComparedRun]:
-    """The runs by their ids; where two have one id, by their addresses."""
+    """Read the runs, named by their ids, or by their addresses if two have the same id."""
     ids = [context.run_id for context in contexts]
-    return [_read(one, one.run_id if ids.count(one.run_id) == 1 else one.uri) for one in contexts]
+    return [
+        _read_run(context, context.run_id if ids.count(context.run_id) == 1 else context.uri) for context in contexts
+    ]
 
 
 def differences(runs: Sequence[ComparedRun]) -> dict[str, tuple[str, ...]]:
-    """Config key -> its value in each run, of the keys that are not the same in all."""
+    """Return the config keys that differ between runs, each with its value in every run."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = {key: tuple(run.config.get(key, UNSET) for run in runs) for key in keys}
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 
-def seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
-    """The runs, those of one recipe together, in the order of their first."""
+def group_seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
+    """Group the runs by recipe, in the order of each recipe's first run."""
     groups: dict[tuple[tuple[str, str], ...], list[ComparedRun]] = {}
     for run in runs:
         groups.setdefault(run.recipe, []).append(run)
@@ -83,17 +85,17 @@ def seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
 
 
 def describe_same_weights(runs: Sequence[ComparedRun]) -> list[str]:
-    """Describe for each run but the first which earlier run has the same weights, and up to which version."""
-    told = []
+    """Say for each run but the first which earlier run has the same weights, and up to which version."""
+    lines = []
     for place, run in enumerate(runs[1:], 1):
         shared = [(_count_shared(run, other), other) for other in runs[:place]]
         count, other = max(shared, key=lambda one: one[0])
-        told.append(_describe_pair(run, other, count))
-    return told
+        lines.append(_describe_pair(run, other, count))
+    return lines
 
 
 def _count_shared(run: ComparedRun, other: ComparedRun) -> int:
-    """Count the versions from 0 on whose weight files are the same by hash."""
+    """Count the versions, from 0 on, whose weight files have equal hashes."""
     both = range(min(len(run.policies), len(other.policies)))
     return next((v for v in both if run.policies[v] != other.policies[v]), len(both))
 
@@ -109,26 +111,26 @@ def _describe_pair(run: ComparedRun, other: ComparedRun, count: int) -> str:
     return f"{names}: {f'the same weights up to version {count - 1}, ' if count else ''}{how} from version {count} on"
 
 
-def _read(context: RunContext, name: str) -> ComparedRun:
+def _read_run(context: RunContext, name: str) -> ComparedRun:
     versions = list(context.policies.since(0))
-    curves = _curves(context, versions)
+    curves = _read_curves(context, versions)
     status, summary = read_status(context), read_summary(context)
     stages = status.stages if status else {}
     return ComparedRun(
         name,
         flat_history(context) | {f"{key}.path, its file": code[:12] for key, code in context.created.own_code.items()},
-        {"version": f"{len(versions) - 1 if versions else 'none'} of {context.config.versions}", **_result(curves)}
+        {"version": f"{len(versions) - 1 if versions else 'none'} of {context.config.versions}", **_result_rows(curves)}
         | ({"weights, sha256": versions[-1].sha256[:12]} if versions else {})
-        | {"audit": _audit(summary), "state": status.phase if status else "not started"},
-        _cost(context, versions, curves),
+        | {"audit": _audit_text(summary), "state": status.phase if status else "not started"},
+        _cost_rows(context, versions, curves),
         {stage: f"{one.idle:.0%}" for stage, one in stages.items()},
         curves,
         {one.number: {name_of(stored): stored.sha256 for stored in one.weights} for one in versions},
     )
 
 
-def _curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict[str, Curve]:
-    """By what they show; a run that nobody has trained yet has none."""
+def _read_curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict[str, Curve]:
+    """Return the curves by name; a run without version 0 has none."""
     if not versions:
         return {}
     trained = versions[1:]
@@ -158,12 +160,12 @@ def _metric(versions: Sequence[PolicyVersion], name: str) -> Numbers:
 
 
 def _share(part: Numbers, whole: Numbers) -> Numbers:
-    """Between 0 and 1; of nothing it is 0."""
+    """Return part / whole, clipped to [0, 1]; 0 if the whole is 0."""
     shares: Numbers = np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
     return np.clip(shares, 0.0, 1.0)
 
 
-def _result(curves: Mapping[str, Curve]) -> dict[str, str]:
+def _result_rows(curves: Mapping[str, Curve]) -> dict[str, str]:
     found = {}
     if (accuracy := curves.get("accuracy")) is not None:
         found["held-out accuracy"] = f"{accuracy.values[0]:.3f} to {accuracy.values[-1]:.3f}"
@@ -177,13 +179,13 @@ def _result(curves: Mapping[str, Curve]) -> dict[str, str]:
     return found
 
 
-def _audit(summary: Mapping[str, Any]) -> str:
+def _audit_text(summary: Mapping[str, Any]) -> str:
     found = summary.get("audit", "not at its end")
     return found if isinstance(found, str) else f"{len(found)} violations"
 
 
-def _cost(context: RunContext, versions: Sequence[PolicyVersion], curves: Mapping[str, Curve]) -> dict[str, str]:
-    """Seconds are those between version 0 and the newest, pauses included."""
+def _cost_rows(context: RunContext, versions: Sequence[PolicyVersion], curves: Mapping[str, Curve]) -> dict[str, str]:
+    """Return the cost rows; the seconds run from version 0 to the newest version, without pauses."""
     if (reward := curves.get("reward")) is None:
         return {}
     seconds, tokens = reward.seconds[-1], reward.tokens[-1]

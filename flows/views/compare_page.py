@@ -1,7 +1,7 @@
-"""The comparison of runs as one HTML file: nothing in it is fetched, no script runs, and a screen reader can read it.
+"""The comparison of runs as one HTML file: it fetches nothing, runs no script, and is readable by a screen reader.
 
 Each chart is an SVG picture with a text that says the same in words. A curve has at most `SHOWN` points, each the mean
-of its neighbours, so the page stays small however long the runs were.
+of its neighbours, so the page stays small for long runs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Literal
 import jinja2
 import numpy as np
 
-from rollflow.flows.views.compare import ComparedRun, Curve, Numbers, differences, seeds
+from rollflow.flows.views.compare import ComparedRun, Curve, Numbers, differences, group_seeds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Axis = Literal["versions", "tokens", "seconds"]
 SHOWN = 120
-# Told apart by who sees no colours, too: each has a dash of its own.
+# Distinguishable without colours, too: each style has its own dash pattern.
 STYLES = (
     ("#0b5fa5", ""),
     ("#b3470b", "6 2"),
@@ -38,7 +38,7 @@ SECTIONS: dict[str, tuple[tuple[str, Axis], ...]] = {
     "Training reward": (("reward", "versions"), ("reward", "tokens"), ("reward", "seconds")),
     "Staleness, idle, waste": (("staleness", "versions"), ("idle", "versions"), ("waste", "versions")),
 }
-# What a curve shows, and what stands at its axis.
+# Curve -> its caption, and the label of its axis.
 SAID = {
     "accuracy": ("held-out accuracy", "accuracy"),
     "reward": ("training reward", "reward"),
@@ -51,7 +51,7 @@ TEMPLATE = Path(__file__).with_name("compare.html")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Band:
-    """What a chart shows of one recipe: the mean of its seeds, and between which values they lie."""
+    """A chart's band for one recipe: the mean over its seeds, and their smallest and largest values."""
 
     label: str
     colour: str
@@ -63,13 +63,13 @@ class Band:
 
 
 def compare_page(runs: Sequence[ComparedRun]) -> str:
-    """The whole page."""
+    """Return the whole page as HTML."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    figures = {title: [_figure(runs, *chart) for chart in charts] for title, charts in SECTIONS.items()}
+    figures = {title: [_draw_figure(runs, *chart) for chart in charts] for title, charts in SECTIONS.items()}
     return environment.from_string(TEMPLATE.read_text()).render(
         runs=runs,
-        legend=[(_label(group), *STYLES[n % len(STYLES)]) for n, group in enumerate(seeds(runs))],
-        sections={title: [one for one in found if one] for title, found in figures.items()},
+        legend=[(_label_group(group), *STYLES[n % len(STYLES)]) for n, group in enumerate(group_seeds(runs))],
+        sections={title: [figure for figure in drawn if figure] for title, drawn in figures.items()},
         differences=differences(runs),
         result=_rows([run.result for run in runs]),
         cost=_rows([run.cost for run in runs]),
@@ -82,35 +82,35 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     return {name: [column.get(name, "") for column in columns] for name in names}
 
 
-def _label(group: Sequence[ComparedRun]) -> str:
-    """A run that was made twice is no second seed."""
+def _label_group(group: Sequence[ComparedRun]) -> str:
+    """Return the label of a recipe's runs. A repeated run with the same seed is not a second seed."""
     own = {run.config.get("seed") for run in group}
     what = "seed" if len(own) == len(group) else "run"
     others = f" and {len(group) - 1} other {what}{'s' * (len(group) > 2)}" if len(group) > 1 else ""
     return f"{group[0].name}{others}"
 
 
-def _figure(runs: Sequence[ComparedRun], what: str, axis: Axis) -> dict[str, str] | None:
-    """A chart, its caption, and its text; None where no run has such a curve."""
+def _draw_figure(runs: Sequence[ComparedRun], what: str, axis: Axis) -> dict[str, str] | None:
+    """Draw a chart, with caption and text; return None if no run has such a curve."""
     bands = []
-    for n, group in enumerate(seeds(runs)):
+    for n, group in enumerate(group_seeds(runs)):
         if curves := [run.curves[what] for run in group if what in run.curves]:
-            bands.append(_band(_label(group), *STYLES[n % len(STYLES)], curves, axis))
+            bands.append(_build_band(_label_group(group), *STYLES[n % len(STYLES)], curves, axis))
     if not bands:
         return None
     caption = f"{SAID[what][0]} by {AXES[axis]}"
-    told = "; ".join(f"{band.label}: {_ends(band)}" for band in bands)
+    ends = "; ".join(f"{band.label}: {_describe_ends(band)}" for band in bands)
     picture = base64.b64encode(_draw(bands, what, axis)).decode()
-    return {"caption": caption, "text": f"{caption}. {told}.", "picture": picture}
+    return {"caption": caption, "text": f"{caption}. {ends}.", "picture": picture}
 
 
-def _ends(band: Band) -> str:
+def _describe_ends(band: Band) -> str:
     first, last = (f"{band.middle[end]:.3g} at {band.x[end]:,.0f}" for end in (0, -1))
     return f"{first}, {last}"
 
 
-def _band(label: str, colour: str, dash: str, curves: Sequence[Curve], axis: Axis) -> Band:
-    """The part of the axis that every seed has reached."""
+def _build_band(label: str, colour: str, dash: str, curves: Sequence[Curve], axis: Axis) -> Band:
+    """Build the band over the part of the axis that every seed has reached."""
     thinned = [_thin(getattr(curve, axis), curve.values) for curve in curves]
     if len(thinned) == 1:
         x, y = thinned[0]
@@ -122,7 +122,7 @@ def _band(label: str, colour: str, dash: str, curves: Sequence[Curve], axis: Axi
 
 
 def _thin(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
-    """At most `SHOWN` points, each the mean of neighbours."""
+    """Reduce a curve to at most `SHOWN` points, each the mean of its neighbours."""
     if len(x) <= SHOWN:
         return x, y
     parts = np.array_split(np.arange(len(x)), SHOWN)
@@ -130,7 +130,7 @@ def _thin(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _draw(bands: Sequence[Band], what: str, axis: Axis) -> bytes:
-    """As SVG, whose words stay words."""
+    """Draw the bands as SVG, with text kept as text."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

@@ -1,6 +1,6 @@
-"""The configs of a run as a person sees them: from which version on, what changed, who changed it.
+"""The history of a run's config for its users: since which version it holds, what changed, who changed it.
 
-Keys whose names say that they hold a secret are left out, as everywhere that a config is shown.
+Keys whose names indicate a secret are left out, as everywhere that a config is shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOML = {"None": UNSET, "True": "true", "False": "false"}
 
 @dataclass(frozen=True, slots=True)
 class ShownChange:
-    """One key of one change; it holds from `version` on. Values are written as in a recipe."""
+    """One key of one change, effective from `version` on. Values are written as in a recipe."""
 
     version: int
     key: str
@@ -34,12 +34,12 @@ class ShownChange:
 
 
 def shown_changes(recorded: RecordedConfig) -> list[ShownChange]:
-    """List the keys of one change."""
+    """List the keys of one change, without secrets."""
     return select_shown(recorded.changes, recorded.version)
 
 
 def select_shown(changes: Iterable[Change], version: int) -> list[ShownChange]:
-    """List the changes that may be shown; they hold from `version` on."""
+    """List the changes that may be shown, effective from `version` on."""
     open_keys = (one for one in changes if not any(map(names_secret, one.key.split("."))))
     return [ShownChange(version, one.key, _text(one, one.before), _text(one, one.after)) for one in open_keys]
 
@@ -51,7 +51,7 @@ def change_sentence(recorded: RecordedConfig) -> str:
 
 
 def list_changes(context: RunContext) -> list[RecordedConfig]:
-    """List the changes of a run in order, also one that no version was trained under."""
+    """List the changes of a run in order, including one under which no version was trained."""
     return context.configs[1:]
 
 
@@ -78,7 +78,7 @@ def change_table(context: RunContext) -> dict[str, list[Any]]:
 
 
 def recipe_of(context: RunContext, which: int) -> str:
-    """Return the run's config number `which` as a whole recipe."""
+    """Return config number `which` of the run as a whole recipe."""
     return tomlkit.dumps(without_secrets(_tree(context, which, exclude_none=True)))
 
 
@@ -87,7 +87,7 @@ def _tree(context: RunContext, which: int, **options: bool) -> Mapping[str, Any]
 
 
 def _text(change: Change, value: Any) -> str:
-    """Return a value as it may be shown."""
+    """Return a value as text without secrets."""
     shown = flatten({change.key: value})
     text = shown[change.key] if set(shown) == {change.key} else str(without_secrets({"": value})[""])
     return TOML.get(text, text)

@@ -1,9 +1,9 @@
-"""What a person sees of a run: a live view on a terminal, plain lines elsewhere, the closing summary.
+"""Console output of a run: a live view on a terminal, plain lines elsewhere, the closing summary.
 
-Guarantees: a view only draws what it is given (`show(status)`). It starts no thread that outlives its block. It never
-raises for an odd value (an unknown stage, no reward yet, an empty buffer). It leaves the last state on the screen.
-`PlainView` writes a line only when something changed, and at most one every `every_seconds` (a new phase, a new
-accuracy point or a message at once).
+Guarantees: a view only draws the status that it is given (`show(status)`). It starts no thread that outlives its block.
+It never raises for an odd value (an unknown stage, no reward yet, an empty buffer). It leaves the last state on the
+screen. `PlainView` writes a line only if something changed, and at most one every `every_seconds`; a new phase, a new
+accuracy or a message is written at once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from rollflow.flows.views.status import RunStatus, StageStatus
 BLOCKS = "▁▂▃▄▅▆▇█"
 STALENESS_STYLES = ("green", "cyan", "yellow", "magenta", "red")
 PHASE_STYLES = {"done": "bold green", "failed": "bold red", "training": "bold cyan"}
-WORTH_SAYING = 0.02  # share of a run
-WATCHING = {"command", "supervisor", "stage flows", "runner", "prefect server"}  # they train nothing
+WORTH_SAYING = 0.02  # smallest share of a run that is worth a line
+# roles that only watch; they train nothing
+WATCHING = {"command", "supervisor", "stage flows", "runner", "prefect server"}
 STATE_MARKS = {
     "running": ("●", "green"),
     "waiting": ("◌", "yellow"),
@@ -38,7 +39,9 @@ BAD_STATES = {"failed", "crashed", "lost", "stalled", "cancelled"}
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as one line of blocks, scaled to their own range; means of neighbours where there are more than fit."""
+    """Draw `values` as one line of blocks, scaled to their own range; too many values are averaged with their
+    neighbours.
+    """
     if not values or width < 1:
         return ""
     count = min(width, len(values))
@@ -50,7 +53,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration as a person writes it: 48 s, 3:07, 1:02:09."""
+    """Format a duration: 48 s, 3:07, 1:02:09."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -60,7 +63,7 @@ def duration(seconds: float) -> str:
 
 
 def staleness_bar(counts: Mapping[int, int], width: int) -> Text:
-    """One bar, cut in proportion to how stale the trained trajectories were, and its legend."""
+    """Draw one bar that is divided by the staleness of the trained trajectories, and its legend."""
     total = sum(counts.values())
     if total == 0:
         return Text("nothing trained yet", style="dim")
@@ -80,7 +83,7 @@ def _gauge(filled: int, capacity: int, width: int) -> Text:
 
 
 class LiveView:
-    """A panel that is redrawn in place."""
+    """A panel on the terminal, redrawn in place."""
 
     def __init__(self, stream: TextIO | None = None, *, console: Console | None = None) -> None:
         self._console = console or Console(file=stream)
@@ -97,7 +100,7 @@ class LiveView:
         self._live.stop()
 
     def show(self, status: RunStatus) -> None:
-        """Draw this from now on."""
+        """Draw this status from now on."""
         self._status = status
 
     def _render(self) -> RenderableType:
@@ -105,9 +108,9 @@ class LiveView:
 
 
 def render(status: RunStatus, width: int = 80) -> RenderableType:
-    """The live view's panel."""
+    """Return the live view's panel."""
     inner = max(24, min(width, 100) - 20)
-    parts: list[RenderableType] = [_numbers(status, inner), Text(), _stages(status.stages)]
+    parts: list[RenderableType] = [_figure_table(status, inner), Text(), _stage_table(status.stages)]
     parts += [
         Text(f"  {message}", style="yellow", overflow="ellipsis", no_wrap=True) for message in status.messages[-3:]
     ]
@@ -121,7 +124,7 @@ def render(status: RunStatus, width: int = 80) -> RenderableType:
     )  # fmt: skip
 
 
-def _numbers(status: RunStatus, width: int) -> Table:
+def _figure_table(status: RunStatus, width: int) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True, overflow="ellipsis")
@@ -165,7 +168,7 @@ def _accuracy(points: Sequence[tuple[int, float]]) -> Text:
 
 
 def _pass_at(shares: Mapping[int, float]) -> Text:
-    """Of the newest version that was evaluated."""
+    """Format pass@k of the newest evaluated version."""
     text = Text()
     for k, share in shares.items():
         text.append("  " if text else "").append(f"@{k} ", style="dim").append(f"{share:.1%}", style="bold")
@@ -173,7 +176,7 @@ def _pass_at(shares: Mapping[int, float]) -> Text:
 
 
 def _domains(status: RunStatus) -> Text:
-    """What was trained of each domain so far, beside the share that was asked for."""
+    """Format the share of each domain in the trained groups, beside its configured share."""
     total, text = max(sum(status.domains.values()), 1), Text()
     for domain, groups in status.domains.items():
         text.append("  " if text else "").append(f"{domain} ").append(f"{groups / total:.0%}", style="bold")
@@ -181,13 +184,13 @@ def _domains(status: RunStatus) -> Text:
     return text
 
 
-def _stages(stages: Mapping[str, StageStatus]) -> Table:
+def _stage_table(stages: Mapping[str, StageStatus]) -> Table:
     table = Table.grid(padding=(0, 2), expand=True)
     for style in ("bold", "", "dim"):
         table.add_column(style=style, no_wrap=True)
     table.add_column(style="dim", ratio=1, no_wrap=True, overflow="ellipsis")
     for name, stage in stages.items():
-        said = stage.state.lower()  # Prefect writes them with a capital
+        said = stage.state.lower()  # Prefect capitalizes the states
         mark, style = ("✗", "red") if said in BAD_STATES else STATE_MARKS.get(said, ("●", "cyan"))
         state = Text.assemble((f"{mark} ", style), said)
         table.add_row(name, state, f"idle {stage.idle:4.0%}", stage.note)
@@ -195,7 +198,7 @@ def _stages(stages: Mapping[str, StageStatus]) -> Table:
 
 
 class PlainView:
-    """One line when something changed."""
+    """Writes one line if something changed."""
 
     def __init__(
         self, stream: TextIO, *, every_seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
@@ -215,9 +218,9 @@ class PlainView:
         self._stream.flush()
 
     def show(self, status: RunStatus) -> None:
-        """Write a line if this is news."""
+        """Write a line if the status has changed."""
         last = self._last
-        fresh = list(status.messages) if last is None else _added(last.messages, status.messages)
+        fresh = list(status.messages) if last is None else _find_new(last.messages, status.messages)
         news = last is None or (last.phase, last.accuracy) != (status.phase, status.accuracy)
         moved = last is not None and plain_line(last)[1:] != plain_line(status)[1:]
         for message in fresh:
@@ -231,8 +234,8 @@ class PlainView:
             self._last = status
 
 
-def _added(before: Sequence[str], now: Sequence[str]) -> list[str]:
-    """Messages at the end of `now` that `before` did not have (both may be windows on a longer list)."""
+def _find_new(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Return the messages at the end of `now` that `before` did not have. Both may be the ends of a longer list."""
     for overlap in range(min(len(before), len(now)), -1, -1):
         if list(before[len(before) - overlap :]) == list(now[:overlap]):
             return list(now[overlap:])
@@ -240,7 +243,7 @@ def _added(before: Sequence[str], now: Sequence[str]) -> list[str]:
 
 
 def plain_line(status: RunStatus) -> list[str]:
-    """The parts of one plain line: the time, then what is known so far."""
+    """Return the parts of one plain line: the time, then the known figures."""
     parts = [f"[{duration(status.seconds)}]", status.phase]
     if status.versions:
         parts.append(f"version {status.version}/{status.versions}")
@@ -262,13 +265,13 @@ def plain_line(status: RunStatus) -> list[str]:
 
 
 def open_view(stream: TextIO) -> LiveView | PlainView:
-    """A live view where `stream` is a terminal that can redraw, plain lines otherwise."""
+    """Open a live view if `stream` is a terminal that can redraw, otherwise plain lines."""
     console = Console(file=stream)
     return LiveView(console=console) if console.is_terminal and not console.is_dumb_terminal else PlainView(stream)
 
 
 def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None, *, console: Console | None = None) -> None:
-    """The closing summary (the content of `summary.json`); absent keys are left out."""
+    """Print the closing summary (the content of `summary.json`); missing keys are left out."""
     console = console or Console(file=stream, highlight=False)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -281,23 +284,23 @@ def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None, *, c
 
 
 def cpu_line(seconds: Mapping[str, float]) -> str:
-    """CPU seconds, the share of each role that is large enough to name, and that of all roles that only watch."""
+    """Format CPU seconds: the share of each large role, and the share of all roles that only watch."""
     total = max(sum(seconds.values()), 1e-9)
     shares = [f"{role} {used / total:.0%}" for role, used in seconds.items() if used / total >= WORTH_SAYING]
     watching = sum(used for role, used in seconds.items() if role in WATCHING)
     return f"{total:,.0f} s: {', '.join(shares)}; watching {watching / total:.1%}"
 
 
-def _change(label: str, before: float | None, after: float | None) -> list[tuple[str, Text]]:
-    """A row, where both are known."""
+def _change_rows(label: str, before: float | None, after: float | None) -> list[tuple[str, Text]]:
+    """Return a row with both values, or no row if one is unknown."""
     if before is None or after is None:
         return []
     now = Text(f"{after:.1%}", style="bold green" if after > before else "bold red")
     return [(label, Text(f"{before:.1%} → ") + now)]
 
 
-def _no_signal(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    """Return the row that counts the versions in which nothing was learned; none if there was no such version."""
+def _no_signal_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
+    """Return the row that counts the versions in which nothing was learned, or no row if there are none."""
     if not (lost := (summary.get("no_signal") or {}).get("versions")):
         return []
     said = f"nothing was learned in {lost} of {summary.get('versions', lost)} versions: no row had an advantage"
@@ -307,15 +310,15 @@ def _no_signal(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
 def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     rows: list[tuple[str, Text]] = []
     accuracy, passes = summary.get("accuracy") or {}, summary.get("pass_at") or {}
-    rows += _change("held-out accuracy", accuracy.get("before"), accuracy.get("after"))
+    rows += _change_rows("held-out accuracy", accuracy.get("before"), accuracy.get("after"))
     for k, after in (passes.get("after") or {}).items():
-        rows += _change(f"held-out pass@{k}", (passes.get("before") or {}).get(k), after)
+        rows += _change_rows(f"held-out pass@{k}", (passes.get("before") or {}).get(k), after)
     for version, reason in (summary.get("not_evaluated") or {}).items():
         rows.append(("not evaluated", Text(f"version {version}: {reason}")))
     if "versions" in summary:
         took = f" in {duration(summary['seconds'])}" if "seconds" in summary else ""
         rows.append(("versions", Text(f"{summary['versions']}{took}")))
-    rows += _no_signal(summary)
+    rows += _no_signal_rows(summary)
     if "tokens_per_second" in summary:
         rows.append(("generation", Text(f"{summary['tokens_per_second']:,.0f} tokens/s")))
     if summary.get("staleness"):

@@ -1,6 +1,6 @@
-"""What this machine last saw of a run: a copy of its status in the run home, for when the run's store is silent.
+"""The last status of a run that this machine has seen, kept in the run home for when the run's store does not answer.
 
-There is one small file for each run, named after the run's address; each command that shows a status keeps it.
+There is one small file for each run, named after the run's address. Each command that shows a status updates it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Seen:
 
 
 def keep_seen(home: Path, uri: str, status: RunStatus, age: float = 0.0) -> None:
-    """Keep the status of the run at `uri`, `age` seconds old; if the home cannot be written, nothing is kept."""
+    """Keep the status of the run at `uri`, `age` seconds old; do nothing if the home cannot be written."""
     file = _file(home, uri)
     new = file.with_suffix(f".{os.getpid()}.new")
     with contextlib.suppress(OSError):
@@ -38,7 +38,7 @@ def keep_seen(home: Path, uri: str, status: RunStatus, age: float = 0.0) -> None
 
 
 def read_seen(home: Path, uri: str | None, store: str | None = None) -> Seen | None:
-    """Return what was last seen of the run at `uri`; with None, of any run, or of any in `store`."""
+    """Return the last seen status of the run at `uri`; for None, the newest of any run, or of any run in `store`."""
     files = [_file(home, uri)] if uri else list((home / FOLDER).glob("*.json"))
     found = [seen for file in files if (seen := _read(home, file, store)) is not None]
     return min(found, key=lambda seen: seen.age, default=None)

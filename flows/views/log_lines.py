@@ -1,9 +1,9 @@
-"""Log lines for machines: with `ROLLFLOW_LOG_FORMAT=json` one JSON object a line, with who says it and of which run.
+"""Log lines for machines: with `ROLLFLOW_LOG_FORMAT=json`, one JSON object a line, with its author and its run.
 
     {"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "run": "one", "stage": "train", "actor": "learner",
      "version": 7, "attempt": 1, "message": "recovered ..."}
 
-What is not known of a line is not in it: a runner's own line is of no run. `text` reads a line back for people.
+Unknown facts are left out: a line of the runner itself has no run. `text` converts a line to plain text for users.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from rollflow.storage.errors import ConfigError
 
 FORM = "ROLLFLOW_LOG_FORMAT"
 FACTS = ("run", "stage", "actor", "rank", "version", "attempt")
-UTC_LINES = "rollflow.flows.services.utc_lines.UtcLines"  # by name: only a runner imports Prefect
-_about: dict[str, object] = {}  # of this process, which is one flow run's; logging itself is one for a process, too
+UTC_LINES = "rollflow.flows.services.utc_lines.UtcLines"  # by name, because only a runner imports Prefect
+# facts of this process, which belongs to one flow run; `logging` is global to the process, too
+_about: dict[str, object] = {}
 
 
 def about(**facts: object) -> None:
-    """Say in every line of this process from now on, which run it is of, and where that is; some of `FACTS`."""
+    """Add facts (keys of `FACTS`), such as the run, to every later line of this process."""
     _about.update(facts)
 
 
 def settings(*, shared: bool = False) -> dict[str, str]:
-    """The environment of a runner whose lines are in the form that is asked for; of a `shared` one all are JSON.
+    """Return the environment of a runner that logs in the configured format; a `shared` runner always logs JSON.
 
-    Its runs write into one file, and only JSON says which line is whose.
+    The runs of a shared runner write into one file, and only JSON tells which line belongs to which run.
 
     Raises:
-        ConfigError: there is no such form.
+        ConfigError: the configured format is unknown.
     """
     match os.environ.get(FORM, "text"):
         case "text" if not shared:
@@ -53,14 +54,14 @@ def _formatter(name: str) -> dict[str, str]:
 
 
 class LogLines(logging.Formatter):
-    """One JSON object for each record. A fact of the record itself is told before that of the process."""
+    """Formats each record as one JSON object. A fact of the record has priority over a fact of the process."""
 
     def __init__(self, *_: object) -> None:
-        """Prefect's logging gives the format of its own formatter, which says nothing here."""
+        """Ignore the arguments: Prefect's logging passes the format of its own formatter."""
         super().__init__()
 
     def format(self, record: logging.LogRecord) -> str:
-        """See the module's docstring."""
+        """Return the record as one JSON object. See the module's docstring."""
         known = {"stage": getattr(record, "flow_name", None)} | _about
         facts = {name: getattr(record, name, known.get(name)) for name in FACTS}
         line = {
@@ -75,30 +76,30 @@ class LogLines(logging.Formatter):
 
 
 def is_of(line: str, run: str) -> bool:
-    """Whether a line of a log that is shared says that it is of this run."""
-    told = _read(line)
-    return told is not None and told.get("run") == run
+    """Return whether a line of a shared log belongs to this run."""
+    parsed = _parse(line)
+    return parsed is not None and parsed.get("run") == run
 
 
 def as_json(line: str, run: str) -> str:
-    """A line of a log, in whichever form, as JSON: of one that is not, all that is known is its run."""
-    return line if _read(line) else json.dumps({"run": run, "message": line})
+    """Return a log line as JSON, whatever its format; a plain line becomes a message with only its run."""
+    return line if _parse(line) else json.dumps({"run": run, "message": line})
 
 
 def text(line: str) -> str:
-    """A line of a log, in whichever form, for people."""
-    told = _read(line)
-    if told is None:
+    """Return a log line as plain text, whatever its format."""
+    parsed = _parse(line)
+    if parsed is None:
         return line
-    who = " ".join(str(told[name]) for name in ("stage", "actor") if name in told)
-    said = f"{who} - {told['message']}" if who else told["message"]
-    error = f"\n{told['error']}" if "error" in told else ""
-    return f"{str(told.get('time', ''))[11:23]}Z | {told.get('level', ''):7} | {said}{error}"
+    author = " ".join(str(parsed[name]) for name in ("stage", "actor") if name in parsed)
+    message = f"{author} - {parsed['message']}" if author else parsed["message"]
+    error = f"\n{parsed['error']}" if "error" in parsed else ""
+    return f"{str(parsed.get('time', ''))[11:23]}Z | {parsed.get('level', ''):7} | {message}{error}"
 
 
-def _read(line: str) -> Mapping[str, object] | None:
+def _parse(line: str) -> Mapping[str, object] | None:
     try:
-        told = json.loads(line)
+        parsed = json.loads(line)
     except ValueError:
         return None
-    return told if isinstance(told, dict) and "message" in told else None
+    return parsed if isinstance(parsed, dict) and "message" in parsed else None

@@ -1,6 +1,6 @@
-"""What MLflow is told of a run beside its points: at its beginning what it is, at its end what came of it.
+"""The facts that MLflow gets of a run beside its points: its description at the start, its result at the end.
 
-All of it is read from the run's storage. Nothing here knows MLflow.
+All facts are read from the run's storage. This module does not import MLflow.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rollflow.tasks.run.context import RunContext
 
 PACKAGES = ("rollflow", "torch", "transformers", "vllm", "deepspeed", "ray", "prefect", "mlflow", "pyarrow", "numpy")
 SAMPLES = 32  # rows of the table of samples
-MODELS = 20  # newest kept versions that MLflow is told of
+MODELS = 20  # number of newest kept versions that are logged to MLflow
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """One source of prompts; `digest` is the hash that the run was pinned to."""
+    """One source of prompts; `digest` is the hash that the run is pinned to."""
 
     name: str
     digest: str
@@ -51,7 +51,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a run is. `study` is the name of what it is a part of."""
+    """The description of a run. `study` names the study that the run belongs to."""
 
     study: str | None = None
     texts: Mapping[str, str] = field(default_factory=dict)  # file name -> text
@@ -61,19 +61,19 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True)
 class KeptVersion:
-    """A version whose weights stay in the store."""
+    """A version whose weights are kept in the store."""
 
     number: int
     tags: Mapping[str, str]
-    accuracy: float | None  # held out
+    accuracy: float | None  # on held-out prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What came of a run; `samples` is a table, by column."""
+    """The result of a run; `samples` is a table, by column."""
 
     version: int = 0
-    when: float = 0.0  # seconds since the epoch, of its newest version: the same however often it is told
+    when: float = 0.0  # seconds since the epoch, of its newest version; the same each time it is logged
     figures: Mapping[str, float] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     models: Sequence[KeptVersion] = ()
@@ -81,12 +81,12 @@ class Ending:
 
 
 def beginning(context: RunContext) -> Beginning:
-    """Of any run that is prepared."""
+    """Describe any prepared run."""
     texts = {"recipe.toml": recipe_of(context, 0), "environment.json": json.dumps(environment(), indent=2)}
-    return Beginning(context.config.tracking.study, texts, tuple(_prompts(context)), _changes(context))
+    return Beginning(context.config.tracking.study, texts, tuple(_list_prompts(context)), _list_config_changes(context))
 
 
-def _changes(context: RunContext) -> Changes:
+def _list_config_changes(context: RunContext) -> Changes:
     changes = list(enumerate(list_changes(context), 1))
     texts = {f"recipe-from-version-{recorded.version}.toml": recipe_of(context, which) for which, recorded in changes}
     tags = {one.key: f"{one.after} from version {one.version}" for _, each in changes for one in shown_changes(each)}
@@ -94,7 +94,7 @@ def _changes(context: RunContext) -> Changes:
 
 
 def environment() -> dict[str, str]:
-    """Versions of what a run's figures depend on most."""
+    """Return the versions of the packages that affect a run's figures most."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in PACKAGES:
         try:
@@ -104,21 +104,30 @@ def environment() -> dict[str, str]:
     return found
 
 
-def _prompts(context: RunContext) -> Iterator[Prompts]:
+def _list_prompts(context: RunContext) -> Iterator[Prompts]:
     for source, pin in zip(context.config.prompts, context.created.prompts, strict=False):
         whole = str(pin.get("sha256", ""))
         yield Prompts(source.domain, whole[:32], redact(str(pin.get("path", source.kind))), source.kind)
 
 
 def ending(context: RunContext, summary: Mapping[str, Any]) -> Ending:
-    """Of a run that is trained; `summary` as `summarize` made it."""
+    """Describe the result of a trained run; `summary` comes from `summarize`."""
     newest = context.policies.find(context.policies.newest())
     texts = {"summary.json": json.dumps(without_secrets(summary), indent=2)}
-    return Ending(newest.number, newest.at, figures(summary), texts, tuple(_kept(context)), _samples(context, newest))
+    return Ending(
+        newest.number,
+        newest.at,
+        figures(summary),
+        texts,
+        tuple(_list_kept(context)),
+        _sample_responses(context, newest),
+    )
 
 
 def figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The closing figures. Idle shares are of a stage's time, waste of all tokens, hours of the processors."""
+    """Return the closing figures. Idle shares are of a stage's time, waste is a share of all tokens, hours are CPU
+    hours.
+    """
     accuracy = summary["accuracy"]
     lost, used = summary["discarded_tokens"], summary["tokens"]
     found = {
@@ -138,7 +147,7 @@ def figures(summary: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def _kept(context: RunContext) -> Iterator[KeptVersion]:
+def _list_kept(context: RunContext) -> Iterator[KeptVersion]:
     retention, newest = context.policies.retention, context.policies.newest()
     numbers = [number for number in range(newest, -1, -1) if retention.keeps(number, newest)]
     for number in islice(numbers, MODELS):
@@ -153,24 +162,25 @@ def _kept(context: RunContext) -> Iterator[KeptVersion]:
         yield KeptVersion(number, tags, held_out.accuracy if held_out else None)
 
 
-def _samples(context: RunContext, version: PolicyVersion) -> dict[str, list[Any]]:
-    """Of the batch that a version was trained on."""
+def _sample_responses(context: RunContext, version: PolicyVersion) -> dict[str, list[Any]]:
+    """Sample responses from the batch that a version was trained on."""
     if version.batch_entry is None:
         return {}
     file = context.batches.committed(version.batch_entry).file
     groups = TrajectoryBatch.from_bytes(context.batches.read(file)).groups()
-    told = [(group, sample) for group in groups for sample in group.trajectories][:: max(1, len(groups) // 8)]
+    every = [(group, sample) for group in groups for sample in group.trajectories][:: max(1, len(groups) // 8)]
+    rows = every[:SAMPLES]
     return {
-        "version": [version.number for _ in told[:SAMPLES]],
-        "domain": [group.domain for group, _ in told[:SAMPLES]],
-        "prompt": [context.tokenizer.decode(prompt_tokens(one)) for _, one in told[:SAMPLES]],
-        "response": [_response(context, one) for _, one in told[:SAMPLES]],
-        "reward": [one.reward for _, one in told[:SAMPLES]],
-        "reason": [one.reason for _, one in told[:SAMPLES]],
-        "tokens": [one.response_tokens for _, one in told[:SAMPLES]],
+        "version": [version.number for _ in rows],
+        "domain": [group.domain for group, _ in rows],
+        "prompt": [context.tokenizer.decode(prompt_tokens(sample)) for _, sample in rows],
+        "response": [_decode_response(context, sample) for _, sample in rows],
+        "reward": [sample.reward for _, sample in rows],
+        "reason": [sample.reason for _, sample in rows],
+        "tokens": [sample.response_tokens for _, sample in rows],
     }
 
 
-def _response(context: RunContext, one: Trajectory) -> str:
+def _decode_response(context: RunContext, one: Trajectory) -> str:
     tokens = [token for token, mask in zip(one.tokens, one.loss_mask, strict=True) if mask]
     return context.tokenizer.decode_response(tokens, context.config.reward.special_tokens)

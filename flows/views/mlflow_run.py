@@ -1,8 +1,8 @@
-"""One run as MLflow has it: found or made, and what is written to it. Each call may fail as MLflow's client does.
+"""One run in MLflow: finds or creates it, and writes to it. Each call may fail as MLflow's client does.
 
-An experiment holds the runs of a recipe. A study (`tracking.study`: a sweep, some seeds) is a run that others lie
-below. What is told of a run once (see `mlflow_payload`) is told again where nobody knows whether it arrived, and stands
-there once.
+An experiment holds the runs of a recipe. A study (`tracking.study`, for example a sweep or several seeds) is a parent
+run. The facts that are logged once (see `mlflow_payload`) are logged again if it is unknown whether they arrived; logging
+them twice leaves them there once.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel, Run
 
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow's client would report each call to its makers
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # otherwise MLflow's client reports each call to its makers
 
 RUN_TAG, KEY_TAG, STUDY_TAG = "rollflow.run_id", "rollflow.run_key", "rollflow.study"
 ANCHOR_TAG = "rollflow.anchor."  # followed by the number of an entry; its value is the entry's sha256
-BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"  # what is told once has arrived
+BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"  # tags which confirm that the facts logged once have arrived
 PARENT_TAG = "mlflow.parentRunId"
-KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages of before 3.17 go by it
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages before 3.17 require it
 VIEW_TAG, VIEW_NAME = "mlflow.sharedViewState.rollflow", "accuracy, reward, tokens a second"
 COLUMNS = "eval/accuracy", "rollout/reward", "system/tokens_per_second"
 VERSION, EVALUATED, RECOVERIES = "version", "evaluation", "recovery"
 PREFIXES = {VERSION: ("rollout/", "train/", "system/"), EVALUATED: ("eval/",), RECOVERIES: ("recovery/",)}
-SAMPLES, TABLES_TAG = "samples.json", "mlflow.loggedArtifacts"  # which files its pages show as tables
-CHANGES, CHANGES_TAG, CHANGED = "config_changes.json", "rollflow.config_changes", "config."  # tags of changed keys
-PARAMETERS_A_CALL = 100  # MLflow takes no more in one
+# a tag that lists the files which MLflow's pages show as tables
+SAMPLES, TABLES_TAG = "samples.json", "mlflow.loggedArtifacts"
+# `CHANGED` is the prefix of tags of changed keys
+CHANGES, CHANGES_TAG, CHANGED = "config_changes.json", "rollflow.config_changes", "config."
+PARAMETERS_A_CALL = 100  # MLflow accepts no more in one call
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
     """Metrics of one version, evaluation or recovery, at least one of them; `marker` says which of the three it is.
 
-    The step of its metrics tells a resumed run that they were logged, so no metric has to repeat it.
+    The step of its metrics tells a resumed run which points were logged, so no metric has to repeat the version.
     """
 
     marker: str
@@ -54,7 +56,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class TrackingPlace:
-    """Where tracking writes. `artifacts` is given only for a local store."""
+    """The MLflow that tracking writes to. `artifacts` is given only for a local store."""
 
     uri: str
     experiment: str
@@ -62,51 +64,51 @@ class TrackingPlace:
 
     @classmethod
     def default(cls, home: Path, experiment: str) -> TrackingPlace:
-        """SQLite and a folder in the run home."""
+        """Return SQLite and a folder in the run home."""
         folder = home.absolute() / "mlflow"
         return cls(f"sqlite:///{folder}/mlflow.db", experiment, folder / "artifacts")
 
 
 @dataclass
 class MlflowRun:
-    """An MLflow run that is open: its client, its ids, and the last version logged per marker."""
+    """An open MLflow run: its client, its ids, and the last version logged per marker."""
 
     client: MlflowClient
     run_id: str
     experiment_id: str
     last: dict[str, int] = field(default_factory=dict)
-    ended: str = ""  # the newest version when the end was logged; "yes" in older runs
-    changes: int = 0  # changes of its config that are logged
-    anchors: set[int] = field(default_factory=set)  # entries whose hashes are logged
+    ended: str = ""  # newest version when the end was logged; "yes" in older runs
+    changes: int = 0  # number of config changes that are logged
+    anchors: set[int] = field(default_factory=set)  # numbers of the entries whose hashes are logged
 
     def log_points(self, points: Sequence[Point]) -> None:
-        """All of them, or none."""
+        """Log all points in one call, so that all of them arrive or none."""
         from mlflow.entities import Metric
 
         metrics = []
         for point in points:
-            told = (int(point.when * 1000), point.version)
-            metrics += [Metric(name, float(value), *told) for name, value in point.metrics.items()]
+            stamp = (int(point.when * 1000), point.version)
+            metrics += [Metric(name, float(value), *stamp) for name, value in point.metrics.items()]
         self.client.log_batch(self.run_id, metrics=metrics)
 
     def log_beginning(self, told: Beginning) -> None:
-        """Files, and prompts as datasets."""
+        """Log the beginning's files, and its prompts as datasets."""
         for name, text in told.texts.items():
             self.client.log_text(self.run_id, text, name)
         if told.prompts:
-            self.client.log_inputs(self.run_id, [_dataset(one) for one in told.prompts])
+            self.client.log_inputs(self.run_id, [_build_dataset(one) for one in told.prompts])
         self.client.set_tag(self.run_id, BEGUN_TAG, "yes")
 
     def log_anchor(self, anchor: Anchor) -> None:
-        """Log an entry's hash, unless it is logged: an entry never changes."""
+        """Log an entry's hash, unless it is already logged: an entry never changes."""
         if anchor.n not in self.anchors:
             self.client.set_tag(self.run_id, f"{ANCHOR_TAG}{anchor.n:010d}", anchor.sha256)
             self.anchors.add(anchor.n)
 
     def log_ending(self, told: Ending) -> None:
-        """Log figures, files, samples and kept versions, unless they are logged.
+        """Log figures, files, samples and kept versions, unless they are already logged.
 
-        Figures are tags: as metrics each would be a plot of one point.
+        Figures are tags: as metrics, each would be a plot of one point.
         """
         from mlflow.entities import RunTag
 
@@ -117,19 +119,19 @@ class MlflowRun:
         for name, text in told.texts.items():
             self.client.log_text(self.run_id, text, name)
         if told.samples:
-            self.client.log_dict(self.run_id, _table(told.samples), SAMPLES)
+            self.client.log_dict(self.run_id, _format_table(told.samples), SAMPLES)
             self._show_tables(*([CHANGES] if self.changes else []), SAMPLES)
         self._log_models(told.models)
         self.client.set_tag(self.run_id, ENDED_TAG, str(told.version))
         self.ended = str(told.version)
 
     def log_changes(self, told: Changes) -> None:
-        """Log the changes of its config as a table, files and tags: parameters stay as they were logged first."""
+        """Log the config changes as a table, files and tags: MLflow's parameters keep their first values."""
         if told.count == self.changes:
             return
         for name, text in told.texts.items():
             self.client.log_text(self.run_id, text, name)
-        self.client.log_dict(self.run_id, _table(told.table), CHANGES)
+        self.client.log_dict(self.run_id, _format_table(told.table), CHANGES)
         self._show_tables(CHANGES, *([SAMPLES] if self.ended else []))
         for key, value in told.keys.items():
             self.client.set_tag(self.run_id, f"{CHANGED}{key}", value)
@@ -144,17 +146,17 @@ class MlflowRun:
         from mlflow.entities import LoggedModelOutput
 
         known = {model.name for model in self._models()}
-        made = []
+        outputs = []
         for version in versions:
             name = f"version-{version.number}"
             if name in known:
                 continue
-            told = {} if version.accuracy is None else {"accuracy": f"{version.accuracy:.6g}"}
-            model = self.client.create_logged_model(self.experiment_id, name, self.run_id, dict(version.tags), told)
+            accuracy = {} if version.accuracy is None else {"accuracy": f"{version.accuracy:.6g}"}
+            model = self.client.create_logged_model(self.experiment_id, name, self.run_id, dict(version.tags), accuracy)
             self.client.finalize_logged_model(model.model_id, "READY")
-            made.append(LoggedModelOutput(model.model_id, version.number))
-        if made:
-            self.client.log_outputs(self.run_id, made)
+            outputs.append(LoggedModelOutput(model.model_id, version.number))
+        if outputs:
+            self.client.log_outputs(self.run_id, outputs)
 
     def _models(self) -> Sequence[LoggedModel]:
         found: Sequence[LoggedModel] = self.client.search_logged_models(
@@ -166,7 +168,7 @@ class MlflowRun:
 def open_run(
     place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str], told: Beginning
 ) -> MlflowRun:
-    """Find the MLflow run of this rollflow run, or make it; tell what it was not told yet."""
+    """Find or create the MLflow run of this rollflow run, and log what is not logged yet."""
     from mlflow import MlflowClient
     from mlflow.entities import Param
 
@@ -175,13 +177,13 @@ def open_run(
     if place.artifacts is not None:
         place.artifacts.mkdir(parents=True, exist_ok=True)
     client = MlflowClient(tracking_uri=place.uri)
-    experiment_id = _experiment(client, place)
+    experiment_id = _open_experiment(client, place)
     found = client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{tags[KEY_TAG]}'", max_results=1)
     if found:
         run = found[0]
         client.update_run(run.info.run_id, status="RUNNING")
     else:
-        below = {PARENT_TAG: _study(client, experiment_id, told.study)} if told.study else {}
+        below = {PARENT_TAG: _open_study(client, experiment_id, told.study)} if told.study else {}
         run = client.create_run(experiment_id, run_name=tags[RUN_TAG], tags={**tags, **below})
     fresh = [Param(key, value) for key, value in parameters.items() if key not in run.data.params]
     for start in range(0, len(fresh), PARAMETERS_A_CALL):
@@ -196,7 +198,7 @@ def open_run(
 
 
 def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
-    """Return the tags of the MLflow run with this key; none if there is no such run.
+    """Return the tags of the MLflow run with this key, or an empty mapping if there is no such run.
 
     Raises:
         Unreachable: MLflow cannot be read.
@@ -219,31 +221,31 @@ def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
 
 
 def _newest_steps(run: Run) -> dict[str, int]:
-    """Return the newest step of each marker's metrics. A call logs all metrics of a step or none."""
+    """Return the newest step of each marker's metrics. One call logs all metrics of a step or none."""
     metrics = run.data.to_proto().metrics
     steps = {name: [one.step for one in metrics if one.key.startswith(prefix)] for name, prefix in PREFIXES.items()}
     return {name: max(found) for name, found in steps.items() if found}
 
 
-def _experiment(client: MlflowClient, place: TrackingPlace) -> str:
+def _open_experiment(client: MlflowClient, place: TrackingPlace) -> str:
     experiment = client.get_experiment_by_name(place.experiment)
     tags = {KIND_TAG: KIND, VIEW_TAG: _build_view()}
     if experiment is None:
         location = place.artifacts.as_uri() if place.artifacts is not None else None
         return str(client.create_experiment(place.experiment, artifact_location=location, tags=tags))
-    for tag in tags.keys() - experiment.tags.keys():  # what the user changed stays
+    for tag in tags.keys() - experiment.tags.keys():  # a tag that the user changed is kept
         client.set_experiment_tag(experiment.experiment_id, tag, tags[tag])
     return str(experiment.experiment_id)
 
 
 def _build_view() -> str:
-    """Return a saved view of an experiment's runs, in MLflow's format; MLflow's default view has no metric column."""
+    """Return a saved view of an experiment's runs, in MLflow's format; MLflow's default view has no metric columns."""
     state = {"selectedColumns": [f"metrics.`{name}`" for name in COLUMNS]}
     return json.dumps({"name": VIEW_NAME, "createdAt": 0, "state": json.dumps(state)})
 
 
-def _study(client: MlflowClient, experiment_id: str, name: str) -> str:
-    """The run that stands for a study: the oldest of that name, if two of its runs made it at the same time."""
+def _open_study(client: MlflowClient, experiment_id: str, name: str) -> str:
+    """Return the run that represents a study: the oldest of that name, if two runs created it at the same time."""
 
     def found() -> list[str]:
         where, order = f"tags.`{STUDY_TAG}` = '{name}'", ["attributes.start_time ASC"]
@@ -255,13 +257,13 @@ def _study(client: MlflowClient, experiment_id: str, name: str) -> str:
     return found()[0]
 
 
-def _dataset(prompts: Prompts):  # type: ignore[no-untyped-def]
+def _build_dataset(prompts: Prompts):  # type: ignore[no-untyped-def]
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     dataset = Dataset(prompts.name, prompts.digest, prompts.kind, prompts.source)
     return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
 
 
-def _table(columns: Mapping[str, Sequence[object]]) -> dict[str, object]:
-    """As MLflow's pages show tables."""
+def _format_table(columns: Mapping[str, Sequence[object]]) -> dict[str, object]:
+    """Return a table in the format of MLflow's pages."""
     return {"columns": list(columns), "data": [list(row) for row in zip(*columns.values(), strict=True)]}

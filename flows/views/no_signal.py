@@ -1,4 +1,4 @@
-"""Versions in which nothing was learned: no row of their batch had an advantage, so no reward moved the weights.
+"""Finds versions in which nothing was learned: no row of their batch had an advantage, so no reward moved the weights.
 
 The module reads the metrics of each version in the run's log. So a resumed run, a summary and a live view agree.
 """
@@ -17,7 +17,7 @@ CAUSE = (
 
 
 def lacks_signal(version: PolicyVersion) -> bool:
-    """Return whether no reward has moved a version; false for one that was recorded without that figure."""
+    """Return whether no reward moved the weights of a version; False for old records without that figure."""
     return version.number > 0 and version.metrics.get("rows_with_signal", 1.0) == 0.0
 
 
@@ -27,7 +27,7 @@ def count_without_signal(versions: Iterable[PolicyVersion]) -> int:
 
 
 def count_newest_without(versions: Sequence[PolicyVersion]) -> int:
-    """Count the newest versions that lack a signal, back to the last one that has it."""
+    """Count the versions without a signal after the last one that has it."""
     return sum(1 for _ in takewhile(lacks_signal, reversed(versions)))
 
 

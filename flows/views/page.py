@@ -1,7 +1,7 @@
-"""What a run's page in Prefect shows beside its graph: a table of its progress, where else to look, the reward plot.
+"""The artifacts of a run's page in Prefect, beside its graph: a progress table, links, the reward plot.
 
-It is a view, and holds up nobody: every method returns at once, and one thread makes the requests. Of a server that is
-away, or does not take them, the log says so once; the table is whole again with the next row that arrives.
+The page is only a view and blocks nobody: every method returns at once, and one thread makes the requests. If the
+server is unreachable or rejects a request, the log says so once. The next row that arrives completes the table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ END_SECONDS = 10.0
 
 
 class Page:
-    """The artifacts of one supervisor's flow run. Their keys are the run's, so that their history is one."""
+    """The artifacts of one supervisor's flow run. Their keys contain the run id, so that all supervisors share one
+    history.
+    """
 
     def __init__(self, run_id: str, log: Callable[[str], None]) -> None:
         self._key, self._log = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-"), log
@@ -35,42 +37,42 @@ class Page:
         self._anchors: list[str] = []
         self._away = False
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        context = copy_context()  # of this flow run: which server it is
-        # A daemon: a server that hangs must not keep the process from ending.
+        context = copy_context()  # the flow run's context, which names the server
+        # A daemon thread: a server that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=lambda: context.run(self._work), name="page", daemon=True)
         self._thread.start()
 
     def progress(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """The table, a row for each block of versions."""
+        """Show the progress table, with a row for each block of versions."""
         self._show(
             "progress", "table", json.dumps([dict(row) for row in rows]), "The run so far, by blocks of versions"
         )
 
     def links(self, places: Mapping[str, str]) -> None:
-        """Where else to look: what is there, and its address or command."""
+        """Show where else to look: each name with its address or command."""
         lines = (f"- {what}: {_linked(where)}" for what, where in places.items())
-        self._show("places", "markdown", "\n".join(lines), "Where this run is to be seen")
+        self._show("places", "markdown", "\n".join(lines), "Where to see this run")
 
     def warn(self, text: str) -> None:
         """Show a warning."""
         self._show("warning", "markdown", text, "What to look at")
 
     def anchor(self, anchor: str) -> None:
-        """Show one more hash of an entry of the run's log, for `rollflow audit --anchor`."""
+        """Show another hash of an entry of the run's log, for `rollflow audit --anchor`."""
         self._anchors.append(f"- `{anchor}`")
         lines = "\n".join(dict.fromkeys(self._anchors))
         self._show("anchors", "markdown", lines, "Hashes of the run's entries, for rollflow audit --anchor")
 
     def plot(self, picture: Path) -> None:
-        """The reward plot (PNG), in the artifact itself: the page reads no file."""
-        # As text, since below an artifact of the kind "image" the page prints the whole address. Prefect's experimental
-        # pages show no picture in a text, but the words that stand for it.
+        """Show the reward plot (PNG), embedded in the artifact, because the page reads no file."""
+        # Markdown, because below an artifact of the kind "image" the page prints the whole address. Prefect's
+        # experimental pages show the alternative text instead of a picture.
         text = base64.b64encode(picture.read_bytes()).decode()
         drawn = f"![The plot is reward.png in the run's storage](data:image/png;base64,{text})"
         self._show("reward", "markdown", drawn, "Reward and held-out accuracy by version")
 
     def close(self) -> None:
-        """Wait for what is under way, for some seconds at most."""
+        """Wait for pending requests, for `END_SECONDS` at most."""
         self._queue.put(None)
         self._thread.join(END_SECONDS)
 
@@ -93,10 +95,10 @@ class Page:
             if name in self._made:
                 client.update_artifact(self._made[name], ArtifactUpdate(data=data))
                 return
-            made = ArtifactCreate(
+            artifact = ArtifactCreate(
                 key=f"{name}-{self._key}", type=kind, data=data, description=description, flow_run_id=self._flow_run
             )
-            self._made[name] = client.create_artifact(made).id
+            self._made[name] = client.create_artifact(artifact).id
 
 
 def _linked(where: str) -> str:

@@ -1,6 +1,6 @@
-"""A run's config as it may be shown: without secrets.
+"""Removes secrets from a run's config before it is shown.
 
-User names, passwords and queries are taken out of addresses; keys whose names say that they hold a secret are left out.
+User names, passwords and queries are removed from addresses. Keys whose names indicate a secret are removed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from rollflow.flows.services.reachability import redact
 
-LENGTH = 6000  # of a value; MLflow takes no longer one
+LENGTH = 6000  # most characters of a value; MLflow rejects longer ones
 SECRET_WORDS = {
     *("secret", "secrets", "token", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey"),
     *("auth", "authorization", "bearer"),
@@ -20,7 +20,7 @@ SECRET_PAIRS = ("api_key", "access_key", "private_key", "account_key")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A config tree as dotted keys and texts, without secrets."""
+    """Return a config tree as dotted keys and texts, without secrets."""
     flat: dict[str, str] = {}
     for name, value in without_secrets(tree).items():
         key = f"{prefix}{name}"
@@ -34,7 +34,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tree; what is no text stays as it is."""
+    """Return the same tree without secrets; values that are not text are unchanged."""
     return {name: _safe(value) for name, value in tree.items() if not names_secret(str(name))}
 
 
@@ -47,6 +47,6 @@ def _safe(value: Any) -> Any:
 
 
 def names_secret(key: str) -> bool:
-    """Whether a key reads as if its value were a secret (`api_token` does, `seconds_per_token` does not)."""
+    """Return whether a key's name indicates a secret (`api_token` does, `seconds_per_token` does not)."""
     lower = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower().replace("-", "_").replace("per_token", "")
     return bool(SECRET_WORDS & set(re.split(r"[^a-z0-9]+", lower))) or any(pair in lower for pair in SECRET_PAIRS)

@@ -1,8 +1,8 @@
-"""How long a run was paused, stopped or away between two of its versions, according to its log.
+"""Computes from the log how long a run was paused, stopped or down between two of its versions.
 
 A resumed run has a new supervisor, and stages that claim their roles again under it. The pause lasts from the newest
-batch or version before that to the newest of these claims before work goes on. Work that the stages had begun when the
-run was ended counts as pause, since the log does not show it. A stage that is restarted alone makes no pause.
+batch or version before the resumption to the newest of these claims before work goes on. Unfinished work of the stopped
+stages counts as pause, since the log does not show it. A stage that restarts alone causes no pause.
 
 Only entries between versions of different claims are read, so the cost grows with the claims, not with the run.
 """
@@ -25,7 +25,7 @@ def paused_seconds(context: RunContext, first: PolicyVersion, last: PolicyVersio
 def _find_reclaimed(
     context: RunContext, first: PolicyVersion, last: PolicyVersion
 ) -> Iterator[tuple[PolicyVersion, PolicyVersion]]:
-    """Find the neighbours whose second version has another claim; a claim that was lost never comes back."""
+    """Yield pairs of consecutive versions with different claims; a lost claim never comes back."""
     if first.number >= last.number or first.claim == last.claim:
         return
     if last.number == first.number + 1:
@@ -37,11 +37,11 @@ def _find_reclaimed(
 
 
 def _sum_pauses(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> float:
-    """Add up the pauses between two neighbours."""
+    """Add up the pauses between two consecutive versions."""
     total, worked, claimed = 0.0, before.at, None
     resumed = False
-    for one in written(context.log, before.entry + 1, after.entry):
-        entry = one.entry
+    for record in written(context.log, before.entry + 1, after.entry):
+        entry = record.entry
         match entry.body:
             case Claimed():
                 resumed = resumed or entry.role == "supervisor"

@@ -1,4 +1,4 @@
-"""A run in blocks of versions: the rows of the table on its page."""
+"""A run in blocks of versions: the rows of the progress table on its page."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from rollflow.tasks.run.context import RunContext
 
 
 def rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
-    """Of each block (first, last) whose versions are all there: what they were trained on, and what they cost.
+    """Yield the row of each block (first, last) whose versions are all published: their training figures and their
+    cost.
 
-    Reward and staleness are means over versions; tokens are those trained on; idle is the share of the time in which
-    the learner waited, waste the share of tokens thrown away, accuracy the newest of the held-out prompts. The bias
-    is `length_bias`.
+    Reward and staleness are means over versions. Tokens are those trained on. Idle is the share of time that the
+    learner waited. Waste is the share of tokens that were discarded. Accuracy is the newest on the held-out prompts.
+    The bias is `length_bias`.
     """
     for first, last in blocks:
-        found = list(islice(context.policies.since(first - 1), last - first + 2))
-        if len(found) < last - first + 2:
+        published = list(islice(context.policies.since(first - 1), last - first + 2))
+        if len(published) < last - first + 2:
             return
-        accuracy = [one.accuracy for one in evaluations(context.store, first - 1, last)]
+        accuracy = [evaluation.accuracy for evaluation in evaluations(context.store, first - 1, last)]
         yield {
             "versions": f"{first} to {last}" if last > first else str(first),
-            **_figures(found, context.config.groups, paused_seconds(context, found[0], found[-1])),
+            **_figures(published, context.config.groups, paused_seconds(context, published[0], published[-1])),
             "held-out accuracy": f"{accuracy[-1]:.3f}" if accuracy else "",
         }
 
@@ -37,7 +38,7 @@ def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> d
     def total(name: str) -> float:
         return sum(version.metrics.get(name, 0.0) for version in trained)
 
-    seconds = trained[-1].at - before.at - paused  # if the clock stepped back, there is no figure
+    seconds = trained[-1].at - before.at - paused  # 0 or less if the clock stepped back: then there is no figure
     used, lost = total("response_tokens"), total("discarded_tokens") + total("surplus_tokens")
     bias = length_bias(used, groups * len(trained), total("discarded_tokens"), total("discarded_groups"))
     return {

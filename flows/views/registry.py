@@ -1,6 +1,6 @@
-"""The best version so far, as MLflow's model registry has it: an alias on one of a model's versions.
+"""The best version so far in MLflow's model registry: an alias on one of a model's versions.
 
-A registered version names the run and the folder it was exported to, and keeps its evaluation as tags.
+A registered version names the run and the folder that it was exported to, and keeps its evaluation as tags.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from mlflow.exceptions import MlflowException
 from rollflow.flows.services.reachability import redact
 from rollflow.storage.errors import ConfigError, Unreachable
 
-NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # a model; an alias, to MLflow's own store
+# error codes for a missing model, and for a missing alias in MLflow's own store
+NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """An evaluation: `accuracy` is the share of `responses` that were right."""
+    """An evaluation: `accuracy` is the share of correct `responses`."""
 
     accuracy: float
     responses: int
@@ -38,10 +39,10 @@ class Registered:
 
 
 def z_score(new: Score, old: Score) -> float:
-    """By how many standard errors `new` is better; 0 where neither can tell.
+    """Return by how many standard errors `new` is better; 0 if both are certain.
 
-    z = (p1 - p0) / sqrt(p (1 - p) (1 / n1 + 1 / n0)), with p the share over both: the test of two proportions.
-    It takes the responses for independent. Several samples of one prompt are not quite, and the true noise is larger.
+    z = (p1 - p0) / sqrt(p (1 - p) (1 / n1 + 1 / n0)), with p the share over both: the test of two proportions. It
+    assumes independent responses. Several samples of one prompt are not quite independent, so the true noise is larger.
     """
     total = new.responses + old.responses
     pooled = (new.accuracy * new.responses + old.accuracy * old.responses) / total
@@ -50,20 +51,20 @@ def z_score(new: Score, old: Score) -> float:
 
 
 class Registry:
-    """The registered model of one recipe. Each call raises `Unreachable` where MLflow fails."""
+    """The registered model of one recipe. Each call raises `Unreachable` if MLflow fails."""
 
     def __init__(self, uri: str, model: str, alias: str) -> None:
         self._uri, self._model, self._alias = uri, model, alias
-        with self._answering():
+        with self._translate_errors():
             self._client = MlflowClient(uri, uri)
 
     def best(self) -> Registered | None:
-        """The version that has the alias; None: there is none yet.
+        """Return the version that has the alias, or None if there is none yet.
 
         Raises:
-            ConfigError: a person gave it to a version of theirs, which has no score.
+            ConfigError: a user gave the alias to a version of their own, which has no score.
         """
-        with self._answering():
+        with self._translate_errors():
             try:
                 found = self._client.get_model_version_by_alias(self._model, self._alias)
             except MlflowException as error:
@@ -73,39 +74,39 @@ class Registry:
         return self._registered(found)
 
     def aliased(self) -> set[str]:
-        """The runs of all versions that have an alias, a person's, too."""
-        with self._answering():
+        """Return the runs of all versions that have an alias, including the user's own aliases."""
+        with self._translate_errors():
             numbers = set(self._client.get_registered_model(self._model).aliases.values())
             return {self._client.get_model_version(self._model, str(one)).tags.get("run", "") for one in numbers}
 
     def add(self, folder: str, run_id: str, score: Score) -> Registered:
-        """Register a version; a run that is registered already stays as it is."""
-        with self._answering():
+        """Register a version; a run that is already registered is left unchanged."""
+        with self._translate_errors():
             try:
                 self._client.create_registered_model(self._model)
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
-            for one in self._of_run(run_id):
-                return Registered(one.version, run_id, score)
+            for version in self._versions_of(run_id):
+                return Registered(version.version, run_id, score)
             tags = {"run": run_id, "accuracy": repr(score.accuracy), "responses": str(score.responses)}
-            made = self._client.create_model_version(self._model, folder, tags=tags)
-            return Registered(made.version, run_id, score)
+            created = self._client.create_model_version(self._model, folder, tags=tags)
+            return Registered(created.version, run_id, score)
 
     def forget(self, run_id: str) -> None:
-        """Take away what a run registered; its files go."""
-        with self._answering():
-            for one in self._of_run(run_id):
-                self._client.delete_model_version(self._model, one.version)
+        """Delete the registered versions of a run whose files are deleted."""
+        with self._translate_errors():
+            for version in self._versions_of(run_id):
+                self._client.delete_model_version(self._model, version.version)
 
     def promote(self, version: Registered) -> None:
-        """Give it the alias."""
-        with self._answering():
+        """Move the alias to this version."""
+        with self._translate_errors():
             self._client.set_registered_model_alias(self._model, self._alias, version.number)
 
-    def _of_run(self, run_id: str) -> list[ModelVersion]:
+    def _versions_of(self, run_id: str) -> list[ModelVersion]:
         every = self._client.search_model_versions(f"name='{self._model}'")
-        return [one for one in every if one.tags.get("run") == run_id]
+        return [version for version in every if version.tags.get("run") == run_id]
 
     def _registered(self, found: ModelVersion) -> Registered:
         try:
@@ -118,7 +119,7 @@ class Registry:
             ) from None
 
     @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except MlflowException as error:

@@ -1,6 +1,6 @@
-"""`rollflow simulate`: what a recipe would do on other hardware, in virtual time.
+"""`rollflow simulate`: shows how a recipe would run on other hardware, in virtual time.
 
-Prints figures, and on request draws the timeline, writes the figures as JSON, or compares a prediction with a recorded
+Prints figures. On request it draws the timeline, writes the figures as JSON, or compares a prediction with a recorded
 run. Needs neither Ray nor torch.
 """
 
@@ -22,7 +22,7 @@ from rich.text import Text
 
 from rollflow.flows.views import timeline_html, timeline_png
 from rollflow.flows.views.console import duration, staleness_bar
-from rollflow.flows.views.timeline import drawing
+from rollflow.flows.views.timeline import build_drawing
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.figures import Figures
@@ -42,10 +42,10 @@ class Outputs:
 
     @classmethod
     def of(cls, plot: Path | None, json: Path | None) -> Outputs:
-        """`plot` names a .png or an .html file; without an ending, both are meant.
+        """Build it from the options. `plot` names a .png or an .html file, or both if it has no suffix.
 
         Raises:
-            ConfigError: it has another ending, or a folder is not there.
+            ConfigError: the suffix is another one, or a folder does not exist.
         """
         plots: tuple[Path, ...] = ()
         if plot is not None:
@@ -61,9 +61,9 @@ class Outputs:
 def run_simulation(
     config: RunConfig, hardware: Hardware, versions: int | None, outputs: Outputs, *, console: Console | None = None
 ) -> Simulated:
-    """Simulate, print the table, write the files."""
+    """Simulate the recipe, print the table, write the files."""
     console = console or Console(highlight=False)
-    with _progress(versions or config.versions) as watch:
+    with _show_progress(versions or config.versions) as watch:
         simulated = simulate(config, hardware, versions=versions, timeline=bool(outputs.plots), watch=watch)
     console.print(table(simulated.figures, config, hardware))
     if simulated.timeline is not None:
@@ -78,7 +78,7 @@ def run_simulation(
 
 
 def as_json(figures: Figures) -> dict[str, Any]:
-    """All figures as JSON."""
+    """Return all figures as a JSON object."""
     bias = {"mean_difference": figures.bias.mean_difference, "p99_difference": figures.bias.p99_difference}
     found = asdict(figures)
     return {**found, "staleness_mean": figures.staleness_mean, "bias": {**found["bias"], **bias}}
@@ -86,14 +86,14 @@ def as_json(figures: Figures) -> dict[str, Any]:
 
 def _draw(timeline: Timeline, title: str, path: Path) -> None:
     if path.suffix == ".png":
-        timeline_png.draw_png(drawing(timeline, title, timeline_png.ROWS), path)
+        timeline_png.draw_png(build_drawing(timeline, title, timeline_png.ROWS), path)
     else:
-        timeline_html.draw_html(drawing(timeline, title, timeline_html.ROWS), path)
+        timeline_html.draw_html(build_drawing(timeline, title, timeline_html.ROWS), path)
 
 
 @contextmanager
-def _progress(versions: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, while it is a terminal; gone when the simulation ends."""
+def _show_progress(versions: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on standard error, if it is a terminal, until the simulation ends."""
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TextColumn("versions"))
     console = Console(file=sys.stderr)
     quiet = not console.is_terminal
@@ -106,17 +106,17 @@ def _progress(versions: int) -> Iterator[Callable[[int], None]]:
 
 
 def table(figures: Figures, config: RunConfig, hardware: Hardware) -> Panel:
-    """What a person reads."""
+    """Build the table of figures."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")
-    for label, value in [*_times(figures), *_fates(figures, config), *_bound_rows(figures)]:
+    for label, value in [*_time_rows(figures), *_fate_rows(figures, config), *_bound_rows(figures)]:
         rows.add_row(label, value)
     title = Text.assemble((" simulated ", "bold"), (config.name, "cyan"), f" on {hardware.title or 'hardware'} ")
     return Panel(rows, title=title, title_align="left", border_style="cyan", expand=False)
 
 
-def _times(figures: Figures) -> list[tuple[str, Any]]:
+def _time_rows(figures: Figures) -> list[tuple[str, Any]]:
     idle = figures.idle
     rows = [
         ("versions", f"{figures.versions} in {duration(figures.seconds)}; times without the first {figures.warm_up}"),
@@ -135,7 +135,7 @@ def _times(figures: Figures) -> list[tuple[str, Any]]:
     return rows
 
 
-def _fates(figures: Figures, config: RunConfig) -> list[tuple[str, Any]]:
+def _fate_rows(figures: Figures, config: RunConfig) -> list[tuple[str, Any]]:
     tokens, bias = figures.tokens, figures.bias
     bound = Text(f"  (mean {figures.staleness_mean:.2f}, bound {config.async_ratio:g})", style="dim")
     wasted = ", ".join(f"{reason} {_of(count, tokens.sampled)}" for reason, count in tokens.wasted.items())

@@ -1,7 +1,7 @@
-"""What a run looks like at one moment: the value behind the live view, `rollflow status` and `status.json`.
+"""The status of a run at one moment: the value behind the live view, `rollflow status` and `status.json`.
 
-`from_json(to_json(status)) == status`; an unknown key in the JSON is ignored, so
-that an older reader can show a newer run.
+`from_json(to_json(status)) == status`. Unknown keys in the JSON are ignored, so that an older reader can show a newer
+run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 Phase = Literal["starting", "cold start", "training", "evaluating", "ending", "paused", "done", "failed", "stopped"]
 ENDED: tuple[Phase, ...] = ("done", "failed", "stopped")
-STAGE_ENDS = ("completed", "failed", "crashed", "cancelled", "cancelling")  # how a stage ends
+STAGE_ENDS = ("completed", "failed", "crashed", "cancelled", "cancelling")  # states of a stage that has ended
 
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """One stage (rollout, reward, train): what it does, a note, the share (0 to 1) of its time it idled."""
+    """One stage (rollout, reward, train): its state, a note, and the share (0 to 1) of its time that it idled."""
 
     state: str
     note: str = ""
@@ -37,12 +37,12 @@ class StageStatus:
 class RunStatus:
     """One moment of a run.
 
-    `reward` is the recent mean training reward, `rewards` that of the newest versions (oldest first), `accuracy` the
-    held-out points `(version, accuracy)` of version 0 and the newest that were evaluated, `pass_at` the newest one's
-    pass@k by k (none of one sample a prompt), `staleness` trained groups by the staleness of their oldest response,
-    `domains` trained groups by domain (`shares`: what was asked for), `tokens_per_second` recent and
-    `tokens_per_second_total` over the whole run, `buffer_groups` of `buffer_capacity` groups ready for the learner,
-    `flow_run` the supervisor that says all this.
+    `reward` is the recent mean training reward, and `rewards` that of each newest version (oldest first). `accuracy`
+    holds the held-out points `(version, accuracy)` of version 0 and of the newest evaluated versions. `pass_at` is
+    pass@k by k of the newest evaluation (empty with one sample a prompt). `staleness` counts trained groups by the
+    staleness of their oldest response, `domains` counts them by domain, and `shares` has the configured shares.
+    `tokens_per_second` is recent, `tokens_per_second_total` covers the whole run. `buffer_groups` of `buffer_capacity`
+    groups are ready for the learner. `flow_run` is the supervisor that wrote the status.
     """
 
     run_id: str
@@ -68,11 +68,11 @@ class RunStatus:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen."""
+        """True if nothing more will happen."""
         return self.phase in ENDED
 
     def at_end(self, phase: Phase, *messages: str) -> RunStatus:
-        """Return this status once the run has ended as `phase`: none of its stages runs any more."""
+        """Return this status with the run ended as `phase`, and all its stages ended."""
         stages = {
             role: stage if stage.state.lower() in STAGE_ENDS else replace(stage, state="Cancelled")
             for role, stage in self.stages.items()
@@ -81,12 +81,12 @@ class RunStatus:
         return replace(self, phase=phase, stages=stages, messages=(*self.messages, *more))
 
     def to_json(self) -> str:
-        """One JSON object."""
+        """Return the status as one JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RunStatus:
-        """The status that `to_json` wrote.
+        """Return the status that `to_json` wrote.
 
         Raises:
             ValueError: the text is not such a JSON object.
@@ -102,18 +102,18 @@ class RunStatus:
         known["accuracy"] = tuple((int(version), float(value)) for version, value in known.get("accuracy", ()))
         known["pass_at"] = {int(k): float(share) for k, share in known.get("pass_at", {}).items()}
         known["staleness"] = {int(key): int(count) for key, count in known.get("staleness", {}).items()}
-        known["stages"] = {name: _stage(value) for name, value in known.get("stages", {}).items()}
+        known["stages"] = {name: _read_stage(value) for name, value in known.get("stages", {}).items()}
         return cls(**known)
 
 
-def _stage(raw: Mapping[str, Any]) -> StageStatus:
+def _read_stage(raw: Mapping[str, Any]) -> StageStatus:
     return StageStatus(**{key: value for key, value in raw.items() if key in {f.name for f in fields(StageStatus)}})
 
 
 def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus | None:
-    """The run's `status.json`, unless another supervisor than `flow_run` wrote it (which no clock would tell).
+    """Return the run's `status.json`, or None if another supervisor than `flow_run` wrote it.
 
-    One that is damaged is none: the next is written within a second, and nobody's run ends of it.
+    A damaged status counts as missing: the next one is written within a second, and damage here ends no run.
     """
     try:
         status = RunStatus.from_json(context.store.get(STATUS))
@@ -123,7 +123,9 @@ def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus 
 
 
 def record_end(context: RunContext, phase: Phase, why: str) -> None:
-    """Store that the run has ended, unless its supervisor has; a store that fails now raises no further error."""
+    """Store that the run has ended, unless its supervisor has already; a store that fails here
+    raises no further error.
+    """
     with contextlib.suppress(RollflowError, OSError):
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         if not last.ended:

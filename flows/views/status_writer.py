@@ -1,6 +1,6 @@
-"""The supervisor's view of a run, once a second: `status.json` for people, MLflow for comparison.
+"""Writes the supervisor's view of a run, once a second: `status.json` for users, MLflow for comparison.
 
-Both are made from the run's log and from what the stages say. Nothing that decides reads either.
+Both come from the run's log and from the stages' statuses. Nothing that makes decisions reads either.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from rollflow.tasks.rollout.evaluation import Evaluation, evaluations
 from rollflow.tasks.run.context import RunContext
 
 TELL_SECONDS = 1.0
-MESSAGES = 3  # the latest ones that the live view shows
-USAGE_SECONDS = 30.0  # how often the actors' CPU seconds are written down
+MESSAGES = 3  # number of latest messages in the live view
+USAGE_SECONDS = 30.0  # interval at which the actors' CPU seconds are stored
 
 
 class StagesSeen(Protocol):
-    """What the supervisor saw last of its stages, and what their actors have used."""
+    """The supervisor's last view of its stages, and the CPU usage of their actors."""
 
     @property
     def usage(self) -> Usage: ...
@@ -60,49 +60,49 @@ class StatusWriter:
         self.messages = [change_sentence(one) for one in list_changes(context)]
         self.failure = ""
         self.recoveries = RecoveryLog(context.store)
-        self._recovered = 0  # recoveries that were logged
-        # Its age by the wall clock, once; from then on no clock that steps makes it younger.
+        self._recovered = 0  # number of logged recoveries
+        # The run's age by the wall clock, read once; after that, a clock that steps cannot change it.
         self._began = time.monotonic() - max(0.0, time.time() - context.created_at)
-        self._before: PolicyVersion | None = None  # the version that was told last
+        self._before: PolicyVersion | None = None  # the version that was logged last
         self._evaluated: dict[int, Evaluation] = {}
-        self._told = 0.0
-        self.no_signal = ""  # a sentence on the newest versions, if they lack a signal
+        self._written_at = 0.0
+        self.no_signal = ""  # a sentence about the newest versions, if they have no learning signal
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 
     def refresh(self, phase: Phase | None = None) -> None:
-        """Read what is new, log it, write the status."""
+        """Read the log's new entries, log them to MLflow, and write the status."""
         for version in self.progress.advance():
             if version.number:
                 self.tracker.log_version(version.number, self._metrics_of(version), version.at)
             self._before = version
             about(version=version.number)
-        self._look_for_signal()
-        for evaluation in self._evaluations():
+        self._update_no_signal()
+        for evaluation in self._new_evaluations():
             self._evaluated[evaluation.version] = evaluation
             self.tracker.log_evaluation(evaluation.version, evaluation.metrics, time.time())
-        self._count_recoveries()
+        self._log_recoveries()
         if phase or time.monotonic() - self._counted > USAGE_SECONDS:
             self._counted = time.monotonic()
             store_usage(self.context.store, self._writer, self.stages.usage)
         status = self.status(phase or self._phase())
-        told = status.at_end(status.phase) if status.ended else status
-        self._told = time.monotonic()
-        self.context.store.put(STATUS, told.to_json().encode())
+        written = status.at_end(status.phase) if status.ended else status
+        self._written_at = time.monotonic()
+        self.context.store.put(STATUS, written.to_json().encode())
 
     def note_progress(self, phase: Phase) -> None:
         """Record that a step of the supervisor itself made progress; the status is written at most once a second."""
-        if time.monotonic() - self._told > TELL_SECONDS:
+        if time.monotonic() - self._written_at > TELL_SECONDS:
             with contextlib.suppress(Unreachable, OSError):
                 self.refresh(phase)
 
     def _metrics_of(self, version: PolicyVersion) -> dict[str, float]:
-        """Return a version's metrics; the first version that a supervisor sees has no `system/` figures."""
+        """Return a version's metrics, with `system/` figures except for the first version that a supervisor sees."""
         if self._before is None:
             return dict(version.metrics)
         return {**version.metrics, **system_figures(self._before, version, self.progress.pause_before(version))}
 
-    def _evaluations(self) -> list[Evaluation]:
-        """The new evaluations; at first, the newest and that of version 0, with which all others are compared."""
+    def _new_evaluations(self) -> list[Evaluation]:
+        """Return the new evaluations; at first, the newest ones and that of version 0, the baseline of all others."""
         if self._evaluated:
             return evaluations(self.context.store, max(self._evaluated))
         oldest = self.progress.version - KEPT
@@ -110,7 +110,7 @@ class StatusWriter:
             return evaluations(self.context.store)
         return [*evaluations(self.context.store, last=0), *evaluations(self.context.store, oldest)]
 
-    def _look_for_signal(self) -> None:
+    def _update_no_signal(self) -> None:
         count, limit = count_newest_without(self.progress.versions), self.context.config.train.no_signal_versions
         found = describe_no_signal(self.progress.version, count) if count >= limit else ""
         if found and not self.no_signal:
@@ -119,7 +119,7 @@ class StatusWriter:
             self.messages = [found if message == self.no_signal else message for message in self.messages]
         self.no_signal = found
 
-    def _count_recoveries(self) -> None:
+    def _log_recoveries(self) -> None:
         for recovery in self.recoveries.read()[self._recovered :]:
             self._recovered += 1
             by_role = {recovery.role.replace(" ", "_"): recovery.seconds}
@@ -128,7 +128,7 @@ class StatusWriter:
 
     @property
     def curves(self) -> Curves:
-        """For the reward plot."""
+        """The curves of the reward plot."""
         trained, evaluated = list(self.context.policies.since(1)), evaluations(self.context.store)
         return Curves(
             reward=[(v.number, v.metrics["reward"]) for v in trained],
@@ -143,25 +143,25 @@ class StatusWriter:
 
     @property
     def accuracy(self) -> tuple[tuple[int, float], ...]:
-        """Held-out accuracy by version: of version 0 and the newest ones."""
-        points = sorted((version, one.accuracy) for version, one in self._evaluated.items())
-        return (*points[:1], *points[1:][-KEPT:])
+        """Held-out accuracy by version, of version 0 and the newest evaluated versions."""
+        points_of = sorted((version, one.accuracy) for version, one in self._evaluated.items())
+        return (*points_of[:1], *points_of[1:][-KEPT:])
 
     @property
     def pass_at(self) -> Mapping[int, float]:
-        """pass@k of the newest version that was evaluated."""
+        """pass@k of the newest evaluated version."""
         return self._evaluated[max(self._evaluated)].pass_at if self._evaluated else {}
 
     @property
     def figures(self) -> str:
-        """How the run stands, in a few words."""
+        """The newest reward and accuracy, in a few words."""
         status = self.status(self._phase())
         reward = [] if status.reward is None else [f"reward {status.reward:.3f}"]
         held_out = [f"held-out {value:.3f} at {version}" for version, value in status.accuracy[-1:]]
         return ", ".join([*reward, *held_out])
 
     def status(self, phase: Phase) -> RunStatus:
-        """The run at this moment."""
+        """Return the run's status at this moment."""
         config, progress = self.context.config, self.progress
         trained = progress.domains
         rollout = self.stages.rollout
@@ -195,8 +195,8 @@ class StatusWriter:
         return "training" if self.progress.version < self.context.config.versions else "evaluating"
 
 
-def points(context: RunContext, marker: str, wanted: range) -> Iterator[Point]:
-    """What MLflow gets of these versions, or (`EVALUATED`) of those of them that were evaluated."""
+def points_of(context: RunContext, marker: str, wanted: range) -> Iterator[Point]:
+    """Yield the points that MLflow gets of these versions, or (`EVALUATED`) of their evaluations."""
     if marker == EVALUATED:
         for evaluation in evaluations(context.store, wanted.start - 1, wanted.stop - 1):
             yield evaluation_point(evaluation.version, evaluation.metrics, time.time())

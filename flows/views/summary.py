@@ -33,8 +33,8 @@ def summarize(
     Args:
         report: the run's audit.
         idle: each stage's idle share.
-        rollout: what the rollout actor said last; its shares are those of the whole run.
-        pages: where to look (prefect, mlflow).
+        rollout: the last status of the rollout actor; its shares cover the whole run.
+        pages: the addresses of pages (prefect, mlflow).
     """
     progress = Progress(context)
     progress.advance()
@@ -47,7 +47,7 @@ def summarize(
         "pass_at": {"before": passes.get(0), "after": passes.get(versions), "by_version": passes},
         "not_evaluated": {one.version: one.reason for one in skipped(context.store)},
         "versions": versions,
-        "no_signal": _no_signal(context),
+        "no_signal": _count_no_signal(context),
         "seconds": round(max(0.0, time.time() - context.created_at), 2),
         "training_seconds": round(progress.training_seconds, 2),
         "paused_seconds": round(progress.paused_seconds, 2),
@@ -57,7 +57,7 @@ def summarize(
         "staleness": {str(age): count for age, count in sorted(report.staleness.items())},
         "async_ratio": context.config.async_ratio,
         "fates": dict(report.fates),
-        "domains": domains(report.domains, context.config.shares),
+        "domains": domain_shares(report.domains, context.config.shares),
         "cpu_seconds": read_usage(context.store).totals(),
         "recoveries": dict(Counter(recovery.role for recovery in RecoveryLog(context.store).read())),
         "idle": {stage: round(share, 3) for stage, share in idle.items()},
@@ -74,14 +74,14 @@ def summarize(
     return summary
 
 
-def _no_signal(context: RunContext) -> dict[str, int]:
-    """Count the versions in which no row had an advantage: all of them, and the newest ones in a row."""
+def _count_no_signal(context: RunContext) -> dict[str, int]:
+    """Count the versions in which no row had an advantage: all of them, and the newest consecutive ones."""
     trained = list(context.policies.since(1))
     return {"versions": count_without_signal(trained), "newest": count_newest_without(trained)}
 
 
 def summary_bias(report: AuditReport) -> float:
-    """The length bias of a whole run."""
+    """Return the length bias of a whole run."""
     gone = sum(count for fate, count in report.fates.items() if fate.startswith("discarded"))
     return length_bias(report.trained_tokens, report.fates["trained"], report.discarded_tokens, gone)
 
@@ -96,7 +96,7 @@ def _shares(rollout: RolloutStatus) -> dict[str, float]:
 
 
 def read_summary(context: RunContext) -> dict[str, Any]:
-    """The summary of a run that has come to its end; of any other run nothing."""
+    """Return the summary of a run that has finished; an empty one for any other run."""
     try:
         found: dict[str, Any] = json.loads(context.store.get(SUMMARY))
     except (Missing, Corrupt, ValueError):
@@ -104,8 +104,8 @@ def read_summary(context: RunContext) -> dict[str, Any]:
     return found
 
 
-def domains(trained: Mapping[str, int], shares: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Each domain's trained groups and their share, beside the share that was asked for."""
+def domain_shares(trained: Mapping[str, int], shares: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return each domain's trained groups and their share, beside the configured share."""
     total = max(sum(trained.values()), 1)
     return {
         domain: {"groups": trained.get(domain, 0), "share": round(trained.get(domain, 0) / total, 4), "asked": asked}

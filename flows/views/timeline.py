@@ -1,9 +1,8 @@
-"""What is drawn of a simulation's timeline, the same on the picture (`timeline_png`) and on the page (`timeline_html`).
+"""The drawing of a simulation's timeline, shared by the picture (`timeline_png`) and the page (`timeline_html`).
 
-engines     a row each, or a row for neighbours: dark is busy, white is a bubble
-learner     a bar for each train step
-curves      verdicts under way; the share of all slots that is busy
-updates     across all of them: the engines take a new version
+engines     a row each, or a row for neighbours: dark is busy, white is a bubble learner     a bar for each train step
+curves      verdicts in progress; the share of all slots that is busy updates     a band across all rows: the engines
+load a new version
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 from rollflow.tasks.simulation.records import Span
 from rollflow.tasks.simulation.timeline import Timeline
 
-BUSY = ("#ffffff", "#c6dbef", "#6baed6", "#2171b5", "#08306b")  # from idle to all slots, in equal steps
-LEARNER = ("#c2410c", "#fb923c")  # by turns, so that neighbours can be told apart
+BUSY = ("#ffffff", "#c6dbef", "#6baed6", "#2171b5", "#08306b")  # from idle to all slots busy, in equal steps
+LEARNER = ("#c2410c", "#fb923c")  # alternating, so that neighbouring steps can be distinguished
 UPDATE = "#7c3aed"
 REWARD = "#15803d"
 SLOTS = "#3b82f6"
@@ -33,7 +32,7 @@ class Curve:
     top: float
     colour: str
     digits: int
-    sentence: str  # what a value means; "{}" stands for it
+    sentence: str  # the meaning of a value; "{}" stands for the value
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +50,18 @@ class Drawing:
 
     @property
     def seconds(self) -> float:
-        """From the left edge to the right one."""
+        """Virtual seconds from the left edge to the right one."""
         return self.bin_seconds * int(self.rows_RB.shape[1])
 
     @property
     def label(self) -> str:
-        """Of the engines."""
+        """Label of the engines' rows."""
         count = f"{self.engines} engine" + "s" * (self.engines > 1)
         return count + (f"\nin {len(self.rows_RB)} rows" if len(self.rows_RB) < self.engines else "")
 
 
-def drawing(timeline: Timeline, title: str, most_rows: int) -> Drawing:
-    """At most `most_rows` rows: where there are more engines, a row is the mean of neighbours."""
+def build_drawing(timeline: Timeline, title: str, most_rows: int) -> Drawing:
+    """Build the drawing with at most `most_rows` rows; with more engines, a row is the mean of neighbours."""
     engines = timeline.engines
     parts = np.array_split(engines, min(len(engines), most_rows))
     verdicts, busy = timeline.rewards, 100 * engines.mean(axis=0)

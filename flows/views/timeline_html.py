@@ -1,6 +1,6 @@
-"""A simulation's timeline as one HTML file: no script or style from outside; hovering tells what was running.
+"""A simulation's timeline as one HTML file without external scripts or styles; hovering shows what was running.
 
-The page holds the drawing as JSON and paints it on canvases with a few lines of script of its own.
+The page holds the drawing as JSON, and a short script of its own paints it on canvases.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import numpy as np
 from rollflow.flows.views.timeline import BUSY, LEARNER, UPDATE, Drawing
 from rollflow.tasks.simulation.records import Span
 
-ROWS = 256  # engines, or groups of neighbours: more are lines too thin to point at
+ROWS = 256  # most rows, each an engine or the mean of neighbours; more rows are too thin to point at
 
 
 def draw_html(drawing: Drawing, path: Path) -> None:
     """Write the page to `path`."""
-    # "<" would let a title or a number end the script's element.
+    # "<" in a title could end the script element.
     data = json.dumps(_numbers(drawing), separators=(",", ":")).replace("<", "\\u003c")
     path.write_text(PAGE.replace("{{title}}", html.escape(drawing.title)).replace("{{data}}", data))
 
 
 def _numbers(drawing: Drawing) -> dict[str, Any]:
-    """The drawing; occupancy in 256 steps, as base64."""
+    """Return the drawing as JSON values, with occupancy in 256 steps, as base64."""
     rows, bins = drawing.rows_RB.shape
     levels = np.clip(np.rint(drawing.rows_RB * 255), 0, 255).astype(np.uint8)
     curves = [asdict(curve) | {"values_B": np.round(curve.values_B, 2).tolist()} for curve in drawing.curves]
@@ -64,8 +64,8 @@ PAGE = """<!doctype html>
          border-radius: 6px; font-size: 12px; white-space: pre; visibility: hidden }
 </style></head><body>
 <h1>{{title}}</h1>
-<p>Dark is busy, white is a bubble; violet: the engines take a new version. Point at anything to see what ran. Drag to
-look closer, double-click for all of it.</p>
+<p>Dark is busy, white is a bubble; violet: the engines load a new version. Point at anything to see what ran. Drag to
+zoom in, double-click to zoom out.</p>
 <div id="rows"></div>
 <div id="tip"></div>
 <script>
@@ -158,7 +158,7 @@ function running(t, id, share) {
                `: ${(level * D.slots).toFixed(1)} of ${D.slots} slots busy`);
   }
   D.curves.forEach(c => lines.push(c.sentence.replace("{}", c.values_B[b].toFixed(c.digits))));
-  lines.push(update ? `taking version ${update[2]}` : held ? `engines hold version ${held[2]}` : "no version yet");
+  lines.push(update ? `loading version ${update[2]}` : held ? `engines have version ${held[2]}` : "no version yet");
   lines.push(step ? `learner trains version ${step[2]} (${(step[1] - step[0]).toFixed(2)} s)` : "learner waits");
   return lines.join("\\n");
 }

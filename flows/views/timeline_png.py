@@ -12,11 +12,11 @@ from rollflow.flows.views.timeline import BUSY, LEARNER, UPDATE, Curve, Drawing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROWS = 64  # engines, or groups of neighbours: what a picture has room for
+ROWS = 64  # most rows in a picture, each an engine or the mean of neighbours
 
 
 def draw_png(drawing: Drawing, path: Path) -> None:
-    """Draw to `path`."""
+    """Draw the timeline to `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,21 +26,21 @@ def draw_png(drawing: Drawing, path: Path) -> None:
     ratios = [height, 0.8, *(0.75 for _ in drawing.curves)]
     sizes = {"height_ratios": ratios, "hspace": 0.12}
     figure, axes = plt.subplots(len(ratios), 1, figsize=(14, height + 3.4), sharex=True, gridspec_kw=sizes)
-    _engines(figure, axes[0], drawing)
-    _learner(axes[1], drawing)
+    _draw_engines(figure, axes[0], drawing)
+    _draw_learner(axes[1], drawing)
     for axis, curve in zip(axes[2:], drawing.curves, strict=True):
-        _curve(axis, curve, drawing.seconds)
+        _draw_curve(axis, curve, drawing.seconds)
     for axis in axes:
-        _updates(axis, drawing)
+        _draw_updates(axis, drawing)
         axis.set_xlim(0, drawing.seconds)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_title(drawing.title, loc="left", fontsize=12)
-    axes[-1].set_xlabel("virtual seconds (violet lines: the engines take a new version)")
+    axes[-1].set_xlabel("virtual seconds (violet lines: the engines load a new version)")
     figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 
-def _engines(figure: Any, axis: Axes, drawing: Drawing) -> None:
+def _draw_engines(figure: Any, axis: Axes, drawing: Drawing) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     colours, count = LinearSegmentedColormap.from_list("busy", BUSY), len(drawing.rows_RB)
@@ -58,7 +58,7 @@ def _engines(figure: Any, axis: Axes, drawing: Drawing) -> None:
     bar.ax.set_xticklabels(["idle", f"{drawing.slots} slots"], fontsize=8)
 
 
-def _learner(axis: Axes, drawing: Drawing) -> None:
+def _draw_learner(axis: Axes, drawing: Drawing) -> None:
     for step in drawing.steps:
         axis.broken_barh([(step.began, step.seconds)], (0, 1), color=LEARNER[step.version % 2])
         if step.seconds > drawing.seconds / 40:
@@ -69,15 +69,15 @@ def _learner(axis: Axes, drawing: Drawing) -> None:
     axis.set_ylabel("learner", rotation=0, ha="right", va="center")
 
 
-def _curve(axis: Axes, curve: Curve, seconds: float) -> None:
+def _draw_curve(axis: Axes, curve: Curve, seconds: float) -> None:
     edges = np.linspace(0.0, seconds, len(curve.values_B) + 1)
     axis.stairs(curve.values_B, edges, fill=True, color=curve.colour, linewidth=0)
     axis.set_ylim(0, curve.top)
     axis.set_ylabel(curve.label, rotation=0, ha="right", va="center")
 
 
-def _updates(axis: Axes, drawing: Drawing) -> None:
-    """A pause as a band where it can be seen, as a line where it is too short."""
+def _draw_updates(axis: Axes, drawing: Drawing) -> None:
+    """Draw each update as a band, with a line at its end in case the band is too narrow to see."""
     for update in drawing.updates:
         axis.axvspan(update.began, update.ended, color=UPDATE, alpha=0.25, linewidth=0)
         axis.axvline(update.ended, color=UPDATE, alpha=0.6, linewidth=0.7)

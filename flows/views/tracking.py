@@ -1,14 +1,14 @@
-"""What MLflow shows of a run: parameters, metrics by policy version, the reward plot.
+"""Logs a run to MLflow: parameters, metrics by policy version, the reward plot.
 
-A metric's prefix says whose it is: `rollout/` what the trajectories of a batch say about the policies that made them,
-`train/` what the learner did with them, `eval/` held-out prompts alone, `system/` time and waste, `recovery/` restarts
-(by number, not by version). What came of the run is in its tags (`final.accuracy`, ...).
+A metric's prefix names its subject: `rollout/` is computed from a batch's trajectories, `train/` from the train step,
+`eval/` from held-out prompts alone. `system/` has time and waste, `recovery/` has restarts (by number, not by version).
+The results of the run are in its tags (`final.accuracy`, ...).
 
-MLflow is a view, so tracking never holds up a run and never ends one:
+MLflow is only a view, so tracking never delays or ends a run:
 - every method returns at once; one thread imports MLflow (seconds), opens the store (seconds when it is new) and
   writes, many versions in one call;
-- a failure of MLflow, its database or its server is recorded in `warnings`, counted in `failures`, and what was to
-  be written is kept and tried again with the next write. Only `flush` and `finish` wait, within a deadline.
+- a failure of MLflow, its database or its server is recorded in `warnings` and counted in `failures`. The unwritten
+  data is kept and tried again with the next write. Only `flush` and `finish` wait, within a deadline.
 
 No point is logged twice. When the run is opened (or opened again after a failure), the last logged version is read back
 from MLflow: versions up to it are skipped, and versions that nobody has logged since are asked for (`missed`). Log a
@@ -44,10 +44,10 @@ from rollflow.flows.views.parameters import flatten
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.log.anchors import Anchor
 
-VIEW = "?workflowType=machine_learning"  # else MLflow's pages show GenAI traces, of which there are none
+VIEW = "?workflowType=machine_learning"  # otherwise MLflow's pages show GenAI traces, of which there are none
 ROLLOUT = ("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_")
 SYSTEM = ("wait_seconds", "step_seconds", "publish_seconds", "tokens_per_second", "idle", "waste")
-METRICS_A_CALL = 900  # MLflow takes 1,000 of them in one
+METRICS_A_CALL = 900  # MLflow accepts 1,000 in one call
 KEPT_POINTS = 10_000
 STOP = object()
 
@@ -56,7 +56,9 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """What the reward plot shows, by version: mean training reward, held-out accuracy (and pass@k), mean staleness."""
+    """The curves of the reward plot, by version: mean training reward, held-out accuracy (and
+    pass@k), mean staleness.
+    """
 
     reward: Sequence[tuple[int, float]] = ()
     accuracy: Sequence[tuple[int, float]] = ()
@@ -77,8 +79,13 @@ class Tracker:
         missed: Callable[[str, range], Iterable[Point]] = lambda marker, versions: (),
         told: Beginning | None = None,
     ) -> None:
-        """`key` tells it from a run of that name in another store; `missed` gives what nobody has logged; `told` is
-        what is said of the run once."""
+        """Open the MLflow run in the background.
+
+        Args:
+            key: distinguishes the run from a run of the same name in another store.
+            missed: returns the points that nobody has logged.
+            told: the facts that are logged once.
+        """
         self.place = place
         self.tags = {RUN_TAG: run_id, KEY_TAG: key or run_id}
         self.failures = 0
@@ -88,17 +95,17 @@ class Tracker:
         self._pending: list[Point] = []
         self._finished = False
         self._queue: queue.Queue[Any] = queue.Queue()
-        # A daemon: a tracking server that hangs must not keep the process from ending.
+        # A daemon thread: a tracking server that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
         self._thread.start()
-        self._queue.put(lambda: None)  # open at once, so that the import overlaps the start of the run
+        self._queue.put(lambda: None)  # open the run at once, so that the import overlaps the start of the run
 
     def log_version(self, version: int, metrics: Mapping[str, float], when: float) -> None:
         """Log the metrics of a committed version (`when`: seconds since the epoch)."""
         self._queue.put(version_point(version, metrics, when))
 
     def log_evaluation(self, version: int, metrics: Mapping[str, float], when: float) -> None:
-        """Log what a version got on held-out prompts."""
+        """Log a version's evaluation on held-out prompts."""
         self._queue.put(evaluation_point(version, metrics, when))
 
     def log_recovery(self, number: int, metrics: Mapping[str, float], when: float) -> None:
@@ -114,17 +121,17 @@ class Tracker:
         self._queue.put(lambda: self._log_anchor(anchor))
 
     def log_ending(self, told: Ending) -> None:
-        """Say what came of the run, unless that was said before."""
+        """Log the result of the run, unless it is already logged."""
         self._queue.put(lambda: self._log_ending(told))
 
     def flush(self, deadline_seconds: float = 10.0) -> bool:
-        """Wait until everything handed over was written or has failed; false if the deadline came first."""
+        """Wait until everything handed over was written or has failed; return False if the deadline came first."""
         done = threading.Event()
         self._queue.put(done.set)
         return done.wait(deadline_seconds)
 
     def finish(self, status: Status, deadline_seconds: float = 20.0) -> bool:
-        """Write what is left, close the MLflow run and end the thread; false if the deadline came first."""
+        """Write what is left, close the MLflow run and end the thread; return False if the deadline came first."""
         self._queue.put(lambda: self._terminate(status))
         self._queue.put(STOP)
         self._thread.join(deadline_seconds)
@@ -134,13 +141,13 @@ class Tracker:
 
     @property
     def page(self) -> str:
-        """Where a person looks at it: an address, or the command that shows a local store."""
+        """The page of the run: an address, or the command that shows a local store."""
         if not self.place.uri.startswith("http"):
             return f"mlflow ui --backend-store-uri {redact(self.place.uri)}"
         return self.page_on(redact(self.place.uri))
 
     def page_on(self, server: str) -> str:
-        """Where it is on the pages of a server that shows this store."""
+        """Return the run's address on a server that shows this store."""
         where = f"/{self._open.experiment_id}/runs/{self._open.run_id}" if self._open else ""
         return f"{server.rstrip('/')}/#/experiments{where}{VIEW}"
 
@@ -152,7 +159,7 @@ class Tracker:
             with contextlib.suppress(queue.Empty):
                 while True:
                     items.append(self._queue.get_nowait())
-            for item in items:  # points are gathered and written before the next action, in one call
+            for item in items:  # points are gathered and written in one call, before the next action
                 if isinstance(item, Point):
                     self._pending.append(item)
                     continue
@@ -164,53 +171,53 @@ class Tracker:
             self._write()
 
     def _write(self) -> None:
-        with self._recorded("writing"):
-            run = self._run()
+        with self._record_failures("writing"):
+            run = self._open_or_get()
             new = [p for p in self._pending if p.version > run.last.get(p.marker, -1)]
-            for points in _chunks(chain(self._before(run, new), new)):
+            for points in _split_calls(chain(self._missed_points(run, new), new)):
                 run.log_points(points)
                 for point in points:
                     run.last[point.marker] = max(point.version, run.last.get(point.marker, -1))
             self._pending.clear()
             return
-        self._open = None  # read back what arrived before trying again
+        self._open = None  # before the next try, read back what arrived
         if len(self._pending) > KEPT_POINTS:
             self._warn(f"{len(self._pending) - KEPT_POINTS} points were dropped, MLflow is away for too long")
             del self._pending[:-KEPT_POINTS]
 
-    def _before(self, run: MlflowRun, new: Sequence[Point]) -> Iterator[Point]:
-        """The versions between the last that MLflow has and the first of `new`: nobody followed the run then."""
+    def _missed_points(self, run: MlflowRun, new: Sequence[Point]) -> Iterator[Point]:
+        """Yield the points between the last one in MLflow and the first of `new`, from a time without a supervisor."""
         for marker in (VERSION, EVALUATED):
             first = min((point.version for point in new if point.marker == marker), default=0)
             if versions := range(run.last.get(marker, 0) + 1, first):
                 yield from self._missed(marker, versions)
 
-    def _run(self) -> MlflowRun:
+    def _open_or_get(self) -> MlflowRun:
         if self._open is None:
             self._open = open_run(self.place, self.tags, self._parameters, self._told)
         return self._open
 
     def _log_plot(self, curves: Curves, path: Path) -> None:
-        with self._recorded("the reward plot"):
-            draw(curves, path)
-            run = self._run()
+        with self._record_failures("the reward plot"):
+            draw_curves(curves, path)
+            run = self._open_or_get()
             run.client.log_artifact(run.run_id, str(path))
 
     def _log_anchor(self, anchor: Anchor) -> None:
-        with self._recorded("an anchor"):
-            self._run().log_anchor(anchor)
+        with self._record_failures("an anchor"):
+            self._open_or_get().log_anchor(anchor)
 
     def _log_ending(self, told: Ending) -> None:
-        with self._recorded("what came of the run"):
-            self._run().log_ending(told)
+        with self._record_failures("the result of the run"):
+            self._open_or_get().log_ending(told)
 
     def _terminate(self, status: Status) -> None:
-        with self._recorded("closing the run"):
-            run = self._run()
+        with self._record_failures("closing the run"):
+            run = self._open_or_get()
             run.client.set_terminated(run.run_id, status)
 
     @contextlib.contextmanager
-    def _recorded(self, what: str) -> Iterator[None]:
+    def _record_failures(self, what: str) -> Iterator[None]:
         try:
             errors = _tracking_errors()
         except ImportError as error:
@@ -230,8 +237,8 @@ class Tracker:
 
 
 def import_early() -> None:
-    """What a tracker with a store on this machine imports, in a process that others are copies of."""
-    with contextlib.suppress(ImportError):  # the tracker says so
+    """Import what a tracker with a local store needs, before this process is forked."""
+    with contextlib.suppress(ImportError):  # the tracker itself reports a failure
         for module in ("mlflow.tracking.client", "mlflow.store.tracking.sqlalchemy_store"):
             import_module(module)
 
@@ -245,24 +252,24 @@ def _tracking_errors() -> tuple[type[Exception], ...]:
 
 
 def version_point(version: int, metrics: Mapping[str, float], when: float) -> Point:
-    """What MLflow gets of a version."""
+    """Return the point that MLflow gets of a version."""
     return Point(VERSION, version, {shown_name(name): value for name, value in metrics.items()}, when)
 
 
 def evaluation_point(version: int, metrics: Mapping[str, float], when: float) -> Point:
-    """What MLflow gets of an evaluation."""
+    """Return the point that MLflow gets of an evaluation."""
     return Point(EVALUATED, version, {f"eval/{name}": value for name, value in metrics.items()}, when)
 
 
 def shown_name(metric: str) -> str:
-    """The name in MLflow of a metric that a version was published with."""
+    """Return the name in MLflow of a version's metric."""
     if metric in SYSTEM:
         return f"system/{metric}"
     return f"rollout/{metric}" if metric.startswith(ROLLOUT) else f"train/{metric}"
 
 
-def _chunks(points: Iterable[Point]) -> Iterator[list[Point]]:
-    """Cut at version boundaries: a call is all or nothing, so a version is never logged by half."""
+def _split_calls(points: Iterable[Point]) -> Iterator[list[Point]]:
+    """Split points into calls at version boundaries: a call is all or nothing, so no version is logged in part."""
     chunk: list[Point] = []
     size = 0
     for point in points:
@@ -275,7 +282,7 @@ def _chunks(points: Iterable[Point]) -> Iterator[list[Point]]:
         yield chunk
 
 
-def draw(curves: Curves, path: Path) -> None:
+def draw_curves(curves: Curves, path: Path) -> None:
     """Draw reward and held-out accuracy above, staleness below."""
     from matplotlib.figure import Figure
 
@@ -288,7 +295,7 @@ def draw(curves: Curves, path: Path) -> None:
         upper.plot(*zip(*curves.accuracy, strict=True), "o-", color="#d1622b", label="held-out accuracy")
     for k, points in curves.pass_at.items():
         upper.plot(*zip(*points, strict=True), "--", color="#d1622b", linewidth=1, label=f"held-out pass@{k}")
-    lowest = min([0.0, *(reward for _, reward in curves.reward)])  # below 0 where a response may pay for its form
+    lowest = min([0.0, *(reward for _, reward in curves.reward)])  # below 0 if a format penalty applies
     upper.set(ylabel="reward, accuracy", ylim=(lowest, 1.02), title=curves.title)
     if curves.reward or curves.accuracy:
         upper.legend(loc="lower right", frameon=False)

@@ -1,4 +1,4 @@
-"""The parts of a trajectory in order: the prompt, what the policy generated, what the environment answered.
+"""Splits a trajectory into its parts: the prompt, the policy's generations, the environment's answers.
 
 A part ends where the loss mask changes. Two generations with nothing between them are one part.
 """
@@ -27,13 +27,13 @@ class Part:
     versions: Sequence[int] = ()
 
     def value(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-        """Return the part as JSON output has it."""
-        told: dict[str, Any] = {"by": self.author, "start": self.start, "tokens": len(self.tokens)}
-        told |= {"loss_mask": self.author == "policy", "text": decode(self.tokens)}
+        """Return the part as JSON values."""
+        value: dict[str, Any] = {"by": self.author, "start": self.start, "tokens": len(self.tokens)}
+        value |= {"loss_mask": self.author == "policy", "text": decode(self.tokens)}
         if self.logprobs:
             mean, least = sum(self.logprobs) / len(self.logprobs), min(self.logprobs)
-            told |= {"versions": dict(Counter(self.versions)), "logprob_mean": mean, "logprob_min": least}
-        return told
+            value |= {"versions": dict(Counter(self.versions)), "logprob_mean": mean, "logprob_min": least}
+        return value
 
 
 def split_turns(trajectory: Trajectory) -> list[Part]:
@@ -53,5 +53,5 @@ def split_turns(trajectory: Trajectory) -> list[Part]:
 
 
 def prompt_tokens(trajectory: Trajectory) -> Sequence[int]:
-    """Return the tokens that the trajectory began with."""
+    """Return the tokens of the trajectory's prompt."""
     return next((part.tokens for part in split_turns(trajectory) if part.author == "prompt"), ())

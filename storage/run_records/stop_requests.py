@@ -1,7 +1,7 @@
-"""A person asks a run to end: `stop.json` in the run's own storage, so that no server and no machine must be the same.
+"""Requests to end a run: `stop.json` in the run's own storage, so that they need no common server or machine.
 
-The run's supervisor looks for it about once a second. It is for the run as it goes now: who starts or resumes the run
-takes it away. Nothing is lost by it: a run that was ended goes on from its storage.
+The run's supervisor looks for a request about once a second. A request applies only to the running supervisor: whoever
+starts or resumes the run removes it. Ending a run loses nothing: the run can be resumed from its storage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ How = Literal["stop", "cancel"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """How the run is to end: at its next version ("stop") or at once ("cancel"), and when that was asked for.
+    """How the run should end: at its next version ("stop") or at once ("cancel"), and when that was requested.
 
     `at` is in seconds since the epoch.
     """
@@ -30,7 +30,7 @@ class Request:
 
 
 class Ended(Exception):
-    """A person ended the run; it has not failed. `pause` where the flow run waits for its resumption."""
+    """A user ended the run, which has not failed. `pause` is set if the flow run waits to be resumed."""
 
     def __init__(self, why: str, *, pause: bool = False) -> None:
         super().__init__(why)
@@ -38,7 +38,7 @@ class Ended(Exception):
 
 
 def ask(run: ObjectStore, how: How) -> Request:
-    """Ask the run to end, now; a "cancel" stays one where a "stop" follows."""
+    """Ask the run to end; a "cancel" stays in force if a "stop" follows it."""
     before = requested(run)
     asked = Request(before.how if before is not None and before.how == "cancel" else how, time.time())
     run.put(REQUEST, json.dumps(asdict(asked)).encode())
@@ -46,7 +46,7 @@ def ask(run: ObjectStore, how: How) -> Request:
 
 
 def requested(run: ObjectStore) -> Request | None:
-    """What was asked of the run as it goes now; one that cannot be read is none."""
+    """Return the request to end the run, or None if there is none or it cannot be read."""
     try:
         found = json.loads(run.get(REQUEST))
         return Request(found["how"], float(found["at"])) if found["how"] in get_args(How) else None
@@ -55,7 +55,7 @@ def requested(run: ObjectStore) -> Request | None:
 
 
 def take_back(run: ObjectStore, before: float) -> None:
-    """The run was started or resumed at `before` (seconds since the epoch): what was asked of it until then is done."""
+    """Remove a request from before `before` (seconds since the epoch), when the run was started or resumed."""
     asked = requested(run)
     if asked is not None and asked.at < before:
         run.delete(REQUEST)

@@ -47,7 +47,7 @@ def test_head_that_comes_back_is_attached_to(monkeypatch: pytest.MonkeyPatch, fa
         if len(trouble) > at:
             raise Unreachable(trouble.pop())
 
-    monkeypatch.setattr(cluster, "_prove", lambda *_: fail_or_not(1))
+    monkeypatch.setattr(cluster, "_check_head", lambda *_: fail_or_not(1))
     monkeypatch.setattr(cluster, "_connect", lambda address, _: (fail_or_not(0), connected.append(address)))
     cluster.attach("127.0.0.1:1", "test", deadline_seconds=600)
     assert (trouble, connected) == ([], ["127.0.0.1:1"])

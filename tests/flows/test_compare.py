@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.views.compare import ComparedRun, Curve, describe_same_weights, differences, seeds
+from rollflow.flows.views.compare import ComparedRun, Curve, describe_same_weights, differences, group_seeds
 from rollflow.flows.views.compare_page import SECTIONS, SHOWN, compare_page
 from rollflow.tasks.run.context import RunContext
 from tests.support.described import change_config
@@ -87,10 +87,10 @@ def test_seeds_are_one_band_as_far_as_all_have_come(monkeypatch: pytest.MonkeyPa
     from rollflow.flows.views import compare_page as page
 
     runs = [made_up("a", 11, seed="0"), made_up("b", 11, 3.0, seed="1"), made_up("c", 11, rate="2")]
-    assert [[run.name for run in group] for group in seeds(runs)] == [["a", "b"], ["c"]]
+    assert [[run.name for run in group] for group in group_seeds(runs)] == [["a", "b"], ["c"]]
     assert differences(runs) == {"seed": ("0", "1", "unset"), "rate": ("unset", "unset", "2")}
     short = Curve(*(part[:6] for part in (np.arange(1.0, 12), np.arange(1.0, 12), np.arange(1.0, 12), np.zeros(11))))
-    band = page._band("a", "", "", [runs[1].curves["reward"], short], "versions")
+    band = page._build_band("a", "", "", [runs[1].curves["reward"], short], "versions")
     assert (band.x[0], band.x[-1], len(band.x)) == (1, 6, SHOWN)
     assert (band.low[-1], band.middle[-1], band.high[-1]) == pytest.approx((0, 0.75, 1.5))  # 3.0 at half of the way
     assert "a and 1 other seed<" in compare_page(runs)
@@ -98,7 +98,9 @@ def test_seeds_are_one_band_as_far_as_all_have_come(monkeypatch: pytest.MonkeyPa
         made_up("a", 11),
         made_up("b", 11, **{"cluster.address": "10.0.0.1:6379", "cluster.lease_seconds": "60"}),
     ]
-    assert [[run.name for run in group] for group in seeds(elsewhere)] == [["a", "b"]]  # what it ran on is no recipe
+    assert [[run.name for run in group] for group in group_seeds(elsewhere)] == [
+        ["a", "b"]
+    ]  # what it ran on is no recipe
     again = [made_up("a", 11, seed="0"), made_up("b", 11, seed="0"), made_up("c", 11, seed="1")]
     assert "a and 2 other runs<" in compare_page(again)
 

@@ -24,7 +24,7 @@ from rollflow.flows.config import load_recipe
 from rollflow.flows.deployments import deployments
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.services import prefect_api, registering
-from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, api, crash_orphans, going, start
+from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, api, crash_orphans, start, unfinished_runs
 from rollflow.flows.services.process import PrefectServer, Runner
 from rollflow.flows.services.registering import Offer, list_superseded, register, sweep, withdraw
 from rollflow.tasks.run.config import RunConfig
@@ -101,7 +101,7 @@ def test_a_schedule_plans_flow_runs(server: PrefectServer, offer: Offer) -> None
     """The server's own scheduler does: it fails under an SQLAlchemy that Prefect was not made for."""
     register(replace(offer, cron=("0 2 * * *", "Europe/Berlin"), tags=("nightly",)))
     with api() as client:
-        until(lambda: {run.deployment_id for run in going(client, SERVED) if run.auto_scheduled})
+        until(lambda: {run.deployment_id for run in unfinished_runs(client, SERVED) if run.auto_scheduled})
 
 
 def test_recipes_come_before_internal_deployments(server: PrefectServer, offer: Offer) -> None:
@@ -153,7 +153,7 @@ def test_deployments_of_one_command_go_with_it_and_those_of_dead_ones_are_swept(
     for one in (offer, living, dead):
         register(one)
     assert sweep() == []
-    monkeypatch.setattr(registering, "_silent", lambda one: one.name == dead.name)
+    monkeypatch.setattr(registering, "_is_silent", lambda one: one.name == dead.name)
     assert sweep() == [dead.name]
     assert {offer.name, living.name} <= page.all()
     withdraw(living.name, tmp_path)
@@ -206,8 +206,8 @@ def test_flow_runs_of_recipes_belong_to_who_serves(server: PrefectServer, offer:
     register(other)
     with api() as client:
         run = start(client, "evaluate", other.name, {"run": "/somewhere/a"})
-        assert run in {one.id for one in going(client, SERVED)}
-        assert run not in {one.id for one in going(client, "rollflow-else")}
+        assert run in {one.id for one in unfinished_runs(client, SERVED)}
+        assert run not in {one.id for one in unfinished_runs(client, "rollflow-else")}
 
 
 def test_a_stack_that_starts_leaves_what_is_planned_or_paused(
@@ -231,7 +231,7 @@ def test_a_stack_that_starts_leaves_what_is_planned_or_paused(
         for name, (_, *others) in states.items():
             for state in others:
                 client.set_flow_run_state(made[name], state)
-        assert set(made.values()) <= {run.id for run in going(client, SERVED)}
+        assert set(made.values()) <= {run.id for run in unfinished_runs(client, SERVED)}
         for scheduled, crashed in ((False, {"running"}), (True, {"due", "running"})):
             crash_orphans(SERVED, "its session died", scheduled=scheduled)
             ended = {name for name, one in made.items() if client.read_flow_run(one).state_type == "CRASHED"}

@@ -11,12 +11,12 @@ import pytest
 from rollflow.flows.config import load_recipe, sentences
 from rollflow.flows.nightly import nightly
 from rollflow.flows.post_training import post_training
-from rollflow.flows.services.form import form, values
+from rollflow.flows.services.form import build_form, form_values
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.run.config import RunConfig
 
 RECIPES = sorted((Path(__file__).parents[2] / "flows" / "recipes").glob("*.toml"))
-FORM: dict[str, Any] = json.loads(json.dumps(form(post_training, ("storage",))))
+FORM: dict[str, Any] = json.loads(json.dumps(build_form(post_training, ("storage",))))
 IMPORT = {"kind": "import", "path": "my_package.parts:name"}
 KINDS = {
     "engine": [{"kind": "vllm"}, {"kind": "transformers"}, {"kind": "timed"}],
@@ -68,7 +68,7 @@ def config_of(section: str, tree: Any) -> RunConfig:
 @pytest.mark.parametrize(("section", "tree"), CONFIGS, ids=str)
 def test_what_a_form_is_filled_with_is_the_recipe_and_is_accepted(section: str, tree: Any) -> None:
     config = config_of(section, tree)
-    filled = json.loads(json.dumps(values(config)))
+    filled = json.loads(json.dumps(form_values(config)))
     assert RunConfig.model_validate(filled) == config
     assert wrong({"config": filled}) == []
 
@@ -76,14 +76,14 @@ def test_what_a_form_is_filled_with_is_the_recipe_and_is_accepted(section: str, 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_that_come_with_rollflow_fill_it(recipe: Path) -> None:
     config = load_recipe(recipe)
-    assert RunConfig.model_validate(values(config)) == config
-    assert wrong({"config": json.loads(json.dumps(values(config)))}) == []
+    assert RunConfig.model_validate(form_values(config)) == config
+    assert wrong({"config": json.loads(json.dumps(form_values(config)))}) == []
 
 
 @pytest.mark.parametrize(("section", "tree"), CONFIGS, ids=str)
 def test_the_button_that_the_page_takes_is_the_one_of_the_kind(section: str, tree: Any) -> None:
     shown = FORM["definitions"]["RunConfig"]["properties"][section]
-    _look(shown, json.loads(json.dumps(values(config_of(section, tree))))[section])
+    _look(shown, json.loads(json.dumps(form_values(config_of(section, tree))))[section])
 
 
 def _look(schema: dict[str, Any], value: Any) -> None:
@@ -128,7 +128,7 @@ def test_a_bad_value_is_refused_at_its_key_with_the_sentence_of_the_command_line
     key: str, value: Any, said: str
 ) -> None:
     config = RunConfig.model_validate({"train": {"objective": {"kind": "grpo", "surrogate": {"kind": "clip"}}}})
-    tree: Any = json.loads(json.dumps(values(config)))
+    tree: Any = json.loads(json.dumps(form_values(config)))
     *above, last = key.split(".")
     place = tree
     for name in above:
@@ -169,5 +169,5 @@ def test_every_flow_has_a_valid_form() -> None:
     from prefect.utilities.schema_tools.validation import is_valid_schema
 
     for flow in (post_training, nightly):
-        is_valid_schema(json.loads(json.dumps(form(flow))))
+        is_valid_schema(json.loads(json.dumps(build_form(flow))))
     assert "storage" not in FORM["properties"]

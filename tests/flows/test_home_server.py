@@ -16,7 +16,7 @@ import pytest
 
 from rollflow.flows.commands.serve import asked
 from rollflow.flows.services import stack
-from rollflow.flows.services.home_server import POLL_SECONDS, HomeServer, addresses, remember, stable_port
+from rollflow.flows.services.home_server import POLL_SECONDS, HomeServer, addresses, stable_port, store_addresses
 from rollflow.flows.services.locks import take
 from rollflow.flows.services.process import free_port
 from rollflow.flows.services.profile import prefect_url
@@ -130,7 +130,7 @@ def test_who_only_looks_keeps_nobody_from_serving(tmp_path: Path) -> None:
     assert looks is not None
     done = threading.Timer(0.05, lambda: os.close(looks))
     done.start()
-    with stack.only_one(tmp_path):
+    with stack.hold_stack(tmp_path):
         assert stack.BorrowedStack(tmp_path).running
 
 
@@ -138,7 +138,7 @@ def test_a_port_stays_unless_another_has_it(tmp_path: Path) -> None:
     port = stable_port(tmp_path, "prefect")
     assert stable_port(tmp_path, "prefect") == port
     other = free_port()
-    remember(tmp_path, mlflow=other)
+    store_addresses(tmp_path, mlflow=other)
     assert stable_port(tmp_path, "mlflow") == other
     with subprocess.Popen(
         [sys.executable, "-m", "http.server", str(other), "--bind", "127.0.0.1"], stderr=subprocess.DEVNULL
@@ -180,14 +180,14 @@ def test_one_stack_in_a_home_and_others_find_it(tmp_path: Path) -> None:
     assert stack.find(tmp_path) is None
     assert not stack.end(tmp_path)
     up = stack.Stack(os.getpid(), "http://p", "", "http://m", {"PREFECT_API_AUTH_STRING": "secret"})
-    with stack.only_one(tmp_path):
+    with stack.hold_stack(tmp_path):
         assert stack.find(tmp_path) is None  # it is starting
         stack.announce(tmp_path, up)
         assert stack.find(tmp_path) == up
         assert stat.S_IMODE((tmp_path / "up.json").stat().st_mode) == 0o600
         assert stack.BorrowedStack(tmp_path).running
         with pytest.raises(ConfigError, match=r"up already; `rollflow down` ends them\nPrefect http://p/deployments"):
-            stack.only_one(tmp_path).__enter__()
+            stack.hold_stack(tmp_path).__enter__()
     assert stack.find(tmp_path) is None
     assert not stack.BorrowedStack(tmp_path).running
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.views.mlflow_payload import _samples
+from rollflow.flows.views.mlflow_payload import _sample_responses
 from rollflow.flows.views.turns import split_turns
 from rollflow.storage.records import Ending, Trajectory
 from rollflow.storage.trajectories import StagedBatch
@@ -93,7 +93,7 @@ def test_inspect_gives_turns_to_programs(run: RunContext, capsys: pytest.Capture
 
 
 def test_samples_of_mlflow_keep_hints_out_of_prompts(run: RunContext) -> None:
-    assert set(_samples(run, run.policies.find(2))["prompt"]) == {PROMPT}
+    assert set(_sample_responses(run, run.policies.find(2))["prompt"]) == {PROMPT}
 
 
 def test_single_turn_has_two_parts(run: RunContext) -> None:

@@ -128,11 +128,11 @@ def test_a_stage(context: RunContext, budget: Budget, days: Days, prefect: Prefe
     stage = kept.all["train"]
     for _ in range(DAYS):
         with stages.api() as client:
-            kept._see_state(stage, client, {})  # asks for its flow run
-            kept._see_state(stage, client, prefect.states)
+            kept._update_stage(stage, client, {})  # asks for its flow run
+            kept._update_stage(stage, client, prefect.states)
             assert stage.state == "Running"
             prefect.run_of(stage).crashed = True
-            kept._see_state(stage, client, prefect.states)
+            kept._update_stage(stage, client, prefect.states)
         days.pass_one()
     assert len(prefect.runs) == DAYS
 
@@ -143,7 +143,7 @@ def test_a_stage_that_two_supervisors_started_in_turn(context: RunContext, prefe
         kept = Stages(context, "a:1", print)
         with stages.api() as client:
             for stage in kept.all.values():
-                kept._see_state(stage, client, {})
+                kept._update_stage(stage, client, {})
     assert len(prefect.runs) == 2 * len(kept.all)
 
 
@@ -151,9 +151,9 @@ def test_a_lost_answer_starts_no_second_flow_run(context: RunContext, prefect: P
     kept = Stages(context, "a:1", print)
     stage = kept.all["train"]
     with stages.api() as client:
-        kept._see_state(stage, client, {})
+        kept._update_stage(stage, client, {})
         stage.run = None
-        kept._see_state(stage, client, {})
+        kept._update_stage(stage, client, {})
     assert len(prefect.runs) == 1
 
 

@@ -11,7 +11,7 @@ from rollflow.flows.views import progress_blocks
 from rollflow.flows.views.mlflow_run import VERSION
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import Progress
-from rollflow.flows.views.status_writer import points
+from rollflow.flows.views.status_writer import points_of
 from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
@@ -92,9 +92,9 @@ def test_pause_counts_in_no_speed(run: Run) -> None:
     assert progress.training_seconds == pytest.approx(60.0)
     assert progress.tokens_per_second == pytest.approx(TOKENS / 10)
     assert progress.tokens_per_second_now == pytest.approx(TOKENS / 10)
-    speeds = [point.metrics["system/tokens_per_second"] for point in points(run.context, VERSION, range(1, 7))]
+    speeds = [point.metrics["system/tokens_per_second"] for point in points_of(run.context, VERSION, range(1, 7))]
     assert speeds == pytest.approx([TOKENS / 10] * 6)
-    idle = [point.metrics["system/idle"] for point in points(run.context, VERSION, range(1, 7))]
+    idle = [point.metrics["system/idle"] for point in points_of(run.context, VERSION, range(1, 7))]
     assert idle == pytest.approx([0.1] * 6)
 
 

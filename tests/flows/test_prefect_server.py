@@ -12,13 +12,13 @@ from tests.support.waiting import HANG_SECONDS
 # a connection that waits for the lock has left a cursor in a cycle.
 WAITING = """
 import gc, sqlite3, sys, threading, time
-from rollflow.flows.services.prefect_server import collect_beside
+from rollflow.flows.services.prefect_server import start_collector_thread
 
 holds, waits = (sqlite3.connect(sys.argv[1], check_same_thread=False, isolation_level=None) for _ in range(2))
 holds.execute("create table some (number)")
 waits.execute("pragma busy_timeout = 600000")
 if sys.argv[2] == "beside":
-    collect_beside()
+    start_collector_thread()
 
 left = waits.execute("values (1), (2)")
 assert left.fetchone() == (1,)

@@ -106,10 +106,10 @@ class Asked(Spares):
         self.there: set[str] = set()
         self.asked: list[Kind] = []
 
-    def _there(self) -> set[str]:
+    def _find_kinds(self) -> set[str]:
         return self.there
 
-    def _ask(self, kind: Kind) -> None:
+    def _request(self, kind: Kind) -> None:
         self.asked.append(kind)
 
 

@@ -14,7 +14,7 @@ from rollflow.flows.commands.cli import main
 from rollflow.flows.config import load_recipe, override_config
 from rollflow.flows.prepare import prepare
 from rollflow.flows.served_recipes import recipes_of
-from rollflow.flows.services.form import values
+from rollflow.flows.services.form import form_values
 from rollflow.tasks.run.config import RunConfig
 from tests.support.refused import refused
 from tests.support.small_run import make_policy
@@ -86,7 +86,7 @@ def test_deployments_have_absolute_paths(lying: Path) -> None:
     """The form has the same paths whichever folder the runner works in."""
     [recipe] = recipes_of(Path("../a folder"))
     assert places(recipe.config) == beside(lying)
-    assert values(recipe.config)["prompts"][0]["path"] == str(lying / "questions.jsonl")
+    assert form_values(recipe.config)["prompts"][0]["path"] == str(lying / "questions.jsonl")
 
 
 def test_sweep_and_nightly_have_absolute_paths(lying: Path, tmp_path: Path) -> None:

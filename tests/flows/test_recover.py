@@ -35,11 +35,11 @@ from rollflow.flows.services.prefect_api import (
     api,
     crash_orphans,
     created_at,
-    going,
     insist,
     start,
     states_of,
     supervisors,
+    unfinished_runs,
 )
 from rollflow.flows.services.process import PrefectServer, Runner, stop_together
 from rollflow.flows.services.ray_head import RayHead, RayNode
@@ -288,7 +288,7 @@ def test_flow_runs_that_ended_with_their_runner_are_said_to_have_crashed(deploym
         client.set_flow_run_state(running, Running(), force=True)
     assert crash_orphans(deployment, "the runner died") == ["r"]
     with api() as client:
-        assert [one.id for one in going(client, deployment)] == [waiting]
+        assert [one.id for one in unfinished_runs(client, deployment)] == [waiting]
     assert crash_orphans(deployment, "its session died", scheduled=True) == ["w"]
 
 

@@ -13,7 +13,7 @@ from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.commands.cli import main
 from rollflow.flows.config import SHIPPED_HARDWARE, load_hardware, load_recipe
 from rollflow.flows.locations import context_of
-from rollflow.flows.views.timeline import drawing
+from rollflow.flows.views.timeline import build_drawing
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects import open_store
@@ -83,13 +83,13 @@ def test_what_is_drawn_of_more_engines_than_there_are_rows() -> None:
     engines = np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 0.25]], np.float32)
     span = Span(1, 2.0, 9.0)
     timeline = Timeline(5.0, engines, np.array([3.0, 10.0], np.float32), [span], [], slots=8)
-    drawn = drawing(timeline, "title", most_rows=2)
+    drawn = build_drawing(timeline, "title", most_rows=2)
     assert drawn.rows_RB.tolist() == [[0.75, 0.25], [0.0, 0.25]]
     assert (drawn.label, drawn.seconds, drawn.slots, drawn.steps) == ("3 engines\nin 2 rows", 10.0, 8, [span])
     verdicts, busy = drawn.curves
     assert (verdicts.values_B.tolist(), verdicts.top) == ([3.0, 10.0], 11.0)
     assert (busy.values_B.tolist(), busy.top) == ([50.0, 25.0], 100.0)
-    assert drawing(timeline, "title", most_rows=3).label == "3 engines"
+    assert build_drawing(timeline, "title", most_rows=3).label == "3 engines"
 
 
 @pytest.mark.parametrize(

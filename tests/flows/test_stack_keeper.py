@@ -26,7 +26,7 @@ from pathlib import Path
 from rollflow.flows.services import stack
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 place = Path(sys.argv[1])
-with stack.only_one(place):
+with stack.hold_stack(place):
     if len(sys.argv) > 2:
         sys.exit(int(sys.argv[2]))
     stack.announce(place, stack.Stack(os.getpid(), "http://p", "", "http://m", {}))
@@ -41,7 +41,7 @@ from rollflow.flows.services.stop_flag import Told
 from rollflow.tasks.run.config import RecoveryConfig
 ended, place = Told(), Path(sys.argv[1])
 signal.signal(signal.SIGTERM, lambda *_: ended.set())
-with stack.kept(place):
+with stack.hold_keeper(place):
     keep(place, sys.argv[2:], RecoveryConfig(restarts=2, backoff_seconds=0), ended)
 """
 

@@ -59,7 +59,7 @@ class World:
         monkeypatch.setattr(stages_module, "api", self.api)
         monkeypatch.setattr(stages_module, "start", self.start)
         monkeypatch.setattr(stages_module, "states_of", self.states_of)
-        monkeypatch.setattr(stages_module, "going", lambda *_: [])
+        monkeypatch.setattr(stages_module, "unfinished_runs", lambda *_: [])
         monkeypatch.setattr(stages_module, "start_channel", lambda *_: self.started.append((CHANNEL, self.now)))
         monkeypatch.setattr(stages_module, "begin_actors", lambda *_: [])
         monkeypatch.setattr(cluster, "kill_named", lambda *_: [])
@@ -146,7 +146,7 @@ def test_what_a_supervisor_left_that_died_at_the_end_is_ended(
         for run, role in world.runs.items()
         if role == "reward"
     ]
-    monkeypatch.setattr(stages_module, "going", lambda *_: left)
+    monkeypatch.setattr(stages_module, "unfinished_runs", lambda *_: left)
     monkeypatch.setattr(cluster, "kill_named", killed.extend)
     monkeypatch.setattr(stages, "_finish_reward", lambda: None if hangs else world.over.add("reward"))
     stages.clear()
@@ -248,7 +248,7 @@ def test_stages_of_an_older_config_are_ended(tmp_path: Path, monkeypatch: pytest
     def cancelled(run: uuid.UUID, state: Any, force: bool = False) -> None:
         world.over.add(older[run])
 
-    monkeypatch.setattr(stages_module, "going", under_way)
+    monkeypatch.setattr(stages_module, "unfinished_runs", under_way)
     monkeypatch.setattr(world, "set_flow_run_state", cancelled)
     monkeypatch.setattr(cluster, "kill_named", lambda names: world.started.append(("killed", len([*names]))))
     world.stages.start()

@@ -21,7 +21,7 @@ from rollflow.flows.keepalive import run_watch as following_module
 from rollflow.flows.keepalive.run_watch import Following
 from rollflow.flows.locations import find_run, home
 from rollflow.flows.post_training import _describe_failure
-from rollflow.flows.services.prefect_api import api, asked_for
+from rollflow.flows.services.prefect_api import api, requested_at
 from rollflow.flows.steps import blocks
 from rollflow.flows.views.status import STATUS, RunStatus
 from rollflow.storage.errors import RollflowError
@@ -76,15 +76,15 @@ def test_when_a_flow_run_was_asked_for(prefect_database: Path, tmp_path: Path) -
     with served(tmp_path / "home", prefect_database), api() as client:
         began = time.time()
         made = client.create_flow_run(flow(lambda: None, name="nothing"), state=Scheduled())
-        first = asked_for(made.id)
+        first = requested_at(made.id)
         assert began - 1 <= first <= time.time() + 1
         late = Scheduled(name="Late", scheduled_time=made.expected_start_time)
         for state in (late, Pending(), Running(), Suspended()):
             client.set_flow_run_state(made.id, state, force=True)
-        assert asked_for(made.id) == pytest.approx(first, abs=0.5)
+        assert requested_at(made.id) == pytest.approx(first, abs=0.5)
         time.sleep(1.5)
         client.set_flow_run_state(made.id, Scheduled(name="Resuming"), force=True)
-        assert asked_for(made.id) > first + 1
+        assert requested_at(made.id) > first + 1
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"how": "later", "at": 1}', b'{"how": "stop"}'])

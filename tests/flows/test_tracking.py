@@ -393,9 +393,9 @@ def test_what_is_told_of_a_run_has_no_secrets_of_addresses(monkeypatch: pytest.M
         store=SimpleNamespace(uri=uri),
         policies=SimpleNamespace(retention=retention, newest=lambda: 1, find=lambda _: version, has_weights=bool),
     )
-    for name in ("figures", "_samples"):
+    for name in ("figures", "_sample_responses"):
         monkeypatch.setattr(mlflow_payload, name, lambda *_: {})
     monkeypatch.setattr(mlflow_payload, "read_evaluation", lambda *_: None)
-    told = [*mlflow_payload._prompts(run), mlflow_payload.ending(run, {"storage": uri, "tokens": 3})]
+    told = [*mlflow_payload._list_prompts(run), mlflow_payload.ending(run, {"storage": uri, "tokens": 3})]
     assert "hidden" not in str(told)
     assert "bucket/x" in str(told)
