@@ -45,13 +45,13 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> RunConfig:
-    """Return the recipe's config, or the default one, with what `--settings` and `--set` say."""
+    """Return the recipe's config, or the default one, with `--settings` and `--set` applied."""
     overrides = [*getattr(getattr(options, "settings", None), "overrides", ()), *options.set]
     return load_recipe(options.cluster, overrides) if options.cluster.name else override_config({}, overrides)
 
 
 def print_nodes(nodes: Sequence[NodeState], faults: Sequence[str], console: Console | None = None) -> None:
-    """Print the table, and below it what is wrong."""
+    """Print the table of nodes, and below it the faults."""
     console = console or Console(highlight=False)
     table = Table(
         Column("node", no_wrap=True, overflow="ignore"),

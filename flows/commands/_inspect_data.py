@@ -1,4 +1,4 @@
-"""What `rollflow inspect` finds: as values for programs (`--json`), and what both forms look up."""
+"""The values behind `rollflow inspect`, for its JSON output (`--json`) and its tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollflow.tasks.run.context import RunContext
 
 
 def run_value(context: RunContext) -> dict[str, Any]:
-    """The run as its log tells it."""
+    """Return the run's state from its log."""
     state = context.log.state
     return {
         "run": context.run_id,
@@ -46,28 +46,28 @@ def run_value(context: RunContext) -> dict[str, Any]:
 
 
 def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]:
-    """A version: what it was made of, and which of its objects are still stored."""
+    """Return a version, its parent and batch, and which of its objects are still stored."""
     batch = context.batches.committed(version.batch_entry).number if version.batch_entry is not None else None
     stored = {one.path: context.store.exists(one.path) for one in version.objects}
     config = context.recorded_at(version.number)
-    told = {"config_entry": config.entry, "config_sha256": config.sha256}
-    return {**asdict(version), "batch": batch, "stored": stored, **told}
+    recorded = {"config_entry": config.entry, "config_sha256": config.sha256}
+    return {**asdict(version), "batch": batch, "stored": stored, **recorded}
 
 
 def trajectory_value(context: RunContext, prompt: int, attempt: int, sample: int | None = None) -> dict[str, Any]:
-    """A group's fate, and where it was committed its trajectories, or the one of `sample`, with their texts.
+    """Return a group's fate; if it was committed, also its trajectories (or only `sample`) with their texts.
 
     Raises:
-        ConfigError: there is no such one.
+        ConfigError: there is no such group or sample.
     """
     key, attempts = GroupKey(prompt, attempt), fates(context.log, prompt)
     check_key(key, attempts, context.log.state.cursor)
     fate = attempts[key]
-    told = {"prompt": prompt, "attempt": attempt, "fate": str(fate)}
+    value = {"prompt": prompt, "attempt": attempt, "fate": str(fate)}
     if not isinstance(fate, Consumed | Waiting):
-        return {**told, "trajectories": []}
+        return {**value, "trajectories": []}
     trajectories = trajectories_of(context, key, batch_of(context, fate), sample)
-    return {**told, "trajectories": [_with_texts(context, one) for one in trajectories]}
+    return {**value, "trajectories": [_with_texts(context, trajectory) for trajectory in trajectories]}
 
 
 def _with_texts(context: RunContext, one: Trajectory) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _with_texts(context: RunContext, one: Trajectory) -> dict[str, Any]:
 def trajectories_of(
     context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None
 ) -> Sequence[Trajectory]:
-    """Those of a group, or the one of `sample`; `ConfigError` if there is none."""
+    """Return the trajectories of a group, or only that of `sample`; raise `ConfigError` if it does not exist."""
     group = next(one for one in groups_of(context, batch.file) if one.key == key)
     chosen = [one for one in group.trajectories if sample in (None, one.sample)]
     if not chosen:
@@ -115,5 +115,5 @@ def check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: Cursor) -> 
 
 
 def upcoming(cursor: Cursor) -> str:
-    """The next prompt of each source."""
+    """Return the next prompt of each source."""
     return " or ".join(map(str, cursor.upcoming)) or "0"

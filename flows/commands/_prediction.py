@@ -1,7 +1,8 @@
-"""`rollflow simulate --from-run`: a recorded run's own latencies as hardware, and how well they predict its step time.
+"""`rollflow simulate --from-run`: fits hardware to a recorded run's latencies, and compares the prediction with the
+run.
 
-Read from the run's storage alone: batches (lengths, generation and reward seconds), versions (train seconds, waits)
-and updates (pauses).
+It reads the run's storage alone: batches (lengths, generation and reward seconds), versions (train seconds, waits) and
+updates (pauses).
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.fit import Recorded, fitted
 
-FEWEST = 5  # versions after the warm-up that a prediction needs to be compared with
-SCHEDULED = ("async_ratio", "groups", "group_size", "engine", "rollout", "reward")  # keys that a schedule depends on
+FEWEST = 5  # fewest versions after the warm-up for a comparison
+SCHEDULED = ("async_ratio", "groups", "group_size", "engine", "rollout", "reward")  # keys that the schedule depends on
 
 
 def compare(
     config: RunConfig, context: RunContext, versions: int | None, outputs: Outputs, save: Path | None = None
 ) -> float:
-    """Simulate `config` on the hardware that run `context` recorded; returns predicted over measured step time, less 1.
+    """Simulate `config` on the hardware that fits run `context`; return predicted over measured step time, less 1.
 
     Raises:
-        ConfigError: the run is too short, or another recipe's.
+        ConfigError: the run is too short, or belongs to another recipe.
     """
     console = Console(highlight=False)
     recorded = read_recorded(context)
@@ -48,7 +49,7 @@ def compare(
     predicted = run_simulation(config, hardware, versions or context.config.versions, outputs, console=console).figures
     measured = median(version.seconds for version in recorded)
     difference = predicted.step_median / measured - 1.0
-    same = not _differences(config, context.config)
+    same = not _list_differences(config, context.config)
     console.print(
         Text.assemble(
             ("step time ", "dim"), f"measured {measured:.4g} s in run {context.run_id} (median of "
@@ -57,18 +58,18 @@ def compare(
         ),
         soft_wrap=True,
     )  # fmt: skip
-    for name in _differences(config, context.config):
-        console.print(f"the run had another {name}: the two are not to be compared", soft_wrap=True)
+    for name in _list_differences(config, context.config):
+        console.print(f"the run had another {name}: the two step times cannot be compared", soft_wrap=True)
     return difference
 
 
-def _differences(config: RunConfig, other: RunConfig) -> list[str]:
-    """The keys that the schedule depends on and that differ."""
+def _list_differences(config: RunConfig, other: RunConfig) -> list[str]:
+    """List the differing keys that the schedule depends on."""
     return [name for name in SCHEDULED if getattr(config, name) != getattr(other, name)]
 
 
 def read_recorded(context: RunContext) -> list[Recorded]:
-    """The run's versions after its warm-up.
+    """Return the run's versions after its warm-up.
 
     Raises:
         ConfigError: there are too few of them.
@@ -76,10 +77,10 @@ def read_recorded(context: RunContext) -> list[Recorded]:
     first, newest = WARM_UP + context.config.capacity, context.policies.newest()
     if newest - first < FEWEST:
         raise ConfigError(f"run {context.run_id!r} has {max(newest, 0)} versions; a prediction needs {first + FEWEST}")
-    return [_recorded(context, before, after) for before, after in pairwise(context.policies.since(first - 1))]
+    return [_read_version(context, before, after) for before, after in pairwise(context.policies.since(first - 1))]
 
 
-def _recorded(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> Recorded:
+def _read_version(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> Recorded:
     assert after.batch_entry is not None, "only version 0 has no batch"
     update = read_update(context.store, after.number)
     file = context.batches.committed(after.batch_entry).file

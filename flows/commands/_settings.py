@@ -1,4 +1,4 @@
-"""A settings file: what an installation gives to every run. Terraform writes one (`infra/terraform`), or a person does.
+"""A settings file: an installation's settings for every run, written by Terraform (`infra/terraform`) or by hand.
 
     [variables]                                     # environment variables of a command
     PREFECT_API_URL = "http://127.0.0.1:4200/api"
@@ -6,10 +6,11 @@
     uri = "s3://bucket/store"
 
 Guarantees:
-- A file that loads names only variables that rollflow or a library below it reads, and only keys of a recipe.
-- A secret in the file is refused, and its value is shown nowhere: neither a variable that holds one, nor a password in
-  an address.
-- `--settings FILE` sets the variables and then the keys; `--set` wins over the file, the file over the recipe.
+- A file that loads names only variables that rollflow or one of its libraries reads, and only keys of a recipe.
+- A secret in the file is rejected, and its value is never shown. That covers variables for secrets and passwords in
+  addresses.
+- `--settings FILE` sets the variables and then the keys. `--set` has priority over the file, and the file over the
+  recipe.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ VARIABLES = (
     *("PREFECT_API_URL", "PREFECT_PROFILE", "RAY_AUTH_MODE", "RAY_USE_TLS"),
     *("ROLLFLOW_HOME", "ROLLFLOW_LOG_FORMAT", "ROLLFLOW_STORE"),
 )
-SECRETS = ("AWS_ACCESS_KEY_ID", "PREFECT_CLIENT_CUSTOM_HEADERS")  # besides those whose name says it
+SECRETS = ("AWS_ACCESS_KEY_ID", "PREFECT_CLIENT_CUSTOM_HEADERS")  # secrets whose names do not show it
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The variables of a settings file, its keys as `--set` takes them, and the config of a recipe with those alone."""
+    """The variables of a settings file, its keys in the form of `--set`, and the config of a recipe with those keys
+    alone.
+    """
 
     variables: Mapping[str, str]
     overrides: tuple[str, ...]
@@ -63,7 +66,7 @@ def load_settings(path: Path) -> Settings:
     """Read a settings file and check it. Relative paths in it are relative to its folder.
 
     Raises:
-        ConfigError: with one sentence for what the user must change.
+        ConfigError: one sentence that says what the user must change.
     """
     tree = read_toml(path, "settings file")
     variables = tree.pop("variables", {})
@@ -106,12 +109,12 @@ def _check_variables(variables: object) -> None:
 def _check_addresses(tree: Mapping[str, Any]) -> None:
     for name, section in tree.items():
         for key, value in section.items():
-            if isinstance(value, str):  # an address is right below its section
+            if isinstance(value, str):  # addresses stand directly below their section
                 _check_address(f"{name}.{key}", value)
 
 
 def _check_address(key: str, value: str) -> None:
-    """Refuse an address with a password in it."""
+    """Reject an address that contains a password."""
     try:
         parts = urlsplit(value)
     except ValueError:
@@ -121,7 +124,7 @@ def _check_address(key: str, value: str) -> None:
 
 
 def _overrides(tree: Mapping[str, Any], section: Section, prefix: str = "") -> Iterator[str]:
-    """List the tree's keys as `--set` takes them; a table that is no section (labels, say) is one value."""
+    """Yield the tree's keys in the form of `--set`; a table that is no section (such as labels) is one value."""
     for name, value in tree.items():
         below = getattr(section, name)
         if isinstance(below, Section):
@@ -131,7 +134,7 @@ def _overrides(tree: Mapping[str, Any], section: Section, prefix: str = "") -> I
 
 
 def _in_toml(value: object) -> str:
-    """Return a value on one line of TOML; its strings and numbers are those of JSON."""
+    """Return a value on one line of TOML; strings and numbers have the same form as in JSON."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)} = {_in_toml(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):

@@ -22,9 +22,9 @@ REPORT = TypeAdapter(AuditReport)
 
 
 def command(options: argparse.Namespace) -> int:
-    """Audit the run and print the report; it fails where there is a violation."""
+    """Audit the run and print the report; return `FAILED` if there is a violation."""
     context = find_run(options.run, options.store)
-    anchors = [anchor for said in options.anchor for anchor in _anchors(context, said)]
+    anchors = [anchor for said in options.anchor for anchor in _collect_anchors(context, said)]
     try:
         report = show_audit(context.store, deep=options.deep, expected=expected_of(context))
         report.violations += check_anchors(context.store, anchors)
@@ -35,12 +35,12 @@ def command(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"clean": report.clean, **REPORT.dump_python(report, mode="json")}))
     else:
-        print_report(report, _shares(context))
+        print_report(report, _read_shares(context))
     return OK if report.clean else FAILED
 
 
-def _anchors(context: RunContext, said: str) -> Sequence[Anchor]:
-    """Return the anchors that the user gives, or those that MLflow has."""
+def _collect_anchors(context: RunContext, said: str) -> Sequence[Anchor]:
+    """Return the anchors that the user gives, or those in MLflow."""
     if said != "mlflow":
         return [parse_anchor(said)]
     from rollflow.flows.post_training import tracking_place  # imports Prefect, which takes seconds
@@ -48,8 +48,8 @@ def _anchors(context: RunContext, said: str) -> Sequence[Anchor]:
     return read_anchors(context, tracking_place(context.config))
 
 
-def _shares(context: RunContext) -> dict[str, float]:
-    """The shares that the domains were to have; none where the config is so damaged that it says none."""
+def _read_shares(context: RunContext) -> dict[str, float]:
+    """Return the configured shares of the domains; an empty mapping if the config is too damaged to read."""
     try:
         return context.config.shares
     except Corrupt:

@@ -9,5 +9,5 @@ from rollflow.flows.locations import find_run
 
 
 def command(options: argparse.Namespace) -> int:
-    """Ask for it, and wait until it has ended."""
+    """Ask the run to end at once, and wait until it has ended."""
     return end(find_run(options.run, options.store), "cancel", wait=not options.no_wait)

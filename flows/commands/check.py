@@ -1,7 +1,7 @@
 """`rollflow check RECIPE`: the preflight of a run, without the run.
 
-It refuses what `rollflow run` would refuse before its first token, in the same sentence. It downloads nothing, and with
-`--offline` asks no service. It prints what it could not check.
+It rejects what `rollflow run` would reject before its first token, with the same sentence. It downloads nothing, and
+with `--offline` it contacts no service. It prints which checks it could not make.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollflow.flows.preflight import preflight
 
 
 def command(options: argparse.Namespace) -> int:
-    """`rollflow check RECIPE`."""
+    """Check the recipe and print the result."""
     config = load_recipe(options.recipe, options.set)
     tell = functools.partial(print, file=sys.stderr, flush=True)
     found = preflight(config, download=False, ask=not options.offline, tell=tell)

@@ -1,4 +1,4 @@
-"""The command line: reads the options, runs the verb, turns errors into one sentence on standard error.
+"""The command line: reads the options, runs the verb, prints each error as one sentence on standard error.
 
 Importing this module loads no torch, Ray, vLLM, Prefect or MLflow: each verb's module imports what it needs.
 """
@@ -20,22 +20,22 @@ from rollflow.flows.locations import home
 from rollflow.flows.services.variables import WITH_SERVICES, bypass_proxies, check_home, check_variables, give_home
 from rollflow.storage.errors import ConfigError, RollflowError
 
-STDERR = 2  # the last of the standard streams
+STDERR = 2  # the highest file descriptor of the standard streams
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb: `command(options)` of its module. Returns the exit code.
+    """Run one verb, which is `command(options)` of its module; return the exit code.
 
-    Ends without a word where the reader of its output went away, as in `rollflow keys | head`.
+    Ends silently if the reader of its output has gone, as in `rollflow keys | head`.
     """
     _open_streams()
     try:
         try:
             return _run(arguments)
         finally:
-            sys.stdout.flush()  # here, and not at the interpreter's end, where nobody can catch what it raises
+            sys.stdout.flush()  # flushed here: an error at the interpreter's end could not be caught
     except BrokenPipeError:
-        gone = [stream for stream in (sys.stdout, sys.stderr) if _reader_gone(stream)]
+        gone = [stream for stream in (sys.stdout, sys.stderr) if _is_reader_gone(stream)]
         if not gone:  # another pipe broke
             raise
         for stream in gone:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    _print_any_letter()
+    _escape_unprintable()
     options = parser().parse_args(arguments)
     bypass_proxies(os.environ)
     try:
@@ -78,7 +78,7 @@ def _apply_settings(options: argparse.Namespace) -> None:
 
 
 def _open_streams() -> None:
-    """Open the null device for closed standard streams; otherwise the next opened file takes a stream's place."""
+    """Open the null device for closed standard streams; otherwise the next opened file would take a stream's place."""
     while (null := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         pass
     os.close(null)
@@ -87,27 +87,28 @@ def _open_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
-def _print_any_letter() -> None:
-    """Escape letters that the terminal's encoding lacks, in this process only: services write to files."""
+def _escape_unprintable() -> None:
+    """Escape letters that the terminal's encoding lacks. This affects only this process: services write to files."""
     os.environ.pop("PYTHONIOENCODING", None)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _reader_gone(stream: TextIO) -> bool:
-    """Whether nobody is at the other end of the pipe that is written to."""
+def _is_reader_gone(stream: TextIO) -> bool:
+    """Return whether nobody reads from the other end of the stream's pipe."""
     try:
         polled = select.poll()
         polled.register(stream, 0)
-    except (OSError, ValueError):  # no file, or one that is closed
+    except (OSError, ValueError):  # not a file, or a closed one
         return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in polled.poll(0))
 
 
 if __name__ == "__main__":
     code = main()
-    # An interrupt that fell into a string that a library executed (dataclasses do) leaves a mark, though it was caught:
-    # `python -m` would end by SIGINT whatever the code is. The next such string takes it away.
+    # If an interrupt arrived while a library executed a string of code (as dataclasses do), the interpreter keeps a
+    # flag even after the interrupt was caught, and `python -m` would end by SIGINT whatever the exit code. Executing
+    # another string clears the flag.
     exec("")
     sys.exit(code)

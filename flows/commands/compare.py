@@ -1,4 +1,4 @@
-"""`rollflow compare RUN...`: what differs between runs, what came of it and what it cost; a table and a page."""
+"""`rollflow compare RUN...`: compares the configs, results and costs of runs, as a table and a page."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def command(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--html {str(page)!r} cannot be written: {error.strerror}; give another file") from None
     if options.json:
-        told = {"differences": differences(runs), "weights": describe_same_weights(runs), "page": str(page)}
-        print(json.dumps({"runs": [_json(run) for run in runs], **told}))
+        shared = {"differences": differences(runs), "weights": describe_same_weights(runs), "page": str(page)}
+        print(json.dumps({"runs": [_to_json(run) for run in runs], **shared}))
     else:
         Console(highlight=False).print(compared_table(runs))
         for line in describe_same_weights(runs):
@@ -48,7 +48,7 @@ def _check_apart(contexts: Sequence[RunContext]) -> None:
 
 
 def compared_table(runs: Sequence[ComparedRun]) -> Table:
-    """A column a run; above the first line what differs in their configs."""
+    """Build a table with a column for each run; the rows above the first line are the differing config keys."""
     table = Table(title=f"{len(runs)} runs", title_justify="left", box=SIMPLE)
     table.add_column("", overflow="fold", min_width=20)
     for run in runs:
@@ -64,7 +64,7 @@ def compared_table(runs: Sequence[ComparedRun]) -> Table:
     return table
 
 
-def _json(run: ComparedRun) -> dict[str, object]:
+def _to_json(run: ComparedRun) -> dict[str, object]:
     curves = {
         name: {part: getattr(curve, part).tolist() for part in ("versions", "tokens", "seconds", "values")}
         for name, curve in run.curves.items()

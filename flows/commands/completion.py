@@ -1,4 +1,4 @@
-"""`rollflow completion SHELL`: what a shell reads to complete verbs, options and files."""
+"""`rollflow completion SHELL`: prints the script with which a shell completes verbs, options and files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print it."""
-    print((ZSH if options.shell == "zsh" else "") + script(), end="")
+    """Print the completion script."""
+    print((ZSH if options.shell == "zsh" else "") + completion_script(), end="")
     return OK
 
 
-def script() -> str:
-    """For bash, and for zsh that was told to do as bash does. Where nothing fits, the shell completes files."""
+def completion_script() -> str:
+    """Return the script for bash, and for zsh with bash completion. The shell completes files if nothing else fits."""
     (verbs,) = (action.choices for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     cases = [f'    *:{verb}) words="{_options(one)}" ;;' for verb, one in verbs.items()]
     return SCRIPT.format(verbs=" ".join(verbs), cases="\n".join(cases))

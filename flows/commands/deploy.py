@@ -1,4 +1,4 @@
-"""`rollflow deploy FOLDER`: each recipe of a folder becomes a deployment in the Prefect UI."""
+"""`rollflow deploy FOLDER`: makes each recipe of a folder a deployment in the Prefect UI."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from rollflow.flows.served_recipes import ServedRecipe, deploy, recipes_of
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the recipes, and have them served by `rollflow up`, now or when it starts; or print what a pool needs."""
+    """Check the recipes and register their folder with `rollflow up`; or print a `prefect.yaml` for a work pool."""
     recipes = recipes_of(options.folder)
     if options.work_pool:
-        print(_for_pool(recipes, options.work_pool), end="")
+        print(_render_for_pool(recipes, options.work_pool), end="")
         return OK
     deploy(home(), options.folder.absolute())
     for recipe in recipes:
         print(f"post-training/{recipe.config.name}  {recipe.file}")
-    print("`rollflow up` in this home serves them: one that is up within seconds, else from its next start on")
+    print("`rollflow up` in this home serves them: within seconds if it is up, otherwise from its next start on")
     return OK
 
 
-def _for_pool(recipes: Sequence[ServedRecipe], pool: str) -> str:
-    """The text of a `prefect.yaml`. Prefect checks parameters by its own form there, so they are whole."""
+def _render_for_pool(recipes: Sequence[ServedRecipe], pool: str) -> str:
+    """Return the text of a `prefect.yaml`. It contains whole configs, because Prefect checks
+    them against its own form.
+    """
     from dataclasses import replace
 
     from rollflow.flows.deployments import deployments, of_recipe

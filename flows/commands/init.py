@@ -1,4 +1,4 @@
-"""`rollflow init FILE`: a recipe to begin with, which says of every key what it is by default and what it means."""
+"""`rollflow init FILE`: writes a recipe to start from, with the default and the meaning of every key in comments."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
 
-HEAD = """# A recipe. What begins with "#:" is a key as it is by default: take these two characters away to set it.
-# `rollflow check` says what is wrong with it, `rollflow keys` lists the keys of all other kinds.
+HEAD = """# A recipe. A line that begins with "#:" is a key with its default: remove these two characters to set it.
+# `rollflow check` says what is wrong with the recipe, `rollflow keys` lists the keys of all other kinds.
 """
 
 
 def command(options: argparse.Namespace) -> int:
-    """Write it; a file that is there stays."""
+    """Write the recipe to a new file; never replace an existing file."""
     try:
         with options.file.open("x", encoding="utf-8") as file:
             file.write(commented(options.file.stem))
@@ -33,14 +33,14 @@ def command(options: argparse.Namespace) -> int:
 
 
 def commented(name: str) -> str:
-    """The recipe that says nothing but a name and the default's prompts; all else is in comments."""
+    """Return a recipe that sets only a name and the default prompts; all other keys are in comments."""
     config = RunConfig()
     prompts = to_toml({"prompts": [source.model_dump(mode="json") for source in config.prompts]})
-    return "\n".join([HEAD, f"name = {json.dumps(name)}", *_section(config, ""), "", prompts])
+    return "\n".join([HEAD, f"name = {json.dumps(name)}", *_section_lines(config, ""), "", prompts])
 
 
-def _section(section: Section, path: str) -> Iterator[str]:
-    """Its own keys, then the sections below it, each under its heading."""
+def _section_lines(section: Section, path: str) -> Iterator[str]:
+    """Yield a section's own keys, then the sections below it, each under its heading."""
     below: list[tuple[str, Section]] = []
     for name, info in type(section).model_fields.items():
         value, meaning = getattr(section, name), info.description or ""
@@ -50,11 +50,13 @@ def _section(section: Section, path: str) -> Iterator[str]:
             what = f"[{path}{name}]" if list(sections_of(info.annotation)) else name
             yield f"# {what} is not set" + (f": {meaning}" if meaning else "")
         elif f"{path}{name}" not in ("name", "prompts"):
-            yield f"#: {name} = {_toml(value)}  # {meaning}"
-    for place, one in below:
-        yield from ("", f"[{place}]", *_section(one, f"{place}."))
+            yield f"#: {name} = {_to_toml(value)}  # {meaning}"
+    for place, subsection in below:
+        yield from ("", f"[{place}]", *_section_lines(subsection, f"{place}."))
 
 
-def _toml(value: Any) -> str:
-    """As a recipe has it: JSON, but for tables that hold something, of which there are none among the defaults."""
+def _to_toml(value: Any) -> str:
+    """Return a value in TOML. JSON has the same form for all defaults: only non-empty tables differ, and there are
+    none.
+    """
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""`rollflow inspect`: a run, a version or a trajectory, and where it came from; read from the run's storage alone."""
+"""`rollflow inspect`: shows a run, a version or a trajectory, and its lineage, from the run's storage alone."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import name_of
 
-SHOWN = 12  # keys in a list; the rest is counted
+SHOWN = 12  # keys in a list; the others are only counted
 
 
 def command(options: argparse.Namespace) -> int:
-    """`rollflow inspect RUN [VERSION|TRAJECTORY]`."""
+    """Show the run, version or trajectory that the user names."""
     context = find_run(options.run, options.store)
     if options.json:
         print(json.dumps(value_of(context, options.what)))
@@ -57,12 +57,12 @@ def command(options: argparse.Namespace) -> int:
 
 
 def value_of(context: RunContext, what: str | None) -> dict[str, Any]:
-    """What `inspect` prints, for programs."""
+    """Return the content of `inspect` as JSON values."""
     if what is None:
         return run_value(context)
-    if (version := _version_named(what)) is not None:
+    if (version := _parse_version(what)) is not None:
         return version_value(context, published(context, version))
-    return trajectory_value(context, *_trajectory_named(what))
+    return trajectory_value(context, *_parse_trajectory(what))
 
 
 def inspect(context: RunContext, what: str | None, console: Console | None = None) -> None:
@@ -74,18 +74,18 @@ def inspect(context: RunContext, what: str | None, console: Console | None = Non
     console = console or Console(highlight=False)
     context.created  # noqa: B018 - says which run is not there
     if what is None:
-        _run(context, console)
-    elif (version := _version_named(what)) is not None:
-        _version(context, version, console)
+        _print_run(context, console)
+    elif (version := _parse_version(what)) is not None:
+        _print_version(context, version, console)
     else:
-        _trajectory(context, *_trajectory_named(what), console=console)
+        _print_trajectory(context, *_parse_trajectory(what), console=console)
 
 
-def _version_named(what: str) -> int | None:
+def _parse_version(what: str) -> int | None:
     return int(what) if re.fullmatch(r"\d+", what) else None
 
 
-def _trajectory_named(what: str) -> tuple[int, ...]:
+def _parse_trajectory(what: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?", what):
         raise ConfigError(
             f"{what!r} names neither a version (such as 7) nor a trajectory (PROMPT.ATTEMPT.SAMPLE, such as 12.0.3)"
@@ -96,7 +96,7 @@ def _trajectory_named(what: str) -> tuple[int, ...]:
 # --- the run ------------------------------------------------------------------------------------------------
 
 
-def _run(context: RunContext, console: Console) -> None:
+def _print_run(context: RunContext, console: Console) -> None:
     state = context.log.state
     console.print(f"run {context.run_id} in {context.store.uri}", soft_wrap=True)
     table = _grid()
@@ -108,29 +108,29 @@ def _run(context: RunContext, console: Console) -> None:
     for recorded in list_changes(context):
         when = f"{utc_time(recorded.at)}, entry {recorded.entry}, by {recorded.who or 'unknown'}"
         table.add_row("changed", f"{change_sentence(recorded)} ({when})")
-    table.add_row("batches", _batches(state))
+    table.add_row("batches", _describe_batches(state))
     groups, tokens = (counts["trained"] for counts in (state.totals.groups, state.totals.tokens))
     table.add_row("trained on", f"{state.totals.rows} trajectories in {groups} groups, {tokens} response tokens")
     table.add_row("staleness", staleness_bar(state.totals.staleness, 24))
-    table.add_row("in flight", _keys(state.in_flight))
+    table.add_row("in flight", _format_keys(state.in_flight))
     table.add_row("next prompt", upcoming(state.cursor))
     console.print(table)
     if len(shares := context.config.shares) > 1:
         console.print(domains_table(trained_domains(state, context.config), shares))
     lost = Counter({reason: count for reason, count in state.totals.groups.items() if reason != "trained"})
-    console.print(_discards(lost, state.totals.tokens) if lost else "discards: none")
-    _quarantined(context, console)
-    _recoveries(context, console)
+    console.print(_discard_table(lost, state.totals.tokens) if lost else "discards: none")
+    _print_quarantined(context, console)
+    _print_recoveries(context, console)
 
 
-def _batches(state: RunState) -> str:
+def _describe_batches(state: RunState) -> str:
     again = f", to be formed again: {', '.join(map(str, state.holes))}" if state.holes else ""
     committed = state.next_batch - len(state.holes)
     return f"{committed} committed, {len(state.waiting)} of them waiting for the learner{again}"
 
 
-def _discards(groups: Counter[str], tokens: Mapping[str, int]) -> Table:
-    """What was not trained on, by reason."""
+def _discard_table(groups: Counter[str], tokens: Mapping[str, int]) -> Table:
+    """Build a table of the discarded groups, by reason."""
     table = Table(title="discards", title_justify="left")
     table.add_column("reason")
     for name in ("groups", "response tokens", "tokens a group"):
@@ -140,24 +140,24 @@ def _discards(groups: Counter[str], tokens: Mapping[str, int]) -> Table:
     return table
 
 
-def _quarantined(context: RunContext, console: Console) -> None:
+def _print_quarantined(context: RunContext, console: Console) -> None:
     state = context.log.state
     console.print(f"quarantined batches: {state.voids or 'none'}")
     if not state.voids:
-        return  # the log need not be read for them
-    for one in written(context.log, 0, state.n):
-        if isinstance(body := one.entry.body, BatchVoided):
+        return  # no need to read the log
+    for record in written(context.log, 0, state.n):
+        if isinstance(body := record.entry.body, BatchVoided):
             file = context.batches.committed(body.entry).file.path
             why = body.why if file in body.why else f"{file}: {body.why}"
             console.print(f"  batch {body.number}: {why}", soft_wrap=True)
 
 
-def _recoveries(context: RunContext, console: Console) -> None:
+def _print_recoveries(context: RunContext, console: Console) -> None:
     journal = RecoveryLog(context.store)
     recoveries = journal.read()
     console.print(f"recoveries: {len(recoveries) or 'none'}")
     for path in journal.damaged:
-        console.print(f"  {path} is damaged: it is no recovery", soft_wrap=True)
+        console.print(f"  {path} is damaged and does not count as a recovery", soft_wrap=True)
     for recovery in recoveries:
         console.print(f"  {utc_time(recovery.noticed_at)}  {recovery.sentence()}", soft_wrap=True)
 
@@ -166,7 +166,7 @@ def _recoveries(context: RunContext, console: Console) -> None:
 
 
 def published(context: RunContext, version: int) -> PolicyVersion:
-    """The version that a person names; `ConfigError` if there is none."""
+    """Return the version that the user names; raise `ConfigError` if it is not published."""
     newest = context.policies.newest()
     if not 0 <= version <= newest:
         there = f"has versions 0 to {newest}" if newest >= 0 else "has none yet"
@@ -174,7 +174,7 @@ def published(context: RunContext, version: int) -> PolicyVersion:
     return context.policies.find(version)
 
 
-def _version(context: RunContext, number: int, console: Console) -> None:
+def _print_version(context: RunContext, number: int, console: Console) -> None:
     version = published(context, number)
     console.print(f"version {number} of run {context.run_id}")
     table = _grid()
@@ -183,44 +183,46 @@ def _version(context: RunContext, number: int, console: Console) -> None:
     table.add_row(
         "code, config", f"rollflow {version.code_version}, config {config.sha256[:12]} (entry {config.entry})"
     )
-    table.add_row("parent", _parent(context, number))
+    table.add_row("parent", _describe_parent(context, number))
     if version.batch_entry is not None:
-        _trained_on(context, version.batch_entry, table)
+        _add_batch_rows(context, version.batch_entry, table)
     if not version.state:
         table.add_row("learner state", "not stored with this version; recovery replays up to it")
     console.print(table)
-    console.print(_objects(context, version))
+    console.print(_object_table(context, version))
     console.print("metrics: " + ", ".join(f"{name} {value:.4g}" for name, value in sorted(version.metrics.items())))
 
 
-def _parent(context: RunContext, number: int) -> str:
+def _describe_parent(context: RunContext, number: int) -> str:
     return f"version {number - 1} (entry {context.policies.find(number - 1).entry})" if number else "none"
 
 
-def _trained_on(context: RunContext, entry: int, table: Table) -> None:
-    """The batch, its groups, what was issued and discarded when it was formed, and which versions wrote its tokens."""
+def _add_batch_rows(context: RunContext, entry: int, table: Table) -> None:
+    """Add rows for the batch: its groups, the prompts issued and discarded when it was formed, and its tokens by
+    version.
+    """
     batch = context.batches.committed(entry)
-    groups = f"{len(batch.groups)} groups: {_keys([group.key for group in batch.groups])}"
+    groups = f"{len(batch.groups)} groups: {_format_keys([group.key for group in batch.groups])}"
     table.add_row("batch", f"{batch.number} (entry {entry}), {groups}")
-    table.add_row("tokens by", _tokens_by(context, batch))
+    table.add_row("tokens by", _count_tokens(context, batch))
     discards = context.batches.discards(entry)
     counts = Counter(d.reason.value for d in discards)
     lost = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-    keys = _keys([d.key for d in discards])
+    keys = _format_keys([d.key for d in discards])
     table.add_row("discarded", f"{lost}: {keys}" if lost else "none")
-    table.add_row("issued", _keys([GroupKey(prompt, 0) for prompt in batch.issued]))
+    table.add_row("issued", _format_keys([GroupKey(prompt, 0) for prompt in batch.issued]))
 
 
-def _tokens_by(context: RunContext, batch: BatchCommitted) -> str:
+def _count_tokens(context: RunContext, batch: BatchCommitted) -> str:
     try:
         trajectories = [t for g in groups_of(context, batch.file) for t in g.trajectories]
     except Corrupt as error:
-        return f"not to be read: {error}"
+        return f"not readable: {error}"
     counts = Counter(v for t in trajectories for v, chosen in zip(t.versions, t.loss_mask, strict=True) if chosen)
     return ", ".join(f"version {version}: {count}" for version, count in sorted(counts.items()))
 
 
-def _objects(context: RunContext, version: PolicyVersion) -> Table:
+def _object_table(context: RunContext, version: PolicyVersion) -> Table:
     table = Table(title=f"objects in policies/{version.number:08d}/{version.claim}", title_justify="left")
     table.add_column("object", overflow="fold")
     table.add_column("bytes", justify="right")
@@ -235,7 +237,9 @@ def _objects(context: RunContext, version: PolicyVersion) -> Table:
 # --- a trajectory -------------------------------------------------------------------------------------------
 
 
-def _trajectory(context: RunContext, prompt: int, attempt: int, sample: int | None = None, *, console: Console) -> None:
+def _print_trajectory(
+    context: RunContext, prompt: int, attempt: int, sample: int | None = None, *, console: Console
+) -> None:
     key, attempts = GroupKey(prompt, attempt), fates(context.log, prompt)
     check_key(key, attempts, context.log.state.cursor)
     table, below = _grid(), None
@@ -243,9 +247,9 @@ def _trajectory(context: RunContext, prompt: int, attempt: int, sample: int | No
         table.add_row(f"attempt {other.attempt}", Text(str(fate), style="bold" if other == key else ""))
     fate = attempts[key]
     if isinstance(fate, Consumed | Waiting):
-        below = _answers(context, key, batch_of(context, fate), sample, table)
+        below = _show_trajectories(context, key, batch_of(context, fate), sample, table)
     else:
-        table.add_row("question", Text(_question(context, prompt)))
+        table.add_row("question", Text(_read_question(context, prompt)))
         table.add_row("responses", "not in storage: it was never committed")
     name = f"prompt {prompt}, attempt {attempt}" + ("" if sample is None else f", sample {sample}")
     console.print(f"{name} of run {context.run_id}")
@@ -254,28 +258,28 @@ def _trajectory(context: RunContext, prompt: int, attempt: int, sample: int | No
         console.print(below)
 
 
-def _question(context: RunContext, prompt: int) -> str:
-    """The question's text. Storage alone does not tell it if the run's prompts are not kept there."""
+def _read_question(context: RunContext, prompt: int) -> str:
+    """Return the question's text, or why it is not available: a run may not keep its prompts in storage."""
     try:
         return context.prompts().prompt(prompt).text
     except (ConfigError, Corrupt) as error:
-        return f"not to be had: {error}"
+        return f"not available: {error}"
 
 
-def _answers(
+def _show_trajectories(
     context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None, table: Table
 ) -> Table | None:
-    """One trajectory in full, added to `table`; or the group's question, and its trajectories as a table."""
+    """Add one trajectory in full to `table`; without `sample`, return the group's trajectories as a table instead."""
     chosen = trajectories_of(context, key, batch, sample)
     one = chosen[0]
     table.add_row("question", Text(context.tokenizer.decode(prompt_tokens(one))))
     if sample is None:
-        return _group(context, chosen, batch.number)
+        return _group_table(context, chosen, batch.number)
     parts = split_turns(one)
     several = any(part.author == "environment" for part in parts)
     if not several:
-        table.add_row("response", Text(_response(context, one)))
-    table.add_row("tokens", f"{one.response_tokens}: {_spans(one)}")
+        table.add_row("response", Text(_decode_response(context, one)))
+    table.add_row("tokens", f"{one.response_tokens}: {_describe_spans(one)}")
     table.add_row("log-probs", _describe_logprobs([value for part in parts for value in part.logprobs]))
     table.add_row("reward", f"{one.reward:g} ({one.reason})" if one.reason else f"{one.reward:g}")
     table.add_row("ending", one.ending.value)
@@ -303,22 +307,22 @@ def _describe_logprobs(values: Sequence[float]) -> str:
     return f"mean {sum(values) / len(values):.2f}, lowest {min(values):.2f}" if values else "none"
 
 
-def _group(context: RunContext, trajectories: Sequence[Trajectory], number: int) -> Table:
+def _group_table(context: RunContext, trajectories: Sequence[Trajectory], number: int) -> Table:
     table = Table(title="trajectories", title_justify="left")
     for name in ("sample", "reward", "ending", "staleness", "tokens", "response"):
         table.add_column(name, justify="left" if name in ("ending", "response") else "right")
     for t in trajectories:
-        stale, response = str(number - t.started_version), Text(_response(context, t), overflow="ellipsis")
+        stale, response = str(number - t.started_version), Text(_decode_response(context, t), overflow="ellipsis")
         table.add_row(str(t.sample), f"{t.reward:g}", t.ending.value, stale, str(t.response_tokens), response)
     return table
 
 
-def _response(context: RunContext, trajectory: Trajectory) -> str:
+def _decode_response(context: RunContext, trajectory: Trajectory) -> str:
     chosen = [token for token, mask in zip(trajectory.tokens, trajectory.loss_mask, strict=True) if mask]
     return context.tokenizer.decode_response(chosen, context.config.reward.special_tokens)
 
 
-def _spans(trajectory: Trajectory) -> str:
+def _describe_spans(trajectory: Trajectory) -> str:
     """Show which version generated which of the policy's tokens."""
     written = [v for v, mask in zip(trajectory.versions, trajectory.loss_mask, strict=True) if mask]
     spans, start = [], 0
@@ -339,8 +343,8 @@ def _grid() -> Table:
     return table
 
 
-def _keys(keys: Sequence[GroupKey]) -> str:
-    """Dispatches as a person names them: PROMPT.ATTEMPT."""
+def _format_keys(keys: Sequence[GroupKey]) -> str:
+    """Format group keys as PROMPT.ATTEMPT, at most `SHOWN` of them."""
     named = ", ".join(f"{key.prompt}.{key.attempt}" for key in sorted(keys)[:SHOWN])
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return f"{named}{more}" if keys else "none"

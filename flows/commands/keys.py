@@ -1,4 +1,4 @@
-"""`rollflow keys`: every key of a recipe, with its default and meaning."""
+"""`rollflow keys`: prints every key of a recipe, with its default and meaning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollflow.tasks.simulation.hardware import Hardware
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print them."""
+    """Print the keys."""
     if options.markdown:
         print(keys_page(), end="")
         return OK

@@ -1,6 +1,7 @@
-"""Every key of a recipe and of a hardware file as one Markdown page, made from the config models alone.
+"""Writes every key of a recipe and of a hardware file as one Markdown page, from the config models alone.
 
-One heading a section, one row a key. The page stands in `docs/configuration.md`; a test compares it with the models.
+One heading for each section, one row for each key. The page is `docs/configuration.md`; a test compares it with the
+models.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ config models; `tests/test_docs.py` fails when it is out of date. `rollflow keys
 - A recipe is one TOML file. Every key may be left out, unless its default is *required*.
 - `rollflow run RECIPE --set train.learning_rate=1e-4` changes one key; of a list, name the position:
   `--set prompts.0.share=2`.
-- `rollflow check RECIPE` says everything that is wrong, a sentence for each key: the key, the value, the cure.
+- `rollflow check RECIPE` reports every error, with one sentence for each key: the key, the value, the fix.
 - Where a section has a `kind` (`[train]` calls it `learner`), the kind decides which other keys it has.
 """
 
 
 def keys_page() -> str:
-    """The whole page."""
-    lines = [HEAD, "## Recipes", "", *_section(RunConfig, "", RunConfig())]
-    lines += ["## Hardware files", "", *_section(Hardware, "", Hardware())]
+    """Return the whole page."""
+    lines = [HEAD, "## Recipes", "", *_section_lines(RunConfig, "", RunConfig())]
+    lines += ["## Hardware files", "", *_section_lines(Hardware, "", Hardware())]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(section: type[Section], path: str, default: Any) -> Iterator[str]:
-    """Its own keys as a table, then the sections below it; `default` is what stands there if nobody says anything."""
+def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[str]:
+    """Yield a section's own keys as a table, then the sections below it; `default` is the section's default value."""
     plain: list[tuple[str, FieldInfo]] = []
     nested: list[tuple[str, FieldInfo]] = []
     for name, info in section.model_fields.items():
-        if not (name == section.kind_key and _kind(section)):  # its heading says it
+        if not (name == section.kind_key and _fixed_kind(section)):  # the heading already has it
             (nested if list(sections_of(info.annotation)) else plain).append((name, info))
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     yield from (_row(name, info) for name, info in plain)
@@ -51,13 +52,13 @@ def _section(section: type[Section], path: str, default: Any) -> Iterator[str]:
     for name, info in nested:
         for kind in sections_of(info.annotation):
             given = default if isinstance(default, section) else section.model_construct()
-            yield from _headed(kind, info, f"{path}.{name}" if path else name, getattr(given, name))
+            yield from _headed_lines(kind, info, f"{path}.{name}" if path else name, getattr(given, name))
 
 
-def _headed(section: type[Section], info: FieldInfo, path: str, default: Any) -> Iterator[str]:
-    """A section under its heading as a recipe writes it, with the kind where there are several."""
+def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: Any) -> Iterator[str]:
+    """Yield a section under its heading as a recipe writes it; a section with several kinds shows its kind."""
     heading = f"`[[{path}]]`" if get_origin(info.annotation) is tuple else f"`[{path}]`"
-    kind = _kind(section)
+    kind = _fixed_kind(section)
     yield from (f"### {heading} with `{section.kind_key} = {json.dumps(kind)}`" if kind else f"### {heading}", "")
     if section.__doc__:
         yield from (inspect.cleandoc(section.__doc__), "")
@@ -65,11 +66,11 @@ def _headed(section: type[Section], info: FieldInfo, path: str, default: Any) ->
         yield from ("Left out by default.", "")
     elif kind and isinstance(default, section):
         yield from ("This kind is the default.", "")
-    yield from _section(section, path, default)
+    yield from _section_lines(section, path, default)
 
 
-def _kind(section: type[Section]) -> str | None:
-    """The kind that a section always has: it is one choice of several. None where a person may choose it."""
+def _fixed_kind(section: type[Section]) -> str | None:
+    """Return the fixed kind of a section that is one of several choices; None if the user chooses its kind."""
     field = section.model_fields.get(section.kind_key)
     choices = get_args(field.annotation) if field else ()
     return choices[0] if len(choices) == 1 else None

@@ -1,4 +1,4 @@
-"""`rollflow list`: the runs of a store, the newest last."""
+"""`rollflow list`: lists the runs of a store, the newest last."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = ("run", "began", "state", "version", "reward", "held-out")
 
 def command(options: argparse.Namespace) -> int:
     """Print a line for each run."""
-    rows = sorted(map(_row, all_runs(options.store)), key=lambda row: row["began"] or 0.0)
+    rows = sorted(map(_read_row, all_runs(options.store)), key=lambda row: row["began"] or 0.0)
     if options.json:
         for row in rows:
             print(json.dumps(row))
@@ -32,7 +32,7 @@ def command(options: argparse.Namespace) -> int:
     for name in COLUMNS:
         table.add_column(name, overflow="fold", no_wrap=name != "run")
     for row in rows:
-        table.add_row(*(_shown(row, name) for name in COLUMNS))
+        table.add_row(*(_format_cell(row, name) for name in COLUMNS))
     console = Console(highlight=False)
     console.print(table if rows else "no runs yet; start one with `rollflow run RECIPE`")
     for row in rows:
@@ -41,8 +41,10 @@ def command(options: argparse.Namespace) -> int:
     return OK
 
 
-def _row(context: RunContext) -> dict[str, Any]:
-    """What `--json` prints. `state` is the phase its supervisor told last; `why` says why it cannot be read."""
+def _read_row(context: RunContext) -> dict[str, Any]:
+    """Return the values that `--json` prints. `state` is the last recorded phase; `why` says
+    why a run is unreadable.
+    """
     row: dict[str, Any] = dict.fromkeys((*COLUMNS, "versions")) | {
         "run": context.uri.rpartition("/")[2],
         "uri": context.uri,
@@ -57,7 +59,7 @@ def _row(context: RunContext) -> dict[str, Any]:
     return row
 
 
-def _shown(row: Mapping[str, Any], name: str) -> str:
+def _format_cell(row: Mapping[str, Any], name: str) -> str:
     value = row[name]
     if name == "began" and value:
         return utc_time(value)[:16] + "Z"

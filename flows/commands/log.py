@@ -1,4 +1,4 @@
-"""`rollflow log RUN`: the story of a run as its log tells it, one line for each entry."""
+"""`rollflow log RUN`: prints the history of a run from its log, one line for each entry."""
 
 from __future__ import annotations
 
@@ -30,45 +30,45 @@ from rollflow.storage.log.reading import written
 from rollflow.storage.log.run_log import Log
 from rollflow.tasks.run.context import RunContext
 
-LOOK_SECONDS = 1.0  # how often a log that is followed is read
-SHOWN = ("reward", "loss")  # metrics of a version
+LOOK_SECONDS = 1.0  # interval at which a followed log is read
+SHOWN = ("reward", "loss")  # metrics of a version that are shown
 
 
 def command(options: argparse.Namespace) -> int:
-    """`rollflow log RUN`."""
-    tell(find_run(options.run, options.store), follow=options.follow, as_json=options.json)
+    """Print the run's log."""
+    print_log(find_run(options.run, options.store), follow=options.follow, as_json=options.json)
     return OK
 
 
-def tell(context: RunContext, *, follow: bool, as_json: bool, console: Console | None = None) -> None:
-    """Print every entry, and with `follow` each new one until a person ends it.
+def print_log(context: RunContext, *, follow: bool, as_json: bool, console: Console | None = None) -> None:
+    """Print every entry, and with `follow` each new one until the user ends the command.
 
     Raises:
         ConfigError: there is no such run.
-        Missing, Corrupt: the log is damaged; what comes before the damage was printed.
+        Missing, Corrupt: the log is damaged; the entries before the damage were printed.
     """
     console = console or Console(highlight=False)
     context.created  # noqa: B018 - says which run is not there
-    for entry in _entries(context, follow=follow):
-        line = Text(encode(entry).data.decode()) if as_json else _line(entry)
+    for entry in _read_entries(context, follow=follow):
+        line = Text(encode(entry).data.decode()) if as_json else _format_entry(entry)
         console.print(line, soft_wrap=True)
 
 
-def _entries(context: RunContext, *, follow: bool) -> Iterator[Entry]:
+def _read_entries(context: RunContext, *, follow: bool) -> Iterator[Entry]:
     log = Log(context.store)
-    yield from (one.entry for one in written(log, 0, log.state.n))
+    yield from (record.entry for record in written(log, 0, log.state.n))
     while follow:
-        yield from (one.entry for one in log.follow())
+        yield from (record.entry for record in log.follow())
         time.sleep(LOOK_SECONDS)
 
 
-def _line(entry: Entry) -> Text:
+def _format_entry(entry: Entry) -> Text:
     at = utc_time(entry.at)
     return Text.assemble((f"{at}  {entry.n:>6}  {entry.role:<10}  ", "dim"), sentence(entry))
 
 
 def sentence(entry: Entry) -> str:
-    """What an entry says, in words."""
+    """Describe an entry in words."""
     body = entry.body
     match body:
         case RunCreated():
@@ -80,16 +80,16 @@ def sentence(entry: Entry) -> str:
         case ConfigChanged():
             return change_sentence(RecordedConfig.of(entry))
         case BatchCommitted():
-            return _committed(body)
+            return _describe_batch(body)
         case BatchVoided():
             return f"batch {body.number} voided (entry {body.entry}): {body.why}"
         case VersionPublished():
-            return _published(body)
+            return _describe_version(body)
         case Pruned():
             return "pruned " + ", ".join(f"{kind} of version {version}" for version, kind in body.objects)
 
 
-def _committed(body: BatchCommitted) -> str:
+def _describe_batch(body: BatchCommitted) -> str:
     tokens = sum(group.tokens for group in body.groups)
     lost = Counter(discard.reason.value for discard in body.discards)
     reasons = ", ".join(f"{count} {reason}" for reason, count in lost.most_common())
@@ -97,7 +97,7 @@ def _committed(body: BatchCommitted) -> str:
     return f"batch {body.number} committed: {len(body.groups)} groups, {tokens:,} response tokens{discarded}"
 
 
-def _published(body: VersionPublished) -> str:
+def _describe_version(body: VersionPublished) -> str:
     source = "" if body.batch_entry is None else f", trained on batch {body.number - 1} (entry {body.batch_entry})"
     shown = "".join(f", {name} {body.metrics[name]:.4g}" for name in SHOWN if name in body.metrics)
     return f"version {body.number} published{source}{shown}"

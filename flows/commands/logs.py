@@ -1,7 +1,7 @@
-"""`rollflow logs [RUN]`: what the flows of a run said, and what was written to their output, on this machine.
+"""`rollflow logs [RUN]`: prints the log lines and output of a run's flows on this machine.
 
-A command that runs it has a log for it alone. `rollflow serve` (`up`) has one for all runs: of that one, the lines are
-shown that say that they are of this run.
+A command that runs the run alone writes its own log file. `rollflow serve` (`up`) writes one log for all runs; of that
+log, the lines of this run are shown.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ LOOK_SECONDS = 0.5
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the log, and with `--follow` what is added to it until the run has ended.
+    """Print the log, and with `--follow` each new line until the run has ended.
 
     Raises:
-        ConfigError: the run was at work elsewhere.
+        ConfigError: the run has no log lines on this machine.
     """
     context = find_run(options.run, options.store)
     context.created  # noqa: B018 - says which run is not there
     found = False
-    for line in _lines(context, follow=options.follow):
+    for line in _read_lines(context, follow=options.follow):
         print(as_json(line, context.run_id) if options.json else text(line), flush=True)
         found = True
     if not found:
         raise ConfigError(
-            f"run {context.run_id}: no line in {home() / 'logs'} is of it; "
+            f"run {context.run_id}: no line in {home() / 'logs'} belongs to it; "
             "look where it was started, or at its page in Prefect"
         )
     return OK
 
 
 def _log_files(context: RunContext) -> dict[Path, Callable[[str], bool]]:
-    """The files that may have lines of it, and which lines of each are its own: it may have been run in both ways."""
+    """Return the files that may have lines of the run, each with a test for its lines; a run may be in both."""
     logs = home() / "logs"
     wanted = {
         logs / context.key / "runner.log": lambda line: True,
@@ -55,8 +55,8 @@ def _log_files(context: RunContext) -> dict[Path, Callable[[str], bool]]:
     return {file: own for file, own in wanted.items() if file.exists()}
 
 
-def _lines(context: RunContext, *, follow: bool) -> Iterator[str]:
-    """Its lines, with `follow` as they are written until it has ended."""
+def _read_lines(context: RunContext, *, follow: bool) -> Iterator[str]:
+    """Yield the run's lines, and with `follow` each new line until the run has ended."""
     wanted = _log_files(context)
     with contextlib.ExitStack() as opened:
         logs = [_Log(opened.enter_context(file.open(errors="replace")), own) for file, own in wanted.items()]
@@ -76,14 +76,14 @@ def _lines(context: RunContext, *, follow: bool) -> Iterator[str]:
 
 
 class _Log:
-    """A file that is being written."""
+    """A log file that is still being written."""
 
     def __init__(self, file: TextIO, own: Callable[[str], bool]) -> None:
         self._file, self._own = file, own
         self._begun = ""
 
     def new(self, *, ended: bool) -> Sequence[str]:
-        """The run's whole lines since the last look; of one that has `ended` the last one as it is."""
+        """Return the run's whole lines since the last look; with `ended`, also an unfinished last line."""
         *lines, self._begun = (self._begun + self._file.read()).split("\n")
         last = [self._begun] if ended and self._begun else []
         return [line for line in lines + last if self._own(line)]

@@ -1,4 +1,4 @@
-"""`rollflow nightly FILE`: recipes that are trained every night, in the Prefect UI with their schedule."""
+"""`rollflow nightly FILE`: trains recipes every night, on a schedule that the Prefect UI shows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rollflow.flows.served_recipes import deploy
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the file, and have it served by `rollflow up`, now or when it starts."""
+    """Check the file, and register it with `rollflow up`."""
     plan = read_nightly(options.file)
     deploy(home(), options.file.absolute())
     recipes = f"{len(plan.recipes)} recipes, one after the other" if len(plan.recipes) > 1 else "1 recipe"
     print(f"nightly/{plan.name}  {plan.cron} ({plan.timezone}), {recipes}")
-    print("`rollflow up` in this home serves it: one that is up within seconds, else from its next start on")
+    print("`rollflow up` in this home serves it: within seconds if it is up, otherwise from its next start on")
     return OK

@@ -1,4 +1,4 @@
-"""Every verb of the command line and its options. The module of a verb has the verb's name."""
+"""Defines every verb of the command line and its options. Each verb is implemented in the module of the same name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+    """Build the parser of all commands."""
     top = argparse.ArgumentParser(prog="rollflow", description="asynchronous RL post-training of language models")
     top.add_argument("--version", action=_Version, help="print the version of rollflow and end")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
@@ -24,26 +24,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _recipe_commands(commands: Any) -> None:
-    """Verbs that a recipe is given, and one that goes on."""
-    run = commands.add_parser("run", help="train a policy as a recipe says")
+    """Add the verbs that take a recipe, and `resume`."""
+    run = commands.add_parser("run", help="train a policy from a recipe")
     run.add_argument("recipe", type=Path)
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. train.learning_rate=1e-4")
     _settings_argument(run)
     run.add_argument("--run-id", help="default: the recipe's name and the time")
     run.set_defaults(verb="run")
 
-    sweep = commands.add_parser("sweep", help="a run for each of several values and seeds, compared at the end")
+    sweep = commands.add_parser("sweep", help="start a run for each of several values and seeds, and compare them")
     sweep.add_argument("recipe", type=Path)
     values = "several values: train.learning_rate=1e-4,3e-4"
     sweep.add_argument("--set", action="append", default=[], metavar="KEY=VALUE[,VALUE...]", help=values)
     _settings_argument(sweep)
     sweep.add_argument("--seeds", type=_positive, default=1, metavar="N", help="runs of each value (default: 1)")
-    sweep.add_argument("--study", help="what they are called together; one that was stopped goes on")
+    sweep.add_argument("--study", help="name of the whole study; the name of a stopped study continues it")
     sweep.set_defaults(verb="sweep")
 
-    resume = commands.add_parser("resume", help="go on with a run that was stopped")
+    resume = commands.add_parser("resume", help="continue a run that was stopped")
     _run_argument(resume, required=True)
-    changed = "go on with another value of a key, e.g. versions=20; which keys may change: docs/recovery.md"
+    changed = "continue with another value of a key, e.g. versions=20; docs/recovery.md lists the keys that may change"
     resume.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=changed)
     resume.set_defaults(verb="resume")
 
@@ -51,7 +51,7 @@ def _recipe_commands(commands: Any) -> None:
     check.add_argument("recipe", type=Path)
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     _settings_argument(check)
-    check.add_argument("--offline", action="store_true", help="ask no service: no store, MLflow, Prefect or Ray")
+    check.add_argument("--offline", action="store_true", help="contact no service: no store, MLflow, Prefect or Ray")
     whole = check.add_mutually_exclusive_group()
     whole.add_argument("--resolved", action="store_true", help="print the whole recipe, with every default, as TOML")
     whole.add_argument("--json", action="store_true", help="the same as one JSON object")
@@ -59,23 +59,31 @@ def _recipe_commands(commands: Any) -> None:
 
 
 def _helping_commands(commands: Any) -> None:
-    """Verbs that help to write a recipe, and to find what is missing."""
-    keys = commands.add_parser("keys", help="every key of a recipe, with its default and meaning")
+    """Add the verbs that help to write a recipe and to find what is missing."""
+    keys = commands.add_parser("keys", help="print every key of a recipe, with its default and meaning")
     which = keys.add_mutually_exclusive_group()
-    which.add_argument("--hardware", action="store_true", help="those of a hardware file for `simulate`")
-    which.add_argument("--markdown", action="store_true", help="all of both, as the page docs/configuration.md")
+    which.add_argument(
+        "--hardware", action="store_true", help="print the keys of a hardware file for `simulate` instead"
+    )
+    which.add_argument(
+        "--markdown", action="store_true", help="print the keys of both, as the page docs/configuration.md"
+    )
     keys.add_argument("--json", action="store_true", help="one JSON list")
     keys.set_defaults(verb="keys")
 
-    init = commands.add_parser("init", help="write a recipe to begin with, every key in a comment")
+    init = commands.add_parser("init", help="write a recipe to start from, with every key in a comment")
     init.add_argument("file", type=Path, help="a new file, e.g. mine.toml")
     init.set_defaults(verb="init")
 
-    completion = commands.add_parser("completion", help="what a shell reads to complete commands and options")
+    completion = commands.add_parser(
+        "completion", help="print the script for a shell's completion of commands and options"
+    )
     completion.add_argument("shell", choices=("bash", "zsh"))
     completion.set_defaults(verb="completion")
 
-    doctor = commands.add_parser("doctor", help="what is installed, reachable, and which engine would be used")
+    doctor = commands.add_parser(
+        "doctor", help="show what is installed, which services answer, and which engine a run would use"
+    )
     doctor.add_argument("--json", action="store_true", help="one JSON list")
     doctor.add_argument(
         "--cluster",
@@ -86,7 +94,9 @@ def _helping_commands(commands: Any) -> None:
         help="ask every node of the recipe's Ray cluster instead, or of --set cluster.address=HOST:PORT",
     )
     doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with --cluster")
-    doctor.add_argument("--settings", type=Path, metavar="FILE", help="check this settings file, and ask what it names")
+    doctor.add_argument(
+        "--settings", type=Path, metavar="FILE", help="check this settings file, and contact the places that it names"
+    )
     doctor.set_defaults(verb="doctor")
 
 
@@ -96,7 +106,7 @@ def _settings_argument(command: argparse.ArgumentParser) -> None:
 
 
 class _Version(argparse.Action):
-    """Looked up only when it is asked for."""
+    """Prints the version, which is looked up only on request."""
 
     def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help=help)
@@ -109,13 +119,13 @@ class _Version(argparse.Action):
 
 
 def _looking_commands(commands: Any) -> None:
-    """Verbs that look at runs while they work."""
-    listed = commands.add_parser("list", help="the runs of a store, the newest last")
+    """Add the verbs that observe or end runs."""
+    listed = commands.add_parser("list", help="list the runs of a store, the newest last")
     listed.add_argument("--store", help="default: ROLLFLOW_STORE, or one in the run home")
     listed.add_argument("--json", action="store_true", help="one JSON object a line")
     listed.set_defaults(verb="list")
 
-    status = commands.add_parser("status", help="how a run stands (default: the newest)")
+    status = commands.add_parser("status", help="show the status of a run (default: the newest)")
     _run_argument(status, required=False)
     status.add_argument("--json", action="store_true", help="as one JSON object")
     status.set_defaults(verb="status")
@@ -126,37 +136,39 @@ def _looking_commands(commands: Any) -> None:
         ended.add_argument("--no-wait", action="store_true", help="do not wait until it has ended")
         ended.set_defaults(verb=verb)
 
-    logs = commands.add_parser("logs", help="what the flows of a run (default: the newest) said, on this machine")
+    logs = commands.add_parser("logs", help="print the logs of a run's flows on this machine (default: the newest run)")
     _run_argument(logs, required=False)
-    logs.add_argument("--follow", action="store_true", help="go on with what is new, until it ends or Ctrl-C")
+    logs.add_argument("--follow", action="store_true", help="also print new lines, until the run ends or Ctrl-C")
     logs.add_argument("--json", action="store_true", help="one JSON object a line; see ROLLFLOW_LOG_FORMAT")
     logs.set_defaults(verb="logs")
 
-    top = commands.add_parser("top", help="watch a run (default: the newest) until it ends or Ctrl-C; it goes on")
+    top = commands.add_parser(
+        "top", help="watch a run (default: the newest) until it ends; Ctrl-C ends only the watching"
+    )
     _run_argument(top, required=False)
     top.set_defaults(verb="top")
 
 
 def _serving_commands(commands: Any) -> None:
-    """Verbs that hold servers."""
+    """Add the verbs that run servers."""
     serve = commands.add_parser("serve", help="serve the deployments, the Prefect UI and MLflow until Ctrl-C")
     up = commands.add_parser("up", help="`serve` in the background, until `down`; commands in the same home use it")
     for command in (serve, up):
         for name in ("prefect", "mlflow", "ray"):
-            wanted = "a port on loopback; default: the one that this home had last"
+            wanted = "a port on loopback; default: the last one of this home"
             command.add_argument(f"--{name}-port", type=_positive, metavar="PORT", help=wanted)
         database = (
-            "for Prefect, e.g. postgresql+asyncpg://user@host/prefect; default: what this home had last, or SQLite"
+            "for Prefect, e.g. postgresql+asyncpg://user@host/prefect; default: the last one of this home, or SQLite"
         )
         command.add_argument("--database", metavar="URL", help=database)
     serve.set_defaults(verb="serve")
     up.set_defaults(verb="up")
-    down = commands.add_parser("down", help="end what `up` started in this home; what it stored stays")
+    down = commands.add_parser("down", help="end the servers that `up` started in this home; their data is kept")
     down.set_defaults(verb="down")
 
     deploy = commands.add_parser("deploy", help="make each recipe of a folder a deployment in the Prefect UI")
     deploy.add_argument("folder", type=Path)
-    pool = "print a prefect.yaml that deploys them, and the stages, to this work pool instead"
+    pool = "instead, print a prefect.yaml that deploys them and the stages to this work pool"
     deploy.add_argument("--work-pool", metavar="NAME", help=pool)
     deploy.set_defaults(verb="deploy")
 
@@ -166,39 +178,39 @@ def _serving_commands(commands: Any) -> None:
 
 
 def _proving_commands(commands: Any) -> None:
-    """Verbs that prove what a run was, from its storage alone."""
+    """Add the verbs that verify a run from its storage alone."""
     audit = commands.add_parser("audit", help="prove a run's invariants from its storage alone")
     _run_argument(audit, required=True)
-    audit.add_argument("--deep", action="store_true", help="from the first entry on, and every object")
+    audit.add_argument("--deep", action="store_true", help="check from the first entry on, and check every object")
     audit.add_argument(
         "--anchor",
         action="append",
         default=[],
         metavar="N:SHA256",
-        help="compare entry N with a hash that was kept elsewhere; mlflow: with those that MLflow has; repeatable",
+        help="compare entry N with a hash that was kept elsewhere; `mlflow` takes the hashes from MLflow; repeatable",
     )
     audit.add_argument("--json", action="store_true", help="the whole report as one JSON object")
     audit.set_defaults(verb="audit")
 
-    replay = commands.add_parser("replay", help="train a version again from its parent and batch, and compare")
+    replay = commands.add_parser("replay", help="retrain a version from its parent and batch, and compare the weights")
     _run_argument(replay, required=True)
     which = replay.add_mutually_exclusive_group()
     which.add_argument("version", nargs="?", type=int, help="default: the newest")
-    which.add_argument("--all", action="store_true", help="every version, from the first")
-    replay.add_argument("--ranks", type=int, help="processes that train; default: as many as the run has")
+    which.add_argument("--all", action="store_true", help="retrain every version, from the first")
+    replay.add_argument("--ranks", type=int, help="number of training processes; default: as many as the run has")
     replay.add_argument("--json", action="store_true", help="one JSON object a version")
     replay.set_defaults(verb="replay")
 
 
 def _storage_commands(commands: Any) -> None:
-    """Verbs that read a run's storage, and need nothing else."""
-    inspect = commands.add_parser("inspect", help="lineage: what a run, a version or a trajectory came from")
+    """Add the verbs that need only a run's storage."""
+    inspect = commands.add_parser("inspect", help="show the lineage of a run, a version or a trajectory")
     _run_argument(inspect, required=True)
     inspect.add_argument("what", nargs="?", help="a version (7) or a trajectory (PROMPT.ATTEMPT.SAMPLE: 12.0.3)")
     inspect.add_argument("--json", action="store_true", help="as one JSON object")
     inspect.set_defaults(verb="inspect")
 
-    compare = commands.add_parser("compare", help="runs side by side: what differs, what came of it, what it cost")
+    compare = commands.add_parser("compare", help="compare the configs, results and costs of runs")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="run ids, or paths or URIs of runs' storage")
     compare.add_argument(
         "--store", help="the store that holds the runs; default: ROLLFLOW_STORE, or one in the run home"
@@ -207,15 +219,15 @@ def _storage_commands(commands: Any) -> None:
     compare.add_argument("--json", action="store_true", help="print the figures and curves as one JSON object")
     compare.set_defaults(verb="compare")
 
-    log = commands.add_parser("log", help="the story of a run, a line for each entry of its log")
+    log = commands.add_parser("log", help="print the history of a run, one line for each entry of its log")
     _run_argument(log, required=True)
-    log.add_argument("--follow", action="store_true", help="go on with what is new, until Ctrl-C")
-    log.add_argument("--json", action="store_true", help="the entries themselves, one a line")
+    log.add_argument("--follow", action="store_true", help="also print new entries, until Ctrl-C")
+    log.add_argument("--json", action="store_true", help="print the entries as JSON, one a line")
     log.set_defaults(verb="log")
 
-    repair = commands.add_parser("repair", help="what can be done about a damaged log")
+    repair = commands.add_parser("repair", help="show how a damaged log can be repaired, or repair it")
     _run_argument(repair, required=True)
-    repair.add_argument("--yes", action="store_true", help="do it")
+    repair.add_argument("--yes", action="store_true", help="make the repair")
     repair.set_defaults(verb="repair")
 
     export = commands.add_parser("export", help="write a version as a Hugging Face folder")
@@ -224,44 +236,52 @@ def _storage_commands(commands: Any) -> None:
     export.add_argument("folder", type=Path, help="a new folder")
     export.set_defaults(verb="export")
 
-    gc = commands.add_parser("gc", help="delete objects that nothing in the run needs any more")
+    gc = commands.add_parser("gc", help="delete objects of a run that its log does not need")
     _run_argument(gc, required=True)
-    gc.add_argument("--dry-run", action="store_true", help="show them, delete nothing")
+    gc.add_argument("--dry-run", action="store_true", help="only list the objects")
     gc.add_argument("--older-than", default="1h", metavar="AGE", help="e.g. 30m, 1h (the default), 2d")
     gc.add_argument("--json", action="store_true", help="as one JSON object")
     gc.set_defaults(verb="gc")
 
 
 def _simulation_commands(commands: Any) -> None:
-    """Verbs that run on a virtual clock."""
-    simulate = commands.add_parser("simulate", help="what a recipe would do on other hardware, in virtual time")
+    """Add the verbs that run on a virtual clock."""
+    simulate = commands.add_parser("simulate", help="simulate a recipe on other hardware, in virtual time")
     simulate.add_argument("recipe", type=Path)
     simulate.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     where = simulate.add_mutually_exclusive_group(required=True)
     where.add_argument("--hardware", type=Path, metavar="FILE", help="a TOML file, or the name of a shipped one")
-    where.add_argument("--from-run", metavar="RUN", help="a recorded run: its own latencies, and how well they predict")
+    where.add_argument(
+        "--from-run", metavar="RUN", help="take the latencies of a recorded run, and compare the prediction with it"
+    )
     simulate.add_argument("--store", help="the store that holds RUN; default: ROLLFLOW_STORE, or one in the run home")
     simulate.add_argument("--versions", type=_positive, metavar="N", help="default: the recipe's")
     simulate.add_argument("--plot", type=Path, metavar="OUT", help="draw the timeline: OUT.png, OUT.html; OUT: both")
-    simulate.add_argument("--save-hardware", type=Path, metavar="FILE", help="with --from-run: write what was fitted")
+    simulate.add_argument(
+        "--save-hardware", type=Path, metavar="FILE", help="with --from-run: write the fitted hardware"
+    )
     simulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     simulate.set_defaults(verb="simulate")
     _plan_command(commands)
 
 
 def _plan_command(commands: Any) -> None:
-    plan = commands.add_parser("plan", help="the best split between rollout and training, and alpha, by simulation")
+    plan = commands.add_parser(
+        "plan", help="find the best GPU split between rollout and training, and alpha, by simulation"
+    )
     plan.add_argument("recipe", type=Path)
-    plan.add_argument("--gpus", type=_positive, required=True, metavar="N", help="all of them, to be divided")
+    plan.add_argument("--gpus", type=_positive, required=True, metavar="N", help="number of GPUs to divide")
     plan.add_argument("--hardware", type=Path, required=True, metavar="FILE", help="as for `simulate`")
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     plan.add_argument("--alpha", type=float, default=8.0, metavar="MAX", help="largest alpha tried (default: 8)")
     plan.add_argument("--quick", action="store_true", help="at most 40 shorter simulations instead of 80")
     plan.add_argument("--best", type=_positive, default=6, metavar="N", help="rows of the table (default: 6)")
     plan.add_argument(
-        "--max-bias", type=float, default=0.02, metavar="SHARE", help="of the mean length (default: 0.02)"
+        "--max-bias", type=float, default=0.02, metavar="SHARE", help="limit, of the mean length (default: 0.02)"
     )
-    plan.add_argument("--max-waste", type=float, default=0.15, metavar="SHARE", help="of all tokens (default: 0.15)")
+    plan.add_argument(
+        "--max-waste", type=float, default=0.15, metavar="SHARE", help="limit, of all tokens (default: 0.15)"
+    )
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe, and FILE-hardware.toml beside it")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     plan.set_defaults(verb="plan")

@@ -1,7 +1,8 @@
-"""`rollflow plan`: which split between rollout and training, and which alpha, by simulation.
+"""`rollflow plan`: finds by simulation the best GPU split between rollout and training, and the best alpha.
 
-It prints the best few beside what is proven. On request it writes the recipe with the changes and the divided hardware
-(the comments of both stay), ready for `rollflow run` and `rollflow simulate`. It needs neither Ray nor torch.
+It prints the best candidates beside proven bounds. On request it writes the recipe with the changes and the divided
+hardware, ready for `rollflow run` and `rollflow simulate`; the comments of both files are kept. It needs neither Ray
+nor torch.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from rollflow.tasks.simulation.candidates import FULL, QUICK, Candidate, Limits,
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.planner import TOLERANCE, Planned, plan
 
-WIDTH = 180  # of the table, where there is no terminal
-EARLIER = re.compile(r"\A# Planned for .*\n(# changed: .*\n)*\n?")  # what `_write` put above a recipe
+WIDTH = 180  # width of the table without a terminal
+EARLIER = re.compile(r"\A# Planned for .*\n(# changed: .*\n)*\n?")  # the lines that `_write` puts above a recipe
 HEADINGS = (
     "rollout:train", "alpha", "step s", "traj/s", "speed-up", "idle", "staleness", "wasted", "length bias",
     "Prop. 2 s", "beta*", "redundancy", "",
@@ -42,7 +43,7 @@ HEADINGS = (
 
 
 def command(options: argparse.Namespace) -> int:
-    """`rollflow plan RECIPE`."""
+    """Search for the best plan and print it."""
     config, hardware = load_recipe(options.recipe, options.set), load_hardware(options.hardware)
     limits = Limits(options.max_bias, options.max_waste)
     recipe, machines = (f.read_text(encoding="utf-8-sig") for f in (options.recipe, hardware_file(options.hardware)))
@@ -56,11 +57,11 @@ def command(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What to search, and where it goes."""
+    """The options of the search, and the files to write."""
 
     recipe: Path
-    text: str  # the recipe's, with its comments
-    hardware_text: str  # the hardware file's, with its own
+    text: str  # text of the recipe, with its comments
+    hardware_text: str  # text of the hardware file, with its comments
     gpus: int
     largest: float
     best: int
@@ -71,12 +72,12 @@ class PlanRequest:
 
     @property
     def hardware_file(self) -> Path:
-        """Where the divided hardware goes."""
+        """The file for the divided hardware."""
         assert self.write is not None
         return self.write.with_name(f"{self.write.stem}-hardware.toml")
 
     def check(self) -> None:
-        """Before minutes are spent.
+        """Check the request before minutes are spent on it.
 
         Raises:
             ConfigError: a number is out of its range, or a file cannot be written.
@@ -92,11 +93,11 @@ class PlanRequest:
 
 
 def run_plan(config: RunConfig, hardware: Hardware, asked: PlanRequest, *, console: Console | None = None) -> Planned:
-    """Search, print, write the files."""
+    """Search, print the result, write the files."""
     asked.check()
     console = console or _console()
     budget, began = QUICK if asked.quick else FULL, time.monotonic()
-    with _progress(budget.simulations) as watch:
+    with _show_progress(budget.simulations) as watch:
         planned = plan(
             config, hardware, asked.gpus, largest=asked.largest, budget=budget, limits=asked.limits, watch=watch
         )
@@ -104,7 +105,7 @@ def run_plan(config: RunConfig, hardware: Hardware, asked: PlanRequest, *, conso
     for sentence in sentences(planned, asked, time.monotonic() - began):
         console.print(sentence, soft_wrap=True)
     if asked.write is not None and planned.recommended is not None:
-        _write(planned.recommended, config, hardware, asked, console)
+        _write_files(planned.recommended, config, hardware, asked, console)
     if asked.json is not None:
         asked.json.write_text(json.dumps(planned_json(planned, config, hardware, asked.limits), indent=2))
         console.print(f"figures in {asked.json}", soft_wrap=True)
@@ -117,19 +118,21 @@ def _console() -> Console:
 
 
 @contextmanager
-def _progress(most: int) -> Iterator[Callable[[int, Outcome], None]]:
-    """On standard error: a bar on a terminal, else a line for each simulation."""
+def _show_progress(most: int) -> Iterator[Callable[[int, Outcome], None]]:
+    """Show progress on standard error: a bar on a terminal, otherwise a line for each simulation."""
     console = Console(file=sys.stderr, highlight=False)
     if not console.is_terminal:
-        yield lambda count, one: console.print(f"simulation {count} of at most {most}: {_short(one)}", soft_wrap=True)
+        yield lambda count, one: console.print(
+            f"simulation {count} of at most {most}: {_describe_outcome(one)}", soft_wrap=True
+        )
         return
     columns = (TextColumn("simulation {task.completed} of at most {task.total}"), BarColumn(20), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[last]}"), console=console, transient=True) as bar:
         task = bar.add_task("plan", total=most, last="")
-        yield lambda count, one: bar.update(task, completed=count, last=_short(one))
+        yield lambda count, one: bar.update(task, completed=count, last=_describe_outcome(one))
 
 
-def _short(one: Outcome) -> str:
+def _describe_outcome(one: Outcome) -> str:
     extra = redundancy(one.candidate)
     return (
         f"{split(one.candidate)} alpha {one.candidate.async_ratio:g}{', ' + extra if extra else ''}: "
@@ -141,7 +144,7 @@ def _short(one: Outcome) -> str:
 
 
 def table(planned: Planned, config: RunConfig, asked: PlanRequest) -> Table:
-    """The best few, and the synchronous mode."""
+    """Build the table of the best candidates and the synchronous mode."""
     found = Table(
         title=f"{config.name} on {asked.gpus} GPUs", title_justify="left", box=box.SIMPLE_HEAD, header_style="dim"
     )
@@ -179,14 +182,14 @@ def _row(one: Outcome, planned: Planned, limits: Limits) -> list[str]:
 
 
 def split(candidate: Candidate) -> str:
-    """GPUs for rollout and for training."""
+    """Describe the GPUs for rollout and for training."""
     if candidate.colocated:
         return f"{candidate.learner_gpus:g} in turns"
     return f"{candidate.engines}:{candidate.learner_gpus:g}"
 
 
 def redundancy(candidate: Candidate) -> str:
-    """What is issued beyond a batch, and what happens to what is slow."""
+    """Describe the groups issued beyond a batch, and what happens to slow ones."""
     parts = [f"+{candidate.extra_groups} groups"] if candidate.extra_groups else []
     parts += [f"+{candidate.extra_responses} responses"] if candidate.extra_responses else []
     parts += ["tail batching"] if candidate.tail_batching else []
@@ -197,9 +200,9 @@ def redundancy(candidate: Candidate) -> str:
 
 
 def sentences(planned: Planned, asked: PlanRequest, seconds: float) -> Iterator[str]:
-    """The choice, and what it does and does not rest on."""
+    """Yield sentences on the choice, its basis and its limits."""
     limits = asked.limits
-    yield _choice(planned, asked)
+    yield _describe_choice(planned, asked)
     fastest = planned.finals[0]
     if planned.best is not None and fastest.throughput > planned.best.throughput:
         yield (
@@ -208,16 +211,16 @@ def sentences(planned: Planned, asked: PlanRequest, seconds: float) -> Iterator[
         )
     taken = planned.recommended
     if taken is not None and planned.wider is not None:
-        yield _wider(taken, planned.wider)
+        yield _describe_wider(taken, planned.wider)
     if taken is not None and 2.0 * taken.bias_error > limits.bias:
         yield (
-            f"Its length bias is known to ± {2.0 * taken.bias_error:.1%} only, which is more than the limit"
-            f"{': look again without --quick.' if asked.quick else '.'}"
+            f"Its length bias is only known to ± {2.0 * taken.bias_error:.1%}, which is more than the limit"
+            f"{': repeat without --quick.' if asked.quick else '.'}"
         )
     simulated = ", ".join(f"{alpha:g}" for alpha in planned.alphas)
     yield (
         f"{planned.simulations} simulations of {planned.trajectories:,} trajectories in {duration(seconds)}; alpha = "
-        f"{simulated} were looked at, the table's again for {planned.sync.versions} versions."
+        f"{simulated} were simulated, those in the table again for {planned.sync.versions} versions."
     )
     if not planned.settled and planned.alphas[-1] < asked.largest:
         yield f"The simulations were used up before alpha = {asked.largest:g}; larger alphas may be faster."
@@ -225,8 +228,8 @@ def sentences(planned: Planned, asked: PlanRequest, seconds: float) -> Iterator[
         last = max((one for one in planned.finals), key=lambda one: one.candidate.async_ratio)
         limit = last.figures.bounds.conserving
         yield (
-            f"Larger alphas were not: no schedule on {asked.gpus} GPUs is below {limit:,.4g} s a step, and at alpha = "
-            f"{last.candidate.async_ratio:g} a first look came within {TOLERANCE:.0%} of that."
+            f"Larger alphas were not simulated: no schedule on {asked.gpus} GPUs is below {limit:,.4g} s a step, and "
+            f"alpha = {last.candidate.async_ratio:g} came within {TOLERANCE:.0%} of that in a first simulation."
         )
     yield (
         "Idle: engines, learner. Staleness: mean, largest. "
@@ -236,7 +239,7 @@ def sentences(planned: Planned, asked: PlanRequest, seconds: float) -> Iterator[
     )
 
 
-def _choice(planned: Planned, asked: PlanRequest) -> str:
+def _describe_choice(planned: Planned, asked: PlanRequest) -> str:
     one, best = planned.recommended, planned.best
     if one is None or best is None:
         return (
@@ -255,8 +258,8 @@ def _choice(planned: Planned, asked: PlanRequest) -> str:
     )
 
 
-def _wider(taken: Outcome, wider: Outcome) -> str:
-    """What a larger bound would bring with as much in flight as before."""
+def _describe_wider(taken: Outcome, wider: Outcome) -> str:
+    """Describe the gain of a larger bound with as many responses in flight."""
     return (
         f"A wider bound would pay: alpha = {wider.candidate.async_ratio:g} with rollout.ahead = "
         f"{wider.candidate.lead:g} takes {wider.figures.step_seconds:,.4g} s a step instead of "
@@ -269,8 +272,8 @@ def _wider(taken: Outcome, wider: Outcome) -> str:
 # --- files ---------------------------------------------------------------------------------------------------
 
 
-def _write(one: Outcome, config: RunConfig, hardware: Hardware, asked: PlanRequest, console: Console) -> None:
-    """Write the recipe and the hardware; a comment at the top of each says how it was found."""
+def _write_files(one: Outcome, config: RunConfig, hardware: Hardware, asked: PlanRequest, console: Console) -> None:
+    """Write the recipe and the hardware; a comment at the top of each says how the plan was found."""
     assert asked.write is not None
     recipe, divided = one.candidate.config(config, hardware), one.candidate.hardware(hardware)
     divided = divided.model_copy(update={"title": f"{config.name}, {asked.gpus} GPUs, {split(one.candidate)}"})
@@ -290,7 +293,7 @@ def _write(one: Outcome, config: RunConfig, hardware: Hardware, asked: PlanReque
 
 
 def planned_json(planned: Planned, config: RunConfig, hardware: Hardware, limits: Limits) -> dict[str, Any]:
-    """All of it."""
+    """Return the whole result as a JSON object."""
 
     def one(outcome: Outcome) -> dict[str, Any]:
         return {

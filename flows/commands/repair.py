@@ -1,4 +1,4 @@
-"""`rollflow repair RUN`: what can be done about a damaged log, and with `--yes` doing it."""
+"""`rollflow repair RUN`: shows how a damaged log can be repaired, and repairs it with `--yes`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rollflow.tasks.run.context import RunContext
 
 
 def command(options: argparse.Namespace) -> int:
-    """`rollflow repair RUN`."""
+    """Show the repair, or make it."""
     return OK if repair_log(find_run(options.run, options.store), agreed=options.yes) else FAILED
 
 
 def repair_log(context: RunContext, *, agreed: bool, console: Console | None = None) -> bool:
-    """Say what would repair the run's log, and do it if a person has `agreed`; returns whether the log is whole.
+    """Say how the run's log can be repaired, and do it if the user has `agreed`; return whether the log is whole.
 
     Raises:
         ConfigError: there is no such run.
-        Corrupt: some damage has no cure.
+        Corrupt: some damage cannot be repaired.
     """
     console = console or Console(highlight=False)
     try:

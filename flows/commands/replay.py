@@ -1,11 +1,11 @@
-"""`rollflow replay`: train published versions again and compare, from the run's storage alone.
+"""`rollflow replay`: retrains published versions and compares them, from the run's storage alone.
 
-Needs neither Ray nor Prefect nor an engine, and writes nothing. A version is restored to its parent, trained on the
-batch its entry names, and compared file by file with what was published.
+It needs neither Ray nor Prefect nor an engine, and writes nothing. It restores the parent of a version, trains on the
+batch that the version's entry names, and compares each file with the published one.
 
-Each version is trained under the config that it has in the log. As many ranks as that has give the same bits. Another
-number adds up in another order: then each version is trained from its published parent, and has to be near what was
-published (`replay_diff`). Where not both are in storage any more, a version is passed over.
+Each version is trained under its own config from the log. As many ranks as in that config give the same bits. Another
+number of ranks adds up in another order. Then each version is trained from its published parent, and must come close to
+the published one (`replay_diff`). Versions without these weights in storage are skipped.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ CAUSE = "a replay is bit for bit the same only on the same kind of machine, with
 
 
 def command(options: argparse.Namespace) -> int:
-    """`rollflow replay RUN [VERSION]`."""
+    """Retrain the version, or all versions, and compare."""
     context = find_run(options.run, options.store)
     if options.ranks is not None and options.ranks < 1:
         raise ConfigError(f"--ranks = {options.ranks}: choose 1 or more")
-    say, tell = (_beside, _tell_value) if options.json else (print, _tell)
+    say, tell = (_print_to_stderr, _print_value) if options.json else (print, _print_sentence)
     return OK if replay(context, options.version, options.all, say, tell, options.ranks) else FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A version that was trained again by `ranks` processes, and in the run by `recorded`."""
+    """A version that was retrained by `ranks` processes, and trained by `recorded` processes in the run."""
 
     replayed: Replayed
     ranks: int
     recorded: int
-    apart: Distance | None  # from what was published; None where it is the same, or cannot be compared
+    apart: Distance | None  # distance from the published version; None if it is zero or cannot be computed
 
     @property
     def right(self) -> bool:
-        """Whether it is what was published: to the bit, if it was trained by as many ranks."""
+        """True if the result equals the published version: bit for bit, if the number of ranks is the same."""
         near = self.ranks != self.recorded and self.apart is not None and self.apart.near
         return near or not self.replayed.differences
 
 
-def _beside(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _tell(outcome: Outcome) -> None:
+def _print_sentence(outcome: Outcome) -> None:
     print(sentence(outcome), flush=True)
 
 
-def _tell_value(outcome: Outcome) -> None:
+def _print_value(outcome: Outcome) -> None:
     print(json.dumps(value_of(outcome)), flush=True)
 
 
@@ -78,20 +78,20 @@ def replay(
     tell: Callable[[Outcome], None],
     ranks: int | None = None,
 ) -> bool:
-    """Train `version` (default: the newest) again, or `every` version from 1 on; whether all came out right.
+    """Retrain `version` (default: the newest), or `every` version from 1 on; return whether all results are right.
 
-    `tell` is told of each that was trained again, `say` everything else.
+    `tell` gets each outcome, `say` gets every other message.
 
     Raises:
-        ConfigError: there is no such version to train again.
+        ConfigError: there is no such version to retrain.
     """
     policies, batches = context.policies, context.batches
-    first, last = _span(context, version, policies.newest(), every)
+    first, last = _select_range(context, version, policies.newest(), every)
     numbers: Sequence[int] = range(first, last + 1)
     recorded = {number: context.config_at(number).train.ranks for number in numbers}
     alike = ranks is None or set(recorded.values()) == {ranks}
     if not alike:
-        numbers = _comparable(policies, numbers, say)
+        numbers = _select_comparable(policies, numbers, say)
     learner = new_learner(context, blank=True, count=ranks)
     restored = restore(policies, batches, learner, numbers[0] - 1, note=say)
     if restored.differed and alike:
@@ -112,8 +112,12 @@ def replay(
     return True
 
 
-def _comparable(policies: PolicyStore, numbers: Sequence[int], say: Callable[[str], None]) -> Sequence[int]:
-    """Those of which all weights are kept, from the newest state before them on; `ConfigError` where there are none."""
+def _select_comparable(policies: PolicyStore, numbers: Sequence[int], say: Callable[[str], None]) -> Sequence[int]:
+    """Return the versions whose weights are all kept, back to the newest state before them.
+
+    Raises:
+        ConfigError: there is no such version.
+    """
     newest, retention = policies.newest(), policies.retention
 
     def kept(number: int) -> bool:
@@ -123,16 +127,16 @@ def _comparable(policies: PolicyStore, numbers: Sequence[int], say: Callable[[st
         return stay and all(map(policies.has_weights, map(policies.find, range(base, number + 1))))
 
     found = [number for number in numbers if kept(number)]
-    why = "their weights, or some that they are trained from, were pruned, and by other ranks the bits are others"
+    why = "their weights, or those of a version before them, were pruned, and other ranks give other bits"
     if not found:
         raise ConfigError(f"versions {numbers[0]} to {numbers[-1]}: {why}; leave --ranks out")
     if passed := len(numbers) - len(found):
-        say(f"{passed} versions are passed over: {why}")
+        say(f"{passed} versions are skipped: {why}")
     return found
 
 
 def _distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Distance | None:
-    """How far what differs is from what was published, where that is in storage."""
+    """Return the distance of the differing weights from the published ones, or None if those are not in storage."""
     from rollflow.tasks.run.replay_diff import distance
 
     if not replayed.differences:
@@ -143,8 +147,8 @@ def _distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Di
         return None
 
 
-def _span(context: RunContext, version: int | None, newest: int, every: bool) -> tuple[int, int]:
-    """The first and the last version to train again."""
+def _select_range(context: RunContext, version: int | None, newest: int, every: bool) -> tuple[int, int]:
+    """Return the first and the last version to retrain."""
     if newest < 1:
         raise ConfigError(f"run {context.run_id!r}: no version has been trained yet; there is nothing to replay")
     if every:
@@ -158,13 +162,13 @@ def _span(context: RunContext, version: int | None, newest: int, every: bool) ->
 
 
 def sentence(outcome: Outcome) -> str:
-    """What was trained again, and what came out."""
+    """Describe the retrained version and the outcome."""
     number, batch = outcome.replayed.version.number, outcome.replayed.batch
-    return f"version {number}: parent {number - 1}, {_batch(batch)}: {_outcome(outcome)}"
+    return f"version {number}: parent {number - 1}, {_describe_batch(batch)}: {_describe_outcome(outcome)}"
 
 
 def value_of(outcome: Outcome) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the outcome as a JSON object."""
     replayed, apart = outcome.replayed, outcome.apart
     version, batch = replayed.version, replayed.batch
     return {
@@ -181,23 +185,23 @@ def value_of(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _batch(batch: BatchCommitted) -> str:
+def _describe_batch(batch: BatchCommitted) -> str:
     return f"batch {batch.number} ({len(batch.groups)} groups, {batch.rows} trajectories)"
 
 
-def _outcome(outcome: Outcome) -> str:
+def _describe_outcome(outcome: Outcome) -> str:
     replayed, apart = outcome.replayed, outcome.apart
     what = "weights and learner state" if replayed.version.state else "weights"
     if not replayed.differences:
-        return f"{what} identical ({_sha256(replayed.version)})"
+        return f"{what} identical ({_describe_hash(replayed.version)})"
     by = f" by up to {apart.most:.1e}" if apart and math.isfinite(apart.most) else ""
     if outcome.right:
         return f"{what} differ{by}, which is rounding: ranks {outcome.ranks} instead of {outcome.recorded}"
     return "DIFFERENT in " + ", ".join(replayed.differences) + by
 
 
-def _sha256(version: PolicyVersion) -> str:
-    """The hash of the weights; of several shards, each one's."""
+def _describe_hash(version: PolicyVersion) -> str:
+    """Return the hash of the weights, or of each shard."""
     if len(version.weights) == 1:
         return f"sha256 {version.weights[0].sha256[:12]}"
     return ", ".join(f"{name_of(o).rpartition('/')[2]} {o.sha256[:12]}" for o in version.weights)

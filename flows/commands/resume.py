@@ -1,4 +1,4 @@
-"""`rollflow resume RUN`: go on with a run that was stopped or has ended; with `--set`, under another config."""
+"""`rollflow resume RUN`: continues a run that was stopped or has ended; with `--set`, under another config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALIVE_SECONDS = 5.0  # a supervisor writes its status once a second
 
 
 def command(options: argparse.Namespace) -> int:
-    """See the run to its end, from where its storage says it is."""
+    """Follow the run to its end, from the state in its storage."""
     context = find_run(options.run, options.store)
     with hold_run(home(), context):
         if options.set:
@@ -31,14 +31,14 @@ def command(options: argparse.Namespace) -> int:
         check_addresses(context.config, context.uri)
         check_own_parts(context.config)
         for key in changed_code(context.config, context.created.own_code):
-            said = f"{key}.path: its file is not what it was when the run began; the next versions use it"
-            print(said, file=sys.stderr)
-        context.prompts()  # raises if the prompts are not those of the run's start
+            note = f"{key}.path: its file has changed since the run began; the next versions use the new one"
+            print(note, file=sys.stderr)
+        context.prompts()  # raises if the prompts have changed since the run's start
         return run.drive(context)
 
 
 def record_change(context: RunContext, overrides: Sequence[str]) -> None:
-    """Record that the run goes on with another config, unless it has that config already.
+    """Record that the run continues with another config, unless it already has that config.
 
     Raises:
         ConfigError: a key cannot change, or the run is under way.
@@ -60,7 +60,7 @@ def record_change(context: RunContext, overrides: Sequence[str]) -> None:
 
 
 def is_under_way(context: RunContext) -> bool:
-    """Return whether a supervisor writes the run's status; one that is silent for longer is deposed by a resume."""
+    """Return whether a supervisor keeps writing the run's status; a silent one is deposed by a resume."""
     first = read_status(context)
     if first is None or first.ended:
         return False

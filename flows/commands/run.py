@@ -1,4 +1,4 @@
-"""`rollflow run RECIPE`: start what the run needs, show it until it ends, and print its summary."""
+"""`rollflow run RECIPE`: starts the services of a run, shows the run until it ends, and prints its summary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rollflow.tasks.run.expectations import expected_of
 
 
 def command(options: argparse.Namespace) -> int:
-    """Prepare a run and see it to its end."""
+    """Prepare a run and follow it to its end."""
     config = load_recipe(options.recipe, options.set)
     run_id = new_run_id(config.name) if options.run_id is None else options.run_id
     context = prepare(config, run_id, lambda note: print(note, file=sys.stderr, flush=True))
@@ -40,21 +40,21 @@ def command(options: argparse.Namespace) -> int:
 
 
 def drive(context: RunContext) -> int:
-    """Start what the run needs, show it until it ends, and print its summary."""
+    """Start the run's services, show the run until it ends, and print its summary."""
     began = time.time()
     print(f"run {context.run_id} in {context.store.uri}", flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM: how a job scheduler says Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job scheduler sends SIGTERM; treat it like Ctrl-C
     try:
         _announce(context, began)
         with session_of(context) as session:
             status = _show(session, context, began)
     except KeyboardInterrupt:
-        return _stopped(context)
+        return _report_stop(context)
     except RollflowError as error:  # a service does not start
         record_end(context, "failed", str(error))
         raise
-    if status.phase == "stopped":  # by a person, elsewhere
-        return _stopped(context)
+    if status.phase == "stopped":  # stopped by the user, from elsewhere
+        return _report_stop(context)
     if status.phase == "failed":
         reason = status.messages[-1] if status.messages else "no reason was recorded"
         record_end(context, "failed", reason)
@@ -62,24 +62,24 @@ def drive(context: RunContext) -> int:
         print(_suggest_next_step(reason, context.uri), file=sys.stderr)
         return FAILED
     try:
-        summary = _closed(context)
+        summary = _complete_summary(context)
     except Unreachable as error:
         print(f"the run has ended. {error}; waiting for it", flush=True)
-        summary = _closed(replace(context, patience=context.config.store.patience_seconds))
+        summary = _complete_summary(replace(context, patience=context.config.store.patience_seconds))
     print_summary(summary)
     return OK if summary["audit"] == "clean" else FAILED
 
 
 def _suggest_next_step(reason: str, uri: str) -> str:
-    """Say what the user can do after a failure; an unchanged run fails again if its config was the reason."""
+    """Say what the user can do after a failure. If the config was the reason, the unchanged run would fail again."""
     if ConfigError.__name__ in reason:
         change = f"rollflow resume {uri} --set KEY=VALUE"
         return f"unchanged, it would fail again: change what the error names ({change}), or start a new run"
     return f"go on with: rollflow resume {uri}"
 
 
-def _closed(context: RunContext) -> dict[str, Any]:
-    """The run's summary, with the CPU seconds of flows that were still at work when it was made."""
+def _complete_summary(context: RunContext) -> dict[str, Any]:
+    """Return the run's summary, with the final CPU seconds: some flows were still running when it was written."""
     summary: dict[str, Any] = json.loads(context.store.get(SUMMARY))
     summary["cpu_seconds"] = read_usage(context.store).totals()
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
@@ -87,9 +87,9 @@ def _closed(context: RunContext) -> dict[str, Any]:
 
 
 def _announce(context: RunContext, began: float) -> None:
-    """Publish that the run starts: from now on `rollflow stop` is heard, and earlier requests are done.
+    """Publish that the run starts: `rollflow stop` works from here on, and earlier requests are removed.
 
-    A store that does not answer now is waited for later.
+    A store that does not answer here is waited for later.
     """
     with contextlib.suppress(Unreachable, StoreFailed):
         take_back(context.store, began)
@@ -99,7 +99,7 @@ def _announce(context: RunContext, began: float) -> None:
 
 
 def _show(session: Session, context: RunContext, began: float) -> RunStatus:
-    """Submit the run and show it until it ends; returns its last status. Ctrl-C cancels it first."""
+    """Submit the run and show it until it ends; return its last status. Ctrl-C cancels the run first."""
     status = kept = RunStatus(context.run_id)
     try:
         print(f"Prefect {session.page}{session.login}", flush=True)
@@ -107,7 +107,7 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
         with open_view(sys.stdout) as view:
             for status in session.follow(context, flow_run):
                 view.show(status)
-                if status != kept:  # while the store is silent it is what was written before, and grows old
+                if status != kept:  # a store that does not answer leaves the status unchanged, and its copy grows older
                     keep_seen(home(), context.uri, status)
                     kept = status
     except KeyboardInterrupt:
@@ -117,8 +117,8 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
     return status
 
 
-def _stopped(context: RunContext) -> int:
-    """After Ctrl-C, or a stop from elsewhere: say what is stored, and how to go on."""
+def _report_stop(context: RunContext) -> int:
+    """Say what is stored and how to resume, after Ctrl-C or a stop from elsewhere."""
     try:
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         context.store.put(STATUS, last.at_end("stopped").to_json().encode())

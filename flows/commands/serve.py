@@ -1,4 +1,6 @@
-"""`rollflow serve`: start runs from the Prefect UI, compare them in MLflow. `rollflow up` does so behind you."""
+"""`rollflow serve`: serves the Prefect UI, to start runs, and MLflow, to compare them. `rollflow up` does so in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def command(options: argparse.Namespace) -> int:
     ended = Told()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with stack.hold_stack(place):
-        store_addresses(place, **asked(options))
+        store_addresses(place, **requested_addresses(options))
         if given := prefect_url():
             check_prefect(given)
         elif database := addresses(place).get("database"):
@@ -47,11 +49,11 @@ def command(options: argparse.Namespace) -> int:
     return OK
 
 
-def asked(options: argparse.Namespace) -> dict[str, int | str]:
-    """The addresses that a person asks for, which the home keeps.
+def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:
+    """Return the addresses that the user requests, which the home keeps.
 
     Raises:
-        ConfigError: one of them cannot be.
+        ConfigError: one of them cannot be used.
     """
     ports = {"prefect": options.prefect_port, "mlflow": options.mlflow_port, "ray": options.ray_port}
     given = {name: port for name, port in ports.items() if port is not None and port != addresses(home()).get(name)}

@@ -1,4 +1,4 @@
-"""`rollflow simulate RECIPE`: what a recipe would do on other hardware, or as a recorded run did, in virtual time."""
+"""`rollflow simulate RECIPE`: simulates a recipe on other hardware, or on that of a recorded run, in virtual time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollflow.flows.views.simulation import Outputs, run_simulation
 
 
 def command(options: argparse.Namespace) -> int:
-    """Simulate on the given hardware, or on what fits a recorded run, and compare with it."""
+    """Simulate on the given hardware, or on hardware that fits a recorded run, and compare with that run."""
     config, outputs = load_recipe(options.recipe, options.set), Outputs.of(options.plot, options.json)
     if options.from_run is not None:
         compare(config, find_run(options.from_run, options.store), options.versions, outputs, options.save_hardware)

@@ -1,4 +1,4 @@
-"""`rollflow status [RUN]`: how a run stands."""
+"""`rollflow status [RUN]`: shows the status of a run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.run.context import RunContext
 
-STORE_SECONDS = 6.0  # deadline for all reads: with the imports, an answer takes at most ten
+STORE_SECONDS = 6.0  # deadline of all reads: with the imports, an answer takes at most ten seconds
 SILENT_SECONDS = 60.0  # a supervisor writes once a second while it follows its stages
 
 
 @dataclass(frozen=True)
 class Look:
-    """What the store knows of a run. `age` is the time since its status was written, in seconds."""
+    """The store's view of a run. `age` is the time since its status was written, in seconds."""
 
     context: RunContext
     status: RunStatus | None
@@ -34,9 +34,9 @@ class Look:
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the run's `status.json` as the live view does; if the store is silent, print what this machine saw last."""
+    """Print the run's status as the live view does; if the store does not answer, print the last status seen here."""
     try:
-        found = call_in_time(lambda: _look(options.run, options.store), STORE_SECONDS, "the run's store")
+        found = call_in_time(lambda: _read_store(options.run, options.store), STORE_SECONDS, "the run's store")
     except Unreachable as error:
         return _show_seen(options, error)
     status = found.status
@@ -56,7 +56,7 @@ def command(options: argparse.Namespace) -> int:
     return OK
 
 
-def _look(run: str | None, store: str | None) -> Look:
+def _read_store(run: str | None, store: str | None) -> Look:
     context = find_run(run, store)
     context.created  # noqa: B018 - says which run is not there
     status = read_status(context)
@@ -65,7 +65,7 @@ def _look(run: str | None, store: str | None) -> Look:
 
 
 def _show_seen(options: argparse.Namespace, why: Unreachable) -> int:
-    """Print what this machine saw of the run last, since the store is silent."""
+    """Print the last status that this machine has seen, because the store does not answer."""
     if options.run:
         seen = read_seen(home(), find_run(options.run, options.store).uri)
     else:

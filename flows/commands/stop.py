@@ -1,4 +1,4 @@
-"""`rollflow stop RUN`: end a run at its next version, from wherever its storage can be reached; it can be resumed."""
+"""`rollflow stop RUN`: ends a run at its next version, from any place that reaches its storage; it can be resumed."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from rollflow.tasks.run.context import RunContext
 
 LOOK_SECONDS = 0.5
 WAIT_SECONDS = 1800.0
-SILENT_SECONDS = 120.0  # a supervisor says once a second how its run stands
+SILENT_SECONDS = 120.0  # a supervisor writes the run's status once a second
 WORDS: dict[How, str] = {"stop": "to end at its next version", "cancel": "to end now"}
 
 
 def command(options: argparse.Namespace) -> int:
-    """Ask for it, and wait until it has ended."""
+    """Ask the run to stop, and wait until it has ended."""
     return end(find_run(options.run, options.store), "stop", wait=not options.no_wait)
 
 
 def end(context: RunContext, how: How, *, wait: bool) -> int:
-    """Ask the run to end, and say in one sentence what came of it."""
+    """Ask the run to end, and say in one sentence what happened."""
     context.created  # noqa: B018 - says which run is not there
     status = read_status(context)
     if status is None or status.ended or status.phase == "paused":
-        print(f"run {context.run_id} is not at work ({status.phase if status else 'not started'}); {_resume(context)}")
+        phase = status.phase if status else "not started"
+        print(f"run {context.run_id} is not at work ({phase}); {_resume_hint(context)}")
         return OK
     ask(context.store, how)
     if not wait:
-        print(f"run {context.run_id} was told {WORDS[how]}; {_resume(context)}")
+        print(f"run {context.run_id} was told {WORDS[how]}; {_resume_hint(context)}")
         return OK
     print(f"run {context.run_id} was told {WORDS[how]}; waiting for that", file=sys.stderr, flush=True)
-    return _await(context, status)
+    return _await_end(context, status)
 
 
-def _await(context: RunContext, status: RunStatus) -> int:
+def _await_end(context: RunContext, status: RunStatus) -> int:
     began = moved = time.monotonic()
     while not (status.ended or status.phase == "paused"):
         if time.monotonic() - began > WAIT_SECONDS or time.monotonic() - moved > SILENT_SECONDS:
             print(
                 f"rollflow: run {context.run_id} has not ended: at version {status.version} of {status.versions} "
-                f"it was last heard of {time.monotonic() - moved:.0f} s ago; it ends once it hears",
+                f"its last status is {time.monotonic() - moved:.0f} s old; it ends when it reads the request",
                 file=sys.stderr,
             )
             return FAILED
@@ -52,10 +53,10 @@ def _await(context: RunContext, status: RunStatus) -> int:
         before, status = status, read_status(context) or status
         if status.seconds != before.seconds:
             moved = time.monotonic()
-    words = {"done": "has come to its end", "failed": "failed", "paused": "is paused"}.get(status.phase, "has ended")
-    print(f"run {context.run_id} {words} at version {status.version} of {status.versions}; {_resume(context)}")
+    words = {"done": "is done", "failed": "failed", "paused": "is paused"}.get(status.phase, "has ended")
+    print(f"run {context.run_id} {words} at version {status.version} of {status.versions}; {_resume_hint(context)}")
     return OK
 
 
-def _resume(context: RunContext) -> str:
+def _resume_hint(context: RunContext) -> str:
     return f"go on with: rollflow resume {context.uri}"

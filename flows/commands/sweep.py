@@ -1,9 +1,9 @@
-"""`rollflow sweep RECIPE`: a run for each of several values and seeds, one after the other, compared at the end.
+"""`rollflow sweep RECIPE`: runs each of several values and seeds, one after another, and compares them at the end.
 
     rollflow sweep RECIPE --set train.learning_rate=1e-4,3e-4 --seeds 3       six runs
 
-In MLflow they lie below one run, the study. A study that was stopped goes on when the same command is given again with
-its name: runs that are done are not made again.
+In MLflow the runs lie below a parent run, the study. The same command with the name of a stopped study continues it:
+runs that are done are not repeated.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.names import LONGEST_RECIPE
 from rollflow.tasks.runtime.names import run_id as checked
 
-MOST = 1000  # runs of a study
+MOST = 1000  # most runs of a study
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run of a study: its id, its config, and what sets it apart, for people."""
+    """One run of a study: its id, its config, and its difference from the others, for users."""
 
     run_id: str
     config: RunConfig
@@ -49,23 +49,23 @@ class Point:
 
     @property
     def context(self) -> RunContext:
-        """Where it lies, prepared or not."""
+        """The run's context, prepared or not."""
         return context_of(store_uri(self.config), self.run_id)
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check every run before the first begins; a run that fails does not keep the others from being made."""
+    """Check every run before the first one begins; a run that fails does not stop the others."""
     points = points_of(options)
-    looked_at = set[str]()
+    checked_configs = set[str]()
     for point in points:
         if _is_begun(point):
             check_addresses(point.config, store_uri(point.config))
-        elif (
-            alike := point.config.model_copy(update={"seed": 0}).sha256()
-        ) not in looked_at:  # no check depends on a seed
+            continue
+        seedless = point.config.model_copy(update={"seed": 0}).sha256()
+        if seedless not in checked_configs:  # no check depends on the seed
             preflight(point.config, download=False)
-            looked_at.add(alike)
-    failed = [point for number, point in enumerate(points) if not _made(point, number, len(points))]
+            checked_configs.add(seedless)
+    failed = [point for number, point in enumerate(points) if not _complete_run(point, number, len(points))]
     runs = read_compared([point.context for point in points if point not in failed])
     if runs:
         page = home() / f"{points[0].config.tracking.study}.html"
@@ -78,14 +78,14 @@ def command(options: argparse.Namespace) -> int:
 
 
 def points_of(options: argparse.Namespace) -> list[Point]:
-    """The runs of a study, in their order: seeds within values.
+    """Return the runs of a study in their order: all seeds of the first value, then of the next.
 
     Raises:
-        ConfigError: a value, or the study's name, is not one.
+        ConfigError: a value, or the study's name, is invalid.
     """
     _check_values(options.set)
     varied = list(combinations(options.set))
-    first = load_recipe(options.recipe, varied[0])  # alone, the recipe may lack what is varied
+    first = load_recipe(options.recipe, varied[0])  # without the varied values, the recipe may be incomplete
     study = checked(options.study or new_run_id(f"{first.name}-sweep"), "--study")
     if len(study) > LONGEST_RECIPE:
         raise ConfigError(f"--study {study!r}: runs of it have longer names; give at most {LONGEST_RECIPE} letters")
@@ -99,17 +99,17 @@ def points_of(options: argparse.Namespace) -> list[Point]:
     for (number, sets), seed in product(enumerate(varied), range(options.seeds)):
         config = load_recipe(options.recipe, [*sets, f"tracking.study={study}"])
         config = load_recipe(options.recipe, [*sets, f"tracking.study={study}", f"seed={config.seed + seed}"])
-        words = ", ".join([*(one for one in sets if one not in _fixed(options.set)), f"seed {config.seed}"])
+        words = ", ".join([*(one for one in sets if one not in _list_fixed(options.set)), f"seed {config.seed}"])
         found.append(Point(f"{study}-{number}-s{config.seed}", config, words))
     return found
 
 
 def _check_values(sets: Sequence[str]) -> None:
-    """Refuse an override without a value or with a value twice, and a key that is given twice."""
+    """Reject an override without a value or with a repeated value, and a repeated key."""
     keys = set[str]()
     for override in sets:
         key, _, text = (part.strip() for part in override.partition("="))
-        values = _parted(text)
+        values = _split_values(text)
         if not key or not all(values):
             cure = "give each value, e.g. --set train.learning_rate=1e-4,3e-4"
             raise ConfigError(f"--set {override!r}: a value is missing; {cure}")
@@ -121,29 +121,31 @@ def _check_values(sets: Sequence[str]) -> None:
 
 
 def combinations(sets: Sequence[str]) -> Iterator[list[str]]:
-    """Every combination of the values of overrides: `a=1,2` has two. A comma within brackets or quotes is no end."""
-    for chosen in product(*(_values(one) for one in sets)):
+    """Yield every combination of the values of overrides: `a=1,2` has two. Commas within brackets or quotes do not
+    separate.
+    """
+    for chosen in product(*(_list_values(one) for one in sets)):
         yield list(chosen)
 
 
-def _values(override: str) -> list[str]:
+def _list_values(override: str) -> list[str]:
     key, _, text = override.partition("=")
-    return [f"{key}={value}" for value in _parted(text)]
+    return [f"{key}={value}" for value in _split_values(text)]
 
 
-def _parted(text: str) -> list[str]:
-    """Cut at commas: each part is the shortest that is a TOML value, or a word."""
+def _split_values(text: str) -> list[str]:
+    """Split at commas: each part is the shortest that is a TOML value, or a word."""
     parts, begun = list[str](), ""
     for piece in text.split(","):
         begun = f"{begun},{piece}" if begun else piece
-        if _whole(begun):
+        if _is_whole(begun):
             parts.append(begun.strip())
             begun = ""
     return [*parts, begun.strip()] if begun else parts
 
 
-def _whole(text: str) -> bool:
-    """Whether a value does not end within brackets or quotes."""
+def _is_whole(text: str) -> bool:
+    """Return whether the text does not end within brackets or quotes."""
     if not text.strip().startswith(("[", "{", '"', "'")):
         return True
     try:
@@ -153,13 +155,13 @@ def _whole(text: str) -> bool:
     return True
 
 
-def _fixed(sets: Sequence[str]) -> list[str]:
-    """The overrides that have one value."""
-    return [one for override in sets if len(values := _values(override)) == 1 for one in values]
+def _list_fixed(sets: Sequence[str]) -> list[str]:
+    """Return the overrides that have only one value."""
+    return [one for override in sets if len(values := _list_values(override)) == 1 for one in values]
 
 
 def _is_begun(point: Point) -> bool:
-    """Return whether the run exists; `ConfigError` if a run of that name has other values."""
+    """Return whether the run exists; raise `ConfigError` if a run of that name has other values."""
     context = point.context
     if not context.store.exists(entry_path(0)):
         return False
@@ -168,8 +170,8 @@ def _is_begun(point: Point) -> bool:
     return True
 
 
-def _made(point: Point, number: int, count: int) -> bool:
-    """See a run to its end, unless it is there; whether it is done."""
+def _complete_run(point: Point, number: int, count: int) -> bool:
+    """Follow a run to its end, unless it is already done; return whether it is done."""
     context = point.context
     print(f"--- {number + 1} of {count}: {point.words}", flush=True)
     if read_summary(context).get("audit") == "clean":
@@ -184,21 +186,23 @@ def _made(point: Point, number: int, count: int) -> bool:
 
 
 def drive(context: RunContext) -> int:
-    """The exit code of `rollflow resume` in a process of its own, which is stopped with this one: servers and Ray are
-    one run's, each. `INTERRUPTED`: a person ended it, or this command.
+    """Run `rollflow resume` in a child process and return its exit code; `INTERRUPTED` if the user ended it or this
+    command.
+
+    The child has its own servers and Ray cluster. It is stopped together with this process.
     """
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "resume", context.uri]
-    child = subprocess.Popen(command, start_new_session=True)  # so that Ctrl-C reaches it once
-    told = list[int]()
+    child = subprocess.Popen(command, start_new_session=True)  # a new session, so that Ctrl-C reaches the child once
+    signals = list[int]()
 
     def end(number: int, _: object) -> None:
-        told.append(number)
+        signals.append(number)
         child.terminate()
 
     before = {number: signal.signal(number, end) for number in (SIGINT, SIGTERM)}
     try:
         code = child.wait()
-        return INTERRUPTED if told else code
+        return INTERRUPTED if signals else code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,4 +1,6 @@
-"""`rollflow top [RUN]`: watch a run that works, as who started it sees it. It goes on when nobody watches any more."""
+"""`rollflow top [RUN]`: watches a running run, with the view of `rollflow run`. The run goes
+on when the watching ends.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ LOOK_SECONDS = 1.0
 
 
 def command(options: argparse.Namespace) -> int:
-    """Show the run's status again and again until the run has ended."""
+    """Show the run's status repeatedly until the run has ended."""
     context = find_run(options.run, options.store)
     status = RunStatus(context.run_id, versions=context.config.versions)
     with open_view(sys.stdout) as view:

@@ -1,4 +1,4 @@
-"""`rollflow up`: what `rollflow serve` serves, in the background, until `rollflow down`."""
+"""`rollflow up`: runs `rollflow serve` in the background, until `rollflow down`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.commands.serve import asked
+from rollflow.flows.commands.serve import requested_addresses
 from rollflow.flows.locations import home
 from rollflow.flows.services import stack
 from rollflow.flows.services.locks import is_held
@@ -19,23 +19,23 @@ POLL_SECONDS = 0.1
 
 
 def command(options: argparse.Namespace) -> int:
-    """Start it and wait until it serves; one that is up is found, and said."""
+    """Start the stack and wait until it serves; a stack that is already up is only reported."""
     place, limit = home(), time.monotonic() + START_SECONDS
-    while _begun(place) and time.monotonic() < limit:  # one that is starting is waited for
+    while _is_begun(place) and time.monotonic() < limit:  # wait for a stack that is starting
         if found := stack.find(place):
             print(f"up already\n{found.pages}")
             return OK
         time.sleep(POLL_SECONDS)
-    asked(options)
+    requested_addresses(options)
     log = place / "logs" / "up.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        begun = output.tell()
+    with log.open("ab") as log_file:
+        begun = log_file.tell()
         serving = subprocess.Popen(
             [sys.executable, "-m", "rollflow.flows.keepalive.stack", *_arguments(options)],
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            stdout=log_file,
+            stderr=log_file,
             start_new_session=True,
         )
     try:
@@ -47,15 +47,15 @@ def command(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         serving.terminate()
         raise
-    if serving.poll() is not None and _begun(place):  # another one, which began at the same time
+    if serving.poll() is not None and _is_begun(place):  # another command started a stack at the same time
         return command(options)
     serving.terminate()
-    said = log.read_bytes()[begun:].decode(errors="replace").strip()
-    print(f"rollflow: it did not come up; see {log}\n{said[-2000:]}", file=sys.stderr)
+    output = log.read_bytes()[begun:].decode(errors="replace").strip()
+    print(f"rollflow: the stack did not come up; see {log}\n{output[-2000:]}", file=sys.stderr)
     return serving.returncode or FAILED
 
 
-def _begun(place: Path) -> bool:
+def _is_begun(place: Path) -> bool:
     return is_held(place / "up.lock") or is_held(place / stack.KEEPER)
 
 

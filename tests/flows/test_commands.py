@@ -141,7 +141,7 @@ def test_replay_by_another_number_of_ranks_passes_over_what_was_pruned(
     assert shown(capsys, "replay", "small", "--all").count("identical") == 6
     out = shown(capsys, "replay", "small", "--all", "--ranks", "2")
     assert re.findall(r"version (\d): parent", out) == ["5", "6"]
-    assert "4 versions are passed over: their weights, or some that they are trained from, were pruned" in out
+    assert "4 versions are skipped: their weights, or those of a version before them, were pruned" in out
     assert "versions 2 to 2: their weights" in shown(capsys, "replay", "small", "2", "--ranks", "2", code=2)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.commands.serve import asked
+from rollflow.flows.commands.serve import requested_addresses
 from rollflow.flows.services import stack
 from rollflow.flows.services.home_server import POLL_SECONDS, HomeServer, addresses, stable_port, store_addresses
 from rollflow.flows.services.locks import take
@@ -157,9 +157,9 @@ def options(**given: object) -> argparse.Namespace:
 def test_what_a_home_cannot_keep_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     database = "postgresql+asyncpg://me@db/prefect"
-    assert asked(options(database=database)) == {"database": database}
+    assert requested_addresses(options(database=database)) == {"database": database}
     with pytest.raises(ConfigError, match=r"has a password.*PGPASSWORD") as refused:
-        asked(options(database="postgresql+asyncpg://me:hidden@db/prefect"))
+        requested_addresses(options(database="postgresql+asyncpg://me:hidden@db/prefect"))
     assert "hidden" not in str(refused.value)
     port = free_port()
     with subprocess.Popen(
@@ -167,12 +167,12 @@ def test_what_a_home_cannot_keep_is_refused(tmp_path: Path, monkeypatch: pytest.
     ) as listening:
         until(lambda: http_answers(f"http://127.0.0.1:{port}", seconds=30))
         with pytest.raises(ConfigError, match=f"--mlflow-port {port}: something listens there"):
-            asked(options(mlflow_port=port))
+            requested_addresses(options(mlflow_port=port))
         listening.kill()
     held = take(tmp_path / "prefect" / "holder")
     assert held is not None
     with pytest.raises(ConfigError, match="a command uses the Prefect server"):
-        asked(options(database=database))
+        requested_addresses(options(database=database))
     os.close(held)
 
 

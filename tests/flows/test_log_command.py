@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.commands.log import sentence, tell
+from rollflow.flows.commands.log import print_log, sentence
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import Entry, Pruned, entry_path
 from rollflow.storage.objects.local import LocalStore
@@ -42,7 +42,7 @@ def context(tmp_path: Path) -> RunContext:
 
 def printed(context: RunContext, *, as_json: bool) -> list[str]:
     console = Console(file=io.StringIO(), width=60)
-    tell(context, follow=False, as_json=as_json, console=console)
+    print_log(context, follow=False, as_json=as_json, console=console)
     file = console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue().splitlines()
@@ -102,4 +102,4 @@ def test_a_damaged_log_is_mended_once_a_person_agrees(
 
 def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such run"):
-        tell(RunContext(str(tmp_path / "none"), tmp_path / "cache"), follow=False, as_json=False)
+        print_log(RunContext(str(tmp_path / "none"), tmp_path / "cache"), follow=False, as_json=False)

@@ -111,7 +111,7 @@ def test_of_two_that_begin_at_once_one_finds_the_other(
         looks += 1
         return looks > 1  # it began after the first look
 
-    monkeypatch.setattr(up, "_begun", begun)
+    monkeypatch.setattr(up, "_is_begun", begun)
     monkeypatch.setattr(stack, "find", lambda place: find(place) if looks > 1 else None)  # and was starting until then
     assert main(["up"]) == 0
     assert capsys.readouterr().out.startswith("up already\n")

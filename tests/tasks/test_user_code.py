@@ -252,7 +252,7 @@ def test_the_code_of_own_parts_is_on_record(
     assert changed_code(config, created.own_code) == ["reward"]
     monkeypatch.setattr(run, "drive", lambda context: 0)
     assert main(["resume", context_of(store_uri(config), "first").uri]) == 0
-    assert "reward.path: its file is not what it was" in capsys.readouterr().err
+    assert "reward.path: its file has changed since the run began" in capsys.readouterr().err
     contexts = [context_of(store_uri(config), "first"), prepare(config, "second")]
     differs = differences(read_compared(contexts))["reward.path, its file"]
     assert [len(set(differs)), len(differs[0])] == [2, 12]
