@@ -1,4 +1,4 @@
-"""What a person may write for a key, in words: choices, or the kind of value and its bounds. Values are TOML's."""
+"""Describes the allowed values of a key in words: its choices, or its type and bounds. Values are written as TOML."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
-def allowed(info: FieldInfo) -> str:
-    """`"adamw" or "sgd"`; `whole number above 0`; `number at least 0, below 1`."""
+def describe_allowed(info: FieldInfo) -> str:
+    """Return such a description: `"adamw" or "sgd"`; `whole number above 0`; `number at least 0, below 1`."""
     bounds = (
         f"{words} {getattr(rule, name):g}"
         for rule in info.metadata
         for name, words in BOUNDS.items()
         if getattr(rule, name, None) is not None
     )
-    return f"{_kind(info.annotation)} {', '.join(bounds)}".rstrip()
+    return f"{_describe_type(info.annotation)} {', '.join(bounds)}".rstrip()
 
 
 def default_of(info: FieldInfo) -> str:
-    """As TOML writes it; `unset` where there is none."""
+    """Return the default as TOML; `unset` if there is none."""
     value = info.get_default(call_default_factory=True)
     return UNSET if value is None else json.dumps(_plain(value), ensure_ascii=False)
 
@@ -34,7 +34,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _kind(annotation: Any) -> str:
+def _describe_type(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(map(json.dumps, get_args(annotation)))
     if annotation in TYPES:
@@ -44,4 +44,4 @@ def _kind(annotation: Any) -> str:
     if get_origin(annotation) is dict:
         return "table"
     parts = [part for part in get_args(annotation) if part is not NoneType]
-    return " or ".join(dict.fromkeys(map(_kind, parts))) or "text"
+    return " or ".join(dict.fromkeys(map(_describe_type, parts))) or "text"

@@ -1,6 +1,6 @@
-"""How a recipe (one TOML file, one run) becomes the typed config tree of `tasks/run/config.py`.
+"""Reads a recipe (one TOML file, one run) into the typed config tree of `tasks/run/config.py`.
 
-Imports pydantic only. Every refusal is one sentence with the key, the value and the cure.
+Imports pydantic only. Every error is one sentence with the key, the value and the fix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from rollflow.flows.allowed_values import allowed, default_of
+from rollflow.flows.allowed_values import default_of, describe_allowed
 from rollflow.flows.services.recipe_paths import anchor_paths, path_values, recipe_folder
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import VllmEngineConfig, check_temperature
@@ -27,7 +27,7 @@ from rollflow.tasks.runtime.sections import Section
 if TYPE_CHECKING:
     from rollflow.tasks.simulation.hardware import Hardware
 
-# What pydantic's errors say in the words of JSON schema, which the form of the Prefect UI is checked by.
+# pydantic's errors in the words of JSON schema, which the form of the Prefect UI uses.
 WORDS = {
     "greater_than": "less than or equal to the minimum of {gt}",
     "greater_than_equal": "less than the minimum of {ge}",
@@ -50,7 +50,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe, apply `key.path=value` overrides, check it; see `recipe_paths` for its relative paths.
 
     Raises:
-        ConfigError: with one sentence for each key that the user must change.
+        ConfigError: one sentence for each key that the user must change.
     """
     tree = read_toml(path, "recipe")
     replaced = {override.partition("=")[0].strip() for override in overrides}
@@ -58,7 +58,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     anchor_paths(tree, recipe_folder(path), given)
     own = {key: value for key, value in path_values(tree).items() if key not in given}
     for override in overrides:
-        _override(tree, override)
+        _apply_override(tree, override)
     anchor_paths(tree, Path.cwd(), own)
     config = parse(tree)
     check_new_run(config)
@@ -66,7 +66,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _is_within(key: str, sections: Iterable[str]) -> bool:
-    """Report whether a dotted key is one of these, or stands below one."""
+    """Return whether a dotted key equals one of these sections or stands below one."""
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
@@ -75,7 +75,7 @@ def override_config(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunCon
     given = _without_nulls(tree)
     recorded = path_values(given)
     for override in overrides:
-        _override(given, override)
+        _apply_override(given, override)
     anchor_paths(given, Path.cwd(), recorded)
     return parse(given)
 
@@ -88,13 +88,13 @@ def _without_nulls(tree: Any) -> Any:
 
 
 def check_new_run(config: RunConfig, recorded: RunConfig | None = None) -> None:
-    """Refuse what `parse` accepts for the sake of recorded runs, but no new run may have.
+    """Reject values that `parse` accepts for the sake of recorded runs, but that no new run may have.
 
     Args:
-        recorded: a run's config that `config` is made of: what it has already is no fault.
+        recorded: the config of the run that `config` changes; its own old values are accepted.
 
     Raises:
-        ConfigError: with one sentence for what the user must change.
+        ConfigError: one sentence that says what the user must change.
     """
     known = list(_faults(recorded)) if recorded else []
     for fault in _faults(config):
@@ -127,10 +127,10 @@ def _check_temperature(config: RunConfig, key: str, temperature: float, engine: 
 
 
 def load_hardware(path: Path) -> Hardware:
-    """Read a hardware file, or the one of that name that comes with rollflow, and check it.
+    """Read and check a hardware file, or the shipped file of that name.
 
     Raises:
-        ConfigError: with one sentence for each key that a person must change.
+        ConfigError: one sentence for each key that the user must change.
     """
     from rollflow.tasks.simulation.hardware import Hardware
 
@@ -143,32 +143,32 @@ def load_hardware(path: Path) -> Hardware:
 
 
 def hardware_file(path: Path) -> Path:
-    """The file that `path` names: itself, or the one of that name that comes with rollflow."""
+    """Return the path of a hardware file: `path` itself, or the shipped file of that name."""
     shipped = SHIPPED_HARDWARE / f"{path.name}.toml"
     return shipped if len(path.parts) == 1 and not path.suffix and shipped.exists() else path
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """The tree of a file that a person wrote; `what` is what it is, for the sentence where it cannot be read."""
+    """Read a TOML file that a user wrote; `what` names the kind of file in error messages."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte-order mark
     except OSError as error:
         raise ConfigError(
             f"{what} {str(path)!r} cannot be read ({error.strerror}); give the path of a TOML file"
         ) from None
-    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, a number or a nesting that is too long
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or a number or a nesting that is too long
         raise ConfigError(f"{what} {str(path)!r} is not valid TOML: {error}; correct that line") from None
 
 
 def parse(tree: Mapping[str, Any]) -> RunConfig:
-    """The typed tree, or `ConfigError`."""
+    """Return the typed config tree; raise `ConfigError` for an invalid tree."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(sentences(error, tree=tree)) from None
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
+def _apply_override(tree: dict[str, Any], override: str) -> None:
     """Apply one `key.path=value`; the value is TOML, or else a bare string."""
     key, sep, text = override.partition("=")
     if not sep or not key:
@@ -176,7 +176,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     *parents, last = key.strip().split(".")
     node: Any = tree
     for position, name in enumerate(parents):
-        node = node.setdefault(name, {}) if isinstance(node, dict) else _item(node, name, key)
+        node = node.setdefault(name, {}) if isinstance(node, dict) else _list_item(node, name, key)
         if not isinstance(node, (dict, list)):
             raise ConfigError(f"--set {key}: {'.'.join(parents[: position + 1])} is a value, not a section")
     value = _toml_value(text.strip())
@@ -188,7 +188,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: object) -> None:
-    """A section that changes its kind loses the keys that only other kinds have; another preset begins anew."""
+    """Remove the keys of other kinds from a section that changes its kind; a change of preset removes all its keys."""
     choices = _choices(parents)
     for chosen in (choice for choice in choices if choice.kind_key == key and kind in list_kinds(choice)):
         if len(list_kinds(chosen)) > 1:
@@ -198,7 +198,7 @@ def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: objec
 
 
 def _choices(path: Iterable[str]) -> list[type[Section]]:
-    """The sections that may stand at a place of the tree."""
+    """Return the sections that may stand at a place of the tree."""
     found: list[type[Section]] = [RunConfig]
     for name in path:
         fields = [section.model_fields[name] for section in found if name in section.model_fields]
@@ -207,12 +207,12 @@ def _choices(path: Iterable[str]) -> list[type[Section]]:
 
 
 def list_kinds(section: type[Section]) -> tuple[object, ...]:
-    """Which one of several it is, or which presets it has; empty where there is one alone."""
+    """Return the kinds or presets of a section; an empty tuple if it has only one form."""
     field = section.model_fields.get(section.kind_key)
     return get_args(field.annotation) if field else ()
 
 
-def _item(node: list[Any], name: str, key: str) -> Any:
+def _list_item(node: list[Any], name: str, key: str) -> Any:
     if not name.isdecimal() or int(name) >= len(node):
         raise ConfigError(f"--set {key}: {name!r} is not a position in a list of {len(node)}")
     return node[int(name)]
@@ -227,14 +227,14 @@ def _toml_value(text: str) -> Any:
 
 
 def sentences(error: ValidationError, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None) -> str:
-    """Everything that is wrong with a tree: a sentence for each key. What only the whole tree can tell comes after."""
-    said: dict[str, str] = {}
-    for one in error.errors():
-        text = sentence(one, section, tree)
-        said.setdefault(text.partition(" = ")[0], text)  # of several types that a value may have, each says something
-    if len(said) == 1:
-        return next(iter(said.values()))
-    return "\n  ".join([f"{len(said)} keys must change:", *said.values()])
+    """Describe every error of a tree, with one sentence for each key. Errors of the whole tree come last."""
+    by_key: dict[str, str] = {}
+    for details in error.errors():
+        text = sentence(details, section, tree)
+        by_key.setdefault(text.partition(" = ")[0], text)  # each type that a value may have reports an error
+    if len(by_key) == 1:
+        return next(iter(by_key.values()))
+    return "\n  ".join([f"{len(by_key)} keys must change:", *by_key.values()])
 
 
 def sentence(error: ErrorDetails, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None) -> str:
@@ -254,7 +254,9 @@ def sentence(error: ErrorDetails, section: type[Section] = RunConfig, tree: Mapp
     if error["type"] == "extra_forbidden":
         if ".".join(part for part in key.split(".") if not part.isdecimal()) in set(_keys(section)):
             return f"{key} = {error['input']!r}: there is no such key here; another kind has it"
-        return f"{key} = {error['input']!r}: there is no such key{_nearest(key, error['input'], section, tree or {})}"
+        return (
+            f"{key} = {error['input']!r}: there is no such key{_suggest_key(key, error['input'], section, tree or {})}"
+        )
     if error["type"] in WORDS:
         words = {name: _in_words(one) for name, one in error.get("ctx", {}).items()}
         return f"{key} = {error['input']!r} is {WORDS[error['type']].format(**words)}"
@@ -263,7 +265,7 @@ def sentence(error: ErrorDetails, section: type[Section] = RunConfig, tree: Mapp
 
 
 def _key(place: Iterable[int | str], section: type[Section]) -> str:
-    """Return the dotted key of an error's place; pydantic puts the kind of a section behind the section's key."""
+    """Return the dotted key of an error's place; pydantic puts the kind of a section after the section's key."""
     parts, here, entered = list[str](), [section], False
     for part in place:
         if entered and (chosen := [one for one in here if part in list_kinds(one)]):
@@ -277,21 +279,23 @@ def _key(place: Iterable[int | str], section: type[Section]) -> str:
 
 
 def _in_words(limit: object) -> str:
-    """A bound, or the values that are allowed, as JSON schema has it."""
+    """Return a bound, or the allowed values, in the form of JSON schema."""
     whole = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
     return str(whole).replace(" or ", ", ")
 
 
-def _nearest(key: str, given: object, section: type[Section], tree: Mapping[str, Any]) -> str:
+def _suggest_key(key: str, given: object, section: type[Section], tree: Mapping[str, Any]) -> str:
     """Suggest the key that was probably meant: a section for a table, a plain key for a value."""
     known = [name for name, info in _usable_keys(section, tree) if _accepts(info, given)]
-    close = _initials(key, known) or _find_similar(key, known)
+    close = _find_by_initials(key, known) or _find_similar(key, known)
     lists = "`rollflow keys`" if section is RunConfig else "`rollflow keys --hardware`"
     return f"; did you mean {close[0]}?" if close else f"; remove it; {lists} lists all"
 
 
 def _find_similar(key: str, known: Iterable[str]) -> list[str]:
-    """Return the keys that are like a key in their last word or in the whole path, those beside it first."""
+    """Return the keys that resemble a key in their last word or in the whole path; keys of the
+    same section come first.
+    """
     import difflib
 
     def likeness(one: str, other: str) -> float:
@@ -310,7 +314,7 @@ def _find_similar(key: str, known: Iterable[str]) -> list[str]:
 
 
 def _accepts(info: FieldInfo, given: object) -> bool:
-    """Report whether a field is of the same shape as a given value: a table, a list of tables, or a value."""
+    """Return whether a field has the same shape as a given value: a table, a list of tables, or a value."""
     sections = any(True for _ in sections_of(info.annotation))
     if isinstance(given, Mapping):
         return (sections and not _is_list(info)) or get_origin(info.annotation) is dict
@@ -324,7 +328,7 @@ def _is_list(info: FieldInfo) -> bool:
 
 
 def _usable_keys(section: type[Section], tree: object, prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
-    """List the keys that a tree may have; a field with several kinds of section has the keys of the kind in use."""
+    """Yield the keys that a tree may have; a field with several kinds of section has the keys of the kind in use."""
     for name, info in section.model_fields.items():
         yield prefix + name, info
         given = tree.get(name) if isinstance(tree, Mapping) else None
@@ -346,8 +350,8 @@ def _sections_in_use(info: FieldInfo, given: object) -> list[type[Section]]:
     return [one for one in sections if kind in list_kinds(one)] or sections
 
 
-def _initials(key: str, known: Iterable[str]) -> list[str]:
-    """The keys that are called by the first letters of their words: `train.lr` is `train.learning_rate`."""
+def _find_by_initials(key: str, known: Iterable[str]) -> list[str]:
+    """Return the keys whose words have these initials: `train.lr` is `train.learning_rate`."""
     place, _, name = key.rpartition(".")
     below = ((one, one.rpartition(".")) for one in known)
     return [
@@ -356,7 +360,7 @@ def _initials(key: str, known: Iterable[str]) -> list[str]:
 
 
 def describe_keys(section: type[Section] = RunConfig) -> list[str]:
-    """One line per key: its name, its default, what it may be, what it means."""
+    """Return one line per key: its name, its default, its allowed values, its meaning."""
     lines = []
     for one in key_values(section):
         value = "" if one["required"] else f" = {one['default']}"
@@ -365,13 +369,13 @@ def describe_keys(section: type[Section] = RunConfig) -> list[str]:
 
 
 def key_values(section: type[Section] = RunConfig) -> list[dict[str, Any]]:
-    """The same for programs; a default is in TOML's words, as what is allowed is in people's."""
+    """Return every key with its default, allowed values and meaning; defaults are written as TOML."""
     return [
         {
             "key": name,
             "required": info.is_required(),
             "default": None if info.is_required() else default_of(info),
-            "allowed": allowed(info),
+            "allowed": describe_allowed(info),
             "meaning": info.description or "",
         }
         for name, info in _fields(section)
@@ -380,7 +384,7 @@ def key_values(section: type[Section] = RunConfig) -> list[dict[str, Any]]:
 
 
 def _keys(section: type[Section]) -> Iterable[str]:
-    """All dotted keys below a section, with those of every choice of a union."""
+    """Return all dotted keys below a section, including those of every choice of a union."""
     return (name for name, _ in _fields(section))
 
 
@@ -392,7 +396,7 @@ def _fields(section: type[Section], prefix: str = "") -> Iterable[tuple[str, Fie
 
 
 def sections_of(annotation: Any) -> Iterable[type[Section]]:
-    """The sections that a field of this type can hold, e.g. one for each kind of engine."""
+    """Yield the sections that a field of this type can hold, such as one for each kind of engine."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for part in get_args(annotation):

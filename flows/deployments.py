@@ -1,11 +1,11 @@
 """The runner: serves the flows as Prefect deployments, so that runs can be started from the UI or a schedule.
 
-`python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves until it is told to stop. It polls every
-second, because a run's stages should not wait for the default ten. A session such as `rollflow run` watches it. Without
-a session, automations do: see `services/automations.py`.
+`python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves until it is stopped. It polls every
+second, because a run's stages should not wait for Prefect's default of ten. A session such as `rollflow run` watches
+the runner. Without a session, automations do: see `services/automations.py`.
 
-A session of one run serves the six flows by the run's key. `rollflow serve` serves them by its own name, and
-`post-training` once more for each recipe: those that come with rollflow, and those of `rollflow deploy`.
+A session of one run serves the six flows under the run's key. `rollflow serve` serves them under its own name, and also
+serves `post-training` for each recipe: the shipped ones, and those of `rollflow deploy`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from rollflow.storage.errors import ConfigError, Unreachable
 
 POLL_SECONDS = 1
 BEGIN_SECONDS = 0.05
-LOOK_SECONDS = 2.0  # for recipes that are new
-LIMIT = 40  # flow runs at a time; one run has four, and Prefect's default is 5
+LOOK_SECONDS = 2.0  # interval of looks for new recipes
+LIMIT = 40  # most flow runs at a time; one run has four, and Prefect's default is 5
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 
 def deployments(name: str | None = None) -> list[Offer]:
-    """List the six flows, under a name that is permanent or that belongs to this runner alone."""
+    """List the six flows, under the permanent name `name` or under this runner's own."""
     session = name is None and deployment() != SERVED
     tags = (INTERNAL, OF_SESSION, home_tag(home())) if session else (INTERNAL,)
     name = name or deployment()
@@ -55,7 +55,7 @@ def deployments(name: str | None = None) -> list[Offer]:
 
 
 def of_recipe(recipe: ServedRecipe) -> Offer:
-    """`post-training` with a recipe as its defaults."""
+    """Return the deployment of `post-training` with a recipe as its defaults."""
     text = f"{recipe.about}\n\nThe recipe: `{recipe.file}`".strip()
     return Offer(
         post_training, recipe.config.name, {"config": form_values(recipe.config)}, text, (RECIPE,), hidden=("storage",)
@@ -63,7 +63,7 @@ def of_recipe(recipe: ServedRecipe) -> Offer:
 
 
 def of_nightly(plan: Nightly) -> Offer:
-    """Nights as a file says: a schedule, and one flow run at a time."""
+    """Return the deployment of a nightly file: with its schedule, and one flow run at a time."""
     parameters, text = (
         {"plan": plan.model_dump(mode="json", exclude_none=True)},
         (nightly.__doc__ or "").partition("\n")[0],
@@ -73,10 +73,10 @@ def of_nightly(plan: Nightly) -> Offer:
 
 
 def of_recipes() -> list[Offer]:
-    """One deployment for each recipe and nightly file that is served here; one that is wrong is told and left."""
+    """Return a deployment for each recipe and nightly file of this home; invalid files are reported and skipped."""
 
-    def tell(wrong: object) -> None:
-        print(f"not served: {wrong}", file=sys.stderr, flush=True)
+    def tell(error: object) -> None:
+        print(f"not served: {error}", file=sys.stderr, flush=True)
 
     made = [of_recipe(recipe) for recipe in served_recipes(tell)]
     for file in served_files():
@@ -90,7 +90,7 @@ def of_recipes() -> list[Offer]:
 def build_runner(heartbeat_seconds: int | None) -> Runner:
     """Build the Prefect runner, which works in a folder of the run home.
 
-    Prefect's own folder is /tmp/runner_storage, where only the user may write who first ran one on this machine.
+    Prefect's own folder is /tmp/runner_storage, which only the first user of a runner on this machine may write to.
     """
     runner = Runner(
         name="rollflow",
@@ -104,7 +104,7 @@ def build_runner(heartbeat_seconds: int | None) -> Runner:
 
 
 async def serve(made: Iterable[Offer], ready: Path | None, *, automations: bool, recipes: bool = False) -> None:
-    """Register the deployments and run what is asked of them."""
+    """Register the deployments and execute their flow runs."""
     runner = build_runner(HEARTBEAT_SECONDS if automations else None)
     ids: dict[str, UUID] = {}
 
@@ -127,35 +127,38 @@ async def serve(made: Iterable[Offer], ready: Path | None, *, automations: bool,
 
 
 async def _follow_recipes(add: Any) -> None:
-    """Serve the recipes that `rollflow deploy` names while this runner lives; what fails is told and tried again."""
-    seen, told = _written(), ""
+    """Serve the recipes that `rollflow deploy` adds while this runner lives; a failure is reported and tried again."""
+    seen, reported = _modified_at(), ""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
-        if (now := _written()) == seen:
+        if (now := _modified_at()) == seen:
             continue
         try:
             await add(of_recipes())
             seen = now
         except (Unreachable, ConfigError) as error:
-            if (wrong := f"not served yet: {error}") != told:
-                print(wrong, file=sys.stderr, flush=True)
-            told = wrong
+            if (message := f"not served yet: {error}") != reported:
+                print(message, file=sys.stderr, flush=True)
+            reported = message
 
 
-def _written() -> int:
+def _modified_at() -> int:
     file = recipes_file(home())
     return file.stat().st_mtime_ns if file.exists() else 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="serve rollflow's flows as Prefect deployments")
-    parser.add_argument("--begin", type=Path, help="wait for this file, with the imports done")
-    parser.add_argument("--ready", type=Path, help="a file to make once the deployments are registered")
-    parser.add_argument("--no-automations", action="store_true", help="somebody else starts crashed runs again")
+    parser.add_argument("--begin", type=Path, help="wait for this file after the imports")
+    parser.add_argument("--ready", type=Path, help="file to create when the deployments are registered")
+    parser.add_argument(
+        "--no-automations", action="store_true", help="install no automations: another process restarts crashed runs"
+    )
     given = parser.parse_args()
     import_early()
     fork_flows(__spec__.name)
-    while given.begin and not given.begin.exists():  # its owner waits for the server, and ends this process if in vain
+    # the owner waits for the server, and ends this process if the server does not come up
+    while given.begin and not given.begin.exists():
         time.sleep(BEGIN_SECONDS)
     recipes = deployment() == SERVED
     asyncio.run(serve(deployments(), given.ready, automations=not given.no_automations, recipes=recipes))

@@ -24,7 +24,7 @@ from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 
 @flow(name="evaluate")
 def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
-    """The evaluation of `version`: as the run itself stored it, or made now on an engine of its own."""
+    """Return the evaluation of `version`: the stored one, or a new one on a separate engine."""
     return asdict(evaluate_version(await_run(run), version))
 
 

@@ -1,8 +1,8 @@
-"""A version as an ordinary Hugging Face folder, from the run's storage alone.
+"""Exports a version as an ordinary Hugging Face folder, from the run's storage alone.
 
-The folder holds what was trained: the weights are checked against the entry that published them, `config.json` names
-the type they were trained in, and `AutoTokenizer` reads the folder to the tokens that the run used. The folder gets its
-name only when it is whole.
+The folder holds the trained policy: its weights are checked against the entry that published them, `config.json` names
+the dtype of the training, and `AutoTokenizer` gives the same tokens as in the run. The folder gets its name only when
+it is complete.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from rollflow.tasks.policies.folder import COPIED
 from rollflow.tasks.policies.tokenizer import other_reading
 from rollflow.tasks.run.context import RunContext
 
-TEXTS = 64  # of the run's prompts, where they can be had, that others must read as the run did
+TEXTS = 64  # number of the run's prompts, if available, that other tools must tokenize as the run did
 
 
 def export(context: RunContext, version: PolicyVersion, folder: Path) -> None:
     """Write `version` to `folder`, which must be new or empty.
 
     Raises:
-        ConfigError: its weights are no longer kept, or the folder cannot be written.
-        Corrupt: the weights are not what was published.
+        ConfigError: the version's weights were deleted, or the folder cannot be written.
+        Corrupt: the weights differ from the published ones.
     """
     with _new_folder(folder.expanduser().absolute()) as temporary:
         _check_kept(context, version)
-        for name, data in _described(context).items():
+        for name, data in _read_policy_files(context).items():
             (temporary / name).write_bytes(data)
         context.policies.copy_weights(version, temporary)
-        _check_reading(context, temporary)
+        _check_tokenizer_agrees(context, temporary)
 
 
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder`, which is renamed to it when the block has ended well."""
+    """Yield a temporary folder beside `folder`, and rename it to `folder` if the block succeeds."""
     temporary = None
     try:
         if folder.exists() and any(folder.iterdir()):
@@ -61,32 +61,32 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _check_kept(context: RunContext, version: PolicyVersion) -> None:
-    """If the weights of this version were not kept, say which versions can be exported."""
+    """Raise an error that lists the exportable versions, if the weights of this version were not kept."""
     stored = set(context.store.list("policies"))
-    if _are_in(stored, version):
+    if _has_weights(stored, version):
         return
     numbers = sorted({int(path.split("/")[1]) for path in stored if "/weights/" in path})
     newest = context.policies.newest()
-    whole = [v for v in numbers if v <= newest and _are_in(stored, context.policies.find(v))]
+    whole = [v for v in numbers if v <= newest and _has_weights(stored, context.policies.find(v))]
     raise ConfigError(
         f"version {version.number}: its weights are no longer kept; of run {context.run_id!r} those of versions "
         f"{', '.join(map(str, whole)) or 'none'} are (store.keep_every and store.keep_last say which stay)"
     )
 
 
-def _are_in(stored: Set[str], version: PolicyVersion) -> bool:
-    """Whether all its weights are among these objects."""
+def _has_weights(stored: Set[str], version: PolicyVersion) -> bool:
+    """Return whether all weights of the version are among these objects."""
     return all(one.path in stored for one in version.weights)
 
 
-def _described(context: RunContext) -> dict[str, bytes]:
-    """All files but the weights."""
+def _read_policy_files(context: RunContext) -> dict[str, bytes]:
+    """Return all files but the weights."""
     names = [path for path in context.store.list("policy") if Path(path).name in COPIED]
     return {Path(path).name: context.store.get(path) for path in names}
 
 
-def _texts(context: RunContext) -> list[str]:
-    """Some of the run's prompts; none if they cannot be opened any more, which does not change the weights."""
+def _read_prompts(context: RunContext) -> list[str]:
+    """Return some of the run's prompts; none if they cannot be opened, which does not affect the weights."""
     try:
         prompts = context.prompts()
         return [prompts.prompt(index).text for index in range(TEXTS)]
@@ -94,8 +94,8 @@ def _texts(context: RunContext) -> list[str]:
         return []
 
 
-def _check_reading(context: RunContext, folder: Path) -> None:
-    if (what := other_reading(folder, _texts(context))) is not None:
+def _check_tokenizer_agrees(context: RunContext, folder: Path) -> None:
+    if (what := other_reading(folder, _read_prompts(context))) is not None:
         raise ConfigError(
             f"run {context.run_id!r} cannot be exported for other tools: {what}; with the libraries that the run was "
             "prepared with they were alike: install those, or read its weights with that tokenizer.json only"

@@ -1,4 +1,4 @@
-"""Where things lie: the run home on this machine and the runs in a store."""
+"""Finds the run home on this machine and the runs in a store."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def home() -> Path:
 
 
 def default_store() -> str:
-    """`ROLLFLOW_STORE`, or a folder in the run home: where runs are stored whose recipe names no store."""
+    """Return the store of recipes without `store.uri`: `ROLLFLOW_STORE`, or a folder in the run home."""
     return os.environ.get("ROLLFLOW_STORE") or str(home() / "store")
 
 
 def store_uri(config: RunConfig) -> str:
-    """The store that a config names, or the default; a folder by its absolute path."""
+    """Return the store that a config names, or the default; a folder as its absolute path."""
     return open_store(config.store.uri or default_store()).uri
 
 
 def context_of(uri: str, run_id: str) -> RunContext:
-    """The run `run_id` of the store at `uri`.
+    """Return the run `run_id` of the store at `uri`.
 
     Raises:
         ConfigError: `run_id` is not a run id.
@@ -49,7 +49,7 @@ def context_of(uri: str, run_id: str) -> RunContext:
 
 
 def attach_run(uri: str) -> RunContext:
-    """The run whose own storage is at `uri`.
+    """Return the run whose own storage is at `uri`.
 
     Raises:
         ConfigError: the last part of `uri` is not a run id.
@@ -60,7 +60,7 @@ def attach_run(uri: str) -> RunContext:
 
 
 def await_run(uri: str) -> RunContext:
-    """`attach_run` for a process that works for the run: it waits for a store that does not answer."""
+    """Return the run at `uri` for a process that works for the run: it waits for a store that does not answer."""
     unread = replace(attach_run(uri), patience=StoreConfig().patience_seconds)
     return replace(unread, patience=unread.config.store.patience_seconds)
 
@@ -71,12 +71,13 @@ def new_run_id(name: str) -> str:
 
 
 def run_id_of(name: str, flow_run: str) -> str:
-    """The id of a run that was started without one. It is the same for whoever takes over from the supervisor."""
+    """Return the id of a run that was started without one. A supervisor that takes over gets the same id."""
     return f"{name}-{flow_run.replace('-', '')[-10:]}"  # the tail: the head of a flow run's id may be a time
 
 
 def find_run(name: str | None, store: str | None = None) -> RunContext:
-    """The run that a person names: an id in the default store (or `store`), a run's own path or URI; None: the newest.
+    """Return the run that the user names: an id in `store` or the default store, or a run's path or URI; None: the
+    newest.
 
     Raises:
         ConfigError: there is no such run, or the name is not a run id.
@@ -84,22 +85,22 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
     base = store or default_store()
     if name is not None:
         found = attach_run(name) if "/" in name else context_of(base, name)
-        return replace(found, uri=found.store.uri)  # as it is written everywhere: others work in other folders
+        return replace(found, uri=found.store.uri)  # a canonical URI, because other processes work in other folders
     runs = all_runs(base)
     if not runs:
         raise ConfigError(f"there is no run in {base} yet; start one with `rollflow run RECIPE`")
-    return max(runs, key=_begun)
+    return max(runs, key=_created_at)
 
 
 def all_runs(store: str | None = None) -> list[RunContext]:
-    """The runs of the default store (or `store`), by their ids."""
+    """Return the runs of the default store (or `store`), by their ids."""
     base = open_store(store or default_store())
     names = [name for name in base.folders("runs") if base.exists(f"runs/{name}/{entry_path(0)}")]
     return [context_of(base.uri, name) for name in names]
 
 
-def _begun(context: RunContext) -> float:
-    """When the run was created; one that cannot be read is older than all."""
+def _created_at(context: RunContext) -> float:
+    """Return when the run was created; an unreadable run counts as older than all others."""
     try:
         return context.created_at
     except (ConfigError, Corrupt):

@@ -1,11 +1,11 @@
-"""Nightly training: recipes one after the other, each compared with its best so far.
+"""Nightly training: trains recipes one after another, and compares each result with the recipe's best so far.
 
     for each recipe:  train (from last night's version) --> evaluate --> export --> better beyond noise? --> alias
                                                                                           |
     a report: artifact, and notification   <-- failed nights, too <-- prune old nights <--+
 
-One night at a time: its deployment has a limit of one flow run, and cancels a new one while the old one runs. A recipe
-that fails or takes too long is said in the report; the next recipe, and the next night, go on.
+There is one night at a time: the deployment has a limit of one flow run, and cancels a new one while the old one runs.
+If a recipe fails or takes too long, the report says so, and the next recipe and the next night go on.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from rollflow.tasks.runtime.sections import Section, refuse
 
 POLL_SECONDS = 2.0
 CANCEL_SECONDS = 120.0
-MARK = "-night-"  # between a recipe's name and the time, in the id of a run
+MARK = "-night-"  # stands between a recipe's name and the time, in a run id
 
 
 class Nightly(Section):
-    """What a nightly file says."""
+    """The content of a nightly file."""
 
     name: RecipeName = Field("nightly", description="what its deployment is called")
     recipes: tuple[str, ...] = Field(min_length=1, description="recipe files, trained in this order; read every night")
@@ -79,10 +79,10 @@ class Nightly(Section):
 
 
 def read_nightly(file: Path) -> Nightly:
-    """A nightly file; its recipes are found from where it lies.
+    """Read a nightly file; its recipes are relative to the file's folder.
 
     Raises:
-        ConfigError: with one sentence for each key that a person must change.
+        ConfigError: one sentence for each key that the user must change.
     """
     tree = read_toml(file, "nightly file")
     try:
@@ -98,7 +98,7 @@ def read_nightly(file: Path) -> Nightly:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One recipe's night, in words for a person."""
+    """The result of one recipe's night, in words."""
 
     recipe: str
     run_id: str
@@ -111,7 +111,7 @@ Train = Callable[[RunConfig, str, float], RunContext]
 
 @flow(name="nightly", log_prints=False)
 def nightly(plan: Nightly) -> Any:
-    """Train the recipes of a nightly file, one after the other, and promote what is better."""
+    """Train the recipes of a nightly file, one after another, and promote better versions."""
     when = flow_run.scheduled_start_time or datetime.now(UTC)
     reports = one_night(plan, when, train_here)
     for report in reports:
@@ -119,39 +119,40 @@ def nightly(plan: Nightly) -> Any:
     text = page(plan, when, reports)
     create_markdown_artifact(text, key=f"nightly-{plan.name.lower().replace('.', '-').replace('_', '-')}")
     if plan.notify:
-        notify(plan.notify, text, return_state=True)  # one that fails is seen on the page: the night itself is over
+        # a failed notification shows on the page; it does not fail the night
+        notify(plan.notify, text, return_state=True)
     failed = [report for report in reports if not report.ok]
     return Failed(message="; ".join(f"{one.recipe}: {one.result}" for one in failed)) if failed else None
 
 
 @nightly.on_crashed
-def tell_crash(flow: Any, flow_run: Any, state: Any) -> None:  # a runner calls it by these names
-    """A night whose own process died has no report: the runner that saw it tells. The next night stops what it left."""
+def notify_crash(flow: Any, flow_run: Any, state: Any) -> None:  # a runner calls it by these names
+    """Notify of a night whose own process died, from the runner that saw it; the next night stops the runs it left."""
     plan = Nightly.model_validate(flow_run.parameters["plan"])
     if plan.notify:
         _send(plan.notify, f"# {plan.name}: a night crashed\n\n{flow_run.name}: {state.message}\n")
 
 
 def one_night(plan: Nightly, when: datetime, train: Train) -> list[Report]:
-    """Every recipe, whatever became of the one before."""
+    """Train every recipe, even after a failure of the one before."""
     stamp = when.astimezone(UTC).strftime("%Y%m%d-%H%M")
-    return [_recipe(plan, Path(file), stamp, train) for file in plan.recipes]
+    return [_train_recipe(plan, Path(file), stamp, train) for file in plan.recipes]
 
 
-def _recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report:
+def _train_recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report:
     run_id = name = file.stem
     try:
         config = load_recipe(file, [])
         name, run_id = config.name, f"{config.name}{MARK}{stamp}"
         versions = home() / "nightly" / name
-        if plan.from_last and (last := _newest(versions, name)):
-            config = _beginning_with(config, last)
+        if plan.from_last and (last := _find_newest(versions, name)):
+            config = _start_from(config, last)
         context = train(config, run_id, plan.hours * 3600)
         registry = Registry(_registry_uri(config), name, plan.alias)
         best, score = registry.best(), score_of(context)
         _export(context, versions / run_id)
         made = registry.add(str(versions / run_id), run_id, score)
-        better, result = _judged(best, score, plan)
+        better, result = _judge(best, score, plan)
         if better:
             registry.promote(made)
         _prune(context, versions, name, plan.keep, registry)
@@ -160,10 +161,10 @@ def _recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report:
         return Report(name, run_id, f"failed: {error}", ok=False)
 
 
-def _judged(best: Registered | None, score: Score, plan: Nightly) -> tuple[bool, str]:
-    """Whether it becomes the best, and why, in words. By few answers nobody is: z is for many."""
+def _judge(best: Registered | None, score: Score, plan: Nightly) -> tuple[bool, str]:
+    """Return whether the version becomes the best, and why. With few answers none does, because z needs many."""
     said = f"{score.accuracy:.1%} of {score.responses} held-out answers"
-    if best is None or best.score == score:  # the second: this night again
+    if best is None or best.score == score:  # equal scores: the same night was repeated
         return best is None, f"{said}; the first" if best is None else f"{said}; as the best"
     known = f"the best so far has {best.score.accuracy:.1%} of {best.score.responses} ({best.run_id})"
     if min(score.responses, best.score.responses) < plan.answers:
@@ -173,18 +174,18 @@ def _judged(best: Registered | None, score: Score, plan: Nightly) -> tuple[bool,
     return z > plan.z, f"{said}; {'promoted' if z > plan.z else 'not promoted'}: {known}, z = {z:.2f}, bound {plan.z:g}"
 
 
-def _newest(versions: Path, name: str) -> Path | None:
-    """The version that the last night ended with; names sort by time."""
+def _find_newest(versions: Path, name: str) -> Path | None:
+    """Return the version that the last night ended with; names sort by time."""
     return max((one for one in versions.glob("*") if _is_night(one.name, name)), default=None)
 
 
-def _beginning_with(config: RunConfig, folder: Path) -> RunConfig:
+def _start_from(config: RunConfig, folder: Path) -> RunConfig:
     policy = config.policy.model_copy(update={"path": str(folder), "cold_start": None})
     return config.model_copy(update={"policy": policy})
 
 
 def score_of(context: RunContext) -> Score:
-    """The evaluation of a run's last version.
+    """Return the evaluation of a run's last version.
 
     Raises:
         Unreachable: the run has none.
@@ -196,7 +197,7 @@ def score_of(context: RunContext) -> Score:
 
 
 def _export(context: RunContext, folder: Path) -> None:
-    if not folder.exists():  # this night again
+    if not folder.exists():  # the same night was repeated
         export(context, context.policies.find(context.config.versions), folder)
 
 
@@ -205,8 +206,10 @@ def _registry_uri(config: RunConfig) -> str:
 
 
 def _prune(context: RunContext, versions: Path, name: str, keep: int, registry: Registry) -> None:
-    """Delete this recipe's nights but the newest `keep` and what has an alias: exports, registered versions, and runs
-    with all objects."""
+    """Delete this recipe's old nights, with their exports, registered versions, and all objects of their runs.
+
+    The newest `keep` nights and those with an alias are kept.
+    """
     store, aliased = context.uri.rpartition("/runs/")[0], registry.aliased()
     nights = sorted(one.run_id for one in all_runs(store) if _is_night(one.run_id, name))
     for run_id in nights[:-keep]:
@@ -214,19 +217,20 @@ def _prune(context: RunContext, versions: Path, name: str, keep: int, registry: 
             registry.forget(run_id)
             shutil.rmtree(versions / run_id, ignore_errors=True)
             old = context_of(store, run_id).store
-            for path in sorted(old.list(), key=entry_path(0).__eq__):  # last what it is found by
+            # delete the first entry last: it is how the run is found
+            for path in sorted(old.list(), key=entry_path(0).__eq__):
                 old.delete(path)
 
 
 def page(plan: Nightly, when: datetime, reports: list[Report]) -> str:
-    """The night as Markdown."""
+    """Return the night's report as Markdown."""
     rows = "\n".join(f"| {one.recipe} | `{one.run_id}` | {one.result.replace('|', '/')} |" for one in reports)
     return f"# {plan.name}, {utc_minute(when)}\n\n| recipe | run | result |\n|---|---|---|\n{rows}\n"
 
 
 @task(name="notify")
 def notify(block: str, text: str) -> None:
-    """Send the report by a block of the person's."""
+    """Send the report through the user's notification block."""
     _send(block, text)
 
 
@@ -238,15 +242,15 @@ def _send(block: str, text: str) -> None:
 
 
 def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
-    """Train by this runner's own deployment, and wait for the end. A night that is cancelled takes its run along.
+    """Train on this runner's own deployment, and wait for the end. Cancelling the night cancels the run, too.
 
     Raises:
-        Unreachable: it did not end in time, or not well.
+        Unreachable: the run did not end in time, or failed.
     """
     limit = time.monotonic() + seconds
     _stop_others(config.name)
     parameters = {"config": config.model_dump(mode="json"), "run_id": run_id}
-    key = f"{flow_run.id}:{flow_run.run_count}:{run_id}"  # a night that a person retries has a new one
+    key = f"{flow_run.id}:{flow_run.run_count}:{run_id}"  # a night that the user retries has a new key
 
     def submit() -> UUID:
         with api() as client:
@@ -255,7 +259,7 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
     made = insist(submit)
     context = context_of(store_uri(config), run_id)
     try:
-        while not (ended := _ended(made, context)):
+        while not (ended := _read_outcome(made, context)):
             if time.monotonic() > limit:
                 _stop_others(config.name)
                 raise Unreachable(f"run {run_id} took longer than {seconds / 3600:g} hours and was stopped")
@@ -269,8 +273,11 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
     return context
 
 
-def _ended(made: UUID, context: RunContext) -> str:
-    """ "" while it goes on; a supervisor that crashed is followed by another, and the run has a summary at its end."""
+def _read_outcome(made: UUID, context: RunContext) -> str:
+    """Return "" while the run goes on, "done", or the reason of its failure.
+
+    A crashed supervisor is followed by another one. A finished run has a summary.
+    """
     try:
         state = insist(lambda: _state_of(made))
         if replace(context, patience=POLL_SECONDS).store.exists(SUMMARY):
@@ -283,7 +290,7 @@ def _ended(made: UUID, context: RunContext) -> str:
 
 
 def _state_of(made: UUID) -> Any:
-    """The state of a flow run, or, where it crashed, of the last that followed it."""
+    """Return the state of a flow run, or, if it crashed, of its last successor."""
     state = flow_state(made)
     if state is None or not state.is_crashed():
         return state
@@ -292,14 +299,14 @@ def _state_of(made: UUID) -> Any:
 
 
 def _stop_others(name: str) -> None:
-    """End the runs of this recipe's nights that are under way, and wait for that."""
+    """Stop the unfinished runs of this recipe's nights, and wait until they have ended."""
     limit = time.monotonic() + CANCEL_SECONDS
     while time.monotonic() < limit and _cancel_nights(name):
         time.sleep(POLL_SECONDS)
 
 
 def _cancel_nights(name: str) -> bool:
-    """Cancel the runs of this recipe's nights; whether there is one that has not ended."""
+    """Cancel the unfinished runs of this recipe's nights; return whether there is any."""
     from prefect.states import Cancelling
 
     with api() as client:
@@ -311,5 +318,5 @@ def _cancel_nights(name: str) -> bool:
 
 
 def _is_night(run_id: object, name: str) -> bool:
-    """Whether a run is a night of this recipe, and not of one whose name begins so, or a person's."""
+    """Return whether a run is a night of this recipe, not of a recipe with a longer name, and not a user's own run."""
     return isinstance(run_id, str) and re.fullmatch(rf"{re.escape(name)}{MARK}\d{{8}}-\d{{4}}", run_id) is not None

@@ -1,7 +1,7 @@
-"""The recipes that `rollflow serve` offers in the Prefect UI: those of rollflow, and what was deployed.
+"""The recipes that `rollflow serve` offers in the Prefect UI: the shipped ones, and the deployed ones.
 
-`rollflow deploy FOLDER` adds a folder, `rollflow nightly FILE` a nightly file. Which ones there are is kept in
-`deployed.json` in the run home.
+`rollflow deploy FOLDER` adds a folder, `rollflow nightly FILE` a nightly file. The list is stored in `deployed.json` in
+the run home.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHIPPED = Path(__file__).parent / "recipes"
 
 @dataclass(frozen=True, slots=True)
 class ServedRecipe:
-    """A recipe, where it was read, and the comment that it begins with."""
+    """A recipe, its file, and the comment at its top."""
 
     config: RunConfig
     file: Path
@@ -31,46 +31,46 @@ class ServedRecipe:
 
 
 def recipes_file(place: Path) -> Path:
-    """Where the deployed folders are kept."""
+    """Return the file that lists the deployed folders."""
     return place / "deployed.json"
 
 
 def folders(place: Path) -> list[Path]:
-    """The folders whose recipes are served, rollflow's own first."""
-    return [SHIPPED, *(one for one in _deployed(place) if one.suffix != ".toml")]
+    """Return the folders whose recipes are served, rollflow's own first."""
+    return [SHIPPED, *(one for one in _read_deployed(place) if one.suffix != ".toml")]
 
 
 def served_files() -> list[Path]:
-    """The nightly files that were deployed in this home."""
-    return [one for one in _deployed(home()) if one.suffix == ".toml"]
+    """Return the nightly files that were deployed in this home."""
+    return [one for one in _read_deployed(home()) if one.suffix == ".toml"]
 
 
 def deploy(place: Path, what: Path) -> None:
-    """Serve the recipes of a folder, or a nightly file, from now on. To do so again makes a runner read it again."""
+    """Serve the recipes of a folder, or a nightly file, from now on. Repeating it makes a runner read them again."""
     with one_at_a_time(place / "deploying"):
-        kept = [str(one) for one in _deployed(place) if one != what]
+        kept = [str(one) for one in _read_deployed(place) if one != what]
         new = recipes_file(place).with_suffix(".new")
         new.write_text(json.dumps([*kept, str(what)]))
         new.replace(recipes_file(place))
 
 
-def _deployed(place: Path) -> list[Path]:
+def _read_deployed(place: Path) -> list[Path]:
     file = recipes_file(place)
     return [Path(one) for one in (json.loads(file.read_text()) if file.exists() else [])]
 
 
 def recipes_of(folder: Path) -> list[ServedRecipe]:
-    """The recipes of a folder.
+    """Return the recipes of a folder.
 
     Raises:
-        ConfigError: there is none, one is wrong, or two have one name.
+        ConfigError: there is none, one is invalid, or two have the same name.
     """
     files = sorted(folder.glob("*.toml"))
     if not files:
         raise ConfigError(f"there is no recipe in {str(folder)!r}; name a folder with *.toml files")
     found: dict[str, ServedRecipe] = {}
     for file in files:
-        recipe = _read(file)
+        recipe = _read_recipe(file)
         name = recipe.config.name
         if name in deployment_names(SERVED) or name in found:
             other = "rollflow's own flows" if name in deployment_names(SERVED) else f"{found[name].file.name!r}"
@@ -80,7 +80,9 @@ def recipes_of(folder: Path) -> list[ServedRecipe]:
 
 
 def served_recipes(tell: Callable[[str], None]) -> list[ServedRecipe]:
-    """Every recipe that is served in this home, of one name the one deployed last; `tell` hears what is wrong."""
+    """Return every recipe that this home serves; of equal names, the one deployed last. `tell`
+    reports invalid recipes.
+    """
     found: dict[str, ServedRecipe] = {}
     for folder in folders(home()):
         try:
@@ -90,16 +92,16 @@ def served_recipes(tell: Callable[[str], None]) -> list[ServedRecipe]:
     return list(found.values())
 
 
-def _read(file: Path) -> ServedRecipe:
+def _read_recipe(file: Path) -> ServedRecipe:
     try:
         config = load_recipe(file, [])
     except ConfigError as error:
         raise ConfigError(f"{str(file)!r}: {error}") from None
-    return ServedRecipe(config, file, _comment(file))
+    return ServedRecipe(config, file, _read_comment(file))
 
 
-def _comment(file: Path) -> str:
-    """The comment that the file begins with."""
+def _read_comment(file: Path) -> str:
+    """Return the comment at the top of the file."""
     lines = []
     for line in file.read_text(encoding="utf-8-sig").splitlines():
         if not line.startswith("#"):

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from rollflow.flows.allowed_values import UNSET, allowed, default_of
+from rollflow.flows.allowed_values import UNSET, default_of, describe_allowed
 from rollflow.flows.config import sections_of
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
@@ -79,5 +79,5 @@ def _fixed_kind(section: type[Section]) -> str | None:
 def _row(name: str, info: FieldInfo) -> str:
     preset = "*required*" if info.is_required() else default_of(info)
     shown = preset if preset in (UNSET, "*required*") else f"`{preset}`"
-    cells = (f"`{name}`", allowed(info), shown, info.description or "")
+    cells = (f"`{name}`", describe_allowed(info), shown, info.description or "")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -72,7 +72,7 @@ class Earlier:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Start reading the journal in a background thread, so that slow storage delays nobody."""
+        """Start reading the records in a background thread, so that slow storage delays nobody."""
         self._window, self._wall, self._clock = window_seconds, wall, clock
         self._began = wall()
         self._found: dict[str, Spent] = {}
@@ -103,5 +103,5 @@ class Earlier:
                 time.sleep(AGAIN_SECONDS)
                 continue
             except RollflowError:
-                pass  # the journal is unreadable, and stays so
+                pass  # the records are unreadable, and stays so
             self._read.set()

@@ -1,8 +1,8 @@
 """One run in MLflow: finds or creates it, and writes to it. Each call may fail as MLflow's client does.
 
 An experiment holds the runs of a recipe. A study (`tracking.study`, for example a sweep or several seeds) is a parent
-run. The facts that are logged once (see `mlflow_payload`) are logged again if it is unknown whether they arrived; logging
-them twice leaves them there once.
+run. The facts that are logged once (see `mlflow_payload`) are logged again if it is unknown whether they arrived;
+logging them twice leaves them there once.
 """
 
 from __future__ import annotations

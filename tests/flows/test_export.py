@@ -130,7 +130,7 @@ def test_who_comes_first_keeps_the_folder(
         (tmp_path / "new").mkdir()
         (tmp_path / "new/theirs").write_text("theirs")
 
-    monkeypatch.setattr("rollflow.flows.export._check_reading", meanwhile)
+    monkeypatch.setattr("rollflow.flows.export._check_tokenizer_agrees", meanwhile)
     assert "cannot be written (Directory not empty)" in command(capsys, "small", 3, tmp_path / "new", code=2)
     assert os.listdir(tmp_path) == ["new"]
     assert os.listdir(tmp_path / "new") == ["theirs"]

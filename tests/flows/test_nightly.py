@@ -21,7 +21,7 @@ from rollflow.flows.commands.cli import main
 from rollflow.flows.config import load_recipe
 from rollflow.flows.deployments import of_nightly
 from rollflow.flows.locations import all_runs, context_of
-from rollflow.flows.nightly import Nightly, _judged, nightly, one_night, read_nightly, train_here
+from rollflow.flows.nightly import Nightly, _judge, nightly, one_night, read_nightly, train_here
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services.prefect_api import SERVED, api, start
 from rollflow.flows.services.process import PrefectServer
@@ -112,7 +112,7 @@ def test_nights_with_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
 def test_why_a_run_failed_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     failed = Failed(message="Flow run encountered an exception: ConfigError: versions = 0: write a number from 1 on")
     monkeypatch.setattr(nightly_module, "_state_of", lambda _: failed)
-    said = nightly_module._ended(UUID(int=1), RunContext(f"{tmp_path}/store/runs/a", tmp_path / "cache"))
+    said = nightly_module._read_outcome(UUID(int=1), RunContext(f"{tmp_path}/store/runs/a", tmp_path / "cache"))
     assert said == "ConfigError: versions = 0: write a number from 1 on"
 
 
@@ -171,7 +171,7 @@ def test_two_proportions_by_hand() -> None:
     ("new", "old", "promoted"), [(100, 100, True), (99, 100, False), (100, 99, False), (5, 5, False)]
 )
 def test_few_answers_promote_nobody(plan: Nightly, new: int, old: int, promoted: bool) -> None:
-    better, said = _judged(Registered("1", "monday", Score(0.0, old)), Score(0.6, new), plan)
+    better, said = _judge(Registered("1", "monday", Score(0.0, old)), Score(0.6, new), plan)
     assert better == promoted
     assert promoted or "fewer than answers = 100 cannot be compared; raise evaluation.prompts" in said
 
