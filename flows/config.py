@@ -115,10 +115,8 @@ def _faults(config: RunConfig) -> Iterator[str]:
             yield error.message()
     for which, source in enumerate(config.prompts):
         if source.system is not None and not source.chat:
-            yield (
-                f"prompts.{which}.system = {source.system!r}: it is not used without chat = true; set that, "
-                "or remove it"
-            )
+            unused = "it is not used without chat = true; set that, or remove it"
+            yield f"prompts.{which}.system = {source.system!r}: {unused}"
 
 
 def _check_temperature(config: RunConfig, key: str, temperature: float, engine: str = "") -> None:
@@ -153,9 +151,8 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte-order mark
     except OSError as error:
-        raise ConfigError(
-            f"{what} {str(path)!r} cannot be read ({error.strerror}); give the path of a TOML file"
-        ) from None
+        fix = "give the path of a TOML file"
+        raise ConfigError(f"{what} {str(path)!r} cannot be read ({error.strerror}); {fix}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or a number or a nesting that is too long
         raise ConfigError(f"{what} {str(path)!r} is not valid TOML: {error}; correct that line") from None
 

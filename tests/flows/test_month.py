@@ -188,7 +188,7 @@ def test_the_pause_of_a_stage_holds_up_nobody_else(paused: Stages, days: Days, p
     stage, started = paused.all["train"], dict[uuid.UUID, float]()
     with stages.api() as client:
         for _ in range(30):
-            paused._see_state(stage, client, prefect.states)
+            paused._update_stage(stage, client, prefect.states)
             if stage.run is not None:
                 started.setdefault(stage.run, days.now)
                 prefect.run_of(stage).crashed = len(started) < 3
