@@ -171,7 +171,7 @@ def browser(home: Path) -> Iterator[Browser]:
         chromium.close()
 
 
-def test_a_run_from_the_form(browser: Browser, home: Path) -> None:
+def test_form_starts_a_run(browser: Browser, home: Path) -> None:
     page = browser.page
     browser.form_of("short")
     browser.shot("form")
@@ -203,7 +203,7 @@ def test_a_run_from_the_form(browser: Browser, home: Path) -> None:
     browser.shot("plot")
 
 
-def test_suspended_resumed_cancelled_and_retried(browser: Browser, home: Path) -> None:
+def test_run_is_suspended_resumed_cancelled_and_retried(browser: Browser, home: Path) -> None:
     browser.start("endless")
     until(lambda: versions_of(home) > 2)
     browser.press("Suspend", "Suspended")

@@ -54,7 +54,7 @@ def small(command: list[str]) -> list[str]:
     return [*command, *more]
 
 
-def test_services_carry_the_run_of_the_page(compose: Compose) -> None:
+def test_compose_services_carry_a_run(compose: Compose) -> None:
     print({name: f"{compose.memory(name) / 2**20:.0f} MiB" for name in compose.services})
     said = ""
     for command in map(small, commands()):
@@ -68,7 +68,7 @@ def test_services_carry_the_run_of_the_page(compose: Compose) -> None:
     assert "audit clean" in re.sub(r"[│ ]+", " ", said)
 
 
-def test_ray_refuses_a_stranger(compose: Compose) -> None:
+def test_ray_rejects_a_client_without_token(compose: Compose) -> None:
     """Without the token nobody may start code there."""
     ask = "import ray; ray.init('ray:6379'); print(ray.nodes())"
     done = compose.execute("ray", ["env", "--unset=RAY_AUTH_TOKEN", "python", "-c", ask], seconds=RUN_SECONDS)

@@ -48,7 +48,7 @@ def test_image_trains(image: Root) -> None:
     assert "clean" in said
 
 
-def test_image_has_the_tools_of_the_services(image: Root) -> None:
+def test_image_contains_the_service_commands(image: Root) -> None:
     """Compose and Kubernetes start these by name."""
     for command in ("prefect version", "mlflow --version", "ray --version", "python infra/bucket.py --help"):
         image.run(command)

@@ -40,14 +40,14 @@ def trained(home: Path, recipe: str, changes: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("changes", LEARNERS.values(), ids=LEARNERS)
-def test_the_quick_start_is_learned(tmp_path: Path, changes: list[str]) -> None:
+def test_quick_start_reaches_its_accuracy(tmp_path: Path, changes: list[str]) -> None:
     found = trained(tmp_path, "sorting.toml", [SEED, *changes])
     assert found["audit"] == "clean"
     assert found["accuracy"]["before"] <= 0.35
     assert found["accuracy"]["after"] >= 0.85
 
 
-def test_steps_are_learned(tmp_path: Path) -> None:
+def test_reasoning_recipe_reaches_its_accuracy(tmp_path: Path) -> None:
     found = trained(tmp_path, "reasoning.toml", [SEED])
     assert found["audit"] == "clean"
     assert found["accuracy"]["before"] < 0.35

@@ -108,7 +108,9 @@ def leftovers(home: Path) -> list[str]:
 
 
 @pytest.mark.xdist_group("vllm")
-def test_vllm_asynchronous(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_run_on_vllm_audits_clean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = Command(tmp_path, SMALL.format(versions=7, alpha=2, engine="vllm"))
     output = command.run("run", str(command.recipe), "--run-id", "first")
     assert "held-out accuracy" in output
@@ -137,7 +139,7 @@ def test_vllm_asynchronous(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
 
 @pytest.mark.soak
 @pytest.mark.xdist_group("vllm")
-def test_vllm_redundant_filtered_and_restarting(tmp_path: Path) -> None:
+def test_vllm_run_with_redundancy_filter_and_restarts(tmp_path: Path) -> None:
     """Extra groups and responses, a filter and tail batching on the real engine, updates that restart what runs."""
     command = Command(tmp_path, SMALL.format(versions=10, alpha=1, engine="vllm"))
     changes = ["rollout.extra_groups=8", "rollout.extra_responses=2", "rollout.tail_batching=true"]
@@ -180,7 +182,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_terminated_while_its_services_start(tmp_path: Path) -> None:
+def test_sigterm_during_start_leaves_nothing(tmp_path: Path) -> None:
     """SIGTERM is Ctrl-C, and before the first flow run there is just as little to leave behind."""
     command = Command(tmp_path, SMALL.format(versions=4, alpha=1, engine="transformers"))
     process = command.start("run", str(command.recipe), "--run-id", "early")
@@ -194,7 +196,7 @@ def test_terminated_while_its_services_start(tmp_path: Path) -> None:
     until(lambda: not leftovers(tmp_path))
 
 
-def test_serve_and_start_a_run_from_the_api(
+def test_served_deployment_starts_a_run(
     tmp_path: Path, s3: str, prefect_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the Prefect UI does: a flow run of the deployment with typed parameters; own model, own data, own S3."""
@@ -302,7 +304,7 @@ def services(tmp_path: Path, prefect_database: Path) -> Iterator[tuple[PrefectSe
 
 
 @pytest.mark.soak
-def test_stopped_then_resumed_on_services_that_are_given(
+def test_stopped_run_resumes_on_given_services(
     tmp_path: Path,
     prefect_database: Path,
     services: tuple[PrefectServer, RayHead],

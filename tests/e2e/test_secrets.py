@@ -91,7 +91,7 @@ def port_of(url: str) -> int:
 
 
 @pytest.mark.parametrize("secret", PLANTED.values(), ids=PLANTED)
-def test_the_search_finds_a_secret_however_it_is_written(secret: str) -> None:
+def test_search_finds_secrets_in_every_encoding(secret: str) -> None:
     for text in (f"key={secret};", f"https://me:{quote(secret, safe='')}@host", f"me:{secret}"):
         assert leaks({"log": text.encode()}, {"X": secret}) == ["X in log"]
     for user in ("", "m", "me", "me:"):
@@ -102,7 +102,7 @@ def test_the_search_finds_a_secret_however_it_is_written(secret: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_run_leaves_no_secret(tmp_path: Path, prefect_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_leaves_no_secret(tmp_path: Path, prefect_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its Prefect server, Ray cluster and MLflow are given, and each gets its secret from the environment.
 
     Prefect and MLflow are reached by HTTPS, and their certificates by the settings of each.

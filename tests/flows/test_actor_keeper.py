@@ -34,7 +34,7 @@ from tests.support.lives import Worker
 from tests.support.waiting import HANG_SECONDS
 
 
-def test_the_first_restart_is_at_once_then_pauses_double() -> None:
+def test_first_restart_is_immediate_then_pauses_double() -> None:
     now = [0.0]
     budget = Budget(RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1.0), lambda: now[0])
     assert [budget.spend("learner", "gone") for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]
@@ -45,7 +45,7 @@ def test_the_first_restart_is_at_once_then_pauses_double() -> None:
     assert budget.spend("learner", "gone") == 0.0
 
 
-def test_no_recovery_ends_before_it_began_when_the_clock_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovery_times_survive_a_clock_that_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pending, real = Pending("learner", "gone", 1), time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
     assert not pending.note_progress(1.0)
@@ -56,9 +56,7 @@ def test_no_recovery_ends_before_it_began_when_the_clock_steps_back(monkeypatch:
     assert first.noticed_at == later.noticed_at <= later.resumed_at
 
 
-def test_a_clock_that_steps_back_makes_no_nonsense_of_a_runs_pace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pace_survives_a_clock_that_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = Progress(RunContext(str(tmp_path), tmp_path / "cache"))
     for number, at in enumerate((5000.0, 5001.0, 1402.0)):
         metrics = {"response_tokens": 100.0}
@@ -68,7 +66,7 @@ def test_a_clock_that_steps_back_makes_no_nonsense_of_a_runs_pace(
     assert progress.tokens_per_second == progress.tokens_per_second_now == 0.0
 
 
-def test_the_newest_claim_holds(tmp_path: Path) -> None:
+def test_newest_claim_wins(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     describe(store)
     first = Log(store).claim("supervisor", who="flow run 1", cluster="a:1")
@@ -110,7 +108,7 @@ def keep_on(tmp_path: Path, lives: str, patience: float = 5.0) -> tuple[RunConte
         cluster.kill_named(["worker"])
 
 
-def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path) -> None:
+def test_keeper_recovers_from_deaths_errors_and_hangs(tmp_path: Path) -> None:
     context, result = keep(tmp_path, "die raise hang work")
     assert result == "done"
     [recovery] = RecoveryLog(context.store).read()  # one end after another, before there was any progress: one recovery
@@ -123,7 +121,7 @@ def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path) -> None:
     assert recovery.noticed_at <= recovery.restored_at <= recovery.resumed_at
 
 
-def test_an_actor_that_nobody_watches_is_not_restarted(tmp_path: Path) -> None:
+def test_unwatched_actor_is_not_restarted(tmp_path: Path) -> None:
     with pytest.raises(Unwatched, match=r"no supervisor has watched .* for 2 s .*; go on with: rollflow resume"):
         keep(tmp_path, "hang", patience=HANG_SECONDS, lease=2.0)
     assert RecoveryLog(open_store(str(tmp_path))).read() == []
@@ -143,12 +141,12 @@ def test_silent_and_idle_actor_is_stuck(tmp_path: Path) -> None:
     assert recovery.reason.endswith("s for the status of worker, which does nothing")
 
 
-def test_actor_that_is_busy_for_long_makes_no_progress(tmp_path: Path) -> None:
+def test_busy_actor_without_progress_is_restarted(tmp_path: Path) -> None:
     with pytest.raises(GaveUp, match="no progress for 8 s"):
         keep(tmp_path, "busy", restarts=0, answer=3.0, patience=8.0)
 
 
-def test_a_note_that_cannot_be_stored_costs_no_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unstorable_note_does_not_end_the_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append, failures = RecoveryLog.append, [Unreachable("object storage did not answer")] * 2
 
     def away(self: RecoveryLog, recovery: Recovery) -> int:
@@ -162,12 +160,12 @@ def test_a_note_that_cannot_be_stored_costs_no_actor(tmp_path: Path, monkeypatch
     assert [recovery.attempt for recovery in RecoveryLog(context.store).read()] == [1]
 
 
-def test_over_the_budget_the_reason_is_told(tmp_path: Path) -> None:
+def test_exhausted_budget_reports_the_reason(tmp_path: Path) -> None:
     with pytest.raises(GaveUp, match=r"worker was restarted 2 times .* somebody else published version 3"):
         keep(tmp_path, "raise", restarts=2)
 
 
-def test_a_keeper_that_follows_another_goes_on_with_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_keeper_inherits_the_spent_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a stage's flow that is killed whenever its actor has come back."""
     monkeypatch.setattr(
         "rollflow.flows.keepalive.restart_history.WAIT_SECONDS", HANG_SECONDS
@@ -179,24 +177,24 @@ def test_a_keeper_that_follows_another_goes_on_with_its_budget(tmp_path: Path, m
         keep_on(tmp_path, "raise work")
 
 
-def test_what_a_person_must_mend_is_not_tried_again(tmp_path: Path) -> None:
+def test_config_error_is_not_retried(tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match="free space, then resume"):
         keep(tmp_path, "full work")  # a second life would end well
 
 
-def test_what_gives_the_same_again_is_not_tried_again(tmp_path: Path) -> None:
+def test_deterministic_failure_is_not_retried(tmp_path: Path) -> None:
     """A version is a function of the one before and its batch."""
     with pytest.raises(NotFinite, match="grad_norm of batch 2 is nan"):
         keep(tmp_path, "nan work")
 
 
-def test_whose_supervisor_is_another_one_s_now_is_not_started_again(tmp_path: Path) -> None:
+def test_superseded_actor_is_not_restarted(tmp_path: Path) -> None:
     with pytest.raises(Superseded, match="which is another one"):
         keep(tmp_path, "superseded work")
     assert RecoveryLog(open_store(str(tmp_path))).read() == []
 
 
-def test_who_was_deposed_by_the_late_claim_of_a_dead_one_is_started_again(tmp_path: Path) -> None:
+def test_actor_deposed_by_a_dead_claim_is_restarted(tmp_path: Path) -> None:
     _, result = keep(tmp_path, "deposed work")
     assert result == "done"
 
@@ -222,9 +220,7 @@ FAILED = GaveUp("the train stage failed: Deposed: a learner is claimed under the
 
 
 @pytest.mark.parametrize(("cluster", "done"), [("B", ["stages ended"]), ("A", [])])
-def test_a_superseded_supervisor_whose_stage_fails_first_leaves_status_and_tracking(
-    cluster: str, done: list[str]
-) -> None:
+def test_superseded_supervisor_leaves_status_and_tracking(cluster: str, done: list[str]) -> None:
     """It has not read that there is another one, whose they are now; so are the stages of its own cluster."""
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store)
@@ -236,7 +232,7 @@ def test_a_superseded_supervisor_whose_stage_fails_first_leaves_status_and_track
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_the_supervisor_of_a_run_says_why_it_failed(monkeypatch: pytest.MonkeyPatch, *, away: bool) -> None:
+def test_supervisor_records_why_it_failed(monkeypatch: pytest.MonkeyPatch, *, away: bool) -> None:
     """Also where the log cannot be read any more."""
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store)
@@ -253,7 +249,7 @@ def test_the_supervisor_of_a_run_says_why_it_failed(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("failure", [None, Unreachable("object storage did not answer"), StoreFailed("read-only")])
-def test_a_run_ends_with_what_waited_for_its_evaluation_pruned(
+def test_run_end_prunes_versions_kept_for_evaluation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: RollflowError | None
 ) -> None:
     """It is the supervisor that prunes then; where the store does not let it, the run ends all the same."""

@@ -27,7 +27,7 @@ def texts(kept: Warnings) -> list[str]:
     return [one.text for one in kept.read()]
 
 
-def test_loggers_that_hand_on_nothing_are_heard_too_and_so_are_pythons_warnings(kept: Warnings) -> None:
+def test_non_propagating_loggers_and_warnings_are_recorded(kept: Warnings) -> None:
     proud = logging.getLogger("proud")
     proud.propagate = False
     assert texts(kept) == []
@@ -45,7 +45,7 @@ def test_loggers_that_hand_on_nothing_are_heard_too_and_so_are_pythons_warnings(
     assert "UserWarning: slow path" in third
 
 
-def test_the_same_text_is_kept_once_in_a_while(kept: Warnings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_warning_is_recorded_at_intervals(kept: Warnings, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     kept.read()
@@ -57,7 +57,7 @@ def test_the_same_text_is_kept_once_in_a_while(kept: Warnings, monkeypatch: pyte
     assert texts(kept) == ["step 0 was slow", "step 9 was slow"]
 
 
-def test_a_flood_is_bounded(kept: Warnings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_recorded_warnings_is_bounded(kept: Warnings, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     kept.read()
@@ -71,7 +71,7 @@ def test_a_flood_is_bounded(kept: Warnings, monkeypatch: pytest.MonkeyPatch) -> 
     assert newest.number == KEPT + 1
 
 
-def test_each_is_told_once() -> None:
+def test_each_warning_is_logged_once() -> None:
     said: list[str] = []
     told = ActorWarnings(lambda form, *given, extra: said.append(form % given + f" {extra}"))
     first, second = Warned("learner", "a:1", 1, "odd"), Warned("learner", "a:1", 2, "odder")
@@ -92,12 +92,12 @@ def test_each_is_told_once() -> None:
         ("4 tokens per second: 7", "4 tokens per second: 7"),
     ],
 )
-def test_secrets_are_left_out(text: str, safe: str) -> None:
+def test_warnings_contain_no_secrets(text: str, safe: str) -> None:
     assert without_secrets(text) == safe
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"7", b'["who"]', b"\xff", b'{"a": 1}'])
-def test_what_is_no_warning_is_passed_over(data: bytes) -> None:
+def test_invalid_warning_is_ignored(data: bytes) -> None:
     """A verifier is a person's own code, and has the socket."""
     kept = Warnings("reward")
     ear().send(data)

@@ -29,7 +29,7 @@ def audited(folder: Path, **wrong: object) -> int:
     return main(["audit", store.uri])
 
 
-def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = LocalStore(tmp_path / "odd")
     Actors.begin(store).train(3)
     expected = audit(store)
@@ -41,7 +41,7 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"group_size": 0}, {"store": {"keep_every": 0}}, {"store": None}], ids=str)
-def test_one_that_says_no_rules_is_one_sentence(
+def test_unreadable_first_config_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, object]
 ) -> None:
     assert audited(tmp_path, **wrong) == 1
@@ -51,7 +51,7 @@ def test_one_that_says_no_rules_is_one_sentence(
 
 
 @pytest.mark.parametrize("rollout", [None, "[/red]", {"extra_responses": "[bold]"}], ids=str)
-def test_one_that_says_too_little_is_a_finding_of_a_whole_report(
+def test_incomplete_first_config_is_a_violation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rollout: object
 ) -> None:
     assert audited(tmp_path, rollout=rollout) == 1

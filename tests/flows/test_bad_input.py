@@ -84,7 +84,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("prompts.².family=x", ["prompts.²", "not a position in a list of 1"]),
     ],
 )
-def test_config(capsys: pytest.CaptureFixture[str], override: str, words: list[str]) -> None:
+def test_bad_config_is_one_sentence(capsys: pytest.CaptureFixture[str], override: str, words: list[str]) -> None:
     sentence = refused(capsys, "check", RECIPE, "--set", override)
     assert all(word in sentence for word in words), sentence
     assert "hidden" not in sentence
@@ -150,18 +150,18 @@ def test_greedy_evaluation_is_accepted() -> None:
         ("reward.answer=all", ["reward.answer = 'all'", 'set reward.answer = "tag"']),
     ],
 )
-def test_sums_by_columns(capsys: pytest.CaptureFixture[str], override: str, words: list[str]) -> None:
+def test_bad_column_sums_are_refused(capsys: pytest.CaptureFixture[str], override: str, words: list[str]) -> None:
     sentence = refused(capsys, "check", "flows/recipes/reasoning.toml", "--set", override)
     assert all(word in sentence for word in words), sentence
 
 
-def test_a_critic_in_bfloat16_behind_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bfloat16_critic_with_deepspeed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     train = "train={learner = 'deepspeed', objective = {kind = 'ppo'}}"
     sentence = refused(capsys, "check", RECIPE, "--set", "policy.dtype=bfloat16", "--set", train)
     assert sentence.startswith("policy.dtype = 'bfloat16': with a critic")
 
 
-def test_everything_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (recipe := tmp_path / "recipe.toml").write_text(
         'group_size = "many"\n[train]\nlr = 1e-3\nlora_r = 8\nlora = {rank = 0}\n[engin]\nslots = 3\n'
     )
@@ -177,7 +177,7 @@ def test_everything_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[
     }
 
 
-def test_so_is_what_only_the_whole_recipe_can_tell(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_whole_recipe_are_reported_too(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ("group_size=1", "train.minibatches=3", "evaluation.engine=lent")
     given = [word for one in wrong for word in ("--set", one)]
     assert main(["check", RECIPE, *given]) == 2
@@ -191,14 +191,14 @@ def test_so_is_what_only_the_whole_recipe_can_tell(capsys: pytest.CaptureFixture
     assert 'the baseline "group" needs 2 or more' in lines[0]
 
 
-def test_recipe_that_is_not_there_or_not_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_missing_or_invalid_recipe_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "'nowhere.toml' cannot be read" in refused(capsys, "check", "nowhere.toml")
     for content in (b"versions = = 3", b"versions = " + b"9" * 5000, b"name = " + b"[" * 3000, b"name = '\xff'"):
         (tmp_path / "bad.toml").write_bytes(content)
         assert "is not valid TOML" in refused(capsys, "check", str(tmp_path / "bad.toml"))
 
 
-def test_recipe_as_other_systems_write_it(tmp_path: Path) -> None:
+def test_recipe_with_bom_and_crlf_is_read(tmp_path: Path) -> None:
     """With a mark that says UTF-8, and line ends of two bytes."""
     recipe = tmp_path / "recipe.toml"
     recipe.write_bytes(b"\xef\xbb\xbf" + Path(RECIPE).read_bytes().replace(b"\n", b"\r\n"))
@@ -211,7 +211,7 @@ def policy_recipe(tmp_path: Path, folder: Path, extra: str = "") -> str:
     return str(recipe)
 
 
-def test_missing_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_missing_model_folder_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sentence = refused_alike(capsys, policy_recipe(tmp_path, tmp_path / "no-model"))
     assert "policy.path" in sentence
     assert "there is no such folder" in sentence
@@ -226,7 +226,7 @@ def make_policy(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def test_tokenizer_without_end_of_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_tokenizer_without_end_of_sequence_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", eos_token_id=None)
     (folder / "generation_config.json").unlink()
     described = json.loads((folder / "tokenizer_config.json").read_text())
@@ -247,7 +247,7 @@ def test_tokenizer_without_end_of_sequence(capsys: pytest.CaptureFixture[str], t
     ],
     ids=["gpt_neox", "opt", "gpt2", "windows"],
 )
-def test_policy_that_the_engine_cannot_run(
+def test_policy_that_the_engine_cannot_run_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, object], why: str
 ) -> None:
     folder = make_policy(tmp_path / "policy", **changes)
@@ -282,7 +282,7 @@ def test_cache_without_room_for_a_request_is_refused(capsys: pytest.CaptureFixtu
         assert "has no weights as safetensors" in refused_alike(capsys, recipe)
 
 
-def test_cache_above_4_gib_must_be_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_cache_above_4_gib_needs_the_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4}
     folder = make_policy(tmp_path / "policy", max_position_embeddings=2**20, **shape)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
@@ -309,7 +309,7 @@ def test_missing_library_is_refused(
     assert "is not installed here; install it with `pip install" in sentence
 
 
-def test_check_says_what_it_could_not_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_notes_skipped_checks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The check downloads nothing, and asks no service that `--offline` rules out."""
     (recipe := tmp_path / "recipe.toml").write_text('[policy]\npath = "nobody-here/no-such-policy"\n')
     assert main(["check", str(recipe)]) == 0
@@ -318,20 +318,20 @@ def test_check_says_what_it_could_not_check(capsys: pytest.CaptureFixture[str], 
     assert "not asked: store.uri" in capsys.readouterr().out
 
 
-def test_policy_whose_config_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_policy_with_an_invalid_config_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", model_type="qwen2", layer_types=["full_attention"] * 5)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder, '[engine]\nkind = "transformers"\n'))
     assert "transformers cannot read its config.json (ValueError: `num_hidden_layers` (2) must be" in sentence
 
 
-def test_prompt_longer_than_the_context(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_prompt_longer_than_the_context_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", max_position_embeddings=70)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
     assert "prompts.0: of its first 512 prompts, 512 are too long (" in sentence
     assert "tokens, and the context leaves room for 6); shorten it" in sentence
 
 
-def test_more_new_tokens_than_the_context(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_more_new_tokens_than_the_context_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", max_position_embeddings=32)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
     assert "engine.max_new_tokens = 64" in sentence
@@ -361,9 +361,7 @@ def test_check_opens_files_of_prompts(
     assert "evaluation.prompts = 256: only 3 are held out" in capsys.readouterr().out
 
 
-def test_check_opens_the_policys_folder_and_the_places_to_write(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_check_opens_policy_folder_and_output_places(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sentence = refused(capsys, "check", policy_recipe(tmp_path, tmp_path / "no-model"))
     assert "policy.path" in sentence
     assert "there is no such folder" in sentence
@@ -380,7 +378,7 @@ def test_check_opens_the_policys_folder_and_the_places_to_write(
 
 
 @pytest.mark.parametrize("command", [["up"], ["serve"], ["down"], ["deploy", "flows/recipes"]], ids=lambda one: one[0])
-def test_a_home_that_cannot_be_written(
+def test_unwritable_home_is_refused(
     command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
@@ -390,7 +388,7 @@ def test_a_home_that_cannot_be_written(
 
 
 @pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "a\0b"])
-def test_a_path_that_is_none(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_path_is_refused(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     (recipe := Path(os.environ["ROLLFLOW_HOME"]).with_suffix(".toml")).write_text(
         f'[[prompts]]\nkind = "jsonl"\npath = {json.dumps(path)}\n[reward]\nkind = "exact"\n'
     )
@@ -402,28 +400,28 @@ def test_a_path_that_is_none(path: str, capsys: pytest.CaptureFixture[str]) -> N
             assert f"{path}' is a folder of nobody here" in refused(capsys, *arguments)
 
 
-def test_existing_run_id(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_existing_run_id_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     describe(open_store(str(tmp_path / "home/store/runs/mine")), "mine")
     sentence = refused(capsys, "run", RECIPE, "--run-id", "mine")
     assert sentence.startswith("run id 'mine' exists in ")
     assert "--run-id" in sentence
 
 
-def test_unwritable_storage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unwritable_store_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     sentence = refused_alike(capsys, RECIPE, "--set", f"store.uri={tmp_path}/file/below")
     assert "store.uri" in sentence
     assert "file/below" in sentence
 
 
-def test_a_folder_as_store_of_a_cluster_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_folder_store_of_a_remote_cluster_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Before anybody is asked: nothing answers at that address."""
     sentence = refused_alike(capsys, RECIPE, "--set", "cluster.address=192.0.2.7:6379")
     assert sentence.startswith(f"store.uri = '{tmp_path}/home/store': a folder of this machine, which 192.0.2.7 of ")
     assert "cluster.address = '192.0.2.7:6379' cannot read; use s3://bucket/prefix" in sentence
 
 
-def test_a_folder_as_store_of_a_cluster_with_nodes_elsewhere() -> None:
+def test_folder_store_with_remote_nodes_is_refused() -> None:
     check_store_reach("/a/folder", "127.0.0.1:6379", ["127.0.0.1", "::1"])
     check_store_reach("/a/folder", "auto", ["192.0.2.7"])
     check_store_reach("s3://bucket/prefix", "127.0.0.1:6379", ["192.0.2.7"])
@@ -431,7 +429,7 @@ def test_a_folder_as_store_of_a_cluster_with_nodes_elsewhere() -> None:
         check_store_reach("file:///a/folder", "127.0.0.1:6379", ["127.0.0.1", "192.0.2.8", "192.0.2.7"])
 
 
-def test_unreachable_services(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_service_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_port()}"
     assert f"cluster.address = '{address}'" in refused_alike(capsys, RECIPE, "--set", f"cluster.address={address}")
     uri = f"http://{address}"
@@ -447,14 +445,14 @@ def test_unreachable_services(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert f"PREFECT_API_URL = '{uri}/api'" in refused(capsys, "serve")
 
 
-def test_a_database_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_database_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     address = f"127.0.0.1:{free_port()}/prefect"
     sentence = refused(capsys, "serve", "--database", f"postgresql+asyncpg://me@{address}")
     assert f"--database 'postgresql+asyncpg://{address}': " in sentence
     assert "PGPASSWORD" in sentence
 
 
-def test_unknown_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_prompts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     family = ["--set", "reward.kind=reasoning-gym", "--set", "prompts.0.kind=reasoning-gym"]
     sentence = refused_alike(capsys, RECIPE, *family, "--set", "prompts.0.family=no_such_family")
     assert "prompts.family = 'no_such_family'" in sentence
@@ -462,12 +460,12 @@ def test_unknown_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "prompts.options" in sentence
 
 
-def test_run_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "run 'nobody'" in refused(capsys, "audit", "nobody")
     assert "there is no run in" in refused(capsys, "status")
 
 
-def test_check_needs_nothing_heavy() -> None:
+def test_check_imports_nothing_heavy() -> None:
     code = f"""
 import sys
 from rollflow.flows import prepare
@@ -481,7 +479,7 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
 
 
-def test_a_refused_command_leaves_a_run_of_that_id_its_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_command_keeps_the_other_runs_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two commands of one second have one run id by default: `for s in 0 1; do rollflow run R --set seed=$s & done`."""
 
     def config(hidden: int) -> RunConfig:
@@ -501,7 +499,7 @@ def test_a_refused_command_leaves_a_run_of_that_id_its_policy(tmp_path: Path, mo
     assert json.loads(prepared[0].store.get("policy/config.json"))["hidden_size"] == 32
 
 
-def test_a_preparation_that_was_killed_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_preparation_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -14,7 +14,7 @@ from tests.support.refused import refused
 from tests.support.waiting import HANG_SECONDS
 
 
-def test_a_recipe_to_begin_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_writes_a_valid_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As it is written, and with every key set to its default."""
     recipe = tmp_path / "mine.toml"
     assert main(["init", str(recipe)]) == 0
@@ -39,7 +39,7 @@ def test_a_recipe_to_begin_with(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("rollflow check reci", []),
     ],
 )
-def test_what_bash_completes(words: str, completed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_verbs_and_options(words: str, completed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     ask = f'COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _rollflow; echo "${{COMPREPLY[@]}}"'

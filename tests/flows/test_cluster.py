@@ -39,7 +39,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_head_that_comes_back_is_attached_to(monkeypatch: pytest.MonkeyPatch, fast: list[float]) -> None:
+def test_returning_head_is_attached(monkeypatch: pytest.MonkeyPatch, fast: list[float]) -> None:
     """Refused at first, then half up, then up."""
     trouble, connected = ["nothing answers", "nothing answers", "no raylet yet"], list[str]()
 
@@ -53,7 +53,7 @@ def test_head_that_comes_back_is_attached_to(monkeypatch: pytest.MonkeyPatch, fa
     assert (trouble, connected) == ([], ["127.0.0.1:1"])
 
 
-def test_head_that_stays_away_is_named(fast: list[float]) -> None:
+def test_absent_head_is_named_in_the_error(fast: list[float]) -> None:
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(Unreachable, match=f"waited 60 s for a Ray head at {address}"):
         cluster.attach(address, "test", deadline_seconds=60)
@@ -61,7 +61,7 @@ def test_head_that_stays_away_is_named(fast: list[float]) -> None:
 
 
 @pytest.mark.slow
-def test_flow_that_starts_waits_for_an_absent_head(tmp_path: Path) -> None:
+def test_starting_flow_waits_for_an_absent_head(tmp_path: Path) -> None:
     with RayHead(tmp_path, cpus=1) as head:
         env = os.environ | head.env | {"PYTHONPATH": os.pathsep.join(sys.path)}
         head.kill()

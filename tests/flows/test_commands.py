@@ -76,7 +76,7 @@ def published_again(run: RunContext, version: int) -> None:
     changed(run.store, published.entry, lambda body: replace(body, weights=(said,)))
 
 
-def test_replay_says_what_was_trained_again(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_reports_each_retrained_version(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     sha256 = trained.policies.find(5).weights[0].sha256[:12]
     sentence = f"version 5: parent 4, batch 4 (2 groups, 8 trajectories): weights identical (sha256 {sha256})"
     assert sentence in shown(capsys, "replay", "small")
@@ -86,7 +86,7 @@ def test_replay_says_what_was_trained_again(trained: RunContext, capsys: pytest.
     assert "version 3: parent 2, batch 2 (2 groups, 8 trajectories): weights and learner state identical" in every
 
 
-def test_replay_fails_where_something_else_was_published(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_fails_on_different_weights(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     published = copy.policies.find(4)
     other = replace(published.weights[0], sha256="0" * 64)
     changed(copy.store, published.entry, lambda body: replace(body, weights=(other,)))
@@ -96,7 +96,7 @@ def test_replay_fails_where_something_else_was_published(copy: RunContext, capsy
     assert out.endswith("versions 5 to 5 follow from it and were not trained again ")
 
 
-def test_replay_by_another_number_of_ranks(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_with_other_ranks_agrees_to_rounding(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     """Each version from its published parent, to rounding; to the bit it would be chance."""
     out = shown(capsys, "replay", "small", "--all", "--ranks", "2")
     assert out.count("parent") == 5
@@ -105,9 +105,7 @@ def test_replay_by_another_number_of_ranks(trained: RunContext, capsys: pytest.C
     assert "--ranks = 0: choose 1 or more" in shown(capsys, "replay", "small", "--ranks", "0", code=2)
 
 
-def test_replay_by_another_number_of_ranks_fails_where_it_is_no_rounding(
-    copy: RunContext, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_with_other_ranks_fails_beyond_rounding(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     published_again(copy, 3)
     out = shown(capsys, "replay", copy.uri, "4", "--ranks", "2", code=1)
     assert "DIFFERENT in" in out
@@ -116,7 +114,7 @@ def test_replay_by_another_number_of_ranks_fails_where_it_is_no_rounding(
 
 @pytest.mark.parametrize("given", [{}, {"dtype": "bfloat16"}])
 @pytest.mark.parametrize("rate", [1e-3, 1e-6])
-def test_replay_by_another_number_of_ranks_goes_by_what_a_step_changes(
+def test_replay_with_other_ranks_scales_with_the_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -132,7 +130,7 @@ def test_replay_by_another_number_of_ranks_goes_by_what_a_step_changes(
     assert "DIFFERENT in" in shown(capsys, "replay", "small", "--ranks", "2", code=1)
 
 
-def test_replay_by_another_number_of_ranks_passes_over_what_was_pruned(
+def test_replay_with_other_ranks_skips_pruned_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Version 4 is kept, and its parent is not; the two behind it are trained from what it is."""
@@ -145,7 +143,7 @@ def test_replay_by_another_number_of_ranks_passes_over_what_was_pruned(
     assert "versions 2 to 2: their weights" in shown(capsys, "replay", "small", "2", "--ranks", "2", code=2)
 
 
-def test_inspect_a_run(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_a_run(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "inspect", "small")
     for words in (
         "version 5 of 6",
@@ -162,7 +160,7 @@ def test_inspect_a_run(trained: RunContext, capsys: pytest.CaptureFixture[str]) 
         assert words in out, out
 
 
-def test_domains_are_shown_beside_what_was_asked_for(
+def test_domain_shares_are_shown_beside_configured_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two sources, issued in turn although one was to have three times the groups of the other."""
@@ -186,7 +184,7 @@ def test_domains_are_shown_beside_what_was_asked_for(
     assert summary["domains"]["gcd"] == {"groups": 5, "share": 0.5, "asked": 0.75}
 
 
-def test_inspect_a_version(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_a_version(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     version, parent = trained.policies.find(3), trained.policies.find(2)
     [weights] = version.weights
     out = shown(capsys, "inspect", "small", "3")
@@ -207,7 +205,7 @@ def test_inspect_a_version(trained: RunContext, capsys: pytest.CaptureFixture[st
     assert "learner state not stored with this version" in shown(capsys, "inspect", "small", "4")
 
 
-def test_inspect_a_version_whose_batch_was_formed_again(
+def test_inspect_shows_discards_of_a_replaced_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the damaged batch had given up is shown with the one that was trained on."""
@@ -222,7 +220,7 @@ def test_inspect_a_version_whose_batch_was_formed_again(
         assert words in out, out
 
 
-def test_inspect_a_trajectory(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_a_trajectory(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     question = trained.prompts().prompt(4).text
     out = shown(capsys, "inspect", "small", "4.1.2")
     for words in (
@@ -259,7 +257,7 @@ def test_inspect_a_trajectory(trained: RunContext, capsys: pytest.CaptureFixture
         (("gc", "nobody"), "there is no such run"),
     ],
 )
-def test_what_does_not_exist_gets_a_sentence(
+def test_missing_version_or_trajectory_is_one_sentence(
     trained: RunContext, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
 ) -> None:
     assert sentence in shown(capsys, *arguments, code=2)
@@ -279,7 +277,7 @@ def test_gc_shows_then_deletes(trained: RunContext, capsys: pytest.CaptureFixtur
     assert "identical" in shown(capsys, "replay", "small", "--all")
 
 
-def test_inspect_shows_what_was_quarantined(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_quarantined_batches(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     file = copy.log.state.waiting[5].file.path
     copy.store.put(file, b"not what it was")
     copy.batches.void(copy.log.claim("scheduler"), 5, "it was cut")
@@ -293,9 +291,7 @@ def test_inspect_shows_what_was_quarantined(copy: RunContext, capsys: pytest.Cap
     assert ": it was cut" in shown(capsys, "audit", copy.uri)
 
 
-def test_an_audit_says_what_it_read_and_begins_where_the_one_before_ended(
-    copy: RunContext, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_audit_continues_after_the_last_audit(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     entries = copy.log.state.n + 1
     first = shown(capsys, "audit", copy.uri)
     assert f"{entries} entries, " in first
@@ -309,7 +305,7 @@ def test_an_audit_says_what_it_read_and_begins_where_the_one_before_ended(
     assert f"altered {file}" in deep
 
 
-def test_a_terminal_shows_how_far_an_audit_is(copy: RunContext) -> None:
+def test_terminal_shows_audit_progress(copy: RunContext) -> None:
     for terminal in (True, False):
         console = Console(file=StringIO(), force_terminal=terminal, width=110)
         assert show_audit(copy.store, deep=True, console=console).clean
@@ -317,14 +313,14 @@ def test_a_terminal_shows_how_far_an_audit_is(copy: RunContext) -> None:
         assert ("audit: " in console.file.getvalue()) == terminal
 
 
-def test_staleness_is_told_by_spans_of_versions() -> None:
+def test_staleness_table_groups_versions() -> None:
     """A row has as many versions as the report counts together; the last span may not be full."""
     report = AuditReport(versions=7, span=3, staleness=Counter({0: 7}))
     report.staleness_by_version = {1: Counter({0: 3}), 4: Counter({0: 3}), 7: Counter({0: 1})}
     assert list(staleness_table(report).columns[0].cells) == ["1-3", "4-6", "7", "all"]
 
 
-def test_a_run_is_followed_version_by_version_whatever_fails(
+def test_progress_yields_each_version_once_despite_failures(
     trained: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each version is told once, also where a read of the log breaks off in the middle."""
@@ -346,7 +342,7 @@ def test_a_run_is_followed_version_by_version_whatever_fails(
 
 
 @pytest.mark.long
-def test_reading_a_run_needs_nothing_heavy(trained: RunContext) -> None:
+def test_reading_a_run_imports_nothing_heavy(trained: RunContext) -> None:
     code = f"""
 import sys
 from rollflow.flows.commands.cli import main
@@ -373,7 +369,7 @@ def test_audit_compares_with_anchors(copy: RunContext, capsys: pytest.CaptureFix
     assert "anchor '7': give the number of an entry and its sha256" in refused
 
 
-def test_audit_says_what_it_could_not_check(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_reports_skipped_checks(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     """The package that made the prompts has changed: no violation, but the next audit does not go on from this one."""
     pins = [{**pin, "version": "0.0.1"} for pin in copy.created.prompts]
     changed(copy.store, 0, lambda body: replace(body, prompts=tuple(pins)))

@@ -39,7 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
         yield context
 
 
-def test_what_differs_what_came_of_it_and_the_page(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_reports_differences_results_and_page(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     other = str(Path(trained.uri).parent / "other")
     assert main(["compare", "small", "fresh"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -61,7 +61,7 @@ def test_what_differs_what_came_of_it_and_the_page(trained: RunContext, capsys: 
     assert "<td>0.25</td>" in page
 
 
-def test_what_is_refused(trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_compare_refuses_bad_arguments(trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "run 'small' is named twice" in refused(capsys, "compare", "small", trained.uri)
     assert "nobody': there is no such run" in refused(capsys, "compare", "small", "nobody")
@@ -76,14 +76,14 @@ def made_up(name: str, versions: int = 1000, rise: float = 1.0, **config: str) -
     return ComparedRun(name, {"versions": str(versions), **config}, {"audit": "clean"}, {"s": "1"}, {}, curves)
 
 
-def test_five_runs_of_a_thousand_versions_are_a_small_page_that_fetches_nothing() -> None:
+def test_page_of_long_runs_is_small_and_self_contained() -> None:
     page = compare_page([made_up(f"run-{n}", rise=1 + n, rate=str(n)) for n in range(5)])
     assert len(page.encode()) < 2**20
     assert "<script" not in page
     assert "http" not in page
 
 
-def test_seeds_are_one_band_as_far_as_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_share_one_band(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollflow.flows.views import compare_page as page
 
     runs = [made_up("a", 11, seed="0"), made_up("b", 11, 3.0, seed="1"), made_up("c", 11, rate="2")]
@@ -105,7 +105,7 @@ def test_seeds_are_one_band_as_far_as_all_have_come(monkeypatch: pytest.MonkeyPa
     assert "a and 2 other runs<" in compare_page(again)
 
 
-def test_many_versions_are_thinned_to_means_of_neighbours() -> None:
+def test_long_curve_is_thinned_to_means() -> None:
     from rollflow.flows.views.compare_page import _thin
 
     x, y = _thin(np.arange(2.0 * SHOWN), np.tile([0.0, 1.0], SHOWN))
@@ -127,7 +127,7 @@ class Heard(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def test_the_page_can_be_heard() -> None:
+def test_page_is_readable_by_a_screen_reader() -> None:
     heard = Heard()
     heard.feed(compare_page([made_up("<b>one</b>"), made_up("two", rate="2")]))
     assert heard.of("html") == [{"lang": "en"}]

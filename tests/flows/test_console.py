@@ -53,7 +53,7 @@ def drawn(status: RunStatus, width: int) -> list[str]:
     return console.export_text().splitlines()
 
 
-def test_a_status_survives_its_json_and_an_older_reader_survives_a_newer_writer() -> None:
+def test_status_survives_json_of_a_newer_writer() -> None:
     assert RunStatus.from_json(STATUS.to_json()) == STATUS
     newer = STATUS.to_json()[:-1] + ', "invented": 1}'
     assert RunStatus.from_json(newer) == STATUS
@@ -63,7 +63,7 @@ def test_a_status_survives_its_json_and_an_older_reader_survives_a_newer_writer(
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_panel_shows_the_run_within_the_width(width: int) -> None:
+def test_panel_fits_the_width(width: int) -> None:
     lines = drawn(STATUS, width)
     text = "\n".join(lines)
     assert all(len(line) <= width for line in lines)
@@ -83,11 +83,11 @@ def test_the_panel_shows_the_run_within_the_width(width: int) -> None:
     assert "██████░░░░░░" in text  # the buffer is half full
 
 
-def test_a_run_that_has_just_begun_can_be_drawn() -> None:
+def test_new_run_can_be_drawn() -> None:
     assert "nothing trained yet" in "\n".join(drawn(RunStatus("x"), 80))
 
 
-def test_several_domains_are_shown_beside_what_was_asked_for() -> None:
+def test_domains_are_shown_beside_configured_shares() -> None:
     two = replace(STATUS, domains={"gcd": 30, "lcm": 10}, shares={"gcd": 0.7, "lcm": 0.3})
     assert RunStatus.from_json(two.to_json()) == two
     assert "gcd 75% of 70%  lcm 25% of 30%" in "\n".join(drawn(two, 100))
@@ -97,12 +97,12 @@ def test_several_domains_are_shown_beside_what_was_asked_for() -> None:
     assert "gcd 75.0% (asked 70.0%)   lcm 25.0% (asked 30.0%)" in stream.getvalue()
 
 
-def test_only_the_first_and_the_latest_accuracy_points_are_shown() -> None:
+def test_first_and_latest_accuracies_are_shown() -> None:
     many = replace(STATUS, accuracy=tuple((v, v / 100) for v in range(0, 100, 10)))
     assert "0.0% v0 ⋯ 60.0% v60 → 70.0% v70 → 80.0% v80 → 90.0% v90" in "\n".join(drawn(many, 100))
 
 
-def test_pass_at_k_is_shown_where_there_is_one() -> None:
+def test_pass_at_k_is_shown_if_known() -> None:
     several = replace(STATUS, pass_at={2: 0.801, 4: 0.9})
     assert "@2 80.1%  @4 90.0%" in "\n".join(drawn(several, 100))
     assert "held-out 71.2%" in plain_line(several)
@@ -124,16 +124,16 @@ def test_sparkline_scales_to_its_range_and_averages_neighbours() -> None:
     assert sparkline([], 8) == ""
 
 
-def test_staleness_bar_is_cut_in_proportion() -> None:
+def test_staleness_bar_is_proportional() -> None:
     assert staleness_bar({0: 1, 1: 3}, 8).plain == "████████  0 25%  1 75%"
     assert [span.style for span in staleness_bar({0: 1, 1: 3}, 8).spans][:2] == ["green", "cyan"]
 
 
-def test_durations_read_as_a_person_says_them() -> None:
+def test_durations_are_formatted_for_people() -> None:
     assert [duration(s) for s in (0.4, 59.9, 60, 187.4, 3723)] == ["0 s", "59 s", "1:00", "3:07", "1:02:03"]
 
 
-def test_plain_lines_come_with_news_and_otherwise_rarely() -> None:
+def test_plain_lines_are_limited_without_news() -> None:
     now = [0.0]
     stream = io.StringIO()
     with PlainView(stream, every_seconds=5.0, clock=lambda: now[0]) as view:
@@ -160,7 +160,7 @@ def test_plain_lines_come_with_news_and_otherwise_rarely() -> None:
     assert stream.getvalue().count("version 97/150") == 2  # with the message, and as done
 
 
-def test_the_view_fits_the_stream() -> None:
+def test_view_depends_on_the_stream() -> None:
     assert isinstance(open_view(io.StringIO()), PlainView)
 
     class Terminal(io.StringIO):
@@ -174,7 +174,7 @@ def test_the_view_fits_the_stream() -> None:
     assert "5,120" in terminal.getvalue()  # the last state stays on the screen
 
 
-def test_the_summary_leaves_out_what_is_not_there() -> None:
+def test_summary_leaves_out_missing_figures() -> None:
     stream = io.StringIO()
     summary = {
         "run_id": "arithmetic-1",
@@ -207,9 +207,7 @@ def test_the_summary_leaves_out_what_is_not_there() -> None:
     assert "held-out" not in bare.getvalue()
 
 
-def test_the_doctor_reports_no_secret_and_names_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_hides_secrets_and_names_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "hidden-id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden-key")
     monkeypatch.setenv("PREFECT_API_URL", "http://me:hidden@127.0.0.1:9/api")
@@ -223,7 +221,7 @@ def test_the_doctor_reports_no_secret_and_names_what_is_missing(
     assert "hidden" not in stream.getvalue()
 
 
-def test_doctor_names_variables_that_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_relevant_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hidden@hub/x")
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
@@ -242,7 +240,7 @@ def test_doctor_names_variables_that_matter(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "home").exists(), "to look changes nothing"
 
 
-def test_a_page_that_nobody_serves_yet_is_no_address() -> None:
+def test_page_without_a_server_is_no_address() -> None:
     print_summary(
         {"storage": "/a/run", "prefect": "rollflow serve", "mlflow": "http://127.0.0.1/#/x"}, out := io.StringIO()
     )

@@ -75,7 +75,7 @@ def offer(server: PrefectServer) -> Offer:
     return Offer(evaluate, f"o-{uuid.uuid4().hex[:6]}", {"version": 3}, "as we say", ("ours",))
 
 
-def test_what_a_person_changed_stays_and_the_rest_follows_the_code(server: PrefectServer, offer: Offer) -> None:
+def test_registering_keeps_user_changes(server: PrefectServer, offer: Offer) -> None:
     page, name = Page(server), f"evaluate/{offer.name}"
     made = register(offer)
     assert page.read(name)["parameters"] == {"version": 3}
@@ -97,7 +97,7 @@ def test_what_a_person_changed_stays_and_the_rest_follows_the_code(server: Prefe
     assert page.read(name)["parameters"] == {"version": 5}
 
 
-def test_a_schedule_plans_flow_runs(server: PrefectServer, offer: Offer) -> None:
+def test_schedule_plans_flow_runs(server: PrefectServer, offer: Offer) -> None:
     """The server's own scheduler does: it fails under an SQLAlchemy that Prefect was not made for."""
     register(replace(offer, cron=("0 2 * * *", "Europe/Berlin"), tags=("nightly",)))
     with api() as client:
@@ -116,7 +116,7 @@ def test_recipes_come_before_internal_deployments(server: PrefectServer, offer: 
             client.delete_deployment(one)
 
 
-def test_runs_of_older_names_are_served_until_they_end(server: PrefectServer) -> None:
+def test_flow_runs_of_older_names_are_served(server: PrefectServer) -> None:
     """A run that was suspended under an older version is resumed by this one."""
     page, offers = Page(server), [one for one in deployments(SERVED) if one.flow_name in ("evaluate", "post-training")]
     for one in offers:
@@ -137,7 +137,7 @@ def test_runs_of_older_names_are_served_until_they_end(server: PrefectServer) ->
     assert SERVED not in page.all()
 
 
-def test_where_nothing_differs_nothing_is_sent(server: PrefectServer, offer: Offer) -> None:
+def test_unchanged_deployment_is_not_updated(server: PrefectServer, offer: Offer) -> None:
     """An update would drop the flow runs that a schedule has planned."""
     page, name = Page(server), f"evaluate/{offer.name}"
     register(offer)
@@ -146,7 +146,7 @@ def test_where_nothing_differs_nothing_is_sent(server: PrefectServer, offer: Off
     assert page.read(name)["updated"] == before
 
 
-def test_deployments_of_one_command_go_with_it_and_those_of_dead_ones_are_swept(
+def test_deployments_of_ended_sessions_are_deleted(
     server: PrefectServer, offer: Offer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     page, living, dead = Page(server), *(replace(offer, name=f"{w}-{offer.name}", tags=(OF_SESSION,)) for w in "ld")
@@ -169,7 +169,7 @@ def serving(server: PrefectServer, home: Path) -> Runner:
     return Runner(home / "runner.log", env, arguments=arguments, ready=ready, start_seconds=180)
 
 
-def test_a_schedule_a_pause_and_a_default_survive_the_runner(server: PrefectServer, tmp_path: Path) -> None:
+def test_user_changes_survive_the_runner(server: PrefectServer, tmp_path: Path) -> None:
     """The runner of `serve` is ended, started again, killed, and started again; a folder is deployed meanwhile."""
     page, recipes = Page(server), tmp_path / "recipes"
     recipes.mkdir()
@@ -201,7 +201,7 @@ def test_a_schedule_a_pause_and_a_default_survive_the_runner(server: PrefectServ
     assert there["parameters"]["config"]["versions"] == 11
 
 
-def test_flow_runs_of_recipes_belong_to_who_serves(server: PrefectServer, offer: Offer) -> None:
+def test_recipe_flow_runs_belong_to_their_runner(server: PrefectServer, offer: Offer) -> None:
     other = replace(offer, tags=("recipe",))
     register(other)
     with api() as client:
@@ -210,7 +210,7 @@ def test_flow_runs_of_recipes_belong_to_who_serves(server: PrefectServer, offer:
         assert run not in {one.id for one in unfinished_runs(client, "rollflow-else")}
 
 
-def test_a_stack_that_starts_leaves_what_is_planned_or_paused(
+def test_starting_stack_keeps_planned_and_paused_runs(
     server: PrefectServer, offer: Offer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefect plans a night once: one that was said to have crashed would never be."""
@@ -238,7 +238,7 @@ def test_a_stack_that_starts_leaves_what_is_planned_or_paused(
             assert ended == crashed
 
 
-def test_a_work_pool_gets_the_same_deployments(server: PrefectServer, tmp_path: Path) -> None:
+def test_work_pool_gets_the_same_deployments(server: PrefectServer, tmp_path: Path) -> None:
     """Prefect itself reads the file that `deploy --work-pool` prints."""
     recipes, file = tmp_path / "recipes", tmp_path / "prefect.yaml"
     recipes.mkdir()

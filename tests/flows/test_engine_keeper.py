@@ -84,7 +84,7 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
     cluster.kill_named([engine_name(0), engine_name(1), engine_name(EVALUATION)])
 
 
-def test_engines_that_began_before_their_stage_are_found(tmp_path: Path) -> None:
+def test_engines_started_early_are_found(tmp_path: Path) -> None:
     begun = list[int]()
 
     def begin(context: RunContext) -> None:
@@ -99,7 +99,7 @@ def test_engines_that_began_before_their_stage_are_found(tmp_path: Path) -> None
         cluster.kill_named([engine_name(0), engine_name(1), LEARNER, ROLLOUT, REWARD])
 
 
-def test_the_engine_for_evaluations_is_started_once_one_is_due_and_again_when_it_dies(kept: Kept) -> None:
+def test_evaluation_engine_starts_when_due_and_restarts(kept: Kept) -> None:
     for _ in range(5):
         kept.engines.look(kept.scheduler, QUIET)
     with pytest.raises(ValueError, match="engine-evaluation"):
@@ -114,7 +114,7 @@ def test_the_engine_for_evaluations_is_started_once_one_is_due_and_again_when_it
     assert kept.recovered == ["engine-evaluation"]
 
 
-def test_an_engine_that_died_within_its_actor_does_not_cost_the_actor(kept: Kept) -> None:
+def test_engine_death_keeps_its_actor(kept: Kept) -> None:
     before = process(1)
     actor = ray.get_actor(engine_name(1))
     die(actor)
@@ -124,7 +124,7 @@ def test_an_engine_that_died_within_its_actor_does_not_cost_the_actor(kept: Kept
     assert kept.joined == [0, 1]
 
 
-def test_an_engine_that_the_scheduler_gave_up_is_not_kept_because_it_feels_well(kept: Kept) -> None:
+def test_engine_given_up_by_the_scheduler_is_restarted(kept: Kept) -> None:
     before = process(0)
     kept.until(lambda: 0 not in kept.joined, RolloutStatus(failed={0: "it made no token for 60 s"}))
     kept.until(lambda: kept.recovered == ["engine-0"])
@@ -133,7 +133,7 @@ def test_an_engine_that_the_scheduler_gave_up_is_not_kept_because_it_feels_well(
     assert recovery.reason == "it made no token for 60 s"
 
 
-def test_health_from_before_a_failure_tells_nothing(kept: Kept) -> None:
+def test_health_from_before_a_failure_is_ignored(kept: Kept) -> None:
     before = process(1)
     kept.until(lambda: kept.engines._engines[1].health is not None)
     answer(ray.get_actor(engine_name(1)).health.remote())  # so the keeper's own question is answered: well
@@ -144,7 +144,7 @@ def test_health_from_before_a_failure_tells_nothing(kept: Kept) -> None:
     assert process(1) == before
 
 
-def test_over_the_budget_the_reason_is_told_once(kept: Kept) -> None:
+def test_exhausted_budget_reports_the_reason_once(kept: Kept) -> None:
     kept.engines.restarts.budget = Budget(RecoveryConfig(restarts=0))
     actor = ray.get_actor(engine_name(1))
     die(actor)
@@ -153,7 +153,7 @@ def test_over_the_budget_the_reason_is_told_once(kept: Kept) -> None:
     assert str(caught.value).count("engine-1 was restarted") == 1
 
 
-def test_a_full_disk_is_no_fault_of_an_engine(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_does_not_count_against_an_engine(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(recovery: object) -> None:
         raise StoreFailed("the disk is full")
 
@@ -164,7 +164,7 @@ def test_a_full_disk_is_no_fault_of_an_engine(kept: Kept, monkeypatch: pytest.Mo
         kept.until(lambda: False)
 
 
-def test_an_engine_that_died_together_with_the_scheduler_is_on_record(kept: Kept) -> None:
+def test_engine_death_with_the_scheduler_is_recorded(kept: Kept) -> None:
     before = process(1)
     cluster.kill_named([engine_name(1)])
     kept.engines.start()  # as before a new scheduler

@@ -47,7 +47,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object, code: int) -
     return captured.out if code == 0 else captured.err
 
 
-def test_a_version_is_a_whole_folder(trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_export_writes_a_whole_folder(trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "new" / "below"):
         out = command(capsys, "small", 3, folder, code=0)
@@ -58,7 +58,7 @@ def test_a_version_is_a_whole_folder(trained: RunContext, capsys: pytest.Capture
     assert (tmp_path / "empty/model.safetensors").read_bytes() == trained.store.get(weights.path)
 
 
-def test_what_cannot_be_exported_is_said(
+def test_impossible_export_is_one_sentence(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """One sentence, exit code 2, and nothing is written."""
@@ -85,7 +85,7 @@ def test_what_cannot_be_exported_is_said(
     assert os.listdir(tmp_path / "full") == ["mine"]
 
 
-def test_the_prompts_need_not_be_to_be_had_any_more(
+def test_export_works_without_the_prompts(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large file stays where the run began, packages are upgraded: the weights are what they were."""
@@ -109,7 +109,7 @@ def test_damaged_weights_are_not_exported(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_disk_that_is_full_leaves_nothing(
+def test_full_disk_leaves_nothing(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> str:
@@ -121,7 +121,7 @@ def test_a_disk_that_is_full_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
-def test_who_comes_first_keeps_the_folder(
+def test_first_of_two_exports_keeps_the_folder(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two exports into one folder: the second finds it taken when it is done."""
@@ -137,7 +137,7 @@ def test_who_comes_first_keeps_the_folder(
 
 
 @pytest.mark.long
-def test_a_run_on_s3(
+def test_run_on_s3_is_exported(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with s3_server("bucket") as endpoint:
@@ -150,7 +150,7 @@ def test_a_run_on_s3(
     assert {file.name for file in (tmp_path / "new").iterdir()} == FILES
 
 
-def test_neither_needs_the_prompts(
+def test_export_and_evaluation_work_without_prompt_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was trained is in storage; a file that the run did not keep is on another machine, or has changed."""
@@ -186,7 +186,7 @@ def prepared(folder: Path) -> RunContext:
     return prepare(config, uuid.uuid4().hex)
 
 
-def test_a_policy_that_others_read_differently_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_with_ambiguous_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the cures that are named cure it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -209,7 +209,7 @@ def test_a_policy_that_others_read_differently_is_not_trained(tmp_path: Path, mo
     assert context.tokenizer.encode("Calculate 1 + 1 + 1.") == theirs.encode("Calculate 1 + 1 + 1.")
 
 
-def test_a_prompt_is_whole_whatever_its_tokenizer_was_used_for_before(tmp_path: Path) -> None:
+def test_saved_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
     """A tokenizer that was saved after a truncating or padding call says so in its file; nobody else heeds that."""
     from transformers import AutoTokenizer
 
@@ -235,14 +235,16 @@ def test_a_prompt_is_whole_whatever_its_tokenizer_was_used_for_before(tmp_path: 
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["no.Such", "no.Such"]}}, None),
     ],
 )
-def test_how_others_read_a_folder(file: str, change: dict[str, object], words: str | None, tmp_path: Path) -> None:
+def test_other_reading_describes_the_difference(
+    file: str, change: dict[str, object], words: str | None, tmp_path: Path
+) -> None:
     make_policy(folder := tmp_path / "policy")
     assert other_reading(folder) is None
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
     assert (words or "None") in str(other_reading(folder))
 
 
-def test_a_run_that_others_came_to_read_otherwise_goes_on_but_is_not_exported_for_them(
+def test_ambiguous_tokenizer_blocks_only_the_export(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the libraries of then, say, the two tokenizers were one."""
@@ -261,7 +263,7 @@ def test_a_run_that_others_came_to_read_otherwise_goes_on_but_is_not_exported_fo
     assert not (tmp_path / "new").exists()
 
 
-def test_a_cold_start_names_its_end_wherever_others_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_start_names_its_end_token_in_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     policy = PolicyConfig(cold_start=ColdStart(hidden_size=32, heads=1), dtype="bfloat16")
     folder = prepare(RunConfig(policy=policy), "cold").policy_folder

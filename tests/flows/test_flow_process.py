@@ -111,7 +111,7 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_it_is_what_a_new_interpreter_would_be(runner: Forking, tmp_path: Path) -> None:
+def test_forked_flow_run_equals_a_new_interpreter(runner: Forking, tmp_path: Path) -> None:
     runner.ask("first", 0.5)
     seen = runner.seen("first")
     assert seen["imported_by"] == runner.process.pid  # it did not import anew
@@ -129,7 +129,7 @@ def test_it_is_what_a_new_interpreter_would_be(runner: Forking, tmp_path: Path) 
     ]
 
 
-def test_who_looks_sees_which_flow_run_it_is(runner: Forking) -> None:
+def test_command_line_names_the_flow_run(runner: Forking) -> None:
     runner.ask("an-id", 600)
     process = psutil.Process(runner.seen("an-id")["pid"])
     assert process.cmdline()[:4] == [sys.executable, "-m", "their_engine", "an-id"]
@@ -138,14 +138,14 @@ def test_who_looks_sees_which_flow_run_it_is(runner: Forking) -> None:
     assert "-m multiprocessing.forkserver" in " ".join(process.parent().cmdline())
 
 
-def test_one_that_is_killed_is_told_as_killed(runner: Forking) -> None:
+def test_killed_flow_run_is_reported_as_killed(runner: Forking) -> None:
     runner.ask("killed", 600)
     pid = runner.seen("killed")["pid"]
     os.kill(pid, signal.SIGKILL)
     assert [runner.line() for _ in range(2)] == [["started", str(pid)], ["ended", str(pid), "-9"]]
 
 
-def test_it_ends_with_the_fork_server_and_the_next_one_has_another(runner: Forking) -> None:
+def test_flow_run_ends_with_its_fork_server(runner: Forking) -> None:
     runner.ask("orphan", 600)
     seen = runner.seen("orphan")
     assert runner.line()[0] == "started"
@@ -164,7 +164,7 @@ def test_it_ends_with_the_fork_server_and_the_next_one_has_another(runner: Forki
     assert runner.line() == ["started", str(after["pid"])]
 
 
-def test_it_ends_where_the_fork_server_died_before_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flow_run_ends_if_its_fork_server_died_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOW", "1")
     runner = Forking(tmp_path)
     runner.ask("late", 3)
@@ -177,7 +177,7 @@ def test_it_ends_where_the_fork_server_died_before_it_began(tmp_path: Path, monk
     runner.process.communicate()
 
 
-def test_it_ends_with_its_runner(runner: Forking) -> None:
+def test_flow_run_ends_with_its_runner(runner: Forking) -> None:
     runner.ask("left", 600)
     seen = runner.seen("left")
     runner.process.kill()

@@ -66,7 +66,7 @@ def config_of(section: str, tree: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize(("section", "tree"), CONFIGS, ids=str)
-def test_what_a_form_is_filled_with_is_the_recipe_and_is_accepted(section: str, tree: Any) -> None:
+def test_form_values_equal_the_recipe(section: str, tree: Any) -> None:
     config = config_of(section, tree)
     filled = json.loads(json.dumps(form_values(config)))
     assert RunConfig.model_validate(filled) == config
@@ -74,14 +74,14 @@ def test_what_a_form_is_filled_with_is_the_recipe_and_is_accepted(section: str, 
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipes_that_come_with_rollflow_fill_it(recipe: Path) -> None:
+def test_shipped_recipes_fill_the_form(recipe: Path) -> None:
     config = load_recipe(recipe)
     assert RunConfig.model_validate(form_values(config)) == config
     assert wrong({"config": json.loads(json.dumps(form_values(config)))}) == []
 
 
 @pytest.mark.parametrize(("section", "tree"), CONFIGS, ids=str)
-def test_the_button_that_the_page_takes_is_the_one_of_the_kind(section: str, tree: Any) -> None:
+def test_page_selects_the_button_of_the_kind(section: str, tree: Any) -> None:
     shown = FORM["definitions"]["RunConfig"]["properties"][section]
     _look(shown, json.loads(json.dumps(form_values(config_of(section, tree))))[section])
 
@@ -124,9 +124,7 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "said"), WRONG)
-def test_a_bad_value_is_refused_at_its_key_with_the_sentence_of_the_command_line(
-    key: str, value: Any, said: str
-) -> None:
+def test_bad_value_is_refused_with_the_same_sentence(key: str, value: Any, said: str) -> None:
     config = RunConfig.model_validate({"train": {"objective": {"kind": "grpo", "surrogate": {"kind": "clip"}}}})
     tree: Any = json.loads(json.dumps(form_values(config)))
     *above, last = key.split(".")
@@ -146,7 +144,7 @@ def refusal(tree: Any) -> str:
     return sentences(error.value)
 
 
-def test_the_page_shows_raw_json_for_tables_alone() -> None:
+def test_page_shows_raw_json_only_for_tables() -> None:
     raw = set()
     for name, section in FORM["definitions"].items():
         for key, one in section.get("properties", {}).items():
@@ -159,7 +157,7 @@ def test_the_page_shows_raw_json_for_tables_alone() -> None:
     assert raw == {"options", "env", "labels", "runtime_env"}  # their keys are the person's own
 
 
-def test_a_kind_may_be_left_out_as_in_a_recipe() -> None:
+def test_kind_may_be_left_out() -> None:
     tree = {"train": {"learning_rate": 0.1}, "engine": {"slots": 5}}
     assert RunConfig.model_validate(tree).engine.slots == 5
     assert wrong({"config": tree}) == []

@@ -39,7 +39,9 @@ def config_of(replicas: int, width: int, ranks: int, evaluation: str = "auto") -
         ((7, 1, 1), [4.0, 4.0], (1.0, 1.0)),
     ],
 )
-def test_by_hand(asked: tuple[int, int, int], nodes: list[float], shares: tuple[float, float]) -> None:
+def test_gpus_are_divided_as_by_hand(
+    asked: tuple[int, int, int], nodes: list[float], shares: tuple[float, float]
+) -> None:
     assert divide_gpus(config_of(*asked), nodes) == GpuShares(*shares)
 
 
@@ -59,7 +61,7 @@ def test_by_hand(asked: tuple[int, int, int], nodes: list[float], shares: tuple[
         ),
     ],
 )
-def test_too_few(asked: tuple[int, int, int], nodes: list[float], sentence: str) -> None:
+def test_too_few_gpus_are_refused(asked: tuple[int, int, int], nodes: list[float], sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
         divide_gpus(config_of(*asked), nodes)
     assert str(refused.value).startswith(sentence)
@@ -72,7 +74,9 @@ def test_too_few(asked: tuple[int, int, int], nodes: list[float], sentence: str)
     st.lists(st.sampled_from([0.0, 1.0, 4.0, 8.0]), max_size=4),
     st.sampled_from(["auto", "own"]),
 )
-def test_no_more_than_there_are(replicas: int, width: int, ranks: int, nodes: list[float], evaluation: str) -> None:
+def test_shares_never_exceed_the_gpus(
+    replicas: int, width: int, ranks: int, nodes: list[float], evaluation: str
+) -> None:
     """Whole GPUs for whoever has one or more, and all of it at the same time; or a refusal, of several alone."""
     config = config_of(replicas, width, ranks, evaluation)
     engines = replicas + (evaluation == "own" or replicas == 1)

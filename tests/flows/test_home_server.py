@@ -38,7 +38,7 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_commands_of_one_home_share_a_server_until_the_last_one_ends(tmp_path: Path, prefect_database: Path) -> None:
+def test_commands_of_one_home_share_a_server(tmp_path: Path, prefect_database: Path) -> None:
     """The first is killed, the second goes on with the same server; it dies, and comes back at its address."""
     give(prefect_database, tmp_path)
     first = subprocess.Popen(
@@ -67,7 +67,7 @@ def test_commands_of_one_home_share_a_server_until_the_last_one_ends(tmp_path: P
     third.stop()
 
 
-def test_who_comes_while_a_server_ends_waits_for_that(tmp_path: Path) -> None:
+def test_new_command_waits_for_an_ending_server(tmp_path: Path) -> None:
     """Else the new command would take the dying server for its own."""
     ending = take(tmp_path / "prefect" / "users")
     assert ending is not None
@@ -85,7 +85,7 @@ def test_who_comes_while_a_server_ends_waits_for_that(tmp_path: Path) -> None:
     os.close(last)
 
 
-def test_a_server_that_another_command_has_started_again_is_left_to_start(tmp_path: Path) -> None:
+def test_server_restarted_by_another_command_is_kept(tmp_path: Path) -> None:
     server = HomeServer(tmp_path)
     held = take(tmp_path / "prefect" / "holder")
     assert held is not None
@@ -102,7 +102,7 @@ def test_a_server_that_another_command_has_started_again_is_left_to_start(tmp_pa
     server.stop()
 
 
-def test_nobody_is_killed_where_no_server_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_without_a_server_signals_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the process -1 a signal is one to all processes."""
     server, killed = HomeServer(tmp_path), list[int]()
     monkeypatch.setattr(HomeServer, "running", True)  # as it was a moment ago
@@ -114,7 +114,7 @@ def test_nobody_is_killed_where_no_server_is(tmp_path: Path, monkeypatch: pytest
     server.stop()
 
 
-def test_an_empty_secret_is_made_anew(tmp_path: Path) -> None:
+def test_empty_secret_is_replaced(tmp_path: Path) -> None:
     """A full disk leaves such a one, and server and clients would each have made one of their own."""
     (tmp_path / "prefect").mkdir()
     (tmp_path / "prefect" / "auth").touch()
@@ -125,7 +125,7 @@ def test_an_empty_secret_is_made_anew(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_who_only_looks_keeps_nobody_from_serving(tmp_path: Path) -> None:
+def test_probing_a_lock_blocks_nobody(tmp_path: Path) -> None:
     looks = take(tmp_path / "up.lock", shared=True)
     assert looks is not None
     done = threading.Timer(0.05, lambda: os.close(looks))
@@ -134,7 +134,7 @@ def test_who_only_looks_keeps_nobody_from_serving(tmp_path: Path) -> None:
         assert stack.BorrowedStack(tmp_path).running
 
 
-def test_a_port_stays_unless_another_has_it(tmp_path: Path) -> None:
+def test_port_is_kept_unless_taken(tmp_path: Path) -> None:
     port = stable_port(tmp_path, "prefect")
     assert stable_port(tmp_path, "prefect") == port
     other = free_port()
@@ -154,7 +154,7 @@ def options(**given: object) -> argparse.Namespace:
     return argparse.Namespace(**(nothing | given))
 
 
-def test_what_a_home_cannot_keep_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     database = "postgresql+asyncpg://me@db/prefect"
     assert requested_addresses(options(database=database)) == {"database": database}
@@ -176,7 +176,7 @@ def test_what_a_home_cannot_keep_is_refused(tmp_path: Path, monkeypatch: pytest.
     os.close(held)
 
 
-def test_one_stack_in_a_home_and_others_find_it(tmp_path: Path) -> None:
+def test_home_has_one_stack_that_others_find(tmp_path: Path) -> None:
     assert stack.find(tmp_path) is None
     assert not stack.end(tmp_path)
     up = stack.Stack(os.getpid(), "http://p", "", "http://m", {"PREFECT_API_AUTH_STRING": "secret"})
@@ -192,7 +192,7 @@ def test_one_stack_in_a_home_and_others_find_it(tmp_path: Path) -> None:
     assert not stack.BorrowedStack(tmp_path).running
 
 
-def test_an_active_profile_names_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_active_profile_names_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))

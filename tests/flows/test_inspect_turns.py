@@ -81,7 +81,7 @@ def test_inspect_shows_each_turn(run: RunContext, capsys: pytest.CaptureFixture[
     assert "response" not in out.split("turns")[0].split("discarded")[-1]
 
 
-def test_inspect_gives_turns_to_programs(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_turns_as_json(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "small", "2.0.1", "--json"]) == 0
     [one] = json.loads(capsys.readouterr().out)["trajectories"]
     assert [turn["by"] for turn in one["turns"]] == ["prompt", "policy", "environment", "policy"]
@@ -92,7 +92,7 @@ def test_inspect_gives_turns_to_programs(run: RunContext, capsys: pytest.Capture
     assert one["turns"][3]["logprob_mean"] == one["turns"][3]["logprob_min"] == -2.0
 
 
-def test_samples_of_mlflow_keep_hints_out_of_prompts(run: RunContext) -> None:
+def test_mlflow_samples_keep_hints_out_of_prompts(run: RunContext) -> None:
     assert set(_sample_responses(run, run.policies.find(2))["prompt"]) == {PROMPT}
 
 

@@ -35,7 +35,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_recipe_and_its_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
+def test_check_and_keys_print_json(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     assert told(capsys, "check", RECIPE, "--set", "groups=48")["groups"] == 48
     keys = {one["key"]: one for one in told(capsys, "keys")}
@@ -45,14 +45,14 @@ def test_a_recipe_and_its_keys(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "engines.count" in str(told(capsys, "keys", "--hardware"))
 
 
-def test_what_is_installed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
+def test_doctor_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     main(["doctor", "--json"])
     found = {check["name"]: check["outcome"] for check in json.loads(capsys.readouterr().out)}
     assert found["torch"] == "ok"
 
 
-def test_a_run_a_version_and_a_trajectory(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_json(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     run = told(capsys, "inspect", "small")
     assert (run["version"], run["versions"], run["waiting"]) == (3, 3, [])
     assert run["trajectories"] == 3 * 2 * 4
@@ -71,14 +71,14 @@ def test_a_run_a_version_and_a_trajectory(trained: RunContext, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("what", ["9", "1.7", "0.0.9", "x"])
-def test_what_is_not_there_is_refused_as_for_people(
+def test_missing_items_are_refused_with_json(
     trained: RunContext, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(capsys, "inspect", "small", what)
     assert refused(capsys, "inspect", "small", what, "--json") == said
 
 
-def test_garbage(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_prints_json(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     claim = trained.log.state.newest_claim("learner")
     trained.store.put(f"policies/00000002/{claim}/left", b"left")
     trained.log.claim("learner")  # what the one before never named is garbage now
@@ -89,7 +89,7 @@ def test_garbage(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> Non
     assert told(capsys, "gc", "small", "--older-than", "0s")["objects"] == []
 
 
-def test_replay(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_prints_json(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     """One line a version; notes are not among them."""
     assert main(["replay", "small", "--all", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

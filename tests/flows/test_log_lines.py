@@ -30,7 +30,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_lines, "_about", {})
 
 
-def test_a_process_writes_a_json_object_for_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_writes_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORM, "json")
     environment = os.environ | {"PREFECT_LOGGING_LEVEL": "INFO"} | settings()
     done = subprocess.run(
@@ -43,7 +43,7 @@ def test_a_process_writes_a_json_object_for_each_line(monkeypatch: pytest.Monkey
     assert said == {"level": "INFO", "run": "one", "actor": "learner", "message": message}
 
 
-def test_people_get_the_form_of_prefect_unless_json_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_format_is_prefects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FORM, raising=False)
     assert settings()["PREFECT_LOGGING_FORMATTERS_JSON_CLASS"].endswith(".UtcLines")
     assert settings(shared=True)  # by what a line says the runs of a stack are told apart
@@ -52,7 +52,7 @@ def test_people_get_the_form_of_prefect_unless_json_is_asked_for(monkeypatch: py
         settings()
 
 
-def test_a_record_tells_its_own_facts_before_those_of_the_process() -> None:
+def test_facts_of_the_record_have_priority() -> None:
     about(run="one", version=3, attempt=2)
     record = logging.LogRecord("prefect.flow_runs", logging.WARNING, "", 0, "odd: %s", ("so",), None)
     vars(record).update(flow_name="train", version=4, rank=1)
@@ -62,7 +62,7 @@ def test_a_record_tells_its_own_facts_before_those_of_the_process() -> None:
     assert (said["level"], said["message"], "error" in said) == ("WARNING", "odd: so", False)
 
 
-def test_an_error_stays_in_its_line() -> None:
+def test_error_is_part_of_its_line() -> None:
     try:
         raise ValueError("bad")
     except ValueError:
@@ -73,7 +73,7 @@ def test_an_error_stays_in_its_line() -> None:
     assert text(line).endswith("ValueError: bad")
 
 
-def test_a_line_is_read_in_either_form() -> None:
+def test_line_is_read_in_either_format() -> None:
     assert text("12:00:00.000 | INFO    | x") == "12:00:00.000 | INFO    | x"
     assert json.loads(as_json("12:00 | x", "one")) == {"run": "one", "message": "12:00 | x"}
     line = '{"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "stage": "train", "message": "hello"}'

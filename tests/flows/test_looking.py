@@ -38,7 +38,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     return store
 
 
-def test_list(runs: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_each_run(runs: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--json"]) == 0
     third, first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["run"], first["state"], first["version"], first["held-out"]) == ("first", "done", 100, 0.75)
@@ -51,12 +51,12 @@ def test_list(runs: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1][:6] == ["third:", "log/0000000000.json", "is", "not", "an", "entry"]
 
 
-def test_list_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_of_an_empty_store_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--store", str(tmp_path / "none")]) == 0
     assert "no runs yet" in capsys.readouterr().out
 
 
-def test_runs_of_a_store_without_folders() -> None:
+def test_runs_are_found_in_a_store_without_folders() -> None:
     store = open_store("memory://test-looking")
     for name in ("b", "a"):
         describe(open_store(f"memory://test-looking/runs/{name}"), name)
@@ -64,7 +64,7 @@ def test_runs_of_a_store_without_folders() -> None:
     assert [run.run_id for run in all_runs("memory://test-looking")] == ["a", "b"]
 
 
-def test_the_store_that_is_named_once_for_all_commands(runs: ObjectStore) -> None:
+def test_rollflow_store_names_the_default_store(runs: ObjectStore) -> None:
     assert find_run("first").store.uri == open_store(f"{runs.uri}/runs/first").uri
     assert find_run(None).run_id == "second"  # the newest that can be read
     assert store_uri(RunConfig()) == runs.uri
@@ -72,7 +72,7 @@ def test_the_store_that_is_named_once_for_all_commands(runs: ObjectStore) -> Non
     assert store_uri(other) == open_store("/elsewhere").uri
 
 
-def test_status_as_json(runs: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_prints_json(runs: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
     for name, expected in (("first", DONE), ("second", RunStatus("second", versions=100))):
         assert main(["status", name, "--json"]) == 0
         assert RunStatus.from_json(capsys.readouterr().out) == expected
@@ -96,14 +96,14 @@ def test_check_prints_the_whole_recipe(capsys: pytest.CaptureFixture[str]) -> No
     assert parse(printed) == load_recipe(Path(RECIPE), ["seed=7"])
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("rollflow 0.")
 
 
-def test_a_command_that_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_command_returns_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
@@ -112,7 +112,7 @@ def test_a_command_that_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().err == "rollflow: stopped\n"
 
 
-def test_check_says_how_many_near_duplicates_remain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_counts_near_duplicates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, recipe = tmp_path / "mine.jsonl", tmp_path / "recipe.toml"
     lines = [" ".join(f"word{i // 2}-{place}" for place in range(20)) + f" and {i}?" for i in range(60)]
     file.write_text("".join(json.dumps({"question": line, "answer": "1"}) + "\n" for line in lines))

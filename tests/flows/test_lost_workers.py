@@ -62,7 +62,7 @@ with cluster.attached(sys.argv[1], "test"):
 
 
 @pytest.mark.slow
-def test_wait_for_an_actor_reports_its_workers_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_wait_reports_its_workers_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with RayHead(tmp_path, cpus=1) as head:

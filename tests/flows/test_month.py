@@ -122,7 +122,7 @@ def prefect(monkeypatch: pytest.MonkeyPatch) -> Prefect:
     return server
 
 
-def test_a_stage(context: RunContext, budget: Budget, days: Days, prefect: Prefect) -> None:
+def test_stage_survives_a_month_of_deaths(context: RunContext, budget: Budget, days: Days, prefect: Prefect) -> None:
     kept = Stages(context, "a:1", print)
     kept.restarts.budget = budget
     stage = kept.all["train"]
@@ -137,7 +137,7 @@ def test_a_stage(context: RunContext, budget: Budget, days: Days, prefect: Prefe
     assert len(prefect.runs) == DAYS
 
 
-def test_a_stage_that_two_supervisors_started_in_turn(context: RunContext, prefect: Prefect) -> None:
+def test_stage_is_started_by_successive_supervisors(context: RunContext, prefect: Prefect) -> None:
     """A run that was removed, and made again under its name, has nothing to do with the first one's flow runs."""
     for _ in range(2):
         kept = Stages(context, "a:1", print)
@@ -147,7 +147,7 @@ def test_a_stage_that_two_supervisors_started_in_turn(context: RunContext, prefe
     assert len(prefect.runs) == 2 * len(kept.all)
 
 
-def test_a_lost_answer_starts_no_second_flow_run(context: RunContext, prefect: Prefect) -> None:
+def test_lost_answer_starts_no_second_flow_run(context: RunContext, prefect: Prefect) -> None:
     kept = Stages(context, "a:1", print)
     stage = kept.all["train"]
     with stages.api() as client:
@@ -157,7 +157,9 @@ def test_a_lost_answer_starts_no_second_flow_run(context: RunContext, prefect: P
     assert len(prefect.runs) == 1
 
 
-def test_the_channel(context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_survives_a_month_of_deaths(
+    context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started = []
     monkeypatch.setattr(stages, "start_channel", lambda *_: started.append(days.now))
     monkeypatch.setattr(stages, "begin_actors", lambda *_: [])
@@ -184,7 +186,7 @@ def paused(context: RunContext, days: Days, monkeypatch: pytest.MonkeyPatch) -> 
     return kept
 
 
-def test_the_pause_of_a_stage_holds_up_nobody_else(paused: Stages, days: Days, prefect: Prefect) -> None:
+def test_pause_of_a_stage_delays_no_other(paused: Stages, days: Days, prefect: Prefect) -> None:
     stage, started = paused.all["train"], dict[uuid.UUID, float]()
     with stages.api() as client:
         for _ in range(30):
@@ -196,7 +198,7 @@ def test_the_pause_of_a_stage_holds_up_nobody_else(paused: Stages, days: Days, p
     assert list(started.values()) == [0.0, 2.0, 23.0]
 
 
-def test_neither_does_that_of_the_channel(paused: Stages, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pause_of_the_channel_delays_no_other(paused: Stages, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[float] = []
     monkeypatch.setattr(stages, "start_channel", lambda *_: started.append(days.now))
     monkeypatch.setattr(stages, "begin_actors", lambda *_: [])
@@ -213,7 +215,9 @@ def dies() -> None:
     raise EngineFailed("its process is gone")
 
 
-def test_an_actor(context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_survives_a_month_of_deaths(
+    context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch
+) -> None:
     died = 0
 
     def watch(self: ActorKeeper, actor: Any, tick: Any) -> str:
@@ -230,7 +234,9 @@ def test_an_actor(context: RunContext, budget: Budget, days: Days, monkeypatch: 
     assert keeper.run() == "done"
 
 
-def test_an_engine(context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_survives_a_month_of_deaths(
+    context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cluster, "node_gpus", list)
     monkeypatch.setattr(engines, "start_engine", lambda *_: dies())
     kept = Engines(context, print)
@@ -252,7 +258,7 @@ class Fragile:
         self.running = True
 
 
-def test_a_service(budget: Budget, days: Days) -> None:
+def test_service_survives_a_month_of_deaths(budget: Budget, days: Days) -> None:
     service, recovered = Fragile(), list[Recovery]()
     services = ServiceKeeper("none", {SERVER: service}, RecoveryConfig())  # type: ignore[dict-item]
     services.restarts.budget = budget

@@ -57,7 +57,7 @@ def files(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in BAD if "\x00" not in name])
-def test_run_refuses_it_and_writes_nothing(name: str, outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_refuses_a_bad_run_id(name: str, outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", RECIPE, f"--run-id={name}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("rollflow: run id = ")
@@ -67,7 +67,9 @@ def test_run_refuses_it_and_writes_nothing(name: str, outside: Path, capsys: pyt
 
 @pytest.mark.parametrize("command", ["resume", "status", "inspect", "replay", "gc", "audit", "simulate"])
 @pytest.mark.parametrize("name", ["..", ".", "", "../..", "../../x/..", "a\n", "s3://bucket/runs/..", "memory://x/.."])
-def test_every_command_refuses_it(command: str, name: str, outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_refuses_a_bad_run_id(
+    command: str, name: str, outside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["simulate", RECIPE, "--from-run", name] if command == "simulate" else [command, name]
     assert main(arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -76,7 +78,7 @@ def test_every_command_refuses_it(command: str, name: str, outside: Path, capsys
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_no_context_is_made_of_it(name: str) -> None:
+def test_context_refuses_a_bad_run_id(name: str) -> None:
     with pytest.raises(ConfigError, match="run id = "):
         context_of("store", name)
     last = name.rpartition("/")[2]
@@ -86,7 +88,7 @@ def test_no_context_is_made_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_good_one_stays_below_the_home_and_the_store(name: str, outside: Path) -> None:
+def test_paths_stay_below_home_and_store(name: str, outside: Path) -> None:
     context = context_of(str(outside / "store"), name)
     assert context.uri == f"{outside}/store/runs/{name}"
     assert context.cache.resolve().is_relative_to(outside / "a/b/home")
@@ -98,13 +100,13 @@ def described(context: RunContext, run_id: str = "same") -> RunContext:
     return context
 
 
-def test_what_storage_calls_a_run_is_checked_as_well(outside: Path) -> None:
+def test_run_id_from_storage_is_checked(outside: Path) -> None:
     context = described(context_of(str(outside / "store"), "run"), run_id="../../x")
     with pytest.raises(ConfigError, match=r"run id = '\.\./\.\./x'"):
         _ = context.run_id
 
 
-def test_two_runs_of_one_name_share_no_key(outside: Path) -> None:
+def test_runs_of_the_same_id_have_different_keys(outside: Path) -> None:
     """Two stores, and one store that was filled anew (or another service's bucket of the same name)."""
     first, second = (described(context_of(str(outside / store), "same")) for store in ("one", "two"))
     third = described(context_of(str(outside / "one"), "other"))
@@ -116,7 +118,7 @@ def test_two_runs_of_one_name_share_no_key(outside: Path) -> None:
     assert all(key.startswith("same-") for key in keys)
 
 
-def test_a_run_has_one_key_however_its_place_is_written(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_does_not_depend_on_the_uris_spelling(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its actors, deployments and MLflow run are found by it."""
     run = described(context_of(str(outside / "store"), "same"))
     (outside / "link").symlink_to(outside / "store")
@@ -128,7 +130,7 @@ def test_a_run_has_one_key_however_its_place_is_written(outside: Path, monkeypat
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_forms_refuse_it(name: str) -> None:
+def test_forms_refuse_a_bad_run_id(name: str) -> None:
     """Once by the server, from the schema (HTTP 409), and again by the flow itself."""
     for kind in (RunId, RecipeName):
         adapter = TypeAdapter(kind)
@@ -139,14 +141,14 @@ def test_forms_refuse_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_forms_take_a_good_one(name: str) -> None:
+def test_forms_accept_a_good_run_id(name: str) -> None:
     for kind, value in ((RunId, name), (RunPlace, name), (RunPlace, f"s3://bucket/a b/runs/{name}")):
         jsonschema.validate(value, TypeAdapter(kind).json_schema())
         assert TypeAdapter(kind).validate_python(value) == value
 
 
 @pytest.mark.parametrize("place", ["..", "a/..", "s3://bucket/runs/.", "", "/", "a/b\n"])
-def test_forms_refuse_a_place_that_ends_in_no_run_id(place: str) -> None:
+def test_forms_refuse_a_uri_without_run_id(place: str) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(place, TypeAdapter(RunPlace).json_schema())
     with pytest.raises(ValidationError):
@@ -154,7 +156,7 @@ def test_forms_refuse_a_place_that_ends_in_no_run_id(place: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_deployment_names_its_runs_by_these_types() -> None:
+def test_every_flow_uses_the_checked_types() -> None:
     """Whatever a flow takes as a run's name or place is refused by its form."""
     from rollflow.flows.deployments import FLOWS
 

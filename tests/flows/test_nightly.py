@@ -80,7 +80,7 @@ class Trainer:
         return context
 
 
-def test_nights_with_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
+def test_nights_survive_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
     train, home = Trainer(), tmp_path / "home"
     registry = MlflowClient(*[f"sqlite:///{home}/mlflow/mlflow.db"] * 2)
     results, best = [], []
@@ -109,14 +109,14 @@ def test_nights_with_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
     assert sorted(left) == [ids[1], ids[3]]  # what has no files is not registered
 
 
-def test_why_a_run_failed_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_report_quotes_the_runs_own_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     failed = Failed(message="Flow run encountered an exception: ConfigError: versions = 0: write a number from 1 on")
     monkeypatch.setattr(nightly_module, "_state_of", lambda _: failed)
     said = nightly_module._read_outcome(UUID(int=1), RunContext(f"{tmp_path}/store/runs/a", tmp_path / "cache"))
     assert said == "ConfigError: versions = 0: write a number from 1 on"
 
 
-def test_what_others_use_is_not_deleted(plan: Nightly, tmp_path: Path) -> None:
+def test_pruning_keeps_aliased_and_foreign_runs(plan: Nightly, tmp_path: Path) -> None:
     """A version that a person gave an alias, and the run of a recipe whose name begins as this one's."""
     train, home = Trainer(), tmp_path / "home"
     registry = MlflowClient(*[f"sqlite:///{home}/mlflow/mlflow.db"] * 2)
@@ -137,9 +137,7 @@ def test_what_others_use_is_not_deleted(plan: Nightly, tmp_path: Path) -> None:
     assert train.begun_with[0] == str(tmp_path / "policy")
 
 
-def test_a_registry_that_fails_promotes_nothing_and_ends_no_night(
-    plan: Nightly, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_failing_registry_promotes_nothing(plan: Nightly, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     train, uri = Trainer(), f"sqlite:///{tmp_path}/home/mlflow/mlflow.db"
     train.right = 0.3
     [first] = one_night(plan, FIRST, train)
@@ -161,7 +159,7 @@ def test_a_registry_that_fails_promotes_nothing_and_ends_no_night(
     assert "alias = 'best': version 2 of MLflow's model 'math' has it, and no night made that" in report.result
 
 
-def test_two_proportions_by_hand() -> None:
+def test_z_score_equals_the_value_by_hand() -> None:
     """p = 0.5 over both: the error is sqrt(0.25 * 2 / 100) = 0.0707."""
     assert z_score(Score(0.6, 100), Score(0.4, 100)) == pytest.approx(0.2 / 0.070711, rel=1e-4)
     assert z_score(Score(1.0, 8), Score(1.0, 8)) == 0.0
@@ -170,7 +168,7 @@ def test_two_proportions_by_hand() -> None:
 @pytest.mark.parametrize(
     ("new", "old", "promoted"), [(100, 100, True), (99, 100, False), (100, 99, False), (5, 5, False)]
 )
-def test_few_answers_promote_nobody(plan: Nightly, new: int, old: int, promoted: bool) -> None:
+def test_few_answers_promote_no_version(plan: Nightly, new: int, old: int, promoted: bool) -> None:
     better, said = _judge(Registered("1", "monday", Score(0.0, old)), Score(0.6, new), plan)
     assert better == promoted
     assert promoted or "fewer than answers = 100 cannot be compared; raise evaluation.prompts" in said
@@ -185,7 +183,7 @@ def test_few_answers_promote_nobody(plan: Nightly, new: int, old: int, promoted:
         ("hour = 3", "did you mean hours?"),
     ],
 )
-def test_a_wrong_nightly_file_is_refused_in_a_sentence(
+def test_bad_nightly_file_is_one_sentence(
     plan: Nightly, tmp_path: Path, line: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "wrong.toml"
@@ -219,7 +217,7 @@ class Told(NotificationBlock):
 class TestOnAServer:
     pytestmark = with_server
 
-    def test_a_night_that_is_too_long_has_no_other_beside_it(self, plan: Nightly) -> None:
+    def test_nights_do_not_overlap(self, plan: Nightly) -> None:
         offer = of_nightly(plan)
         register(offer)
         with api() as client:
@@ -232,7 +230,7 @@ class TestOnAServer:
             states = [client.read_flow_run(one).state_type for one in (first, second)]
         assert states == ["RUNNING", "CANCELLED"]
 
-    def test_a_night_outlives_a_server_that_is_started_again(self, plan: Nightly, server: PrefectServer) -> None:
+    def test_night_survives_a_server_restart(self, plan: Nightly, server: PrefectServer) -> None:
         """Its place is leased: of a lease that the server has forgotten Prefect ends the flow run."""
         register(of_nightly(plan.model_copy(update={"name": "leased"})))
         with api() as client:
@@ -245,9 +243,7 @@ class TestOnAServer:
         with api() as client:
             client.renew_concurrency_lease(lease, lease_duration=60)
 
-    def test_a_failed_night_is_told_and_shown(
-        self, plan: Nightly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_failed_night_is_reported(self, plan: Nightly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         told = tmp_path / "told"
         saved: Any = Told(file=str(told)).save("night")
         assert saved
@@ -260,7 +256,7 @@ class TestOnAServer:
         with api() as client:
             assert "nightly-nightly" in {one.key for one in client.read_artifacts()}
 
-    def test_a_night_that_crashed_is_told(self, plan: Nightly, tmp_path: Path) -> None:
+    def test_crashed_night_is_reported(self, plan: Nightly, tmp_path: Path) -> None:
         """By its runner, which saw its process die; which is how a runner calls it."""
         told = tmp_path / "crash"
         saved: Any = Told(file=str(told)).save("crash")
@@ -274,7 +270,7 @@ class TestOnAServer:
         assert told.read_text().startswith("crashing: a night crashed\n")
         assert f"{night.name}: Process exited with status code: -9." in told.read_text()
 
-    def test_a_run_over_its_time_is_stopped(self, plan: Nightly, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_run_over_its_time_is_stopped(self, plan: Nightly, monkeypatch: pytest.MonkeyPatch) -> None:
         with api() as client:
             client.create_deployment(flow_id=client.create_flow_from_name("post-training"), name=SERVED)
         monkeypatch.setattr(nightly_module, "POLL_SECONDS", 0.1)

@@ -106,7 +106,7 @@ def test_run_with_signal_is_not_reported(tmp_path: Path, monkeypatch: pytest.Mon
         ("no reason was recorded", True),
     ],
 )
-def test_resume_is_named_only_where_it_can_help(reason: str, resumable: bool) -> None:
+def test_resume_is_suggested_only_if_it_can_help(reason: str, resumable: bool) -> None:
     said = _suggest_next_step(reason, "/a/run")
     assert said.endswith("rollflow resume /a/run") is resumable
     assert resumable or "would fail again: change what the error names (rollflow resume /a/run --set" in said

@@ -35,7 +35,7 @@ def versions(**changes: str) -> NodeState:
     return other(versions=HERE | changes)
 
 
-def test_a_sound_cluster_has_no_fault() -> None:
+def test_healthy_cluster_has_no_faults() -> None:
     assert list(find_faults([SOUND, other()], HERE)) == []
 
 
@@ -75,20 +75,20 @@ FAULTS: list[tuple[NodeState, str]] = [
 
 
 @pytest.mark.parametrize(("node", "sentence"), FAULTS, ids=[sentence[:40] for _, sentence in FAULTS])
-def test_each_fault_of_a_node_is_a_sentence(node: NodeState, sentence: str) -> None:
+def test_each_node_fault_is_one_sentence(node: NodeState, sentence: str) -> None:
     assert list(find_faults([SOUND, node, dataclasses.replace(SOUND, address="10.0.0.3")], HERE)) == [sentence]
 
 
-def test_a_host_without_cpus_needs_no_engine() -> None:
+def test_node_without_cpus_needs_no_engine() -> None:
     host = dataclasses.replace(versions(vllm="", torch=""), cpus=0.0, gpus=0.0)
     assert list(find_faults([SOUND, host], HERE)) == []
 
 
-def test_nodes_may_have_an_engine_that_this_machine_has_not() -> None:
+def test_engine_may_be_missing_on_this_machine() -> None:
     assert list(find_faults([SOUND, other()], HERE | {"vllm": "", "torch": "2.13+cpu"})) == []
 
 
-def test_the_table_has_a_row_for_each_node(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_a_row_for_each_node(capsys: pytest.CaptureFixture[str]) -> None:
     silent = dataclasses.replace(SOUND, address="10.0.0.9", report=None, silent="no")
     far = dataclasses.replace(SOUND, address="192.168.100.101")  # its address is whole, also on a narrow terminal
     print_nodes([SOUND, silent, far], ["10.0.0.9 did not answer"], Console(width=80))
@@ -99,7 +99,7 @@ def test_the_table_has_a_row_for_each_node(capsys: pytest.CaptureFixture[str]) -
     assert shown.rstrip().endswith("✗ 10.0.0.9 did not answer")
 
 
-def test_a_node_reports_its_store_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_reports_its_store_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     found = NodeReporter().report(str(tmp_path / "store"))
     assert found.store == ""
@@ -119,7 +119,7 @@ def test_a_node_reports_its_store_and_versions(tmp_path: Path, monkeypatch: pyte
         (["--set", f"cluster.address=127.0.0.1:{free_port()}"], "does not answer (Connection refused)"),
     ],
 )
-def test_a_cluster_that_cannot_be_asked_is_refused(
+def test_unreachable_cluster_is_refused(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--cluster", *arguments]) == 2

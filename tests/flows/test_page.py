@@ -59,7 +59,7 @@ class Server:
         self.kept[self._keys[key]] = changed.data
 
 
-def test_a_table_is_one_artifact_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_table_is_one_growing_artifact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server = Server(monkeypatch)
     page = Page("Mine_1.b", lambda text: None)
     page.progress([{"versions": "1"}])
@@ -76,7 +76,7 @@ def test_a_table_is_one_artifact_that_grows(monkeypatch: pytest.MonkeyPatch, tmp
     assert server.changes == ["progress-mine-1-b"]
 
 
-def test_anchors_are_on_the_page_and_in_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_anchors_are_written_to_page_and_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of entry 0 and of the newest entry, when a supervisor takes the run and at its end; none of them twice."""
     server, logged = Server(monkeypatch), list[Anchor]()
     tracker: Any = SimpleNamespace(log_anchor=logged.append)
@@ -95,7 +95,7 @@ def test_anchors_are_on_the_page_and_in_mlflow(monkeypatch: pytest.MonkeyPatch, 
     assert check_anchors(store, shown) == []
 
 
-def test_a_server_that_is_away_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     server, told = Server(monkeypatch), list[str]()
     server.away.set()
     page = Page("mine", told.append)
@@ -111,7 +111,7 @@ def test_a_server_that_is_away_is_told_of_once(monkeypatch: pytest.MonkeyPatch) 
     assert server.kept == {"progress-mine": '[{"versions": "all"}]'}
 
 
-def test_nobody_waits_for_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_server_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     server, go = Server(monkeypatch), threading.Event()
     monkeypatch.setattr(server, "_create", lambda made: SimpleNamespace(id=uuid4(), hung=go.wait()))
     monkeypatch.setattr(page_module, "END_SECONDS", 0.1)
@@ -122,7 +122,7 @@ def test_nobody_waits_for_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -
     go.set()
 
 
-def test_a_row_tells_of_a_block_that_is_complete(tmp_path: Path) -> None:
+def test_rows_cover_complete_blocks_only(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     begin(store)
     _, writer = train(store, 5)
@@ -136,7 +136,7 @@ def test_a_row_tells_of_a_block_that_is_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost_tokens", "lost_groups", "bias"), [(0.0, 0.0, "+0.0%"), (600.0, 1.0, "-50.0%"), (0.0, 4.0, "+100.0%")]
 )
-def test_the_bias_of_a_block_is_that_of_the_closing_figures(lost_tokens: float, lost_groups: float, bias: str) -> None:
+def test_block_bias_equals_the_summary_bias(lost_tokens: float, lost_groups: float, bias: str) -> None:
     """Four groups of 100 tokens; what was dropped was longer, or shorter, or there is none."""
     found = {"discarded_tokens": lost_tokens, "discarded_groups": lost_groups}
     told = {"response_tokens": 200.0, "reward": 0.0, "staleness_mean": 0.0, "wait_seconds": 0.0}

@@ -76,7 +76,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return made
 
 
-def test_pause_counts_in_no_speed(run: Run) -> None:
+def test_speeds_exclude_pauses(run: Run) -> None:
     """Ten seconds a version: with an hour's pause and a night away the speed is the same as without."""
     run.now += 3600.0
     run.resume()
@@ -98,7 +98,7 @@ def test_pause_counts_in_no_speed(run: Run) -> None:
     assert idle == pytest.approx([0.1] * 6)
 
 
-def test_pause_is_found_from_the_middle_of_a_run(run: Run) -> None:
+def test_earlier_pauses_are_known_in_mid_run(run: Run) -> None:
     """A view that sees only the newest versions knows the pauses before them, too."""
     run.now += 3600.0
     run.resume()
@@ -110,7 +110,7 @@ def test_pause_is_found_from_the_middle_of_a_run(run: Run) -> None:
     assert paused_seconds(run.context, run.context.policies.find(3), last) == 0.0
 
 
-def test_block_of_versions_has_no_pause(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_figures_exclude_pauses(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.now += 3600.0
     run.resume()
     run.train(2)
@@ -120,7 +120,7 @@ def test_block_of_versions_has_no_pause(run: Run, monkeypatch: pytest.MonkeyPatc
     assert row["idle"] == "10%"
 
 
-def test_stage_that_is_restarted_alone_makes_no_pause(run: Run) -> None:
+def test_restart_of_one_stage_is_no_pause(run: Run) -> None:
     """Its seconds count as the run's own time."""
     run.now += 30.0
     run.start_stages()
@@ -131,7 +131,7 @@ def test_stage_that_is_restarted_alone_makes_no_pause(run: Run) -> None:
     assert progress.training_seconds == pytest.approx(62.0)
 
 
-def test_replaced_supervisor_makes_no_pause(run: Run) -> None:
+def test_replaced_supervisor_is_no_pause(run: Run) -> None:
     """The batch that is committed meanwhile shows that the stages were working."""
     run.now += 1.0
     Log(run.store).claim("supervisor")

@@ -41,7 +41,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_what_is_written_simulates_to_what_was_printed(
+def test_written_plan_reproduces_the_printed_figures(
     capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path
 ) -> None:
     recipe, figures, again = tmp_path / "planned.toml", tmp_path / "plan.json", tmp_path / "again.json"
@@ -59,7 +59,7 @@ def test_what_is_written_simulates_to_what_was_printed(
     assert json.loads(again.read_text())["step_seconds"] == step
 
 
-def test_the_written_recipe_is_the_given_one_with_the_changes(file: Path, tmp_path: Path) -> None:
+def test_written_recipe_has_only_the_changes(file: Path, tmp_path: Path) -> None:
     written = tmp_path / "planned.toml"
     assert main(["plan", RECIPE, "--gpus", "6", "--hardware", str(file), *SMALL, "--write", str(written)]) == 0
     before, after = tomllib.loads(Path(RECIPE).read_text()), tomllib.loads(written.read_text())
@@ -75,7 +75,7 @@ def test_the_written_recipe_is_the_given_one_with_the_changes(file: Path, tmp_pa
     assert main(["check", str(written)]) == 0
 
 
-def test_the_written_recipe_has_the_comments_of_the_given_one(file: Path, tmp_path: Path) -> None:
+def test_written_recipe_keeps_comments(file: Path, tmp_path: Path) -> None:
     given, once, twice = tmp_path / "given.toml", tmp_path / "once.toml", tmp_path / "twice.toml"
     text = Path(RECIPE).read_text()
     given.write_text(text.replace("async_ratio = 2", "async_ratio = 0  # what we had"))
@@ -91,7 +91,7 @@ def test_the_written_recipe_has_the_comments_of_the_given_one(file: Path, tmp_pa
     assert tomllib.loads(once.read_text()) == tomllib.loads(twice.read_text())
 
 
-def test_so_has_the_written_hardware(file: Path, tmp_path: Path) -> None:
+def test_written_hardware_keeps_comments(file: Path, tmp_path: Path) -> None:
     once, twice = tmp_path / "once.toml", tmp_path / "twice.toml"
     arguments = [RECIPE, "--gpus", "6", *SMALL]
     assert main(["plan", *arguments, "--hardware", str(file), "--write", str(once)]) == 0
@@ -106,9 +106,7 @@ def test_so_has_the_written_hardware(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_where_nothing_keeps_the_limits_nothing_is_written(
-    capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path
-) -> None:
+def test_nothing_is_written_beyond_the_limits(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
     written = tmp_path / "planned.toml"
     arguments = ["--set", "rollout.extra_responses=4", "--max-bias", "0.001", "--write", str(written)]
     assert main(["plan", RECIPE, "--gpus", "6", "--hardware", str(file), *SMALL, *arguments]) == 1
@@ -135,7 +133,7 @@ def test_bad_input_gets_one_sentence(capsys: pytest.CaptureFixture[str], file: P
         main(["plan", RECIPE, *given, "0"])
 
 
-def test_written_toml_is_read_back() -> None:
+def test_toml_round_trip_preserves_the_tree() -> None:
     tree = {
         "name": 'an "odd" one\n', "many": [1, 2.5], "empty": [], "flag": True,
         "part": {"tiny": 1e-9, "deeper": {"x": [{"a": 1}, {"a": 2, "b": {"c": []}}]}, "none": {}},
@@ -167,7 +165,7 @@ pair = { low = 1, high = 2 } # both
 """
 
 
-def test_a_document_with_other_values_keeps_its_comments() -> None:
+def test_rewritten_document_keeps_comments() -> None:
     tree = tomllib.loads(COMMENTED)
     assert rewritten(COMMENTED, tree) == COMMENTED
     tree |= {"seed": 2, "groups": 8, "rollout": {"ahead": 1.5, "none": None}}
@@ -180,7 +178,7 @@ def test_a_document_with_other_values_keeps_its_comments() -> None:
     assert rewritten(COMMENTED, tree) == expected + "\n[rollout]\nahead = 1.5\n"
 
 
-def test_a_section_that_is_removed_takes_what_stands_above_it_along() -> None:
+def test_removed_section_takes_its_comments_along() -> None:
     tree = tomllib.loads(COMMENTED)
     del tree["prompts"]
     assert "# out of order" in rewritten(COMMENTED, tree)
@@ -197,7 +195,7 @@ def test_a_section_that_is_removed_takes_what_stands_above_it_along() -> None:
         {"z": {"new": 2}},  # a section in two places: tomlkit trips over what is removed from it
     ],
 )
-def test_whatever_changes_the_tree_is_what_is_read_back(change: dict[str, Any]) -> None:
+def test_rewritten_document_reads_as_the_new_tree(change: dict[str, Any]) -> None:
     text = "a.b.c = 1  # dotted\nlast = 3\n[[list]]\nx = 1\n[[list]]\nx = [2]\n[z.y.x]\nk = 1\n[end]\n[z]\nj = 1\n"
     tree = tomllib.loads(text) | change
     assert tomllib.loads(rewritten(text, tree)) == tree

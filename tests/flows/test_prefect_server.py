@@ -48,10 +48,10 @@ def run(folder: Path, how: str, seconds: float) -> str:
             return process.communicate()[0]
 
 
-def test_a_thread_with_the_lock_does_not_wait_for_who_waits_for_it(tmp_path: Path) -> None:
+def test_collector_thread_avoids_the_deadlock(tmp_path: Path) -> None:
     assert run(tmp_path, "beside", HANG_SECONDS).split() == ["collected", "written"]
 
 
-def test_the_event_loop_would_wait_if_it_collected(tmp_path: Path) -> None:
+def test_collection_in_the_event_loop_deadlocks(tmp_path: Path) -> None:
     """Or the module is not needed any more."""
     assert run(tmp_path, "itself", 8.0).split() == []

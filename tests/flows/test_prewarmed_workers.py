@@ -73,7 +73,7 @@ def head(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RayHead]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["reward"], indirect=True)
-def test_an_actor_of_any_run_begins_in_a_spare_of_its_kind(head: RayHead) -> None:
+def test_actor_starts_in_a_spare_of_its_kind(head: RayHead) -> None:
     until(lambda: idle(head, "reward"))
     [spare] = idle(head, "reward")
     assert ask(head, "rollout")[0] != spare
@@ -86,7 +86,7 @@ def test_an_actor_of_any_run_begins_in_a_spare_of_its_kind(head: RayHead) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("head", ["engine"], indirect=True)
-def test_an_engine_has_what_its_core_is_forked_from(head: RayHead) -> None:
+def test_engine_worker_has_a_fork_server(head: RayHead) -> None:
     """Also where its worker is no spare; and it ends with the worker."""
     until(lambda: idle(head, "engine"))
     [spare] = idle(head, "engine")
@@ -130,7 +130,7 @@ def look(spares: Asked, clock: list[float], seconds: float) -> list[Kind]:
     return spares.asked
 
 
-def test_one_that_was_taken_is_made_up_for_once_its_run_has_begun(tmp_path: Path, clock: list[float]) -> None:
+def test_taken_spare_is_replaced_later(tmp_path: Path, clock: list[float]) -> None:
     spares = Asked(tmp_path, kept=True)
     assert look(spares, clock, 3) == ["engine", "reward"]
     spares.there = {"engine", "reward"}
@@ -140,14 +140,12 @@ def test_one_that_was_taken_is_made_up_for_once_its_run_has_begun(tmp_path: Path
     assert look(spares, clock, 10) == ["engine"]
 
 
-def test_a_command_has_them_once(tmp_path: Path, clock: list[float]) -> None:
+def test_command_has_each_spare_once(tmp_path: Path, clock: list[float]) -> None:
     spares = Asked(tmp_path, kept=False)
     assert look(spares, clock, 300) == ["engine", "reward"]
 
 
-def test_there_are_none_where_memory_is_short(
-    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_spares_if_memory_is_short(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     class Memory:
         available = module.LEAST_MEMORY - 1
 
@@ -155,9 +153,7 @@ def test_there_are_none_where_memory_is_short(
     assert look(Asked(tmp_path, kept=True), clock, 300) == []
 
 
-def test_a_worker_that_an_actor_waits_for_imports_for_engines_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_awaited_worker_imports_for_engines_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported: list[Kind] = []
     monkeypatch.setattr(early_imports, "import_all", imported.append)
     monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
@@ -198,7 +194,7 @@ def test_early_imports_never_end_their_worker(tmp_path: Path, monkeypatch: pytes
     assert imported == ["engine", "engine"]
 
 
-def test_a_worker_leaves_its_actor_to_a_spare_that_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_leaves_its_actor_to_a_spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported: list[Kind] = []
     monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
     monkeypatch.setattr(early_imports, "REGISTER_SECONDS", 0.0)
@@ -223,7 +219,7 @@ def test_a_worker_leaves_its_actor_to_a_spare_that_imports(tmp_path: Path, monke
     assert imported == ["engine"]
 
 
-def test_a_run_has_spares_for_what_it_imports() -> None:
+def test_spares_match_the_runs_actors() -> None:
     own = RunConfig.model_validate({"name": "a", "prompts": [{"kind": "jsonl", "path": "q"}], "policy": {"path": "p"}})
     two = own.model_copy(update={"engine": own.engine.model_copy(update={"threads": 2})})
     assert "engine" in list_kinds(own)

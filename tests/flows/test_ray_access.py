@@ -67,13 +67,13 @@ def ask(head: RayHead, verb: str, environment: Mapping[str, str]) -> str:
     return str(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_the_clusters_token_lets_in(head: RayHead) -> None:
+def test_cluster_token_grants_access(head: RayHead) -> None:
     assert ask(head, "attach", head.env) == "1 nodes"
     assert ask(head, "member", head.env) == "member"
 
 
 @pytest.mark.parametrize("verb", ["attach", "member"])
-def test_a_cluster_with_a_token_is_refused_without_it(head: RayHead, verb: str, tmp_path: Path) -> None:
+def test_missing_or_wrong_token_is_refused(head: RayHead, verb: str, tmp_path: Path) -> None:
     without = ask(head, verb, {})
     assert without.startswith(f"ConfigError: cluster.address = '{head.address}' asks for a token; {CURE}")
     wrong = ask(head, verb, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64})
@@ -84,13 +84,13 @@ def test_a_cluster_with_a_token_is_refused_without_it(head: RayHead, verb: str, 
     assert CURE in nowhere
 
 
-def test_a_machine_that_is_no_node_is_refused(head: RayHead) -> None:
+def test_machine_without_a_node_is_refused(head: RayHead) -> None:
     said = ask(head, "strange", head.env)
     assert said.startswith(f"ConfigError: cluster.address = '{head.address}': this machine is none of the cluster's 1")
     assert said.endswith(f"ray start --address={head.address} --num-cpus=0")
 
 
-def test_a_cluster_with_tls_lets_in_who_has_its_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_grant_access_to_a_tls_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tls = make_certificates(tmp_path / "tls").ray
     for name, value in tls.items():
         monkeypatch.setenv(name, value)

@@ -37,25 +37,25 @@ def run(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("verb", ["keys", "keys --markdown", "keys --hardware", f"check {RECIPE}"])
-def test_whatever_it_prints(verb: str) -> None:
+def test_commands_end_quietly_without_a_reader(verb: str) -> None:
     code, said = unread(verb.split())
     assert said == b""
     assert code == 1
 
 
-def test_help_that_nobody_reads() -> None:
+def test_help_ends_quietly_without_a_reader() -> None:
     """argparse prints it, and takes no note."""
     assert unread(["--help"]) in ((0, b""), (1, b""))
 
 
 @pytest.mark.parametrize("verb", ["audit", "log", "log --json"])
-def test_whatever_it_prints_of_a_run(verb: str, run: str) -> None:
+def test_run_commands_end_quietly_without_a_reader(verb: str, run: str) -> None:
     code, said = unread([*verb.split()[:1], run, *verb.split()[1:]])
     assert said == b""
     assert code == 1
 
 
-def test_another_pipe_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """One to a process that died, say."""
 
     def broken(options: object) -> int:

@@ -31,13 +31,13 @@ def recipe(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_section_that_changes_its_kind_keeps_what_both_know(tmp_path: Path) -> None:
+def test_changed_kind_keeps_common_keys(tmp_path: Path) -> None:
     found = load_recipe(recipe(tmp_path, ENGINE), ["engine.kind=transformers"]).engine
     assert found == TransformersEngineConfig(slots=7, threads=3)
     assert load_recipe(tmp_path / "recipe.toml", ["engine.kind=timed"]).engine == TimedEngineConfig(slots=7)
 
 
-def test_another_preset_begins_with_its_own_parts(tmp_path: Path) -> None:
+def test_changed_preset_resets_the_parts(tmp_path: Path) -> None:
     path = recipe(tmp_path, '[train.objective]\nkind = "grpo"\n[train.objective.surrogate]\nlow = 0.1\ndual = 2.0\n')
     assert load_recipe(path).train.objective == PartsObjective(surrogate=Clip(low=0.1, dual=2.0))
     found = load_recipe(path, ["train.objective.kind=cispo"]).train.objective
@@ -45,7 +45,7 @@ def test_another_preset_begins_with_its_own_parts(tmp_path: Path) -> None:
     assert load_recipe(path, ["train.objective.kind=grpo"]) == load_recipe(path)
 
 
-def test_a_preset_is_expanded_and_its_parts_may_be_changed() -> None:
+def test_preset_is_expanded_and_can_be_changed() -> None:
     found = parse({"train": {"objective": {"kind": "gspo", "surrogate": {"high": 0.1}}}}).train.objective
     assert isinstance(found, PartsObjective)
     assert (found.surrogate, found.ratio.level) == (Clip(low=3e-4, high=0.1), "geometric")
@@ -59,12 +59,12 @@ def test_a_preset_is_expanded_and_its_parts_may_be_changed() -> None:
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_what_a_run_keeps_of_a_preset_is_read_as_the_same(kind: str) -> None:
+def test_recorded_preset_is_read_unchanged(kind: str) -> None:
     found = parse({"train": {"objective": {"kind": kind}}})
     assert parse(json.loads(json.dumps(found.model_dump(mode="json")))) == found
 
 
-def test_keys_from_before_there_were_parts_are_read() -> None:
+def test_old_objective_keys_are_read() -> None:
     """Runs recorded then are replayed, with the same advantages."""
     old = {
         "baseline": "group",
@@ -91,13 +91,13 @@ def test_keys_from_before_there_were_parts_are_read() -> None:
         parse({"train": {"normalize": "x"}})
 
 
-def test_an_earlier_key_beside_a_part_changes_what_the_part_leaves_open() -> None:
+def test_old_key_fills_open_keys_of_a_part() -> None:
     both = {"baseline": "none", "objective": {"advantage": {"negative_weight": 0.3}}}
     found = parse({"train": both}).train.objective.advantage
     assert found == Advantage(baseline="none", scale="none", negative_weight=0.3)
 
 
-def test_a_key_of_another_kind_is_told_as_that() -> None:
+def test_key_of_another_kind_is_named() -> None:
     tree = {"train": {"objective": {"kind": "topr", "surrogate": {"dual": 2.0}}}}
     with pytest.raises(ConfigError, match=r"^train\.objective\.surrogate\.dual = 2\.0: there is no such key here"):
         parse(tree)
@@ -113,7 +113,7 @@ def test_a_key_of_another_kind_is_told_as_that() -> None:
         {"kind": "kimi", "correction": {"outside": "mask"}},
     ],
 )
-def test_what_corrects_twice_is_refused(objective: dict[str, object]) -> None:
+def test_double_correction_is_refused(objective: dict[str, object]) -> None:
     with pytest.raises(
         ConfigError, match=r"^train\.objective\.correction\.outside = .* corrected twice; set ratio\.to"
     ):
@@ -139,9 +139,7 @@ def test_what_corrects_twice_is_refused(objective: dict[str, object]) -> None:
         ),
     ],
 )
-def test_a_key_of_a_correction_that_changes_nothing_is_refused(
-    kind: str, correction: dict[str, object], words: str
-) -> None:
+def test_unused_correction_key_is_refused(kind: str, correction: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.objective\.correction\.{words}"):
         parse({"train": {"objective": {"kind": kind, "correction": correction}}})
 
@@ -170,13 +168,13 @@ def test_a_key_of_a_correction_that_changes_nothing_is_refused(
         ),
     ],
 )
-def test_a_penalty_without_a_weight_or_a_ratio_nobody_uses_is_refused(objective: dict[str, object], words: str) -> None:
+def test_unused_penalty_or_ratio_is_refused(objective: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
         parse({"train": {"objective": objective}})
 
 
 @pytest.mark.parametrize("kl_to", ["behaviour", "reference"])
-def test_k1_in_the_loss_is_refused_as_it_drives_away(kl_to: str) -> None:
+def test_k1_in_the_loss_is_refused(kl_to: str) -> None:
     penalties = {"kl": "k1", "kl_to": kl_to, "kl_weight": 0.1}
     with pytest.raises(ConfigError, match=r"^train\.objective\.penalties\.kl = 'k1': its gradient .* choose \"k2\""):
         parse({"train": {"objective": {"penalties": penalties}}})
@@ -186,14 +184,14 @@ def test_k1_in_the_loss_is_refused_as_it_drives_away(kl_to: str) -> None:
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-sum", "constant"])
 @pytest.mark.parametrize("kind", ["grpo", "dppo"])
-def test_a_ratio_of_whole_responses_in_the_loss_of_each_token_is_refused(kind: str, aggregation: str) -> None:
+def test_sequence_ratio_in_a_token_loss_is_refused(kind: str, aggregation: str) -> None:
     objective = {"kind": kind, "ratio": {"level": "sequence"}, "aggregation": aggregation}
     with pytest.raises(ConfigError, match=r"^train\.objective\.ratio\.level = 'sequence': with aggregation = \"\w+"):
         parse({"train": {"objective": objective}})
     parse({"train": {"objective": {**objective, "aggregation": "sequence-mean"}}})
 
 
-def test_what_a_run_has_kept_is_read_even_if_it_is_refused_by_now() -> None:
+def test_recorded_config_is_read_although_refused_now() -> None:
     """It is to be replayed."""
     parts = {
         "ratio": Ratio(level="sequence"),
@@ -211,16 +209,14 @@ def test_what_a_run_has_kept_is_read_even_if_it_is_refused_by_now() -> None:
         ({"ratio": {"level": "sequence"}}, r"ratio\.level = 'sequence': with aggregation = "),
     ],
 )
-def test_no_new_run_is_made_of_it_through_a_form_that_sends_every_part(
-    part: dict[str, object], words: str, tmp_path: Path
-) -> None:
+def test_form_with_every_part_is_refused_too(part: dict[str, object], words: str, tmp_path: Path) -> None:
     config = parse(with_every_part(**part) | {"store": {"uri": str(tmp_path)}})
     with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
         prepare(config, "new")
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_nor_is_a_recipe_that_has_every_part_taken_to_find_it_out_in_the_middle_of_a_sweep(tmp_path: Path) -> None:
+def test_sweep_refuses_a_full_recipe_before_it_starts(tmp_path: Path) -> None:
     """`rollflow check --resolved` prints such recipes."""
     path = recipe(tmp_path, to_toml(with_every_part()))
     load_recipe(path, ["train.objective.penalties.kl=k1"])
@@ -242,12 +238,12 @@ def with_every_part(**parts: object) -> dict[str, Any]:
         ({"penalties": {"kl_weight": 1e39}}, r"penalties\.kl_weight = 1e\+39 is greater than"),
     ],
 )
-def test_what_is_no_part_or_no_number_of_float32_is_refused(objective: dict[str, object], words: str) -> None:
+def test_invalid_part_or_number_is_refused(objective: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
         parse({"train": {"objective": objective}})
 
 
-def test_one_weight_of_a_sweep_may_be_zero() -> None:
+def test_zero_weight_in_a_sweep_is_accepted() -> None:
     parse({"train": {"objective": {"penalties": {"kl_to": "reference", "kl_in": "reward", "kl_weight": 0.0}}}})
     parse({"train": {"objective": {"kind": "rloo", "ratio": {"level": "sequence"}, "surrogate": {"positive": [0, 2]}}}})
     parse({"train": {"objective": {"kind": "mis", "ratio": {"to": "proximal"}}}})  # what the correction's ratio is to
@@ -260,19 +256,19 @@ def test_one_weight_of_a_sweep_may_be_zero() -> None:
         {"penalties": {"kl_to": "reference", "kl_weight": 0.0}},
     ],
 )
-def test_an_objective_that_was_taken_is_taken_again_as_a_run_keeps_it(objective: dict[str, object]) -> None:
+def test_recorded_objective_is_accepted_again(objective: dict[str, object]) -> None:
     taken = parse({"train": {"objective": objective}}).train.objective
     assert parse({"train": {"objective": taken.model_dump(mode="json")}}).train.objective == taken
 
 
-def test_what_changes_nothing_may_be_a_preset_s_or_the_default_or_kept_by_a_run() -> None:
+def test_unused_key_of_preset_or_record_is_accepted() -> None:
     parse({"train": {"objective": {"kind": "geometric-mask", "correction": {"outside": "none"}}}})
     parse({"train": {"objective": {"correction": {"weigh": True, "low": 0.0}}}})
     kept = parse(with_every_part(correction={"high": 3.0})).train.objective
     assert kept.correction == Correction(high=3.0)  # type: ignore[union-attr]
 
 
-def test_what_no_kind_knows_is_refused_all_the_same(tmp_path: Path) -> None:
+def test_key_unknown_to_every_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.slot = 7: there is no such key; did you mean engine\.slots\?"):
         load_recipe(recipe(tmp_path, ENGINE.replace("slots", "slot")), ["engine.kind=timed"])
 
@@ -292,19 +288,19 @@ def test_what_no_kind_knows_is_refused_all_the_same(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_refusal_names_the_key_without_the_kind(tree: dict[str, object], words: str) -> None:
+def test_error_names_the_key_without_the_kind(tree: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse(tree)
     assert str(refused.value).startswith(words)
 
 
-def test_every_kind_is_among_the_keys() -> None:
+def test_keys_include_every_kind() -> None:
     lines = describe_keys(RunConfig)
     for line in ('engine.kind = "timed"', 'prompts.kind = "jsonl"', 'train.objective.surrogate.kind = "kimi"'):
         assert any(one.startswith(f"{line}  # ") for one in lines)
 
 
-def test_a_key_says_its_default_and_what_it_may_be_as_toml_does() -> None:
+def test_key_shows_default_and_allowed_values_as_toml() -> None:
     lines = {line.partition(": ")[0] for line in describe_keys(RunConfig)}
     assert {
         "versions = 100  # whole number above 0",
@@ -316,7 +312,7 @@ def test_a_key_says_its_default_and_what_it_may_be_as_toml_does() -> None:
     } <= lines
 
 
-def test_a_section_that_names_no_kind_has_the_default() -> None:
+def test_section_without_kind_has_the_default() -> None:
     tree = {"engine": {"slots": 9}, "reward": {"workers": 2}, "train": {"objective": {"clip_low": 0.1}}}
     assert parse(tree) == parse(
         {
@@ -342,7 +338,7 @@ def test_default_verifier_fits_the_prompts(prompts: dict[str, Any], reward: dict
 
 
 @pytest.mark.parametrize("kind", ["sorting", "column-sums"])
-def test_verifier_that_cannot_judge_is_refused(kind: str) -> None:
+def test_unsuitable_verifier_is_refused(kind: str) -> None:
     words = (
         rf"reward\.kind = 'reasoning-gym': prompts of kind \"{kind}\" are of no family; set reward\.kind = \"exact\""
     )
@@ -363,7 +359,7 @@ class Tree(Section):
     train: Annotated[TorchTrain | Other, Field(discriminator="learner")] = TorchTrain()
 
 
-def test_of_two_learners_the_key_learner_says_which() -> None:
+def test_kind_key_selects_the_learner() -> None:
     assert Tree.model_validate({"train": {"threads": 2}}).train == TorchTrain(threads=2)
     assert Tree.model_validate({"train": {"learner": "other", "rank": 3}}).train == Other(rank=3)
     for wrong, words in (
@@ -376,7 +372,7 @@ def test_of_two_learners_the_key_learner_says_which() -> None:
         assert sentence(refused.value.errors()[0], Tree).startswith(words)
 
 
-def test_a_run_that_was_recorded_before_says_its_learner_as_now() -> None:
+def test_old_run_names_its_learner() -> None:
     tree = RunConfig().model_dump(mode="json")
     assert tree["train"]["learner"] == "torch"
     assert RunConfig.model_validate(tree).sha256() == RunConfig().sha256()

@@ -129,7 +129,7 @@ def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) 
     assert not follows_another(*second)
 
 
-def test_a_run_that_ended_or_was_ended_is_left_alone(deployment: str, run: RunContext) -> None:
+def test_ended_run_is_not_restarted(deployment: str, run: RunContext) -> None:
     for state in (Failed(), Cancelled(), Running()):
         flow_run = crashed(deployment, given(run))
         with api() as client:
@@ -141,7 +141,7 @@ def test_a_run_that_ended_or_was_ended_is_left_alone(deployment: str, run: RunCo
     assert len(of(run)) == 4
 
 
-def test_over_the_budget_the_flow_run_fails_with_the_reason(deployment: str, run: RunContext) -> None:
+def test_exhausted_budget_fails_the_flow_run(deployment: str, run: RunContext) -> None:
     flow_run = crashed(deployment, given(run))
     for attempt in (1, 2):
         successor = restart_supervisor(flow_run, run)
@@ -161,7 +161,7 @@ def test_over_the_budget_the_flow_run_fails_with_the_reason(deployment: str, run
     assert restart_supervisor(flow_run, run) is None  # and it stays so
 
 
-def test_a_supervisor_that_dies_once_a_day_goes_on_for_a_month(
+def test_daily_supervisor_deaths_are_survived(
     deployment: str, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, days = time.time(), 31
@@ -180,7 +180,7 @@ def test_a_supervisor_that_dies_once_a_day_goes_on_for_a_month(
     assert len(of(run)) == 1 + days
 
 
-def test_a_stage_that_dies_once_a_day_gets_a_new_flow_run_each_time(
+def test_dead_stage_gets_a_new_flow_run_each_time(
     server: PrefectServer, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a real server: it gives back the flow run that crashed where it is asked with the key of that one."""
@@ -204,7 +204,7 @@ def test_a_stage_that_dies_once_a_day_gets_a_new_flow_run_each_time(
     assert len(set(seen)) == 8
 
 
-def test_a_stage_that_was_told_to_end_is_not_adopted(
+def test_cancelling_stage_is_not_adopted(
     server: PrefectServer, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that is resumed at once comes before its runner has seen the stages end that its pause cancelled."""
@@ -225,7 +225,7 @@ def test_a_stage_that_was_told_to_end_is_not_adopted(
     assert after.all["train"].run is not None
 
 
-def test_the_pause_doubles_and_only_what_is_recent_counts() -> None:
+def test_pause_doubles_with_recent_crashes() -> None:
     limits = RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1)
     now = 1000.0
     assert [pause_before([now] * n, now, limits) for n in (1, 2, 3, 4)] == [0.0, 1.0, 2.0, 4.0]
@@ -235,7 +235,7 @@ def test_the_pause_doubles_and_only_what_is_recent_counts() -> None:
         pause_before([now] * 5, now, limits)
 
 
-def test_who_follows_is_newer_whatever_the_clock_said(
+def test_successor_is_newer_despite_the_clock(
     deployment: str, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Prefect server's clock stepped back by an hour between a supervisor and its successor."""
@@ -256,7 +256,7 @@ def test_who_follows_is_newer_whatever_the_clock_said(
     assert third.flow_run not in (first, second.flow_run)
 
 
-def test_a_run_started_without_a_name_is_found_again_by_its_flow_run(deployment: str, run: RunContext) -> None:
+def test_unnamed_run_is_found_by_its_flow_run(deployment: str, run: RunContext) -> None:
     flow_run = crashed(deployment, {"config": CONFIG})
     with api() as client:
         unnamed = attach_run(run_uri(client.read_flow_run(flow_run)))
@@ -282,7 +282,7 @@ def test_serve_picks_up_a_crash_once(deployment: str, run: RunContext) -> None:
     assert [one.role for one in RecoveryLog(run.store).read()] == ["supervisor"]
 
 
-def test_flow_runs_that_ended_with_their_runner_are_said_to_have_crashed(deployment: str, run: RunContext) -> None:
+def test_orphaned_flow_runs_are_marked_crashed(deployment: str, run: RunContext) -> None:
     with api() as client:
         waiting, running = (start(client, "post-training", deployment, given(run), name=n) for n in ("w", "r"))
         client.set_flow_run_state(running, Running(), force=True)
@@ -309,7 +309,7 @@ def test_automations_are_installed_once(deployment: str) -> None:
     assert seen[0] != seen[2]
 
 
-def test_a_service_that_keeps_dying_ends_the_session_with_the_reason(tmp_path: Path) -> None:
+def test_dying_service_ends_the_session_with_the_reason(tmp_path: Path) -> None:
     service = Runner(tmp_path / "log", {}, module="http.server", arguments=["0", "--bind", "127.0.0.1"])
     limits = RecoveryConfig(restarts=2, backoff_seconds=0.01)
     services, recovered = ServiceKeeper("none", {"files": service}, limits), list[Recovery]()
@@ -338,7 +338,7 @@ def runner(server: PrefectServer, tmp_path_factory: pytest.TempPathFactory) -> I
         yield runner
 
 
-def test_a_session_outlives_its_supervisor_its_server_and_its_runner(
+def test_session_survives_supervisor_server_and_runner(
     server: PrefectServer, runner: Runner, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a clock that steps back by an hour when it has just begun."""
@@ -375,7 +375,7 @@ def test_a_session_outlives_its_supervisor_its_server_and_its_runner(
     assert len(of(run)) == 3
 
 
-def test_a_supervisor_that_raises_ends_the_run(server: PrefectServer, runner: Runner, run: RunContext) -> None:
+def test_failing_supervisor_ends_the_run(server: PrefectServer, runner: Runner, run: RunContext) -> None:
     session = Session("trivial", server.ui_url, {SERVER: server, RUNNER: runner})
     run.store.put("fail", b"")
     *_, last = session.follow(run, session.submit(run, time.time()))
@@ -384,9 +384,7 @@ def test_a_supervisor_that_raises_ends_the_run(server: PrefectServer, runner: Ru
     assert len(of(run)) == 1
 
 
-def test_without_a_session_an_automation_brings_the_supervisor_back(
-    server: PrefectServer, runner: Runner, run: RunContext
-) -> None:
+def test_automation_restarts_the_supervisor(server: PrefectServer, runner: Runner, run: RunContext) -> None:
     Session("trivial", server.ui_url, {}).submit(run, time.time())
     until(lambda: read_status(run))
     status = read_status(run)
@@ -426,7 +424,7 @@ except EngineFailed:
 """
 
 
-def test_the_death_of_a_node_is_noticed_and_the_node_comes_back(tmp_path: Path) -> None:
+def test_node_death_is_noticed(tmp_path: Path) -> None:
     head = RayHead(tmp_path, cpus=1)
     node = RayNode(head, resources={"second": 1})
     head.start()

@@ -108,7 +108,7 @@ class World:
 @settings(deadline=None, max_examples=150)
 @given(EVENTS)
 @example([("end", 0.0)] * 3 + [("end", 101.0), ("end", 0.0), ("recover", 0.0), ("takeover", 0.0), ("end", 0.0)])
-def test_any_course_of_ends_keeps_to_the_budget_and_leaves_one_record_for_each_recovery(
+def test_every_course_keeps_the_budget_and_its_records(
     events: list[tuple[str, float]],
 ) -> None:
     world, episodes = World(), 0
@@ -140,7 +140,7 @@ def record(role: str, attempt: int, noticed: float, resumed: float, *again: floa
     return Recovery(role, "gone", noticed, noticed, resumed, attempt=attempt, restarts=(noticed, *again))
 
 
-def test_what_was_spent_is_told_by_role_and_a_recovery_of_several_restarts_counts_them_all() -> None:
+def test_spent_restarts_are_counted_by_role() -> None:
     journal = [
         Recovery("engine-0", "gone", 10.0, 10.0, 20.0),  # by an earlier release, which did not write when
         record("learner", 1, 900.0, 901.0),
@@ -158,7 +158,7 @@ def test_what_was_spent_is_told_by_role_and_a_recovery_of_several_restarts_count
 
 
 @pytest.mark.parametrize("step", [3600.0, -3600.0])
-def test_a_wall_clock_that_steps_takes_no_budget_away(step: float) -> None:
+def test_stepping_clock_spends_no_budget(step: float) -> None:
     now = [5000.0]
     run = MemoryStore(uuid.uuid4().hex)
     for attempt in (1, 2, 3):
@@ -169,7 +169,7 @@ def test_a_wall_clock_that_steps_takes_no_budget_away(step: float) -> None:
     assert earlier.times(ROLE) == []
 
 
-def test_who_starts_the_run_again_has_the_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_restart_resets_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """A person has looked at what used it up; a supervisor that follows a dead one has not."""
     run = MemoryStore(uuid.uuid4().hex)
     for attempt in (1, 2, 3):
@@ -193,7 +193,7 @@ DAMAGED = (
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
-def test_a_record_that_is_damaged_gives_nobody_his_budget_back(damaged: str) -> None:
+def test_damaged_record_restores_no_budget(damaged: str) -> None:
     run = MemoryStore(uuid.uuid4().hex)
     journal = RecoveryLog(run)
     journal.append(record(ROLE, 1, 990.0, 991.0))
@@ -208,13 +208,13 @@ def test_a_record_that_is_damaged_gives_nobody_his_budget_back(damaged: str) -> 
         budget.spend(ROLE, "gone")
 
 
-def test_a_record_of_a_later_release_is_read() -> None:
+def test_record_of_a_later_release_is_read() -> None:
     run = MemoryStore(uuid.uuid4().hex)
     run.put(recovery_path(0), (GONE + '"noticed_at": 995, "node": "a"}').encode())
     assert [one.noticed_at for one in RecoveryLog(run).read()] == [995.0]
 
 
-def test_a_pause_has_an_end_however_often_a_role_was_started_again() -> None:
+def test_pause_is_bounded_after_many_restarts() -> None:
     limits = RecoveryConfig(restarts=10**6, backoff_seconds=1e-300)
     assert [pause_after(restarts, limits) for restarts in (0, 1, 10**6)] == [0.0, 1e-300, 1e-300 * 2.0**1000]
     assert pause_after(10**6, RecoveryConfig()) == LONGEST_PAUSE
@@ -236,7 +236,7 @@ class Hanging(MemoryStore):
         return super().exists(path)
 
 
-def test_storage_that_is_away_holds_up_no_restart_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_storage_delays_no_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spent_module, "WAIT_SECONDS", 0.01)
     monkeypatch.setattr(spent_module, "AGAIN_SECONDS", 0.01)
     run = Hanging(uuid.uuid4().hex)

@@ -132,7 +132,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_prefect_and_ray_start_answer_and_leave_nothing(tmp_path: Path, mark: str) -> None:
+def test_prefect_and_ray_leave_nothing_behind(tmp_path: Path, mark: str) -> None:
     deep = tmp_path / "a-folder-whose-name-is-too-long-for-the-sockets-of-ray"
     prefect, ray = PrefectServer(deep), RayHead(deep, cpus=2)
     start_together(prefect, ray)
@@ -180,7 +180,7 @@ def asked(url: str, auth: str | None, body: bytes | None = None) -> int:
 
 
 @pytest.mark.slow
-def test_a_private_prefect_server_takes_orders_from_its_owner_only(
+def test_private_prefect_server_requires_its_secret(
     tmp_path: Path, prefect_database: Path, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every user of a machine reaches its loopback, and a deployment's entrypoint is code."""
@@ -211,7 +211,7 @@ def test_a_private_prefect_server_takes_orders_from_its_owner_only(
     assert kept == []  # no log, no profile, no database
 
 
-def test_processes_that_give_no_orders_do_not_know_the_string(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_do_not_get_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors run models and verifiers."""
     for name, value in PrefectServer(tmp_path).env.items():
         monkeypatch.setenv(name, value)
@@ -220,7 +220,7 @@ def test_processes_that_give_no_orders_do_not_know_the_string(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_mlflow_comes_without_its_jobs(tmp_path: Path, mark: str) -> None:
+def test_mlflow_starts_without_its_jobs(tmp_path: Path, mark: str) -> None:
     """They are eight processes, and begin beside the server: there is none a while after it answers."""
     with MlflowServer(tmp_path):
         for _ in range(20):
@@ -230,7 +230,7 @@ def test_mlflow_comes_without_its_jobs(tmp_path: Path, mark: str) -> None:
 
 
 @pytest.mark.slow
-def test_services_die_with_an_owner_that_is_killed(tmp_path: Path, mark: str) -> None:
+def test_services_end_with_a_killed_owner(tmp_path: Path, mark: str) -> None:
     owner_code = """
 import sys, threading, time
 from pathlib import Path
@@ -255,7 +255,7 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_a_cluster_ends_with_its_guards_and_starts_again_where_it_was(tmp_path: Path, mark: str) -> None:
+def test_cluster_restarts_at_its_address(tmp_path: Path, mark: str) -> None:
     """As when the kernel is short of memory and takes the guards first."""
     head = RayHead(tmp_path, cpus=1)
     head.start()
@@ -285,9 +285,7 @@ time.sleep(600)
 """  # noqa: E501
 
 
-def test_stop_is_bounded_and_reaches_orphans_that_ignore_sigterm(
-    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_kills_orphans_that_ignore_sigterm(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     monkeypatch.chdir(tmp_path)
     env = {"PYTHONPATH": str(tmp_path)}
@@ -300,7 +298,7 @@ def test_stop_is_bounded_and_reaches_orphans_that_ignore_sigterm(
 
 
 @pytest.mark.parametrize("owner_too", [False, True], ids=["guard", "guard and owner"])
-def test_what_a_killed_guard_leaves_is_ended(tmp_path: Path, mark: str, owner_too: bool) -> None:
+def test_descendants_of_a_killed_guard_are_ended(tmp_path: Path, mark: str, owner_too: bool) -> None:
     owner_code = f"""
 import sys, time
 from pathlib import Path
@@ -324,14 +322,14 @@ time.sleep(600)
     owner.wait()
 
 
-def test_a_service_that_ends_while_starting_is_named_with_its_log(tmp_path: Path) -> None:
+def test_service_that_ends_early_is_named_with_its_log(tmp_path: Path) -> None:
     runner = Runner(tmp_path / "log", {}, module="no_such_module", ready=tmp_path / "ready")
     with pytest.raises(Unreachable, match=rf"ended while starting \(exit code 1\); see {tmp_path}/log"):
         runner.start()
     assert "no_such_module" in (tmp_path / "log").read_text()
 
 
-def test_a_service_that_never_answers_is_given_up_at_its_deadline(tmp_path: Path, mark: str) -> None:
+def test_silent_service_is_given_up_at_its_deadline(tmp_path: Path, mark: str) -> None:
     arguments = ["0", "--bind", "127.0.0.1"]
     runner = Runner(
         tmp_path / "log", {}, module="http.server", arguments=arguments, ready=tmp_path / "ready", start_seconds=0.5
@@ -341,7 +339,7 @@ def test_a_service_that_never_answers_is_given_up_at_its_deadline(tmp_path: Path
     until(lambda: not marked(mark))
 
 
-def test_closed_ports_are_refused_in_one_sentence_with_key_value_and_cure() -> None:
+def test_closed_port_is_one_sentence() -> None:
     port = free_port()
     cases = [
         (check_prefect, f"http://me:hidden@127.0.0.1:{port}/api", "PREFECT_API_URL", "unset PREFECT_API_URL"),
@@ -362,12 +360,12 @@ def test_closed_ports_are_refused_in_one_sentence_with_key_value_and_cure() -> N
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "localhost", "host:port", ":6379"])
-def test_what_is_no_address_of_a_ray_head_is_refused(address: str) -> None:
+def test_invalid_ray_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="is no address of a Ray head"):
         check_ray(address)
 
 
-def test_a_peer_that_accepts_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_peer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.flows.services.reachability.CHECK_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
@@ -376,7 +374,7 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up(monkeypatch: pytest.Mo
                 check(value)
 
 
-def test_a_server_that_asks_for_credentials_is_there() -> None:
+def test_server_that_asks_for_credentials_is_accepted() -> None:
     class Guarded(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(401)
@@ -393,14 +391,14 @@ def test_a_server_that_asks_for_credentials_is_there() -> None:
         server.server_close()
 
 
-def test_a_local_tracking_store_must_be_writable(tmp_path: Path) -> None:
+def test_local_tracking_store_must_be_writable(tmp_path: Path) -> None:
     check_mlflow(f"sqlite:///{tmp_path}/new/folder/mlflow.db")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         check_mlflow(f"sqlite:///{tmp_path}/file/mlflow.db")
 
 
-def test_redact_keeps_what_a_person_needs_to_recognise_an_address() -> None:
+def test_redact_keeps_scheme_host_and_path() -> None:
     assert redact("http://user:pw@host:5000/path?token=x#y") == "http://host:5000/path"
     assert redact("sqlite:////a/b.db") == "sqlite:////a/b.db"
     assert redact("host:6379") == "host:6379"
@@ -413,7 +411,7 @@ def test_short_folder_uses_a_link_only_when_needed(tmp_path: Path) -> None:
     assert len(str(ray_head.short_folder(long))) < 41
 
 
-def test_folders_of_dead_owners_are_removed_but_the_latest(tmp_path: Path) -> None:
+def test_latest_folders_of_dead_owners_are_kept(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     for number in range(4):
@@ -438,7 +436,7 @@ def test_links_of_dead_owners_are_removed(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(path.name for path in tmp_path.glob("rollflow-*")) == ["rollflow-file", "rollflow-living"]
 
 
-def test_links_of_other_users_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_of_other_users_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(path: Path) -> bool:
         raise PermissionError(f"{path} is in a folder of another user")
 
@@ -449,7 +447,7 @@ def test_links_of_other_users_are_passed_over(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "rollflow-other").is_symlink()
 
 
-def test_importing_loads_no_vendor() -> None:
+def test_import_loads_no_vendor() -> None:
     code = """
 import sys
 from rollflow.flows.services import cluster, guard, reachability, process as services

@@ -74,7 +74,7 @@ def test_settings_are_refused_in_one_sentence(
         *((name, "export it before the command") for name in ("PGPASSWORD", "MLFLOW_TRACKING_TOKEN", "TEAM_SECRET")),
     ],
 )
-def test_settings_refuse_a_secret_unseen(name: str, instead: str, tmp_path: Path) -> None:
+def test_settings_refuse_a_secret_without_showing_it(name: str, instead: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"variables.{name} is a secret.*{instead}") as refused:
         load_settings(written(tmp_path, f"[variables]\n{name} = '{PLANTED}'"))
     assert PLANTED not in str(refused.value)
@@ -85,7 +85,7 @@ def test_settings_missing_file_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_settings_win_over_recipe_and_set_over_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_set_overrides_settings_and_settings_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[store]\nuri = "s3://mine/store"\nkeep_last = 7\n[tracking]\nexperiment = "mine"\n')
     home = tmp_path / "other home"
@@ -125,7 +125,7 @@ def checked(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return {check["name"]: check for check in json.loads(capsys.readouterr().out)}
 
 
-def test_doctor_asks_every_place_of_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_contacts_every_place_of_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(
         tmp_path,
         f'[variables]\nPREFECT_API_URL = "http://127.0.0.1:9/api"\nRAY_AUTH_TOKEN_PATH = "{tmp_path}/token"\n'

@@ -50,7 +50,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_table_says_what_the_json_says(
+def test_table_equals_the_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, file: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
@@ -65,7 +65,7 @@ def test_the_table_says_what_the_json_says(
     assert figures["step_seconds"] >= figures["bounds"]["conserving_split"] * 0.9
 
 
-def test_the_timeline_is_drawn_twice_and_needs_nothing_from_outside(file: Path, tmp_path: Path) -> None:
+def test_timeline_files_are_self_contained(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "timeline"
     assert main(["simulate", RECIPE, "--hardware", str(file), *SMALL, "--plot", str(out)]) == 0
     assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
@@ -78,7 +78,7 @@ def test_the_timeline_is_drawn_twice_and_needs_nothing_from_outside(file: Path, 
     assert [len(curve["values_B"]) for curve in data["curves"]] == [data["bins"]] * 2
 
 
-def test_what_is_drawn_of_more_engines_than_there_are_rows() -> None:
+def test_rows_average_neighbouring_engines() -> None:
     """Worked by hand: three engines in two rows, two bins of 5 s."""
     engines = np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 0.25]], np.float32)
     span = Span(1, 2.0, 9.0)
@@ -104,7 +104,7 @@ def test_what_is_drawn_of_more_engines_than_there_are_rows() -> None:
         ("engines = = 1", ["not valid TOML", "correct that line"]),
     ],
 )
-def test_a_bad_hardware_file_gets_one_sentence(
+def test_bad_hardware_file_is_one_sentence(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: list[str]
 ) -> None:
     path = tmp_path / "bad.toml"
@@ -113,7 +113,7 @@ def test_a_bad_hardware_file_gets_one_sentence(
     assert all(word in sentence for word in words), sentence
 
 
-def test_other_bad_input(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
     assert "'nowhere.toml' cannot be read" in refused(capsys, "simulate", RECIPE, "--hardware", "nowhere.toml")
     assert "ends in .png or .html" in refused(capsys, "simulate", RECIPE, "--hardware", str(file), "--plot", "a.svg")
     assert "there is no folder" in refused(
@@ -126,12 +126,12 @@ def test_other_bad_input(capsys: pytest.CaptureFixture[str], file: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED_HARDWARE.glob("*.toml")))
-def test_shipped_hardware_is_found_by_its_name(name: str) -> None:
+def test_shipped_hardware_is_found_by_name(name: str) -> None:
     assert load_hardware(Path(name)) == load_hardware(SHIPPED_HARDWARE / f"{name}.toml")
 
 
 @pytest.mark.long
-def test_the_shipped_baseline_spends_its_time_as_published() -> None:
+def test_baseline_time_shares_equal_the_published_ones() -> None:
     """RollPacker's shares of a synchronous step in maths: 72 % rollout, 5 % reward, 23 % training."""
     from rollflow.tasks.simulation.world import simulate
 
@@ -143,14 +143,14 @@ def test_the_shipped_baseline_spends_its_time_as_published() -> None:
     assert shares.train == pytest.approx(0.23, abs=0.03)
 
 
-def test_keys_of_a_hardware_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_lists_hardware_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "--hardware"]) == 0
     out = capsys.readouterr().out
     assert "engines.slowing = 0.0  # number at least 0: c: with n requests" in out
     assert "group_size" not in out
 
 
-def test_hardware_is_read_back_from_what_was_written(tmp_path: Path) -> None:
+def test_written_hardware_is_read_back(tmp_path: Path) -> None:
     deaths = [{"at_seconds": 1.5, "engine": 0}]
     parts = {"engines": {"slots": 3}, "learner": {"measured": [1.0, 2.5]}, "faults": {"deaths": deaths}}
     hardware = Hardware.model_validate({"title": 'an "odd" name', **parts})
@@ -221,7 +221,7 @@ def publish(log: Log, learner: Writer, version: int, batch: BatchCommitted | Non
 
 
 @pytest.mark.long
-def test_a_recorded_run_is_read_and_predicted(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+def test_recorded_run_is_predicted(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
     found = read_recorded(context_of(str(run.parent.parent), "recorded"))
     assert [one.version for one in found] == list(range(3, 13))
     assert found[0].seconds == pytest.approx(STEP)
@@ -239,18 +239,18 @@ def test_a_recorded_run_is_read_and_predicted(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.long
-def test_a_run_of_another_recipe_is_not_compared(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_run_of_another_recipe_is_not_compared(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert main(["simulate", RECIPE, "--from-run", str(run), "--set", "groups=4", "--versions", "5"]) == 0
     out = capsys.readouterr().out
     assert "the run had another groups" in out
     assert "%" not in out.rpartition("step time")[2]
 
 
-def test_a_run_that_is_too_short_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_short_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     short = recorded(tmp_path, 5)
     assert "has 5 versions; a prediction needs 8" in refused(capsys, "simulate", RECIPE, "--from-run", str(short))
 
 
-def test_an_update_that_was_not_written_down_is_not_there(run: Path) -> None:
+def test_unrecorded_update_is_none(run: Path) -> None:
     assert read_update(open_store(str(run)), 99) is None
     assert read_update(open_store(str(run)), 3) == Update(3, PAUSE, pytest.approx(1000.0 + 3 * STEP + PAUSE))

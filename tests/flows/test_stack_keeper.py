@@ -56,7 +56,7 @@ def pid_of(place: Path) -> int:
     return found[0]
 
 
-def test_a_stack_that_dies_comes_back_until_it_is_taken_down(tmp_path: Path) -> None:
+def test_dead_stack_is_restarted_until_down(tmp_path: Path) -> None:
     borrowed = stack.BorrowedStack(tmp_path)
     keeper = subprocess.Popen([sys.executable, "-c", KEEPS, str(tmp_path), *command(tmp_path)])
     first = pid_of(tmp_path)
@@ -70,7 +70,7 @@ def test_a_stack_that_dies_comes_back_until_it_is_taken_down(tmp_path: Path) -> 
     assert not stack.end(tmp_path)
 
 
-def test_one_that_dies_too_often_is_left(tmp_path: Path) -> None:
+def test_stack_over_its_budget_is_not_restarted(tmp_path: Path) -> None:
     def kills() -> None:
         last = 0
         for _ in range(2):
@@ -85,7 +85,7 @@ def test_one_that_dies_too_often_is_left(tmp_path: Path) -> None:
     killing.join()
 
 
-def test_one_that_fails_once_it_was_up_comes_back(tmp_path: Path) -> None:
+def test_stack_that_fails_after_start_is_restarted(tmp_path: Path) -> None:
     """An error of it ends it in order: it is no more to be found, and has an exit code."""
     fails = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3); sys.exit(1)"), str(tmp_path)]
     with pytest.raises(GaveUp, match=r"the stack was restarted 1 times .* exit code 1"):
@@ -93,12 +93,12 @@ def test_one_that_fails_once_it_was_up_comes_back(tmp_path: Path) -> None:
     assert stack.find(tmp_path) is None
 
 
-def test_one_that_is_done_is_left(tmp_path: Path) -> None:
+def test_finished_stack_is_not_restarted(tmp_path: Path) -> None:
     done = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3)"), str(tmp_path)]
     assert keep(tmp_path, done, RecoveryConfig(), Told()) == 0
 
 
-def test_of_two_that_begin_at_once_one_finds_the_other(
+def test_simultaneous_start_gives_one_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
@@ -121,11 +121,11 @@ def test_of_two_that_begin_at_once_one_finds_the_other(
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
-def test_one_that_never_came_up_has_said_why(tmp_path: Path, code: int) -> None:
+def test_stack_that_never_came_up_reports_why(tmp_path: Path, code: int) -> None:
     assert keep(tmp_path, command(tmp_path, str(code)), RecoveryConfig(), Told()) == code
 
 
-def test_a_process_is_told_to_end_while_it_is_being_told() -> None:
+def test_second_signal_during_the_first_is_safe() -> None:
     """Two signals at once come to a process of `up`: `down` sends them to the keeper and to who serves."""
     told, before, within = Told(), signal.getsignal(signal.SIGALRM), 0
 
@@ -153,7 +153,7 @@ def test_a_process_is_told_to_end_while_it_is_being_told() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_one_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.flows.keepalive.stack.END_SECONDS", 0.5)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('deaf', 'w'); time.sleep(600)"
     monkeypatch.chdir(tmp_path)

@@ -130,12 +130,12 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return found
 
 
-def test_each_is_started_once(world: World) -> None:
+def test_each_stage_is_started_once(world: World) -> None:
     assert sorted(role for role, _ in world.started) == sorted([CHANNEL, *ACTORS])
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_what_a_supervisor_left_that_died_at_the_end_is_ended(
+def test_leftover_stages_are_ended_after_the_last_version(
     world: World, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     """Its successor finds every version trained. The reward stage, which waits to be told, and all actors stayed."""
@@ -158,7 +158,7 @@ def test_what_a_supervisor_left_that_died_at_the_end_is_ended(
 
 
 @pytest.mark.parametrize(("waiting", "other"), permutations([*ACTORS, CHANNEL], 2))
-def test_who_waits_for_its_restart_delays_no_other(world: World, waiting: str, other: str) -> None:
+def test_waiting_stage_delays_no_other(world: World, waiting: str, other: str) -> None:
     """The first dies again and again, so that it has to wait 40 seconds; then another one dies for the first time."""
     world.dead = {waiting}
     world.look_for(5.0)
@@ -172,7 +172,7 @@ def test_who_waits_for_its_restart_delays_no_other(world: World, waiting: str, o
 
 
 @pytest.mark.parametrize("role", [*ACTORS, CHANNEL])
-def test_a_pause_is_kept_to_its_end_and_no_longer(world: World, role: str) -> None:
+def test_pause_is_kept_exactly(world: World, role: str) -> None:
     world.dead = {role}
     world.look_for(5.0)
     second = world.starts_of(role)[1]
@@ -185,7 +185,7 @@ def test_a_pause_is_kept_to_its_end_and_no_longer(world: World, role: str) -> No
 
 
 @pytest.mark.parametrize("role", ACTORS)
-def test_a_stage_that_is_paused_is_started_again_and_the_log_says_what_to_pause(world: World, role: str) -> None:
+def test_paused_stage_is_restarted(world: World, role: str) -> None:
     """Prefect leaves the process of a flow run that is paused alone: it ends once it runs again and is cancelled."""
     world.pause = {role}
     world.look_for(5.0)
@@ -195,7 +195,7 @@ def test_a_stage_that_is_paused_is_started_again_and_the_log_says_what_to_pause(
 
 
 @pytest.mark.parametrize("attended", [True, False])
-def test_an_actor_that_only_began_does_not_stand_for_its_flow(
+def test_unattended_actor_does_not_prove_its_flow_alive(
     world: World, attended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that hangs before it comes to its actor is restarted."""
@@ -207,7 +207,7 @@ def test_an_actor_that_only_began_does_not_stand_for_its_flow(
     ]
 
 
-def test_what_an_actor_warns_of_is_told_with_its_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_warnings_come_with_its_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = Warned(REWARD, "a:1", 1, "odd")
     asked = {REWARD: RewardStatus(warned=[odd]), CHANNEL: None}
     monkeypatch.setattr(cluster, "call", lambda asked_of, *_: asked.get(asked_of, RewardStatus()))
@@ -216,7 +216,7 @@ def test_what_an_actor_warns_of_is_told_with_its_status(world: World, monkeypatc
     assert set(world.warned) == {odd}
 
 
-def test_a_pause_of_the_supervisor_is_seen_where_no_stage_is_looked_at(world: World) -> None:
+def test_supervisor_pause_is_seen_after_the_stages(world: World) -> None:
     own = uuid.uuid4()
     world.stages._own = [own]
     world.runs[own] = "supervisor"

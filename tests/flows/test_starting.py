@@ -89,7 +89,7 @@ def drive(run: RunContext, monkeypatch: pytest.MonkeyPatch, session: Any) -> int
     return run_command.drive(run)
 
 
-def test_stop_is_heard_while_the_services_start(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_request_during_start_is_obeyed(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request from before the run's start does not count; a later one does."""
     began: list[float] = []
     ask(run.store, "stop")
@@ -117,7 +117,7 @@ def test_stop_ends_a_run_before_its_stages_begin(run: RunContext, how: Any) -> N
         following.heed_before()
 
 
-def test_run_whose_services_fail_has_failed(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_failing_services_is_failed(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     phases: list[str | None] = []
 
     def session(context: RunContext) -> Iterator[Any]:
@@ -175,7 +175,7 @@ def status_of(home: Path, port: int, *options: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.long
-def test_status_answers_if_the_store_is_silent(tmp_path: Path, silent: int) -> None:
+def test_status_answers_without_the_store(tmp_path: Path, silent: int) -> None:
     done = status_of(tmp_path, silent)
     assert done.returncode == 1
     assert "did not answer within 6 s; this machine has seen nothing of the run" in done.stderr
@@ -205,7 +205,7 @@ def test_status_without_a_name_shows_the_newest_run(tmp_path: Path) -> None:
     assert read_seen(tmp_path, None, "s3://empty") is None
 
 
-def test_a_home_without_locks_is_refused_in_one_sentence(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_without_locks_is_refused(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def without(file: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -215,7 +215,7 @@ def test_a_home_without_locks_is_refused_in_one_sentence(run: RunContext, monkey
         pass
 
 
-def test_what_was_seen_is_as_old_as_the_status(run: RunContext) -> None:
+def test_seen_status_keeps_its_age(run: RunContext) -> None:
     """Not as the look at it: a run that was silent for long then is not fresh."""
     tell(run, RunStatus("one", "training", 4, 9))
     os.utime(Path(run.uri) / STATUS, (0, 0))

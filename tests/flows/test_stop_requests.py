@@ -48,7 +48,7 @@ def tell(context: RunContext, status: RunStatus) -> None:
     context.store.put(STATUS, status.to_json().encode())
 
 
-def test_what_is_asked_stands_until_it_is_taken_back(run: RunContext) -> None:
+def test_request_stands_until_taken_back(run: RunContext) -> None:
     assert requested(run.store) is None
     first = ask(run.store, "stop")
     assert first == requested(run.store)
@@ -60,7 +60,7 @@ def test_what_is_asked_stands_until_it_is_taken_back(run: RunContext) -> None:
     assert requested(run.store) is None
 
 
-def test_what_is_asked_since_the_run_was_started_holds(run: RunContext) -> None:
+def test_request_after_the_start_is_kept(run: RunContext) -> None:
     """Else a stop in the seconds before its supervisor claims it would be lost."""
     asked = ask(run.store, "stop")
     take_back(run.store, asked.at - 1.0)
@@ -71,7 +71,7 @@ def test_what_is_asked_since_the_run_was_started_holds(run: RunContext) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("prefect")
-def test_when_a_flow_run_was_asked_for(prefect_database: Path, tmp_path: Path) -> None:
+def test_request_time_follows_start_retry_and_resume(prefect_database: Path, tmp_path: Path) -> None:
     """By a start, a retry, a resumption: not when the server notices that it is late, or when it began."""
     with served(tmp_path / "home", prefect_database), api() as client:
         began = time.time()
@@ -88,7 +88,7 @@ def test_when_a_flow_run_was_asked_for(prefect_database: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"how": "later", "at": 1}', b'{"how": "stop"}'])
-def test_a_request_that_cannot_be_read_is_none(run: RunContext, text: bytes) -> None:
+def test_unreadable_request_is_none(run: RunContext, text: bytes) -> None:
     run.store.put(REQUEST, text)
     assert requested(run.store) is None
     take_back(run.store, time.time() + 1)
@@ -117,7 +117,7 @@ def followed(run: RunContext, monkeypatch: pytest.MonkeyPatch, looks: Callable[[
     return messages
 
 
-def test_a_stop_waits_for_the_next_version(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_waits_for_the_next_version(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def looks(stages: Any) -> None:
         if stages.progress.version == 5:
             ask(run.store, "stop")
@@ -126,7 +126,7 @@ def test_a_stop_waits_for_the_next_version(run: RunContext, monkeypatch: pytest.
     assert told == ["`rollflow stop`: it ends at the next version", "stopped at version 6 by `rollflow stop`"]
 
 
-def test_a_stop_after_the_last_version_changes_nothing(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_after_the_last_version_changes_nothing(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def looks(stages: Any) -> None:
         if stages.progress.version == 9:
             ask(run.store, "stop")
@@ -134,12 +134,12 @@ def test_a_stop_after_the_last_version_changes_nothing(run: RunContext, monkeypa
     assert followed(run, monkeypatch, looks) == ["`rollflow stop`: it ends at the next version"]
 
 
-def test_a_cancel_waits_for_nothing(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_is_immediate(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(run.store, "cancel")
     assert followed(run, monkeypatch, lambda stages: None) == ["cancelled by `rollflow cancel`"]
 
 
-def test_a_pause_waits_for_nothing_and_is_no_failure(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pause_is_immediate_and_no_failure(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def looks(stages: Any) -> None:
         stages.paused = stages.progress.version == 4
 
@@ -150,7 +150,7 @@ def test_a_pause_waits_for_nothing_and_is_no_failure(run: RunContext, monkeypatc
 
 
 @pytest.mark.parametrize("asked", ["pause", "cancel", "stop", None])
-def test_a_trained_run_is_still_paused_or_cancelled_between_its_last_steps(run: RunContext, asked: Any) -> None:
+def test_trained_run_can_be_paused_or_cancelled(run: RunContext, asked: Any) -> None:
     """While it is evaluated or audited nobody looks; a stop has nothing to wait for."""
 
     def look() -> None:
@@ -170,7 +170,7 @@ def test_a_trained_run_is_still_paused_or_cancelled_between_its_last_steps(run: 
 
 
 @pytest.mark.parametrize(("verb", "how"), [("stop", "stop"), ("cancel", "cancel")])
-def test_the_command_waits_until_the_run_has_ended(
+def test_stop_command_waits_for_the_end(
     run: RunContext, capsys: pytest.CaptureFixture[str], verb: str, how: str
 ) -> None:
     codes: list[int] = []
@@ -187,7 +187,7 @@ def test_the_command_waits_until_the_run_has_ended(
     assert f"run one has ended at version 4 of 9; go on with: rollflow resume {run.uri}" in capsys.readouterr().out
 
 
-def test_the_command_does_not_wait_for_a_run_that_is_paused(
+def test_stop_command_does_not_wait_for_a_paused_run(
     run: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.flows.commands.stop.SILENT_SECONDS", 5.0)
@@ -197,23 +197,21 @@ def test_the_command_does_not_wait_for_a_run_that_is_paused(
     assert "run one is paused at version 4 of 9; go on with" in capsys.readouterr().out
 
 
-def test_the_command_need_not_wait(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_command_returns_at_once_with_no_wait(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop", "one", "--no-wait"]) == 0
     assert requested(run.store) is not None
     assert "run one was told to end at its next version" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("phase", ["done", "failed", "stopped", "paused"])
-def test_of_a_run_that_is_not_at_work_nothing_is_asked(
-    run: RunContext, capsys: pytest.CaptureFixture[str], phase: Any
-) -> None:
+def test_idle_run_gets_no_request(run: RunContext, capsys: pytest.CaptureFixture[str], phase: Any) -> None:
     tell(run, RunStatus("one", phase, 4, 9))
     assert main(["stop", "one"]) == 0
     assert requested(run.store) is None
     assert f"run one is not at work ({phase})" in capsys.readouterr().out
 
 
-def test_who_does_not_answer_is_not_waited_for_for_ever(
+def test_wait_for_a_silent_run_is_bounded(
     run: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.flows.commands.stop.SILENT_SECONDS", 0.0)
@@ -235,7 +233,7 @@ def said(run: str, message: str) -> str:
 
 
 @pytest.mark.parametrize("options", [[], ["--follow"]])
-def test_logs_are_those_of_the_command_that_runs_it_and_the_lines_of_it_on_a_stack(
+def test_logs_come_from_command_and_stack(
     run: RunContext, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     assert main(["logs", "one", *options]) == 2
@@ -251,7 +249,7 @@ def test_logs_are_those_of_the_command_that_runs_it_and_the_lines_of_it_on_a_sta
     assert (first, second.endswith("of one")) == ("its own session's", True)
 
 
-def test_a_run_on_a_stack_is_followed_until_it_has_ended(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_follow_a_run_on_a_stack(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     log_of("rollflow", said("two", "of two"))
     codes: list[int] = []
     command = threading.Thread(target=lambda: codes.append(main(["logs", "one", "--follow"])), daemon=True)
@@ -276,7 +274,9 @@ def test_a_run_on_a_stack_is_followed_until_it_has_ended(run: RunContext, capsys
 
 
 @pytest.mark.parametrize("options", [[], ["--follow"]])
-def test_logs_are_shown_in_both_forms(run: RunContext, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_are_shown_in_both_formats(
+    run: RunContext, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     file = home() / "logs" / run.key / "runner.log"
     file.parent.mkdir(parents=True)
     file.write_text('{"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "message": "hello"}\nplain\ncut')
@@ -289,14 +289,14 @@ def test_logs_are_shown_in_both_forms(run: RunContext, options: list[str], capsy
 
 
 @pytest.mark.parametrize(("versions", "most"), [(1, 1), (12, 12), (20, 20), (21, 11), (200, 20), (1999, 20)])
-def test_a_run_has_at_most_twenty_blocks_that_cover_it(versions: int, most: int) -> None:
+def test_blocks_cover_a_run_and_are_at_most_twenty(versions: int, most: int) -> None:
     found = list(blocks(0, versions))
     assert len(found) == most <= steps_module.BLOCKS
     covered = [version for first, last in found for version in range(first, last + 1)]
     assert covered == list(range(1, versions + 1))
 
 
-def test_who_takes_over_goes_on_within_the_same_blocks() -> None:
+def test_next_supervisor_uses_the_same_blocks() -> None:
     assert list(blocks(95, 200))[:2] == [(96, 100), (101, 110)]
     assert next(blocks(100, 200)) == (101, 110)
     assert list(blocks(-1, 3)) == [(1, 1), (2, 2), (3, 3)]

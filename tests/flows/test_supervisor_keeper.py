@@ -48,7 +48,7 @@ class Clock(SimpleNamespace):
         return self.now
 
 
-def test_a_supervisor_that_nobody_can_read_of_is_not_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_supervisor_is_not_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig()
     describe(open_store(str(tmp_path)), "long", config)
     clock, crashes, answers = Clock(), list[str](), list[RunStatus | None]()
@@ -130,7 +130,7 @@ def test_ended_supervisor_that_hangs_is_not_restarted(tmp_path: Path, monkeypatc
     ("state", "phase", "ended"),
     [(Cancelled(), "stopped", True), (Suspended(), "paused", False), (Paused(), "paused", False)],
 )
-def test_what_a_person_does_with_the_flow_run_is_no_failure(
+def test_users_pause_or_cancel_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State, phase: str, *, ended: bool
 ) -> None:
     """However long it is paused, nobody starts it again but who resumes it."""
@@ -147,7 +147,7 @@ def test_what_a_person_does_with_the_flow_run_is_no_failure(
         assert (status.phase, status.ended, status.version) == (phase, ended, 3)
 
 
-def test_a_run_whose_storage_is_away_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_storage_delays_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """`rollflow serve` looks after all crashed runs, in turn."""
     here, told, away = uuid4(), list[str](), ["s3://bucket/runs/first"]
     crashed = [
@@ -178,9 +178,7 @@ def test_a_run_whose_storage_is_away_holds_up_no_other(monkeypatch: pytest.Monke
     assert told == ["run second goes on: killed", "run first goes on: killed"]
 
 
-def test_a_long_run_is_started_again_though_many_began_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_run_is_restarted_despite_many_newer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server gives so many flow runs at a time; all runs of a home share one database."""
     config = {"config": RunConfig().model_dump(mode="json")}
 
@@ -205,9 +203,7 @@ def test_a_long_run_is_started_again_though_many_began_after_it(
     assert str(successor.flow_run) == f"after:{oldest.id}"
 
 
-def test_who_starts_the_run_again_has_the_whole_budget_of_supervisors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_restart_resets_the_supervisor_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no session follows it, but an automation, which knows of no beginning."""
     config = {"config": RunConfig(recovery=RecoveryConfig(restarts=2)).model_dump(mode="json")}
     there: list[FlowRun] = []
@@ -282,7 +278,7 @@ class Watched:
 
 
 @pytest.mark.long
-def test_a_supervisor_outlives_a_folder_that_cannot_be_read_for_a_moment(patient: RunContext) -> None:
+def test_supervisor_survives_a_briefly_unreadable_folder(patient: RunContext) -> None:
     away, stale = Unreachable("it cannot be read now"), OSError(errno.ESTALE, "Stale file handle")
     watched: Any = Watched(patient, None, away, stale, None)
     Following(watched, watched, watched).to_end()
@@ -294,7 +290,7 @@ def test_a_supervisor_outlives_a_folder_that_cannot_be_read_for_a_moment(patient
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSYS, "NotImplemented"), Unreachable("no answer")])
-def test_a_store_that_tells_nothing_of_what_was_left_is_trained_on(
+def test_store_without_upload_listing_is_accepted(
     error: Exception, patient: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not every S3 service lists the uploads that were begun, or lets everybody."""
@@ -311,7 +307,7 @@ def test_a_store_that_tells_nothing_of_what_was_left_is_trained_on(
     assert len(warnings) == 1
 
 
-def test_the_end_of_a_run_is_told_as_soon_as_its_store_answers(
+def test_run_end_is_shown_when_the_store_answers(
     patient: RunContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It went away with the last version, for longer than a command that only looks would wait."""

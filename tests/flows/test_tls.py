@@ -75,7 +75,7 @@ def listening(certificates: Certificates | None, answer: bytes, *, plain_http: b
 
 
 @pytest.mark.parametrize(("check", "key", "file", "switch", "healthy"), SETTINGS, ids=["prefect", "mlflow"])
-def test_https_is_checked_by_the_services_own_settings(
+def test_https_uses_the_services_own_settings(
     check: Check,
     key: str,
     file: str,
@@ -100,7 +100,7 @@ def test_https_is_checked_by_the_services_own_settings(
         check(address)
 
 
-def test_a_prefect_profile_may_have_the_settings(certificates: Certificates, tmp_path: Path) -> None:
+def test_prefect_profile_may_hold_the_settings(certificates: Certificates, tmp_path: Path) -> None:
     (tmp_path / "profiles.toml").write_text(
         f'active = "team"\n[profiles.team]\nPREFECT_API_SSL_CERT_FILE = "{certificates.authority}"\n'
     )
@@ -109,7 +109,7 @@ def test_a_prefect_profile_may_have_the_settings(certificates: Certificates, tmp
         check_prefect(f"https://127.0.0.1:{port}/api")
 
 
-def test_a_ray_head_with_tls_needs_its_certificates(
+def test_tls_head_needs_its_certificates(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with listening(certificates, SETTINGS_FRAME, plain_http=False) as port:
@@ -125,7 +125,7 @@ def test_a_ray_head_with_tls_needs_its_certificates(
             check_ray(address)
 
 
-def test_a_ray_head_without_tls_is_refused_with_it(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_head_is_refused_with_tls(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in certificates.ray.items():
         monkeypatch.setenv(name, value)
     with (
@@ -136,9 +136,7 @@ def test_a_ray_head_without_tls_is_refused_with_it(certificates: Certificates, m
 
 
 @pytest.mark.parametrize("name", ["RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"])
-def test_certificates_that_are_missing_are_named(
-    name: str, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_certificates_are_named(name: str, certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in certificates.ray.items():
         monkeypatch.setenv(variable, value)
     with listening(certificates, SETTINGS_FRAME, plain_http=False) as port:
@@ -150,7 +148,7 @@ def test_certificates_that_are_missing_are_named(
             check_ray(f"127.0.0.1:{port}")
 
 
-def test_private_services_drop_settings_of_others() -> None:
+def test_private_services_drop_foreign_settings() -> None:
     """A private Ray cluster has a token of its own and no TLS; MLflow's settings are nobody else's."""
     given = dict.fromkeys(
         [

@@ -58,9 +58,7 @@ def steps(client: Any, run: Any, metric: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_same_mlflow_run_and_logs_no_point_twice(
-    place: TrackingPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_logs_no_point_twice(place: TrackingPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged, opened = threading.Event(), tracking.open_run
 
     def once_all_is_logged(*given: Any) -> Any:  # so what is logged does not wait for MLflow
@@ -123,7 +121,7 @@ def test_anchors_are_kept_and_never_replaced(place: TrackingPlace) -> None:
 
 
 @pytest.mark.slow
-def test_versions_that_nobody_followed_are_asked_for_and_logged(place: TrackingPlace) -> None:
+def test_missed_versions_are_logged_later(place: TrackingPlace) -> None:
     first = Tracker(place, "run-left", PARAMETERS)
     for version in (1, 2, 3):
         first.log_version(version, {"reward": version / 10}, when=1000.0 + version)
@@ -153,9 +151,7 @@ def test_versions_that_nobody_followed_are_asked_for_and_logged(place: TrackingP
 
 
 @pytest.mark.slow
-def test_a_failure_is_recorded_and_what_was_to_be_written_is_tried_again(
-    place: TrackingPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_is_recorded_and_retried(place: TrackingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.exceptions import MlflowException
 
     tracker = Tracker(place, "run-2", {"name": "two"})
@@ -180,7 +176,7 @@ def test_a_failure_is_recorded_and_what_was_to_be_written_is_tried_again(
 
 
 @pytest.mark.slow
-def test_each_metric_says_whose_it_is(place: TrackingPlace) -> None:
+def test_metric_prefix_names_its_subject(place: TrackingPlace) -> None:
     """Training accuracy and held-out accuracy are two series on one axis; a plain name would be neither."""
     tracker = Tracker(place, "run-4", {})
     metrics = {"accuracy": 0.25, "reward": 0.3, "staleness_0": 4.0, "discarded_stale": 1.0, "groups_sums": 2.0}
@@ -218,7 +214,7 @@ def test_no_metric_repeats_its_own_step(place: TrackingPlace) -> None:
 
 
 @pytest.mark.slow
-def test_experiment_has_a_view_of_what_matters(place: TrackingPlace) -> None:
+def test_experiment_has_a_saved_view(place: TrackingPlace) -> None:
     """The view has the format of MLflow 3.17; what the user changes stays."""
     from mlflow import MlflowClient
 
@@ -239,7 +235,7 @@ def test_experiment_has_a_view_of_what_matters(place: TrackingPlace) -> None:
 
 
 @pytest.mark.slow
-def test_the_experiment_is_one_of_model_training(place: TrackingPlace) -> None:
+def test_experiment_has_the_training_kind(place: TrackingPlace) -> None:
     """Also one that was there before without saying so; what a person chose stands."""
     from mlflow import MlflowClient
 
@@ -262,7 +258,7 @@ ENDED = Ending(4, 100.0, {"tokens_per_second": 50.0}, {"summary.json": "{}"}, MO
 
 
 @pytest.mark.slow
-def test_runs_of_a_study_lie_below_one_and_what_is_told_once_stands_there_once(place: TrackingPlace) -> None:
+def test_study_runs_share_a_parent_and_log_facts_once(place: TrackingPlace) -> None:
     """Also where a run is opened again and told again, as by a supervisor that takes over."""
     for run_id in ("seed-0", "seed-1", "seed-0"):
         tracker = Tracker(place, run_id, {}, told=BEGUN)
@@ -288,7 +284,7 @@ def test_runs_of_a_study_lie_below_one_and_what_is_told_once_stands_there_once(p
 
 
 @pytest.mark.slow
-def test_changed_config_is_in_mlflow(place: TrackingPlace, tmp_path: Path) -> None:
+def test_config_changes_are_logged(place: TrackingPlace, tmp_path: Path) -> None:
     """From which version on each value holds; the parameters are those that the run began with."""
     describe(open_store(str(tmp_path / "runs" / "changed")), "changed", {"versions": 5})
     changed = ("versions", 7), ("versions", 9)
@@ -320,7 +316,7 @@ def quick_failures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_failures")
-def test_a_tracking_server_that_is_away_ends_nothing() -> None:
+def test_unreachable_tracking_server_ends_nothing() -> None:
     tracker = Tracker(TrackingPlace("http://127.0.0.1:9", "arithmetic"), "run-3", {})
     tracker.log_version(1, {"reward": 0.1}, when=1.0)
     assert tracker.finish("FINISHED", HANG_SECONDS)
@@ -329,9 +325,7 @@ def test_a_tracking_server_that_is_away_ends_nothing() -> None:
     assert tracker.page == "http://127.0.0.1:9/#/experiments?workflowType=machine_learning"
 
 
-def test_a_run_in_the_homes_own_store_is_seen_on_the_pages_of_a_stack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stack_shows_runs_of_the_homes_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = Tracker(TrackingPlace.default(tmp_path, "arithmetic"), "run-3", {})
     assert tracker.finish("FINISHED", HANG_SECONDS)
     monkeypatch.delenv("ROLLFLOW_MLFLOW_PAGE", raising=False)
@@ -341,7 +335,7 @@ def test_a_run_in_the_homes_own_store_is_seen_on_the_pages_of_a_stack(
     assert re.fullmatch(r"http://127.0.0.1:9/#/experiments/\d+/runs/\w{32}\?workflowType=machine_learning", page)
 
 
-def test_flatten_names_every_leaf_and_leaves_secrets_out() -> None:
+def test_flatten_names_every_leaf_without_secrets() -> None:
     assert flatten(PARAMETERS) == {
         "name": "arithmetic",
         "train.learning_rate": "0.0001",
@@ -352,7 +346,7 @@ def test_flatten_names_every_leaf_and_leaves_secrets_out() -> None:
     }
 
 
-def test_a_tree_without_secrets_keeps_its_types() -> None:
+def test_tree_without_secrets_keeps_its_types() -> None:
     safe = without_secrets(PARAMETERS)
     assert safe["train"] == {"learning_rate": 1e-4, "betas": [0.9, 0.95]}
     assert "hidden" not in str(safe)
@@ -371,16 +365,16 @@ def test_a_tree_without_secrets_keeps_its_types() -> None:
         "DB_PWD",
     ],
 )
-def test_keys_that_name_a_secret(key: str) -> None:
+def test_secret_keys_are_recognized(key: str) -> None:
     assert names_secret(key)
 
 
 @pytest.mark.parametrize("key", ["max_new_tokens", "micro_tokens", "seconds_per_token", "tokens_per_second", "author"])
-def test_keys_that_do_not(key: str) -> None:
+def test_other_keys_are_not_secret(key: str) -> None:
     assert not names_secret(key)
 
 
-def test_what_is_told_of_a_run_has_no_secrets_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logged_addresses_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its prompts, its weights and its summary."""
     uri, version = (
         "s3://me:hidden@bucket/x",

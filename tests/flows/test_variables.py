@@ -62,7 +62,7 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("PREFECT_API_URL", f"{DEAD}/api", ["does not answer", "unset PREFECT_API_URL"]),
     ],
 )
-def test_setting_that_breaks_services_is_refused(
+def test_breaking_setting_is_refused(
     name: str, value: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -188,7 +188,7 @@ def test_settings_of_other_services_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("LC_ALL", "C"), ("LC_CTYPE", "POSIX")])
-def test_locale_without_all_letters_is_refused(name: str, value: str) -> None:
+def test_non_utf8_locale_is_refused(name: str, value: str) -> None:
     """Python reads the locale before a command's first line, so this test starts a process."""
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "run", RECIPE]
     given = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG"))}
@@ -198,7 +198,7 @@ def test_locale_without_all_letters_is_refused(name: str, value: str) -> None:
     assert ended.stderr.startswith(f"rollflow: {name} = '{value}' with PYTHONUTF8 = '0'")
 
 
-def test_letters_that_a_terminal_lacks_are_escaped(tmp_path: Path) -> None:
+def test_unprintable_letters_are_escaped(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "check", str(tmp_path / "ü.toml")]
     given = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
@@ -243,7 +243,7 @@ def test_runner_works_in_the_run_home(tmp_path: Path) -> None:
     assert one._tmp_dir != other._tmp_dir
 
 
-def test_policy_that_the_user_may_not_read_is_refused(
+def test_unreadable_policy_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Root may read everything, so the question is answered here as the system answers other users."""
@@ -258,13 +258,13 @@ def test_policy_that_the_user_may_not_read_is_refused(
     assert f"may not read '{folder}'" in refused(capsys, "check", RECIPE, *arguments)
 
 
-def test_folder_of_no_user_is_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_policy_folder_of_an_unknown_user_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     given = "policy={path = '~nobody-of-this-name/policy'}"
     assert "there is no such folder" in refused(capsys, "check", RECIPE, "--set", given)
 
 
 @pytest.mark.long
-def test_setting_that_prefect_refuses_is_named() -> None:
+def test_invalid_prefect_setting_is_named() -> None:
     """Prefect reads its settings while it is imported, so this test starts a process."""
     code = """
 from unittest import mock

@@ -52,26 +52,26 @@ def vitals(world: World) -> Vitals:
     return Vitals("learner", SimpleNamespace(_actor_id=None), 30.0)
 
 
-def test_actor_that_computes_is_not_dead(world: World, vitals: Vitals) -> None:
+def test_computing_actor_is_not_dead(world: World, vitals: Vitals) -> None:
     """This is a machine where thirty other processes want the CPUs, too."""
     world.share = 0.03
     assert world.starting(vitals, 3600.0) == {False}
 
 
-def test_actor_that_does_nothing_is_stuck(world: World, vitals: Vitals) -> None:
+def test_idle_actor_is_stuck(world: World, vitals: Vitals) -> None:
     world.share, world.used = 0.005, 100.0  # what idle threads use; it had worked before
     with pytest.raises(Unreachable, match="the status of learner, which does nothing"):
         world.starting(vitals, 3600.0)
     assert 30.0 <= world.now <= 35.0
 
 
-def test_answer_restarts_the_time_of_an_actor(world: World, vitals: Vitals) -> None:
+def test_answer_resets_the_silent_time(world: World, vitals: Vitals) -> None:
     for _ in range(10):
         assert world.starting(vitals, 25.0) == {False}
         vitals.note_answer()
 
 
-def test_actor_whose_process_is_gone_is_stuck(world: World, vitals: Vitals) -> None:
+def test_actor_without_a_process_is_stuck(world: World, vitals: Vitals) -> None:
     world.share, world.gone = 1.0, True
     with pytest.raises(Unreachable, match="does nothing"):
         world.starting(vitals, 3600.0)
