@@ -1,11 +1,11 @@
 """The runner: serves the flows as Prefect deployments, so that runs can be started from the UI or a schedule.
 
-`python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves until it is stopped. It polls every
-second, because a run's stages should not wait for Prefect's default of ten. A session such as `rollflow run` watches
-the runner. Without a session, automations do: see `services/automations.py`.
+`python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves until it is stopped. The runner polls
+every second, because a run's stages should not wait for Prefect's default of ten. A session such as `rollflow run`
+watches the runner. Without a session, automations do: see `services/automations.py`.
 
-A session of one run serves the six flows under the run's key. `rollflow serve` serves them under its own name, and also
-serves `post-training` for each recipe: the shipped ones, and those of `rollflow deploy`.
+A session of one run serves the six flows under the run's key. `rollflow serve` serves the flows under its own name, and
+also serves `post-training` for each recipe: the shipped ones, and those of `rollflow deploy`.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
 def _read_outcome(made: UUID, context: RunContext) -> str:
     """Return "" while the run goes on, "done", or the reason of its failure.
 
-    A crashed supervisor is followed by another one. A finished run has a summary.
+    After a crash, the state of the next supervisor counts. A finished run has a summary.
     """
     try:
         state = insist(lambda: _state_of(made))

@@ -1,8 +1,8 @@
 """The preflight: finds everything that a run would reject, before any process starts and before the first token.
 
 `rollflow check`, `run`, `sweep` and the deployments call `preflight`, so all of them reject the same recipes with the
-same sentence. It loads only the libraries that its recipe needs: reasoning-gym for its families, transformers for the
-folder of `policy.path` and for chat templates, Ray for a named cluster.
+same sentence. The preflight loads only the libraries that the recipe needs: reasoning-gym for its families,
+transformers for the folder of `policy.path` and for chat templates, Ray for a named cluster.
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ def served_files() -> list[Path]:
 
 
 def deploy(place: Path, what: Path) -> None:
-    """Serve the recipes of a folder, or a nightly file, from now on. Repeating it makes a runner read them again."""
+    """Serve the recipes of a folder, or a nightly file, from now on. Deploying the same folder or file again makes a
+    runner read it again.
+    """
     with one_at_a_time(place / "deploying"):
         kept = [str(one) for one in _read_deployed(place) if one != what]
         new = recipes_file(place).with_suffix(".new")

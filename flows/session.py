@@ -167,7 +167,8 @@ def open_session(
 ) -> Iterator[Session]:
     """Start the services that are not provided, serve the deployments as `name`, and stop everything after the block.
 
-    `spares` are the kinds of worker processes that Ray starts in advance. A stack starts new ones as they are used up.
+    `spares` are the kinds of worker processes that Ray starts in advance. A stack replaces the workers that are used
+    up.
     """
     place, given = home(), prefect_url()
     server = None if given else HomeServer(place)

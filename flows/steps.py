@@ -113,7 +113,7 @@ def cancel(why: str) -> State:
 
 
 def suspend() -> State:
-    """Suspend this flow run and return its state. Resuming starts a new process; this one need not wait."""
+    """Suspend this flow run and return its state. Resuming starts a new process, so this process need not wait."""
     with api() as client:
         state = client.read_flow_run(UUID(str(flow_run.id))).state
         if state is None or not state.state_details.pause_reschedule:

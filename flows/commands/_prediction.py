@@ -1,8 +1,8 @@
 """`rollflow simulate --from-run`: fits hardware to a recorded run's latencies, and compares the prediction with the
 run.
 
-It reads the run's storage alone: batches (lengths, generation and reward seconds), versions (train seconds, waits) and
-updates (pauses).
+The comparison reads the run's storage alone: batches (lengths, generation and reward seconds), versions (train seconds,
+waits) and updates (pauses).
 """
 
 from __future__ import annotations

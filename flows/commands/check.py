@@ -1,7 +1,7 @@
 """`rollflow check RECIPE`: the preflight of a run, without the run.
 
-It rejects what `rollflow run` would reject before its first token, with the same sentence. It downloads nothing, and
-with `--offline` it contacts no service. It prints which checks it could not make.
+`rollflow check` rejects what `rollflow run` would reject before its first token, with the same sentence. The check
+downloads nothing, and with `--offline` it contacts no service. It prints a note for each check that it could not make.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _open_streams() -> None:
 
 
 def _escape_unprintable() -> None:
-    """Escape letters that the terminal's encoding lacks. This affects only this process: services write to files."""
+    """Escape letters that the terminal's encoding lacks. Only this process is affected: services write to files."""
     os.environ.pop("PYTHONIOENCODING", None)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -24,8 +24,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _render_for_pool(recipes: Sequence[ServedRecipe], pool: str) -> str:
-    """Return the text of a `prefect.yaml`. It contains whole configs, because Prefect checks
-    them against its own form.
+    """Return the text of a `prefect.yaml`. The text contains whole configs, because Prefect checks them against its own
+    form.
     """
     from dataclasses import replace
 

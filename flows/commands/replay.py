@@ -1,11 +1,11 @@
 """`rollflow replay`: retrains published versions and compares them, from the run's storage alone.
 
-It needs neither Ray nor Prefect nor an engine, and writes nothing. It restores the parent of a version, trains on the
-batch that the version's entry names, and compares each file with the published one.
+A replay needs neither Ray nor Prefect nor an engine, and writes nothing. It restores the parent of a version, trains on
+the batch that the version's entry names, and compares each file with the published one.
 
 Each version is trained under its own config from the log. As many ranks as in that config give the same bits. Another
-number of ranks adds up in another order. Then each version is trained from its published parent, and must come close to
-the published one (`replay_diff`). Versions without these weights in storage are skipped.
+number of ranks adds numbers in another order. With another number of ranks, each version is trained from its published
+parent, and must come close to the published one (`replay_diff`). Versions without these weights in storage are skipped.
 """
 
 from __future__ import annotations

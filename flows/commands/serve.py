@@ -53,7 +53,7 @@ def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:
     """Return the addresses that the user requests, which the home keeps.
 
     Raises:
-        ConfigError: one of them cannot be used.
+        ConfigError: an address cannot be used.
     """
     ports = {"prefect": options.prefect_port, "mlflow": options.mlflow_port, "ray": options.ray_port}
     given = {name: port for name, port in ports.items() if port is not None and port != addresses(home()).get(name)}

@@ -189,7 +189,7 @@ def drive(context: RunContext) -> int:
     """Run `rollflow resume` in a child process and return its exit code; `INTERRUPTED` if the user ended it or this
     command.
 
-    The child has its own servers and Ray cluster. It is stopped together with this process.
+    The child has its own servers and Ray cluster. The child is stopped together with this process.
     """
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "resume", context.uri]
     child = subprocess.Popen(command, start_new_session=True)  # a new session, so that Ctrl-C reaches the child once

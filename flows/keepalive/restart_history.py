@@ -36,7 +36,7 @@ class Spent:
     attempt: int = 0
 
     def then(self, recovery: Recovery) -> Spent:
-        """Return it with the restarts of one more recovery."""
+        """Return these restarts with those of one more recovery."""
         return Spent((*self.times, *(recovery.restarts or (recovery.noticed_at,))), recovery.attempt)
 
 

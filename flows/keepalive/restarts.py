@@ -132,7 +132,7 @@ class Pending:
 
 @dataclass
 class Outage:
-    """A role that is down. It may be restarted from `due` on; `launched` is when its successor was started."""
+    """A role that is down. The role may be restarted from `due` on; `launched` is when its successor was started."""
 
     pending: Pending
     reason: str  # of its last death
@@ -147,13 +147,13 @@ class Restarts:
     def __init__(
         self, budget: Budget, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
     ) -> None:
-        """Create it with no role down. `clock` measures waits; `wall` gives the times in records."""
+        """Start with no role down. `clock` measures waits; `wall` gives the times in records."""
         self.budget, self._clock, self._wall = budget, clock, wall
         self._outages: dict[str, Outage] = {}
 
     @classmethod
     def of_run(cls, context: RunContext) -> Restarts:
-        """Return one whose budget counts the restarts by the run's earlier keepers."""
+        """Build the restarts of a run, with the restarts by earlier keepers counted in its budget."""
         limits = context.config.recovery
         return cls(Budget(limits, earlier=Earlier(context.store, limits.window_seconds)))
 

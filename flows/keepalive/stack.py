@@ -55,7 +55,9 @@ def keep(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: Tol
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    """End the process and return its exit code; kill it if it is too slow. Its services end by themselves."""
+    """End the process and return its exit code; kill it if it is too slow. The services of a killed process end by
+    themselves.
+    """
     child.terminate()
     try:
         return child.wait(END_SECONDS)

@@ -2,9 +2,9 @@
 
 A stage is restarted if its flow run crashed (its process was killed), or if its actor is gone and its flow does not
 restart it; the new flow run uses the actors that are alive. A stage that *failed* has given its reason, and ends the
-run. A supervisor that takes over adopts the flow runs of the dead one. It does not adopt flow runs that are being
-cancelled: these may still be ending when a run is resumed at once. While the Prefect server does not answer, each state
-is the one last seen.
+run. A supervisor that takes over adopts the flow runs of the dead one. Flow runs that are being cancelled are not
+adopted: they may still be ending when a run is resumed at once. While the Prefect server does not answer, each state is
+the one last seen.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Stages:
         log: Callable[[str], None],
         warn: Callable[[Sequence[Warned]], None] = lambda warnings: None,
     ) -> None:
-        """Create it without flow runs. `log` and `warn` write to the run's page, for stages and actors."""
+        """Start without flow runs. `log` and `warn` write to the run's page, for stages and actors."""
         self.context, self.address, self._log, self._warn = context, address, log, warn
         self.all = {role: Stage(role) for role in ACTORS}
         self.restarts = Restarts.of_run(context)
@@ -318,7 +318,7 @@ class Stages:
         self._reporter.notes.flush()
 
     def clear(self) -> None:
-        """End the stages that a dead supervisor left behind after the last version. This starts nothing."""
+        """End the stages that a dead supervisor left behind after the last version. No stage is started."""
         left: dict[str, UUID] = {}
         with contextlib.suppress(Unreachable), api() as client:
             left = self._find_flow_runs(client)

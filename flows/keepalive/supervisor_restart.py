@@ -145,7 +145,8 @@ def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
 def follows_another(flow_run: UUID) -> bool:
     """Return whether a flow run was started after the crash of another one, and not by a user or a schedule.
 
-    A user may also retry a successor, or resume it after a pause. Then it runs a second time, which no recovery does.
+    A user may also retry a successor, or resume it after a pause. In both cases the flow run runs a second time, which
+    no recovery does.
     """
     made = read(flow_run)
     return (made.idempotency_key or "").startswith("after:") and made.run_count < 2

@@ -1,6 +1,7 @@
 """Looks up an actor's process in Ray and in its node's kernel: whether it is created, its process id, its CPU time.
 
-No function here calls the actor. So none waits for the actor's threads, or for the holder of its interpreter lock.
+No function here calls the actor. So no function waits for the actor's threads, or for the holder of its interpreter
+lock.
 """
 
 from __future__ import annotations

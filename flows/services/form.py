@@ -1,9 +1,9 @@
 """The form that the Prefect UI shows for a flow's parameters: a JSON schema that the UI can show in full.
 
-The UI shows `anyOf` as buttons, one for each choice. It shows other unions (`oneOf`, a list of them) as raw JSON. The
-server checks the same schema, but for a failed `anyOf` it says only that no choice fits. So here each choice stands
-twice. The loose copy stands below `anyOf`, for the UI. The strict copy stands below `if` and `then`, which the UI
-ignores; its errors say what is wrong, and where.
+The UI shows `anyOf` as buttons, one for each choice. The UI shows other unions (`oneOf`, a list of them) as raw JSON.
+The server checks the same schema, but for a failed `anyOf` it says only that no choice fits. So this schema contains
+each choice twice. The loose copy stands below `anyOf`, for the UI. The strict copy stands below `if` and `then`, which
+the UI ignores; its errors say what is wrong, and where.
 
 - An optional value without a default is an empty field, and null if left empty.
 - The parts of an objective say "as in the preset" until the user opens one. The form fills in every default that it

@@ -1,4 +1,5 @@
-"""Finds Ray workers that died before they registered. Ray itself waits ten minutes for them, and so do their actors.
+"""Finds Ray workers that died before they registered. Ray itself waits ten minutes for such a worker, and so does its
+actor.
 
     worker begins --> imports --> registers as `ray::...`
                         |

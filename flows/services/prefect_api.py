@@ -59,7 +59,7 @@ def api() -> Iterator[SyncPrefectClient]:
 
 @dataclass(frozen=True, slots=True)
 class _ThreadClient:
-    """A thread's client. Creating one takes 70 ms of a core, a call with it 2 ms; watchers call every second."""
+    """A thread's client. Creating a client takes 70 ms of a core, a call with it 2 ms; watchers call every second."""
 
     around: Settings  # the settings it was created under
     settings: Settings
@@ -144,7 +144,7 @@ def start(
 
 
 def _find(client: SyncPrefectClient, flow: str, deployment: str) -> DeploymentResponse:
-    """Return a deployment by its name: an internal one by its present name, or by its name in older versions."""
+    """Return a deployment by its name: an internal deployment by its present name, or by its name in older versions."""
     from prefect.exceptions import ObjectNotFound
 
     internal, plain = (f"{flow}/{name}" for name in deployment_names(deployment))

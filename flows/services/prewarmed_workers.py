@@ -32,7 +32,7 @@ class Spares:
     """Keeps spare workers for one raylet. See the module's docstring."""
 
     def __init__(self, address: str, raylet: int, folder: Path, kinds: Sequence[Kind], *, kept: bool) -> None:
-        """Create it for the raylet with process id `raylet`, which listens at `address`; `folder` is for requests.
+        """Keep spares for the raylet with process id `raylet`, which listens at `address`; `folder` is for requests.
 
         With `kept`, a spare that was taken is replaced; otherwise there is one of each of these `kinds`, once.
         """

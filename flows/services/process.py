@@ -1,17 +1,17 @@
 """Helper processes on loopback that live as long as a run: Prefect server, MLflow, Prefect runner (and `ray_head`).
 
 Guarantees:
-- `start()` returns when the service answers. Otherwise it raises `Unreachable`, which says what it waited for, how
-  long, and where the service's log is. `stop()` may be called any number of times. It returns within the service's
-  grace plus `guard.REST_SECONDS + guard.KILL_SECONDS`. Then every process of that service is gone, and no other was
-  touched.
+- `start()` returns when the service answers. If the service does not answer, `start()` raises `Unreachable`, which says
+  what it waited for, how long, and where the service's log is. `stop()` may be called any number of times. `stop()`
+  returns within the service's grace plus `guard.REST_SECONDS + guard.KILL_SECONDS`. Afterwards every process of that
+  service is gone, and no other was touched.
 - If this process dies, even by SIGKILL, the services end by themselves. A service whose guard is killed ends, too: each
   runs under a `guard` that holds the other end of a pipe. (A parent-death signal would not do: it fires when the
   *thread* that forked ends.)
 - `restart()` ends what is left of a service and restarts it at its old address, with its stored data.
 - Nothing listens outside loopback, and no usage data is sent. But every user of a machine can reach its loopback, and a
-  Prefect server starts any code on request. So it requires its own secret string. The processes that need the string
-  get it by environment; otherwise it lies in a file that only this user can read.
+  Prefect server starts any code on request. So the server requires its own secret string. The processes that need the
+  string get it by environment; otherwise it lies in a file that only this user can read.
 
 Ctrl-C reaches only this process: each service has its own session.
 
@@ -229,8 +229,8 @@ def new_auth() -> str:
 class PrefectServer(Service):
     """A private Prefect server on loopback, on a free port if none is given; SQLite in `home/prefect` or `database`.
 
-    Its API and its pages require its secret string. `auth_file` holds the string while the server lives. Creating the
-    database takes most of the first start.
+    The API and the pages require the server's secret string. `auth_file` holds the string while the server lives.
+    Creating the database takes most of the first start.
     """
 
     def __init__(
@@ -335,8 +335,8 @@ class MlflowServer(Service):
 class Runner(Service):
     """A process that serves the deployments (`python -m rollflow.flows.deployments`) in a given environment.
 
-    It counts as started when the file `ready` exists, which the module writes; without `ready`, at once. Its flow runs
-    get `grace_seconds` to end in order.
+    The runner counts as started when the file `ready` exists, which the module writes; without `ready`, at once. The
+    runner's flow runs get `grace_seconds` to end in order.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class RayHead(Service):
         keep_spares: bool = False,
         start_seconds: float = 90.0,
     ) -> None:
-        """Create it without starting it. `spares`: workers that import an actor's modules in advance."""
+        """Prepare the cluster without starting it. `spares`: workers that import an actor's modules in advance."""
         RayHead._count += 1
         self.folder = home.absolute() / "ray" / f"{os.getpid()}-{RayHead._count}"
         super().__init__(self.folder / "head.log", start_seconds=start_seconds)
@@ -150,8 +150,8 @@ class RayHead(Service):
 class RayNode(Service):
     """Another node of a private cluster, on the same machine: a raylet with its own object store and resources.
 
-    It simulates a second machine: if it is ended or any of its `processes` is killed, its actors are gone, as on a
-    machine that lost power.
+    The node simulates a second machine: if it is ended or any of its `processes` is killed, its actors are gone, as on
+    a machine that lost power.
     """
 
     grace_seconds = 0.5

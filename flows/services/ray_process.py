@@ -1,10 +1,10 @@
 """A node of a private Ray cluster: the head (GCS and raylet), or another node (a raylet) that joins it.
 
-It has the node's agents, but no dashboard, autoscaler, log monitor or client server. The process ends as soon as any of
+The node has its agents, but no dashboard, autoscaler, log monitor or client server. The process ends as soon as any of
 its children ends, in any way: a cluster without its GCS, or a node without its raylet, is useless, and the owner
 watches this process only.
 
-It uses Ray's private class `Node`, because the public `ray start --block` has these faults (Ray 2.60):
+This module uses Ray's private class `Node`, because the public `ray start --block` has these faults (Ray 2.60):
 
 - it always starts the dashboard's process and a Ray client server: twice the CPU seconds of a start, 180 MiB more and
   two more open ports;

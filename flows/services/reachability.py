@@ -1,7 +1,7 @@
 """Checks that the services that the config names are there: by plain HTTP and sockets, bounded and quiet.
 
 Each `check_*` returns, or raises `ConfigError` within about ten seconds. The error is one sentence that names the key,
-the value (without user names, passwords and query) and the fix. None of them imports Prefect, Ray or MLflow.
+the value (without user names, passwords and query) and the fix. This module imports neither Prefect nor Ray nor MLflow.
 """
 
 from __future__ import annotations

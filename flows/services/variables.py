@@ -98,7 +98,7 @@ def short_folders() -> Iterator[Path]:
 
 
 def _is_readable(host: str) -> bool:
-    """Return whether httpx can read an entry of `NO_PROXY`. It fails at IPv6 ranges, which no library obeys."""
+    """Return whether httpx can read an entry of `NO_PROXY`. httpx fails at IPv6 ranges, which no library obeys."""
     if host.count(":") < 2 or "://" in host:
         return True
     with contextlib.suppress(ValueError):

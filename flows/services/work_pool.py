@@ -1,7 +1,8 @@
 """`prefect.yaml`: deployments for a work pool of the user's own Prefect server, made from the same recipes.
 
-Their names end with the pool's name. Otherwise the runner of a stack, or of `rollflow serve` on the same server, would
-take flow runs of the same name away from the workers. A run on the pool starts its stages there, too.
+The names of these deployments end with the pool's name. With equal names, the runner of a stack, or of `rollflow serve`
+on the same server, would take flow runs of the same name away from the workers. A run on the pool starts its stages
+there, too.
 
 A worker imports rollflow by its modules, so rollflow must be installed where workers run. No code is pulled. The file
 has one pull step, because without one `prefect deploy` adds its own, which takes every entrypoint for a file's.

@@ -1,6 +1,6 @@
 """Anchors of a run, kept where an attacker on its storage cannot reach: tags of its MLflow run, an artifact in Prefect.
 
-They are written when a supervisor takes the run, after each block of versions, and at the end. An anchor vouches for
+Anchors are written when a supervisor takes the run, after each block of versions, and at the end. An anchor vouches for
 all entries up to its own. So a run that is killed between two anchors has older ones, which still hold.
 """
 

@@ -1,9 +1,9 @@
 """Console output of a run: a live view on a terminal, plain lines elsewhere, the closing summary.
 
-Guarantees: a view only draws the status that it is given (`show(status)`). It starts no thread that outlives its block.
-It never raises for an odd value (an unknown stage, no reward yet, an empty buffer). It leaves the last state on the
-screen. `PlainView` writes a line only if something changed, and at most one every `every_seconds`; a new phase, a new
-accuracy or a message is written at once.
+Guarantees: a view only draws the status that it is given (`show(status)`). A view starts no thread that outlives its
+block. A view never raises for an odd value (an unknown stage, no reward yet, an empty buffer). The last state stays on
+the screen. `PlainView` writes a line only if something changed, and at most one every `every_seconds`; a new phase, a
+new accuracy or a message is written at once.
 """
 
 from __future__ import annotations
@@ -235,7 +235,9 @@ class PlainView:
 
 
 def _find_new(before: Sequence[str], now: Sequence[str]) -> list[str]:
-    """Return the messages at the end of `now` that `before` did not have. Both may be the ends of a longer list."""
+    """Return the messages at the end of `now` that `before` did not have. `before` and `now` may both be the ends of
+    longer lists.
+    """
     for overlap in range(min(len(before), len(now)), -1, -1):
         if list(before[len(before) - overlap :]) == list(now[:overlap]):
             return list(now[overlap:])

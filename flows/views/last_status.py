@@ -1,6 +1,6 @@
 """The last status of a run that this machine has seen, kept in the run home for when the run's store does not answer.
 
-There is one small file for each run, named after the run's address. Each command that shows a status updates it.
+The home has one small file for each run, named after the run's address. Each command that shows a status updates it.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class TrackingPlace:
 
     @classmethod
     def default(cls, home: Path, experiment: str) -> TrackingPlace:
-        """Return SQLite and a folder in the run home."""
+        """Return the local place: SQLite and a folder in the run home."""
         folder = home.absolute() / "mlflow"
         return cls(f"sqlite:///{folder}/mlflow.db", experiment, folder / "artifacts")
 

@@ -26,8 +26,8 @@ END_SECONDS = 10.0
 
 
 class Page:
-    """The artifacts of one supervisor's flow run. Their keys contain the run id, so that all supervisors share one
-    history.
+    """The artifacts of one supervisor's flow run. The artifacts' keys contain the run id, so that all supervisors share
+    one history.
     """
 
     def __init__(self, run_id: str, log: Callable[[str], None]) -> None:

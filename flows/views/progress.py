@@ -1,6 +1,7 @@
 """A run's progress according to its log; the live view, MLflow and the summary are built from it.
 
-Its cost does not grow with the run: totals are part of the log's state, and only the newest versions are read.
+The cost of following does not grow with the run: totals are part of the log's state, and only the newest versions are
+read.
 """
 
 from __future__ import annotations

@@ -39,9 +39,10 @@ class Registered:
 
 
 def z_score(new: Score, old: Score) -> float:
-    """Return by how many standard errors `new` is better; 0 if both are certain.
+    """Return by how many standard errors the accuracy of `new` is higher than that of `old`; 0 without a standard
+    error.
 
-    z = (p1 - p0) / sqrt(p (1 - p) (1 / n1 + 1 / n0)), with p the share over both: the test of two proportions. It
+    z = (p1 - p0) / sqrt(p (1 - p) (1 / n1 + 1 / n0)), with p the share over both: the test of two proportions. The test
     assumes independent responses. Several samples of one prompt are not quite independent, so the true noise is larger.
     """
     total = new.responses + old.responses

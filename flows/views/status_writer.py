@@ -1,6 +1,6 @@
 """Writes the supervisor's view of a run, once a second: `status.json` for users, MLflow for comparison.
 
-Both come from the run's log and from the stages' statuses. Nothing that makes decisions reads either.
+Status and metrics come from the run's log and from the stages' statuses. No part that makes decisions reads them.
 """
 
 from __future__ import annotations
