@@ -54,7 +54,7 @@ def deployments(name: str | None = None) -> list[Offer]:
     return [Offer(flow, deployment_names(name)[0], description=flow.__doc__ or "", tags=tags) for flow in FLOWS]
 
 
-def of_recipe(recipe: ServedRecipe) -> Offer:
+def offer_recipe(recipe: ServedRecipe) -> Offer:
     """Return the deployment of `post-training` with a recipe as its defaults."""
     text = f"{recipe.about}\n\nThe recipe: `{recipe.file}`".strip()
     return Offer(
@@ -62,7 +62,7 @@ def of_recipe(recipe: ServedRecipe) -> Offer:
     )
 
 
-def of_nightly(plan: Nightly) -> Offer:
+def offer_nightly(plan: Nightly) -> Offer:
     """Return the deployment of a nightly file: with its schedule, and one flow run at a time."""
     parameters, text = (
         {"plan": plan.model_dump(mode="json", exclude_none=True)},
@@ -72,16 +72,16 @@ def of_nightly(plan: Nightly) -> Offer:
     return Offer(nightly, plan.name, parameters, text, (NIGHTLY,), limit=1, cron=cron)
 
 
-def of_recipes() -> list[Offer]:
+def offer_recipes() -> list[Offer]:
     """Return a deployment for each recipe and nightly file of this home; invalid files are reported and skipped."""
 
     def tell(error: object) -> None:
         print(f"not served: {error}", file=sys.stderr, flush=True)
 
-    made = [of_recipe(recipe) for recipe in served_recipes(tell)]
+    made = [offer_recipe(recipe) for recipe in served_recipes(tell)]
     for file in served_files():
         try:
-            made.append(of_nightly(read_nightly(file)))
+            made.append(offer_nightly(read_nightly(file)))
         except ConfigError as error:
             tell(error)
     return made
@@ -116,7 +116,7 @@ async def serve(made: Iterable[Offer], ready: Path | None, *, automations: bool,
 
     made = list(made)
     if recipes:
-        made += [*of_recipes(), *await asyncio.to_thread(insist, lambda: list_superseded(made, SERVED))]
+        made += [*offer_recipes(), *await asyncio.to_thread(insist, lambda: list_superseded(made, SERVED))]
     await add(made)
     if ready:
         ready.touch()
@@ -134,7 +134,7 @@ async def _follow_recipes(add: Any) -> None:
         if (now := _modified_at()) == seen:
             continue
         try:
-            await add(of_recipes())
+            await add(offer_recipes())
             seen = now
         except (Unreachable, ConfigError) as error:
             if (message := f"not served yet: {error}") != reported:

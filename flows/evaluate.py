@@ -54,12 +54,12 @@ async def evaluate_now(context: RunContext, version: int, note: Callable[[], Non
         proxy = InferenceProxy([engine], config.engine.slots)
         probe = Probe(context.probe_tokens, published.probe, config.probe_tolerance)
         await proxy.update(version, await asyncio.to_thread(context.weights, version), probe, "continue")
-        return await evaluator(context, pool, note).run(proxy, version)
+        return await build_evaluator(context, pool, note).run(proxy, version)
     finally:
         await asyncio.gather(engine.close(), pool.close())
 
 
-def evaluator(context: RunContext, pool: RewardPool, note: Callable[[], None]) -> Evaluator:
+def build_evaluator(context: RunContext, pool: RewardPool, note: Callable[[], None]) -> Evaluator:
     """Build the evaluator of the run's held-out prompts, scored by `pool`; `note` is called after each prompt."""
 
     async def score(request: ScoreRequest) -> Score:

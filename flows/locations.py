@@ -86,13 +86,13 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
     if name is not None:
         found = attach_run(name) if "/" in name else context_of(base, name)
         return replace(found, uri=found.store.uri)  # a canonical URI, because other processes work in other folders
-    runs = all_runs(base)
+    runs = list_runs(base)
     if not runs:
         raise ConfigError(f"there is no run in {base} yet; start one with `rollflow run RECIPE`")
     return max(runs, key=_created_at)
 
 
-def all_runs(store: str | None = None) -> list[RunContext]:
+def list_runs(store: str | None = None) -> list[RunContext]:
     """Return the runs of the default store (or `store`), by their ids."""
     base = open_store(store or default_store())
     names = [name for name in base.folders("runs") if base.exists(f"runs/{name}/{entry_path(0)}")]

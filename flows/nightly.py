@@ -34,8 +34,16 @@ from rollflow.flows.config import load_recipe, read_toml, sentences
 from rollflow.flows.export import export
 from rollflow.flows.keepalive.stages import reason_of
 from rollflow.flows.keepalive.supervisor_restart import list_successors
-from rollflow.flows.locations import all_runs, context_of, home, store_uri
-from rollflow.flows.services.prefect_api import SERVED, api, flow_state, insist, start, supervisors, unfinished_runs
+from rollflow.flows.locations import context_of, home, list_runs, store_uri
+from rollflow.flows.services.prefect_api import (
+    SERVED,
+    api,
+    flow_state,
+    insist,
+    list_supervisors,
+    start,
+    unfinished_runs,
+)
 from rollflow.flows.services.times import utc_minute
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.registry import Registered, Registry, Score, z_score
@@ -113,10 +121,10 @@ Train = Callable[[RunConfig, str, float], RunContext]
 def nightly(plan: Nightly) -> Any:
     """Train the recipes of a nightly file, one after another, and promote better versions."""
     when = flow_run.scheduled_start_time or datetime.now(UTC)
-    reports = one_night(plan, when, train_here)
+    reports = run_night(plan, when, train_here)
     for report in reports:
         get_run_logger().info("%s: %s", report.recipe, report.result)
-    text = page(plan, when, reports)
+    text = render_report(plan, when, reports)
     create_markdown_artifact(text, key=f"nightly-{plan.name.lower().replace('.', '-').replace('_', '-')}")
     if plan.notify:
         # a failed notification shows on the page; it does not fail the night
@@ -133,7 +141,7 @@ def notify_crash(flow: Any, flow_run: Any, state: Any) -> None:  # a runner call
         _send(plan.notify, f"# {plan.name}: a night crashed\n\n{flow_run.name}: {state.message}\n")
 
 
-def one_night(plan: Nightly, when: datetime, train: Train) -> list[Report]:
+def run_night(plan: Nightly, when: datetime, train: Train) -> list[Report]:
     """Train every recipe, even after a failure of the one before."""
     stamp = when.astimezone(UTC).strftime("%Y%m%d-%H%M")
     return [_train_recipe(plan, Path(file), stamp, train) for file in plan.recipes]
@@ -149,7 +157,7 @@ def _train_recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report
             config = _start_from(config, last)
         context = train(config, run_id, plan.hours * 3600)
         registry = Registry(_registry_uri(config), name, plan.alias)
-        best, score = registry.best(), score_of(context)
+        best, score = registry.best(), read_score(context)
         _export(context, versions / run_id)
         made = registry.add(str(versions / run_id), run_id, score)
         better, result = _judge(best, score, plan)
@@ -184,7 +192,7 @@ def _start_from(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update={"policy": policy})
 
 
-def score_of(context: RunContext) -> Score:
+def read_score(context: RunContext) -> Score:
     """Return the evaluation of a run's last version.
 
     Raises:
@@ -211,7 +219,7 @@ def _prune(context: RunContext, versions: Path, name: str, keep: int, registry: 
     The newest `keep` nights and those with an alias are kept.
     """
     store, aliased = context.uri.rpartition("/runs/")[0], registry.aliased()
-    nights = sorted(one.run_id for one in all_runs(store) if _is_night(one.run_id, name))
+    nights = sorted(one.run_id for one in list_runs(store) if _is_night(one.run_id, name))
     for run_id in nights[:-keep]:
         if run_id not in aliased:
             registry.forget(run_id)
@@ -222,7 +230,7 @@ def _prune(context: RunContext, versions: Path, name: str, keep: int, registry: 
                 old.delete(path)
 
 
-def page(plan: Nightly, when: datetime, reports: list[Report]) -> str:
+def render_report(plan: Nightly, when: datetime, reports: list[Report]) -> str:
     """Return the night's report as Markdown."""
     rows = "\n".join(f"| {one.recipe} | `{one.run_id}` | {one.result.replace('|', '/')} |" for one in reports)
     return f"# {plan.name}, {utc_minute(when)}\n\n| recipe | run | result |\n|---|---|---|\n{rows}\n"
@@ -295,7 +303,7 @@ def _state_of(made: UUID) -> Any:
     if state is None or not state.is_crashed():
         return state
     with api() as client:
-        return next((run.state for run in reversed(list_successors(supervisors(client), made))), state)
+        return next((run.state for run in reversed(list_successors(list_supervisors(client), made))), state)
 
 
 def _stop_others(name: str) -> None:

@@ -25,7 +25,7 @@ from prefect.exceptions import Pause, TerminationSignal
 from prefect.runtime import flow_run
 
 from rollflow.flows.evaluate import evaluate_version
-from rollflow.flows.keepalive.restart_history import begin_anew
+from rollflow.flows.keepalive.restart_history import reset_budgets
 from rollflow.flows.keepalive.restarts import GaveUp
 from rollflow.flows.keepalive.run_watch import Following
 from rollflow.flows.keepalive.stages import Stages
@@ -35,15 +35,15 @@ from rollflow.flows.prepare import prepare
 from rollflow.flows.services import cluster
 from rollflow.flows.services.prefect_api import requested_at
 from rollflow.flows.services.reachability import check_store_reach
-from rollflow.flows.steps import Steps, blocks, cancel, run_name, suspend, tag, tags
+from rollflow.flows.steps import Steps, cancel, run_name, split_blocks, suspend, tag, tags
 from rollflow.flows.views.actor_warnings import ActorWarnings
 from rollflow.flows.views.anchors import write_anchor, write_first_anchor
 from rollflow.flows.views.config_history import select_shown
-from rollflow.flows.views.log_lines import about
+from rollflow.flows.views.log_lines import set_log_facts
 from rollflow.flows.views.mlflow_payload import beginning, ending
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.page import Page
-from rollflow.flows.views.progress_blocks import rows
+from rollflow.flows.views.progress_blocks import block_rows
 from rollflow.flows.views.status import Phase, record_end
 from rollflow.flows.views.status_writer import StatusWriter, points_of
 from rollflow.flows.views.summary import SUMMARY, summarize
@@ -75,7 +75,7 @@ def post_training(
     step, logger = Steps(), get_run_logger()
     log = logger.info
     context = step("prepare", lambda: _open_or_create_run(config, run_id, storage), lambda made: made.run_id)
-    about(run=context.run_id, stage="supervisor")
+    set_log_facts(run=context.run_id, stage="supervisor")
     log("run %s in %s", context.run_id, context.uri)
     address = ray_address(context.config)
     supervisor = step("claim", lambda: _claim_run(context, address))
@@ -92,7 +92,7 @@ def post_training(
         write_first_anchor(context, tracker, page)
         try:
             writer.refresh()  # publish that the run starts
-            if trained(context):
+            if is_trained(context):
                 step("end the stages", stages.clear)
             else:
                 _train(step, stages, following, writer, page)
@@ -112,13 +112,13 @@ def post_training(
 def _train(step: Steps, stages: Stages, following: Following, writer: StatusWriter, page: Page) -> None:
     """Train from the newest version to the last one, with one step for each block of versions."""
     context = writer.context
-    every = list(blocks(0, context.config.versions))
+    every = list(split_blocks(0, context.config.versions))
     mlflow = mlflow_page(writer.tracker, context.config, writer.tracker.page)
     page.links({"MLflow": mlflow, "storage": context.uri, "status": f"rollflow status {context.uri}"})
     following.heed_before()
     step("start the stages", stages.start)
-    told = list(rows(context, every))
-    for first, last in blocks(context.policies.newest(), context.config.versions):
+    told = list(block_rows(context, every))
+    for first, last in split_blocks(context.policies.newest(), context.config.versions):
         name = f"versions {first} to {last}" if last > first else f"version {last}"
         step(name, functools.partial(following.to_version, last), lambda _: writer.figures)
         if writer.no_signal:
@@ -126,7 +126,7 @@ def _train(step: Steps, stages: Stages, following: Following, writer: StatusWrit
             page.warn(writer.no_signal)
         write_anchor(context.log.state, writer.tracker, page)
         newest = max(0, len(told) - 2)  # an evaluation may come later than its block
-        told[newest:] = rows(context, every[newest : len(told) + 1])
+        told[newest:] = block_rows(context, every[newest : len(told) + 1])
         page.progress(told)
     step("end the stages", lambda: _end(following, stages, writer))
 
@@ -178,26 +178,26 @@ def _claim_run(context: RunContext, address: str) -> Writer:
     supervisor = claim(context, "supervisor", address, f"flow run {flow_run.id}")
     with contextlib.suppress(Unreachable):  # training does not wait for an unreachable Prefect server
         tag(tags(context.config, context.run_id, "supervisor"))
-    _begin_anew(context)
+    _reset_budgets(context)
     _reopen(context)
     _sweep(context)
     return supervisor
 
 
-def _begin_anew(context: RunContext) -> None:
+def _reset_budgets(context: RunContext) -> None:
     """Reset the restart budgets and drop earlier stop requests, if a user or a schedule starts this run.
 
     Stop requests that were made since this flow run was asked for still count.
     """
     with contextlib.suppress(RollflowError):  # training does not wait for an unreachable server or store
         if not follows_another(own := UUID(str(flow_run.id))):
-            begin_anew(context.store)
+            reset_budgets(context.store)
             take_back(context.store, requested_at(own))
 
 
 def _reopen(context: RunContext) -> None:
     """Delete the summary of a run that continues past its old end: a summary tells others that the run has ended."""
-    if context.store.exists(SUMMARY) and not trained(context):
+    if context.store.exists(SUMMARY) and not is_trained(context):
         context.store.delete(SUMMARY)
 
 
@@ -209,7 +209,7 @@ def _sweep(context: RunContext) -> None:
         get_run_logger().warning("could not look for unfinished files of killed writers: %s", error)
 
 
-def trained(context: RunContext) -> bool:
+def is_trained(context: RunContext) -> bool:
     """Return whether all versions are trained and the last one is evaluated, so that at most the summary is missing."""
     last = context.config.versions
     return context.policies.newest() == last and evaluated(context.store, last)
@@ -308,7 +308,8 @@ def _finish(
     if plot.exists():
         context.store.put("reward.png", plot.read_bytes())
         page.plot(plot)
-    page.progress(list(rows(context, list(blocks(0, context.config.versions)))))  # with the last evaluations
+    every = list(split_blocks(0, context.config.versions))
+    page.progress(list(block_rows(context, every)))  # with the last evaluations
     page.close()
     writer.refresh("done")
     return summary

@@ -66,7 +66,7 @@ class Steps:
         return results[0]
 
 
-def blocks(done: int, versions: int) -> Iterator[tuple[int, int]]:
+def split_blocks(done: int, versions: int) -> Iterator[tuple[int, int]]:
     """Yield the versions after `done` in blocks (first, last). All supervisors of a run get the same block bounds."""
     size = math.ceil(versions / BLOCKS)
     for last in (*range(size, versions, size), versions):
@@ -75,7 +75,7 @@ def blocks(done: int, versions: int) -> Iterator[tuple[int, int]]:
             yield first, last
 
 
-def title(config: RunConfig) -> str:
+def run_title(config: RunConfig) -> str:
     """Return a short title of the run, such as sorting-grpo-a2-s0."""
     return f"{config.name}-{config.train.objective.kind}-a{config.async_ratio:g}-s{config.seed}"
 
@@ -83,7 +83,7 @@ def title(config: RunConfig) -> str:
 def run_name() -> str:
     """Return the name of a supervisor's flow run."""
     config: Any = flow_run.parameters["config"]
-    return title(RunConfig.model_validate(config))
+    return run_title(RunConfig.model_validate(config))
 
 
 def tags(config: RunConfig, run_id: str, role: str) -> list[str]:

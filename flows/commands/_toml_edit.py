@@ -17,7 +17,7 @@ def to_toml(tree: Mapping[str, Any]) -> str:
     return tomlkit.dumps(_without_none(tree))
 
 
-def rewritten(text: str, tree: Mapping[str, Any]) -> str:
+def rewrite_toml(text: str, tree: Mapping[str, Any]) -> str:
     """Return the document `text` with the values of `tree`; comments and the layout of unchanged parts are kept.
 
     Keys that `tree` does not have, or has as None, are removed. If the layout cannot be kept, the document is written

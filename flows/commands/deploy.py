@@ -29,12 +29,12 @@ def _render_for_pool(recipes: Sequence[ServedRecipe], pool: str) -> str:
     """
     from dataclasses import replace
 
-    from rollflow.flows.deployments import deployments, of_recipe
+    from rollflow.flows.deployments import deployments, offer_recipe
     from rollflow.flows.services.registering import Offer
     from rollflow.flows.services.work_pool import name_on, prefect_yaml
 
     def whole(recipe: ServedRecipe) -> Offer:
         config = recipe.config.model_dump(mode="json")
-        return replace(of_recipe(recipe), name=name_on(pool, recipe.config.name), parameters={"config": config})
+        return replace(offer_recipe(recipe), name=name_on(pool, recipe.config.name), parameters={"config": config})
 
     return prefect_yaml([*deployments(name_on(pool)), *map(whole, recipes)], pool)

@@ -51,7 +51,7 @@ def command(options: argparse.Namespace) -> int:
         from rollflow.flows.commands import _doctor_cluster  # imports Ray
 
         return _doctor_cluster.command(options)
-    checks = doctor(home(), options.settings)
+    checks = run_checks(home(), options.settings)
     if options.json:
         print(json.dumps([asdict(check) for check in checks]))
     else:
@@ -68,7 +68,7 @@ class Check:
     found: str
 
 
-def doctor(home: Path, settings: Settings | None = None) -> list[Check]:
+def run_checks(home: Path, settings: Settings | None = None) -> list[Check]:
     """Check everything that a run with this home needs, and the places that `settings` names."""
     return [
         _check_python(),

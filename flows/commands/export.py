@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rollflow.flows.commands import OK
-from rollflow.flows.commands.inspect import published
+from rollflow.flows.commands.inspect import find_published
 from rollflow.flows.export import export
 from rollflow.flows.locations import find_run
 
@@ -13,7 +13,7 @@ from rollflow.flows.locations import find_run
 def command(options: argparse.Namespace) -> int:
     """Export the version and say how to serve it."""
     context = find_run(options.run, options.store)
-    export(context, published(context, options.version), options.folder)
+    export(context, find_published(context, options.version), options.folder)
     dtype = context.config.policy.dtype
     print(f"version {options.version} of run {context.run_id} is in {options.folder} ({dtype}); serve it as it was")
     print(f"trained with: vllm serve {options.folder} --dtype {dtype}")

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import find_run
-from rollflow.flows.views.console import duration
+from rollflow.flows.views.console import format_duration
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.garbage import Orphan, collect, orphans, store_clock
 from rollflow.tasks.run.context import RunContext
@@ -71,5 +71,5 @@ def _table(found: list[Orphan]) -> Table:
     table.add_column("age", justify="right")
     table.add_column("why", overflow="fold")
     for orphan in found:
-        table.add_row(orphan.path, f"{orphan.size:,}", duration(orphan.age), orphan.why)
+        table.add_row(orphan.path, f"{orphan.size:,}", format_duration(orphan.age), orphan.why)
     return table

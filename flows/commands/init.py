@@ -23,7 +23,7 @@ def command(options: argparse.Namespace) -> int:
     """Write the recipe to a new file; never replace an existing file."""
     try:
         with options.file.open("x", encoding="utf-8") as file:
-            file.write(commented(options.file.stem))
+            file.write(build_recipe(options.file.stem))
     except FileExistsError:
         raise ConfigError(f"{str(options.file)!r} is there already; give another name") from None
     except OSError as error:
@@ -32,7 +32,7 @@ def command(options: argparse.Namespace) -> int:
     return OK
 
 
-def commented(name: str) -> str:
+def build_recipe(name: str) -> str:
     """Return a recipe that sets only a name and the default prompts; all other keys are in comments."""
     config = RunConfig()
     prompts = to_toml({"prompts": [source.model_dump(mode="json") for source in config.prompts]})

@@ -61,7 +61,7 @@ def value_of(context: RunContext, what: str | None) -> dict[str, Any]:
     if what is None:
         return run_value(context)
     if (version := _parse_version(what)) is not None:
-        return version_value(context, published(context, version))
+        return version_value(context, find_published(context, version))
     return trajectory_value(context, *_parse_trajectory(what))
 
 
@@ -165,7 +165,7 @@ def _print_recoveries(context: RunContext, console: Console) -> None:
 # --- a version ----------------------------------------------------------------------------------------------
 
 
-def published(context: RunContext, version: int) -> PolicyVersion:
+def find_published(context: RunContext, version: int) -> PolicyVersion:
     """Return the version that the user names; raise `ConfigError` if it is not published."""
     newest = context.policies.newest()
     if not 0 <= version <= newest:
@@ -175,7 +175,7 @@ def published(context: RunContext, version: int) -> PolicyVersion:
 
 
 def _print_version(context: RunContext, number: int, console: Console) -> None:
-    version = published(context, number)
+    version = find_published(context, number)
     console.print(f"version {number} of run {context.run_id}")
     table = _grid()
     table.add_row("published", f"{utc_time(version.at)}, entry {version.entry}, by claim {version.claim}")

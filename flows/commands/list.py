@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollflow.flows.commands import OK
-from rollflow.flows.locations import all_runs
+from rollflow.flows.locations import list_runs
 from rollflow.flows.services.times import utc_time
 from rollflow.flows.views.status import read_status
 from rollflow.storage.errors import ConfigError, Corrupt
@@ -23,7 +23,7 @@ COLUMNS = ("run", "began", "state", "version", "reward", "held-out")
 
 def command(options: argparse.Namespace) -> int:
     """Print a line for each run."""
-    rows = sorted(map(_read_row, all_runs(options.store)), key=lambda row: row["began"] or 0.0)
+    rows = sorted(map(_read_row, list_runs(options.store)), key=lambda row: row["began"] or 0.0)
     if options.json:
         for row in rows:
             print(json.dumps(row))

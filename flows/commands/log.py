@@ -64,10 +64,10 @@ def _read_entries(context: RunContext, *, follow: bool) -> Iterator[Entry]:
 
 def _format_entry(entry: Entry) -> Text:
     at = utc_time(entry.at)
-    return Text.assemble((f"{at}  {entry.n:>6}  {entry.role:<10}  ", "dim"), sentence(entry))
+    return Text.assemble((f"{at}  {entry.n:>6}  {entry.role:<10}  ", "dim"), describe_entry(entry))
 
 
-def sentence(entry: Entry) -> str:
+def describe_entry(entry: Entry) -> str:
     """Describe an entry in words."""
     body = entry.body
     match body:

@@ -24,9 +24,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.commands._toml_edit import rewritten
+from rollflow.flows.commands._toml_edit import rewrite_toml
 from rollflow.flows.config import hardware_file, load_hardware, load_recipe
-from rollflow.flows.views.console import duration
+from rollflow.flows.views.console import format_duration
 from rollflow.flows.views.simulation import as_json
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
@@ -102,12 +102,12 @@ def run_plan(config: RunConfig, hardware: Hardware, asked: PlanRequest, *, conso
             config, hardware, asked.gpus, largest=asked.largest, budget=budget, limits=asked.limits, watch=watch
         )
     console.print(table(planned, config, asked))
-    for sentence in sentences(planned, asked, time.monotonic() - began):
+    for sentence in describe_plan(planned, asked, time.monotonic() - began):
         console.print(sentence, soft_wrap=True)
     if asked.write is not None and planned.recommended is not None:
         _write_files(planned.recommended, config, hardware, asked, console)
     if asked.json is not None:
-        asked.json.write_text(json.dumps(planned_json(planned, config, hardware, asked.limits), indent=2))
+        asked.json.write_text(json.dumps(plan_to_json(planned, config, hardware, asked.limits), indent=2))
         console.print(f"figures in {asked.json}", soft_wrap=True)
     return planned
 
@@ -199,7 +199,7 @@ def redundancy(candidate: Candidate) -> str:
     return ", ".join(parts)
 
 
-def sentences(planned: Planned, asked: PlanRequest, seconds: float) -> Iterator[str]:
+def describe_plan(planned: Planned, asked: PlanRequest, seconds: float) -> Iterator[str]:
     """Yield sentences on the choice, its basis and its limits."""
     limits = asked.limits
     yield _describe_choice(planned, asked)
@@ -219,8 +219,8 @@ def sentences(planned: Planned, asked: PlanRequest, seconds: float) -> Iterator[
         )
     simulated = ", ".join(f"{alpha:g}" for alpha in planned.alphas)
     yield (
-        f"{planned.simulations} simulations of {planned.trajectories:,} trajectories in {duration(seconds)}; alpha = "
-        f"{simulated} were simulated, those in the table again for {planned.sync.versions} versions."
+        f"{planned.simulations} simulations of {planned.trajectories:,} trajectories in {format_duration(seconds)}; "
+        f"alpha = {simulated} were simulated, those in the table again for {planned.sync.versions} versions."
     )
     if not planned.settled and planned.alphas[-1] < asked.largest:
         yield f"The simulations were used up before alpha = {asked.largest:g}; larger alphas may be faster."
@@ -284,15 +284,15 @@ def _write_files(one: Outcome, config: RunConfig, hardware: Hardware, asked: Pla
     changes = one.candidate.changes(config, hardware)
     changed = "".join(f"# changed: {key} = {json.dumps(value)}\n" for key, value in changes.items())
     tree = recipe.model_dump(mode="json", exclude_unset=True)
-    asked.write.write_text(f"{made}{changed}\n{rewritten(EARLIER.sub('', asked.text), tree)}")
+    asked.write.write_text(f"{made}{changed}\n{rewrite_toml(EARLIER.sub('', asked.text), tree)}")
     tree = divided.model_dump(mode="json", exclude_unset=True)
-    asked.hardware_file.write_text(f"{made}\n{rewritten(EARLIER.sub('', asked.hardware_text), tree)}")
+    asked.hardware_file.write_text(f"{made}\n{rewrite_toml(EARLIER.sub('', asked.hardware_text), tree)}")
     console.print(f"recipe in {asked.write}, hardware in {asked.hardware_file}; simulate them with:", soft_wrap=True)
     command = f"rollflow simulate {asked.write} --hardware {asked.hardware_file} --versions {one.versions}"
     console.print(f"  {command}", soft_wrap=True)
 
 
-def planned_json(planned: Planned, config: RunConfig, hardware: Hardware, limits: Limits) -> dict[str, Any]:
+def plan_to_json(planned: Planned, config: RunConfig, hardware: Hardware, limits: Limits) -> dict[str, Any]:
     """Return the whole result as a JSON object."""
 
     def one(outcome: Outcome) -> dict[str, Any]:

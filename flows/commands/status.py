@@ -12,7 +12,7 @@ from rich.console import Console
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import default_store, find_run, home
 from rollflow.flows.services.deadline import call_in_time
-from rollflow.flows.views.console import duration, render
+from rollflow.flows.views.console import format_duration, render
 from rollflow.flows.views.last_status import keep_seen, read_seen
 from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.errors import Unreachable
@@ -50,7 +50,7 @@ def command(options: argparse.Namespace) -> int:
         Console().print(render(status))
         if found.age > SILENT_SECONDS and not status.ended and status.phase != "paused":
             print(
-                f"it wrote no status for {duration(found.age)}; "
+                f"it wrote no status for {format_duration(found.age)}; "
                 f"if its processes are gone, go on with: rollflow resume {found.context.uri}"
             )
     return OK
@@ -73,7 +73,7 @@ def _show_seen(options: argparse.Namespace, why: Unreachable) -> int:
     if seen is None:
         print(f"rollflow: {why}; this machine has seen nothing of the run", file=sys.stderr)
         return FAILED
-    print(f"{why}; {duration(seen.age)} ago its state was:", file=sys.stderr, flush=True)
+    print(f"{why}; {format_duration(seen.age)} ago its state was:", file=sys.stderr, flush=True)
     if options.json:
         print(seen.status.to_json())
     else:

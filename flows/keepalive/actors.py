@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.keepalive.vitals import Vitals
 from rollflow.flows.services import cluster
-from rollflow.flows.views.log_lines import about
+from rollflow.flows.views.log_lines import set_log_facts
 from rollflow.storage.errors import ConfigError, NotFinite, RollflowError, StoreFailed
 from rollflow.storage.log.state import Superseded
 from rollflow.tasks.actors.lease import Lease, LeaseWatch
@@ -63,14 +63,14 @@ class ActorKeeper(Generic[Status]):
         self._lease = LeaseWatch(Lease.of(context))
         self._last: Status | None = None
         self._changed = 0.0  # monotonic time of the last progress
-        about(run=context.run_id, actor=watched.name)
+        set_log_facts(run=context.run_id, actor=watched.name)
 
     def run(self, tick: Callable[[Any, Status], None] = lambda actor, status: None) -> Any:
         """Return the result of the actor's `run`; call `tick` with the actor and its status at every look."""
         try:
             while True:
                 try:
-                    about(attempt=self.restarts.budget.attempt(self.watched.name) + 1)
+                    set_log_facts(attempt=self.restarts.budget.attempt(self.watched.name) + 1)
                     actor = self.watched.start()
                     self.restarts.mark_launched(self.watched.name)
                     return self._watch(actor, tick)
@@ -89,7 +89,7 @@ class ActorKeeper(Generic[Status]):
             poll = POLL_SECONDS if self.restarts.outage(name) else self.watched.poll
             status = self._read_status(actor, vitals)
             self._last = status
-            about(version=status.progress.get("version"))
+            set_log_facts(version=status.progress.get("version"))
             self.reporter.report_recovery(self.restarts.note_progress(name, status.made))
             # A stage that waits for another one by design says so; the other stage's flow watches that one.
             if status.progress != before or status.waits_for:

@@ -40,12 +40,12 @@ class Spent:
         return Spent((*self.times, *(recovery.restarts or (recovery.noticed_at,))), recovery.attempt)
 
 
-def begin_anew(run: ObjectStore) -> None:
+def reset_budgets(run: ObjectStore) -> None:
     """Reset the run's budgets, because a user or a schedule starts the run."""
     run.put(BEGUN, json.dumps({"at": time.time()}).encode())
 
 
-def begun_at(run: ObjectStore) -> float:
+def read_reset_time(run: ObjectStore) -> float:
     """Return when a user last started the run, in seconds since the epoch; 0 if unknown."""
     try:
         return float(json.loads(run.get(BEGUN))["at"])
@@ -53,7 +53,7 @@ def begun_at(run: ObjectStore) -> float:
         return 0.0
 
 
-def spent(recoveries: Iterable[Recovery], until: float, since: float = 0.0) -> dict[str, Spent]:
+def count_restarts(recoveries: Iterable[Recovery], until: float, since: float = 0.0) -> dict[str, Spent]:
     """Count restarts by role, over recoveries (oldest first) that began between `since` and `until`."""
     by_role: dict[str, Spent] = {}
     for recovery in recoveries:
@@ -98,7 +98,7 @@ class Earlier:
     def _ask(self, run: ObjectStore) -> None:
         while not self._read.is_set():
             try:
-                self._found = spent(RecoveryLog(run).read(), self._began, begun_at(run))
+                self._found = count_restarts(RecoveryLog(run).read(), self._began, read_reset_time(run))
             except (Unreachable, OSError):
                 time.sleep(AGAIN_SECONDS)
                 continue

@@ -27,7 +27,7 @@ from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts
 from rollflow.flows.services import cluster
 from rollflow.flows.services.actor_process import explain_lost_call
 from rollflow.flows.services.prefect_api import api, start, states_of, unfinished_runs
-from rollflow.flows.steps import create_stand_in, tags, title
+from rollflow.flows.steps import create_stand_in, run_title, tags
 from rollflow.flows.views.status import StageStatus
 from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.run_records.usage import Usage
@@ -157,7 +157,7 @@ class Stages:
     def _start(self, stage: Stage, client: SyncPrefectClient) -> None:
         """Create the stage's flow run: exactly one for each start, even if the server's answer is lost."""
         parameters = {"run": self.context.uri, "ray_address": self.address}
-        name = f"{title(self.context.config)} {stage.role}"
+        name = f"{run_title(self.context.config)} {stage.role}"
         stage.run = start(
             client,
             stage.role,

@@ -19,7 +19,7 @@ from uuid import UUID
 
 from rollflow.flows.keepalive.restarts import GaveUp, Pending, pause_after
 from rollflow.flows.locations import attach_run, context_of, run_id_of, store_uri
-from rollflow.flows.services.prefect_api import api, emit, flow_state, served, supervisors
+from rollflow.flows.services.prefect_api import api, emit, filter_served, flow_state, list_supervisors
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.run_records.recoveries import Notes
@@ -75,8 +75,8 @@ class PickUp:
         """Restart newly crashed supervisors. A run that cannot be restarted is logged once and skipped from then on."""
         self._starting = [successor for successor in self._starting if not is_up(successor)]
         with contextlib.suppress(Unreachable), api() as client:
-            here = {found.id for found in client.read_deployments(deployment_filter=served(self._deployment))}
-            for run in supervisors(client):
+            here = {found.id for found in client.read_deployments(deployment_filter=filter_served(self._deployment))}
+            for run in list_supervisors(client):
                 new = run.deployment_id in here and run.state_type == "CRASHED" and run.id not in self._seen
                 if new and self._follow_up(run, log):
                     self._seen.add(run.id)
@@ -118,7 +118,7 @@ def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
     if context.store.exists(SUMMARY):
         return None
     with api() as client:
-        attempts = [run for run in supervisors(client, None) if run_uri(run) == context.uri]
+        attempts = [run for run in list_supervisors(client, None) if run_uri(run) == context.uri]
         if not attempts:
             return None
         crashed = list_successors(attempts, attempts[0].id)[-1]

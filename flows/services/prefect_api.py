@@ -130,9 +130,9 @@ def start(
 
     from prefect.states import Scheduled
 
-    served = _find(client, flow, deployment)
+    found = _find(client, flow, deployment)
     made = client.create_flow_run_from_deployment(
-        served.id,
+        found.id,
         parameters=parameters,
         name=name,
         idempotency_key=key,
@@ -175,7 +175,7 @@ def states_of(client: SyncPrefectClient, flow_runs: Collection[UUID]) -> dict[UU
     return {run.id: run.state for run in found if run.state}
 
 
-def supervisors(client: SyncPrefectClient, most: int | None = PAGE) -> list[FlowRun]:
+def list_supervisors(client: SyncPrefectClient, most: int | None = PAGE) -> list[FlowRun]:
     """Return the newest `most` flow runs of the supervisor, of every deployment, newest first; all of them for None."""
     from prefect.client.schemas.filters import FlowFilter, FlowFilterName
     from prefect.client.schemas.sorting import FlowRunSort
@@ -196,7 +196,7 @@ def created_at(flow_run: FlowRun) -> float:
     return flow_run.created.timestamp() if flow_run.created else 0.0
 
 
-def served(deployment: str) -> Any:
+def filter_served(deployment: str) -> Any:
     """Return a filter for the deployments of this name; `SERVED` includes those of recipes and nights."""
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, DeploymentFilterTags
 
@@ -216,7 +216,7 @@ def unfinished_runs(client: SyncPrefectClient, deployment: str) -> list[FlowRun]
     found: dict[UUID, FlowRun] = {}
     for start in range(0, sys.maxsize, PAGE):  # a schedule alone plans a hundred flow runs
         page = client.read_flow_runs(
-            flow_run_filter=unfinished, deployment_filter=served(deployment), limit=PAGE, offset=start
+            flow_run_filter=unfinished, deployment_filter=filter_served(deployment), limit=PAGE, offset=start
         )
         found |= {run.id: run for run in page}
         if len(page) < PAGE:

@@ -209,7 +209,7 @@ def stop_together(*services: Service) -> None:
         service.stop()
 
 
-def without(prefix: str, environment: Mapping[str, str]) -> dict[str, str]:
+def drop_prefix(prefix: str, environment: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environment.items() if not key.startswith(prefix)}
 
 
@@ -277,7 +277,7 @@ class PrefectServer(Service):
         private["PREFECT_SERVER_API_AUTH_STRING"] = self._auth
         if self._database:
             private["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = self._database
-        return without("PREFECT_", os.environ) | QUIET_PREFECT | private | QUIET_SERVER
+        return drop_prefix("PREFECT_", os.environ) | QUIET_PREFECT | private | QUIET_SERVER
 
     def _ready(self) -> bool:
         return http_answers(f"{self.api_url}/health", seconds=1.0)
@@ -326,7 +326,7 @@ class MlflowServer(Service):
     def _environment(self) -> Mapping[str, str]:
         # Job execution serves trace judges, which a run has none of, and costs eight processes.
         quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-        return without("PREFECT_", without("MLFLOW_", os.environ)) | quiet
+        return drop_prefix("PREFECT_", drop_prefix("MLFLOW_", os.environ)) | quiet
 
     def _ready(self) -> bool:
         return http_answers(f"{self.url}/health", seconds=1.0)

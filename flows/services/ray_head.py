@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from rollflow.flows.services.lost_workers import FOLDER
-from rollflow.flows.services.process import Service, free_port, without, write_secret
+from rollflow.flows.services.process import Service, drop_prefix, free_port, write_secret
 from rollflow.flows.services.reachability import speaks_http2
 from rollflow.flows.services.variables import SOCKET_PATH_BYTES, short_folders
 from rollflow.storage.errors import ConfigError
@@ -92,7 +92,7 @@ class RayHead(Service):
         # A killed actor takes its child processes with it (an engine's core process holds gigabytes).
         orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
         # actors give no orders to the Prefect server
-        inherited = without("PREFECT_", without("RAY_ADDRESS", os.environ))
+        inherited = drop_prefix("PREFECT_", drop_prefix("RAY_ADDRESS", os.environ))
         own = {"RAY_enable_metrics_collection": "0", WANTED: str(self._wanted), **IMPORTING}
         # How many workers may start at a time: as many actors as Ray itself would allow, plus the spares, plus dead
         # workers, which Ray counts until their registration times out.

@@ -52,7 +52,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BLOCKS[min(len(BLOCKS) - 1, int((value - low) / span * len(BLOCKS)))] for value in means)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration: 48 s, 3:07, 1:02:09."""
     whole = int(seconds)
     if whole < 60:
@@ -116,7 +116,7 @@ def render(status: RunStatus, width: int = 80) -> RenderableType:
     ]
     title = Text.assemble((" rollflow ", "bold"), (status.run_id, "cyan"), " ")
     foot = Text.assemble(
-        " ", (status.phase, PHASE_STYLES.get(status.phase, "bold yellow")), f"  {duration(status.seconds)} "
+        " ", (status.phase, PHASE_STYLES.get(status.phase, "bold yellow")), f"  {format_duration(status.seconds)} "
     )
     return Panel(
         Group(*parts), title=title, title_align="left", subtitle=foot, subtitle_align="right",
@@ -224,7 +224,7 @@ class PlainView:
         news = last is None or (last.phase, last.accuracy) != (status.phase, status.accuracy)
         moved = last is not None and plain_line(last)[1:] != plain_line(status)[1:]
         for message in fresh:
-            print(f"[{duration(status.seconds)}] {message}", file=self._stream, flush=True)
+            print(f"[{format_duration(status.seconds)}] {message}", file=self._stream, flush=True)
         if news or (moved and self._clock() - self._last_at >= self._every):
             stamp, *rest = plain_line(status)
             print(stamp, " | ".join(rest), file=self._stream, flush=True)
@@ -246,7 +246,7 @@ def _find_new(before: Sequence[str], now: Sequence[str]) -> list[str]:
 
 def plain_line(status: RunStatus) -> list[str]:
     """Return the parts of one plain line: the time, then the known figures."""
-    parts = [f"[{duration(status.seconds)}]", status.phase]
+    parts = [f"[{format_duration(status.seconds)}]", status.phase]
     if status.versions:
         parts.append(f"version {status.version}/{status.versions}")
     if status.reward is not None:
@@ -318,7 +318,7 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     for version, reason in (summary.get("not_evaluated") or {}).items():
         rows.append(("not evaluated", Text(f"version {version}: {reason}")))
     if "versions" in summary:
-        took = f" in {duration(summary['seconds'])}" if "seconds" in summary else ""
+        took = f" in {format_duration(summary['seconds'])}" if "seconds" in summary else ""
         rows.append(("versions", Text(f"{summary['versions']}{took}")))
     rows += _no_signal_rows(summary)
     if "tokens_per_second" in summary:

@@ -23,7 +23,7 @@ UTC_LINES = "rollflow.flows.services.utc_lines.UtcLines"  # by name, because onl
 _about: dict[str, object] = {}
 
 
-def about(**facts: object) -> None:
+def set_log_facts(**facts: object) -> None:
     """Add facts (keys of `FACTS`), such as the run, to every later line of this process."""
     _about.update(facts)
 

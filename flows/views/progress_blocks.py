@@ -12,7 +12,7 @@ from rollflow.tasks.rollout.evaluation import evaluations
 from rollflow.tasks.run.context import RunContext
 
 
-def rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
+def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
     """Yield the row of each block (first, last) whose versions are all published: their training figures and their
     cost.
 

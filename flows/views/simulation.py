@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollflow.flows.views import timeline_html, timeline_png
-from rollflow.flows.views.console import duration, staleness_bar
+from rollflow.flows.views.console import format_duration, staleness_bar
 from rollflow.flows.views.timeline import build_drawing
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
@@ -119,7 +119,10 @@ def table(figures: Figures, config: RunConfig, hardware: Hardware) -> Panel:
 def _time_rows(figures: Figures) -> list[tuple[str, Any]]:
     idle = figures.idle
     rows = [
-        ("versions", f"{figures.versions} in {duration(figures.seconds)}; times without the first {figures.warm_up}"),
+        (
+            "versions",
+            f"{figures.versions} in {format_duration(figures.seconds)}; times without the first {figures.warm_up}",
+        ),
         ("step", Text.assemble((f"{figures.step_seconds:,.4g} s", "bold"), f"  (median {figures.step_median:,.4g} s)")),
         (
             "throughput",

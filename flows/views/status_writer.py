@@ -15,7 +15,7 @@ from uuid import uuid4
 from prefect.runtime import flow_run
 
 from rollflow.flows.views.config_history import change_sentence, list_changes
-from rollflow.flows.views.log_lines import about
+from rollflow.flows.views.log_lines import set_log_facts
 from rollflow.flows.views.mlflow_run import EVALUATED, Point
 from rollflow.flows.views.no_signal import count_newest_without, describe_no_signal
 from rollflow.flows.views.pauses import paused_seconds
@@ -75,7 +75,7 @@ class StatusWriter:
             if version.number:
                 self.tracker.log_version(version.number, self._metrics_of(version), version.at)
             self._before = version
-            about(version=version.number)
+            set_log_facts(version=version.number)
         self._update_no_signal()
         for evaluation in self._new_evaluations():
             self._evaluated[evaluation.version] = evaluation

@@ -256,7 +256,7 @@ def test_run_end_prunes_versions_kept_for_evaluation(
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     monkeypatch.setattr(post_training, "summarize", lambda *_: {"summary": "of it"})
     monkeypatch.setattr(post_training, "ending", lambda *_: None)
-    monkeypatch.setattr(post_training, "rows", lambda *_: [])
+    monkeypatch.setattr(post_training, "block_rows", lambda *_: [])
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store, keep_last=1, keep_every=100)
     train(store, 5)

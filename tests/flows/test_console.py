@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollflow.flows.commands.doctor import doctor, print_checks
+from rollflow.flows.commands.doctor import print_checks, run_checks
 from rollflow.flows.views.console import (
     LiveView,
     PlainView,
-    duration,
+    format_duration,
     open_view,
     plain_line,
     print_summary,
@@ -130,7 +130,7 @@ def test_staleness_bar_is_proportional() -> None:
 
 
 def test_durations_are_formatted_for_people() -> None:
-    assert [duration(s) for s in (0.4, 59.9, 60, 187.4, 3723)] == ["0 s", "59 s", "1:00", "3:07", "1:02:03"]
+    assert [format_duration(s) for s in (0.4, 59.9, 60, 187.4, 3723)] == ["0 s", "59 s", "1:00", "3:07", "1:02:03"]
 
 
 def test_plain_lines_are_limited_without_news() -> None:
@@ -212,7 +212,7 @@ def test_doctor_hides_secrets_and_names_missing_packages(tmp_path: Path, monkeyp
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden-key")
     monkeypatch.setenv("PREFECT_API_URL", "http://me:hidden@127.0.0.1:9/api")
     stream = io.StringIO()
-    checks = doctor(tmp_path / "home")
+    checks = run_checks(tmp_path / "home")
     print_checks(checks, stream)
     found = {check.name: check for check in checks}
     assert found["AWS credentials"].found == "yes (environment)"
@@ -226,7 +226,7 @@ def test_doctor_names_relevant_variables(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hidden@hub/x")
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     monkeypatch.setenv("PYTHONWARNINGS", "")
-    found = {check.name: check for check in doctor(tmp_path / "home")}
+    found = {check.name: check for check in run_checks(tmp_path / "home")}
     assert found["environment"].outcome == "ok"
     assert "HTTPS_PROXY" in found["environment"].found
     assert found["Ray server"].outcome == "note"
@@ -234,7 +234,7 @@ def test_doctor_names_relevant_variables(tmp_path: Path, monkeypatch: pytest.Mon
     assert "tracking.uri" in found["MLflow server"].found
     assert "hidden" not in found["MLflow server"].found
     monkeypatch.setenv("PYTHONWARNINGS", "error")
-    found = {check.name: check for check in doctor(tmp_path / "home")}
+    found = {check.name: check for check in run_checks(tmp_path / "home")}
     assert found["environment"].outcome == "missing"
     assert "unset PYTHONWARNINGS" in found["environment"].found
     assert not (tmp_path / "home").exists(), "to look changes nothing"

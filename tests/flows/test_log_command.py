@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.commands.log import print_log, sentence
+from rollflow.flows.commands.log import describe_entry, print_log
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import Entry, Pruned, entry_path
 from rollflow.storage.objects.local import LocalStore
@@ -73,7 +73,7 @@ def test_json_output_equals_the_log(context: RunContext) -> None:
 
 def test_pruned_entry_is_described() -> None:
     pruned = Entry(9, "", "", "learner", 2, 1, 2, 0.0, Pruned(((0, "state"), (3, "weights"))))
-    assert sentence(pruned) == "pruned state of version 0, weights of version 3"
+    assert describe_entry(pruned) == "pruned state of version 0, weights of version 3"
 
 
 def test_repair_needs_consent(

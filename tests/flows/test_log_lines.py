@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from rollflow.flows.views import log_lines
-from rollflow.flows.views.log_lines import FORM, LogLines, about, as_json, settings, text
+from rollflow.flows.views.log_lines import FORM, LogLines, as_json, set_log_facts, settings, text
 from rollflow.storage.errors import ConfigError
 from tests.support.waiting import RUN_SECONDS
 
@@ -53,7 +53,7 @@ def test_default_format_is_prefects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_facts_of_the_record_have_priority() -> None:
-    about(run="one", version=3, attempt=2)
+    set_log_facts(run="one", version=3, attempt=2)
     record = logging.LogRecord("prefect.flow_runs", logging.WARNING, "", 0, "odd: %s", ("so",), None)
     vars(record).update(flow_name="train", version=4, rank=1)
     said = json.loads(LogLines().format(record))

@@ -13,7 +13,7 @@ import pytest
 from rollflow.flows.commands import check
 from rollflow.flows.commands.cli import main
 from rollflow.flows.config import load_recipe, parse
-from rollflow.flows.locations import all_runs, find_run, store_uri
+from rollflow.flows.locations import find_run, list_runs, store_uri
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import ObjectStore
@@ -61,7 +61,7 @@ def test_runs_are_found_in_a_store_without_folders() -> None:
     for name in ("b", "a"):
         describe(open_store(f"memory://test-looking/runs/{name}"), name)
         store.put(f"runs/{name}/log/0000000001.json", b"")
-    assert [run.run_id for run in all_runs("memory://test-looking")] == ["a", "b"]
+    assert [run.run_id for run in list_runs("memory://test-looking")] == ["a", "b"]
 
 
 def test_rollflow_store_names_the_default_store(runs: ObjectStore) -> None:

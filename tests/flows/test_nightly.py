@@ -19,9 +19,9 @@ from prefect.states import Crashed, Failed, Pending, Running
 from rollflow.flows import nightly as nightly_module
 from rollflow.flows.commands.cli import main
 from rollflow.flows.config import load_recipe
-from rollflow.flows.deployments import of_nightly
-from rollflow.flows.locations import all_runs, context_of
-from rollflow.flows.nightly import Nightly, _judge, nightly, one_night, read_nightly, train_here
+from rollflow.flows.deployments import offer_nightly
+from rollflow.flows.locations import context_of, list_runs
+from rollflow.flows.nightly import Nightly, _judge, nightly, read_nightly, run_night, train_here
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services.prefect_api import SERVED, api, start
 from rollflow.flows.services.process import PrefectServer
@@ -86,7 +86,7 @@ def test_nights_survive_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
     results, best = [], []
     for night, right in enumerate((0.30, 0.31, None, 0.40)):
         train.right = right
-        [report] = one_night(plan, FIRST + night * NIGHT, train)
+        [report] = run_night(plan, FIRST + night * NIGHT, train)
         results.append((report.run_id, report.ok, report.result))
         best.append(registry.get_model_version_by_alias("math", "best").tags["run"])
         if night == 1:
@@ -103,7 +103,7 @@ def test_nights_survive_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
     assert train.begun_with == last
     assert sorted(one.name for one in versions.iterdir()) == [ids[1], ids[3]]  # the first is neither new nor the best
     assert not [one for one in (home / "store/runs" / ids[0]).rglob("*") if one.is_file()]
-    [again] = one_night(plan, FIRST + 3 * NIGHT, lambda *_: RunContext(f"{home}/store/runs/{ids[3]}", home / "cache"))
+    [again] = run_night(plan, FIRST + 3 * NIGHT, lambda *_: RunContext(f"{home}/store/runs/{ids[3]}", home / "cache"))
     assert again.ok
     left = [one.tags["run"] for one in registry.search_model_versions("name='math'")]
     assert sorted(left) == [ids[1], ids[3]]  # what has no files is not registered
@@ -126,13 +126,13 @@ def test_pruning_keeps_aliased_and_foreign_runs(plan: Nightly, tmp_path: Path) -
     half.mkdir(parents=True)
     ids = []
     for night in range(4):
-        [report] = one_night(plan, FIRST + night * NIGHT, train)
+        [report] = run_night(plan, FIRST + night * NIGHT, train)
         assert report.ok, report.result
         ids.append(report.run_id)
         if night == 1:
             registry.set_registered_model_alias("math", "mine", "2")
     kept = ["math-night-club-night-20261024-2300", ids[0], ids[1], ids[3]]
-    assert sorted(one.run_id for one in all_runs()) == sorted(kept)
+    assert sorted(one.run_id for one in list_runs()) == sorted(kept)
     assert sorted(one.name for one in half.parent.iterdir() if one != half) == sorted(kept[1:])
     assert train.begun_with[0] == str(tmp_path / "policy")
 
@@ -140,7 +140,7 @@ def test_pruning_keeps_aliased_and_foreign_runs(plan: Nightly, tmp_path: Path) -
 def test_failing_registry_promotes_nothing(plan: Nightly, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     train, uri = Trainer(), f"sqlite:///{tmp_path}/home/mlflow/mlflow.db"
     train.right = 0.3
-    [first] = one_night(plan, FIRST, train)
+    [first] = run_night(plan, FIRST, train)
     assert first.ok, first.result
     store = f"{tmp_path}/home/store"
 
@@ -150,12 +150,12 @@ def test_failing_registry_promotes_nothing(plan: Nightly, monkeypatch: pytest.Mo
     two = plan.model_copy(update={"recipes": plan.recipes * 2})
     with monkeypatch.context() as patch:
         patch.setattr(MlflowClient, "get_model_version_by_alias", fails)
-        reports = one_night(two, FIRST, lambda *_: context_of(store, first.run_id))
+        reports = run_night(two, FIRST, lambda *_: context_of(store, first.run_id))
     assert [report.ok for report in reports] == [False, False]
     assert reports[0].result == f"failed: MLflow's model registry at {uri}: the database is locked"
     registry = MlflowClient(uri, uri)
     registry.set_registered_model_alias("math", "best", registry.create_model_version("math", "hers").version)
-    [report] = one_night(plan, FIRST, lambda *_: context_of(store, first.run_id))
+    [report] = run_night(plan, FIRST, lambda *_: context_of(store, first.run_id))
     assert "alias = 'best': version 2 of MLflow's model 'math' has it, and no night made that" in report.result
 
 
@@ -218,7 +218,7 @@ class TestOnAServer:
     pytestmark = with_server
 
     def test_nights_do_not_overlap(self, plan: Nightly) -> None:
-        offer = of_nightly(plan)
+        offer = offer_nightly(plan)
         register(offer)
         with api() as client:
             there = client.read_deployment_by_name("nightly/nightly")
@@ -232,7 +232,7 @@ class TestOnAServer:
 
     def test_night_survives_a_server_restart(self, plan: Nightly, server: PrefectServer) -> None:
         """Its place is leased: of a lease that the server has forgotten Prefect ends the flow run."""
-        register(of_nightly(plan.model_copy(update={"name": "leased"})))
+        register(offer_nightly(plan.model_copy(update={"name": "leased"})))
         with api() as client:
             night = start(client, "nightly", "leased", {})
             client.set_flow_run_state(night, Pending())
@@ -261,7 +261,7 @@ class TestOnAServer:
         told = tmp_path / "crash"
         saved: Any = Told(file=str(told)).save("crash")
         assert saved
-        offer = of_nightly(plan.model_copy(update={"name": "crashing", "notify": "told/crash"}))
+        offer = offer_nightly(plan.model_copy(update={"name": "crashing", "notify": "told/crash"}))
         register(offer)
         with api() as client:
             night = client.read_flow_run(start(client, "nightly", "crashing", {}))

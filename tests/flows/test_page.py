@@ -17,7 +17,7 @@ import pytest
 from rollflow.flows.views import page as page_module
 from rollflow.flows.views.anchors import write_anchor, write_first_anchor
 from rollflow.flows.views.page import Page
-from rollflow.flows.views.progress_blocks import rows
+from rollflow.flows.views.progress_blocks import block_rows
 from rollflow.flows.views.summary import summary_bias
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.log.anchors import Anchor, check_anchors, parse_anchor
@@ -127,7 +127,7 @@ def test_rows_cover_complete_blocks_only(tmp_path: Path) -> None:
     begin(store)
     _, writer = train(store, 5)
     context: Any = SimpleNamespace(policies=PolicyStore(writer.log), store=store, config=RunConfig())
-    found = list(rows(context, [(1, 2), (3, 4), (5, 6)]))
+    found = list(block_rows(context, [(1, 2), (3, 4), (5, 6)]))
     assert [row["versions"] for row in found] == ["1 to 2", "3 to 4"]
     told = {"versions", "reward", "staleness", "tokens/s", "idle", "waste", "length bias", "held-out accuracy"}
     assert {*found[0]} == told
@@ -146,7 +146,7 @@ def test_block_bias_equals_the_summary_bias(lost_tokens: float, lost_groups: flo
     context: Any = SimpleNamespace(policies=policies, store=None, config=RunConfig(groups=2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rollflow.flows.views.progress_blocks.evaluations", lambda *_: [])
-        (row,) = rows(context, [(1, 2)])
+        (row,) = block_rows(context, [(1, 2)])
     assert row["length bias"] == bias
     fates = {"trained": 4, "discarded stale": int(lost_groups), "in flight": 7}
     report = AuditReport(fates=Counter(fates), trained_tokens=400, discarded_tokens=int(lost_tokens))

@@ -115,7 +115,7 @@ def test_block_figures_exclude_pauses(run: Run, monkeypatch: pytest.MonkeyPatch)
     run.resume()
     run.train(2)
     monkeypatch.setattr(RunContext, "config", RunConfig(groups=2))
-    [row] = progress_blocks.rows(run.context, [(1, 4)])
+    [row] = progress_blocks.block_rows(run.context, [(1, 4)])
     assert row["tokens/s"] == f"{TOKENS / 10:,.0f}"
     assert row["idle"] == "10%"
 

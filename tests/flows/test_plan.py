@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands import plan as planning
-from rollflow.flows.commands._toml_edit import rewritten, to_toml
+from rollflow.flows.commands._toml_edit import rewrite_toml, to_toml
 from rollflow.flows.commands.cli import main
 from rollflow.tasks.simulation.candidates import Budget
 from tests.support.refused import refused
@@ -167,7 +167,7 @@ pair = { low = 1, high = 2 } # both
 
 def test_rewritten_document_keeps_comments() -> None:
     tree = tomllib.loads(COMMENTED)
-    assert rewritten(COMMENTED, tree) == COMMENTED
+    assert rewrite_toml(COMMENTED, tree) == COMMENTED
     tree |= {"seed": 2, "groups": 8, "rollout": {"ahead": 1.5, "none": None}}
     tree["train"]["steps"] = 4
     tree["train"]["objective"]["pair"]["high"] = 3
@@ -175,15 +175,15 @@ def test_rewritten_document_keeps_comments() -> None:
     del tree["train"]["rate"]
     expected = COMMENTED.replace("1_000\n", "2\ngroups = 8\n").replace("high = 2", "high = 3")
     expected = expected.replace("rate = 1e-3 # small\n", "steps = 4\n").replace("]\n\n# out", "]\nlow = [0]\n\n# out")
-    assert rewritten(COMMENTED, tree) == expected + "\n[rollout]\nahead = 1.5\n"
+    assert rewrite_toml(COMMENTED, tree) == expected + "\n[rollout]\nahead = 1.5\n"
 
 
 def test_removed_section_takes_its_comments_along() -> None:
     tree = tomllib.loads(COMMENTED)
     del tree["prompts"]
-    assert "# out of order" in rewritten(COMMENTED, tree)
+    assert "# out of order" in rewrite_toml(COMMENTED, tree)
     del tree["train"]
-    assert rewritten(COMMENTED, tree) == '# the whole\nname = "a"   # the name\nseed = 1_000\n'
+    assert rewrite_toml(COMMENTED, tree) == '# the whole\nname = "a"   # the name\nseed = 1_000\n'
 
 
 @pytest.mark.parametrize(
@@ -198,4 +198,4 @@ def test_removed_section_takes_its_comments_along() -> None:
 def test_rewritten_document_reads_as_the_new_tree(change: dict[str, Any]) -> None:
     text = "a.b.c = 1  # dotted\nlast = 3\n[[list]]\nx = 1\n[[list]]\nx = [2]\n[z.y.x]\nk = 1\n[end]\n[z]\nj = 1\n"
     tree = tomllib.loads(text) | change
-    assert tomllib.loads(rewritten(text, tree)) == tree
+    assert tomllib.loads(rewrite_toml(text, tree)) == tree

@@ -36,9 +36,9 @@ from rollflow.flows.services.prefect_api import (
     crash_orphans,
     created_at,
     insist,
+    list_supervisors,
     start,
     states_of,
-    supervisors,
     unfinished_runs,
 )
 from rollflow.flows.services.process import PrefectServer, Runner, stop_together
@@ -99,7 +99,7 @@ def crashed(deployment: str, parameters: dict[str, Any]) -> UUID:
 def of(context: RunContext) -> list[UUID]:
     """The run's supervisor flow runs, the newest first."""
     with api() as client:
-        return [one.id for one in supervisors(client) if run_uri(one) == context.uri]
+        return [one.id for one in list_supervisors(client) if run_uri(one) == context.uri]
 
 
 def given(context: RunContext) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def test_successor_is_newer_despite_the_clock(
     second = restart_supervisor(first, run)
     assert second is not None
     monkeypatch.setattr(
-        crashed_module, "supervisors", lambda client, most: sorted(supervisors(client, most), key=created_at)
+        crashed_module, "list_supervisors", lambda client, most: sorted(list_supervisors(client, most), key=created_at)
     )
     late = restart_supervisor(first, run)
     assert late is not None

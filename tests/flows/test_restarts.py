@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollflow.flows.keepalive import restart_history as spent_module
-from rollflow.flows.keepalive.restart_history import Earlier, begin_anew, spent
+from rollflow.flows.keepalive.restart_history import Earlier, count_restarts, reset_budgets
 from rollflow.flows.keepalive.restarts import LONGEST_PAUSE, Budget, GaveUp, Restarts, pause_after
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects.memory import MemoryStore
@@ -149,7 +149,7 @@ def test_spent_restarts_are_counted_by_role() -> None:
         record("learner", 2, 960.0, 961.0, 960.5),  # of a process that counted anew
         record("learner", 3, 1001.0, 1002.0),  # its own
     ]
-    found = spent(journal, until=1000.0)
+    found = count_restarts(journal, until=1000.0)
     assert found["learner"].times == (900.0, 950.0, 960.0, 960.5)
     assert found["learner"].attempt == 2
     assert found["engine-0"].times == (10.0, 930.0, 932.0, 936.0)
@@ -175,7 +175,7 @@ def test_user_restart_resets_the_budget(monkeypatch: pytest.MonkeyPatch) -> None
     for attempt in (1, 2, 3):
         RecoveryLog(run).append(record(ROLE, attempt, 4990.0 + attempt, 4994.0))
     monkeypatch.setattr(spent_module.time, "time", lambda: 4995.0)
-    begin_anew(run)
+    reset_budgets(run)
     RecoveryLog(run).append(record(ROLE, 1, 4996.0, 4997.0))
     budget = Budget(LIMITS, lambda: 50.0, Earlier(run, 100.0, lambda: 50.0, lambda: 5000.0))
     for _ in range(2):

@@ -22,7 +22,7 @@ from rollflow.flows.keepalive.run_watch import Following
 from rollflow.flows.locations import find_run, home
 from rollflow.flows.post_training import _describe_failure
 from rollflow.flows.services.prefect_api import api, requested_at
-from rollflow.flows.steps import blocks
+from rollflow.flows.steps import split_blocks
 from rollflow.flows.views.status import STATUS, RunStatus
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.objects import open_store
@@ -290,14 +290,14 @@ def test_logs_are_shown_in_both_formats(
 
 @pytest.mark.parametrize(("versions", "most"), [(1, 1), (12, 12), (20, 20), (21, 11), (200, 20), (1999, 20)])
 def test_blocks_cover_a_run_and_are_at_most_twenty(versions: int, most: int) -> None:
-    found = list(blocks(0, versions))
+    found = list(split_blocks(0, versions))
     assert len(found) == most <= steps_module.BLOCKS
     covered = [version for first, last in found for version in range(first, last + 1)]
     assert covered == list(range(1, versions + 1))
 
 
 def test_next_supervisor_uses_the_same_blocks() -> None:
-    assert list(blocks(95, 200))[:2] == [(96, 100), (101, 110)]
-    assert next(blocks(100, 200)) == (101, 110)
-    assert list(blocks(-1, 3)) == [(1, 1), (2, 2), (3, 3)]
-    assert list(blocks(200, 200)) == []
+    assert list(split_blocks(95, 200))[:2] == [(96, 100), (101, 110)]
+    assert next(split_blocks(100, 200)) == (101, 110)
+    assert list(split_blocks(-1, 3)) == [(1, 1), (2, 2), (3, 3)]
+    assert list(split_blocks(200, 200)) == []

@@ -166,7 +166,7 @@ def test_unreachable_storage_delays_no_other_run(monkeypatch: pytest.MonkeyPatch
         return crashed_module.Successor(context, flow_run, crashed_module.Pending("supervisor", "killed", 1))
 
     monkeypatch.setattr(crashed_module, "api", api)
-    monkeypatch.setattr(crashed_module, "supervisors", lambda *_: crashed)
+    monkeypatch.setattr(crashed_module, "list_supervisors", lambda *_: crashed)
     monkeypatch.setattr(crashed_module, "restart_supervisor", restart_supervisor)
     monkeypatch.setattr(crashed_module.Successor, "up", lambda _: False)
     pick_up = crashed_module.PickUp("rollflow")

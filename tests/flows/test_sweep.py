@@ -12,7 +12,7 @@ import pytest
 from rollflow.flows.commands import BAD_INPUT, FAILED, OK, sweep
 from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.commands.cli import main
-from rollflow.flows.locations import all_runs
+from rollflow.flows.locations import list_runs
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.tasks.run.context import RunContext
 from tests.support.refused import refused
@@ -66,7 +66,7 @@ def test_bad_values_are_refused_before_any_run(
     assert "heads of size 5" in refused(capsys, *given, "policy.cold_start.hidden_size=128,20")
     assert "--study" in refused(capsys, *given, "seed=1", "--study", "../out")
     assert "--seeds 2000" in refused(capsys, *given, "seed=1", "--seeds", "2000")
-    assert not all_runs()
+    assert not list_runs()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_sweep_without_values_is_refused(
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     said = refused(capsys, "sweep", RECIPE, *(part for one in given for part in ("--set", one)))
     assert all(word in said for word in words)
-    assert not all_runs()
+    assert not list_runs()
 
 
 @pytest.fixture

@@ -71,4 +71,4 @@ def test_nights_are_named_in_utc() -> None:
     """The schedule uses the file's zone, the names do not: an hour that clocks repeat gives two names."""
     plan = nightly.Nightly(name="night", recipes=("x.toml",), timezone="Europe/Berlin")
     when = datetime.fromtimestamp(AT, UTC)
-    assert nightly.page(plan, when, []).startswith("# night, 2026-01-31 12:00Z\n")
+    assert nightly.render_report(plan, when, []).startswith("# night, 2026-01-31 12:00Z\n")

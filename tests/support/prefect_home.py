@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollflow.flows.services.process import QUIET_PREFECT, PrefectServer, without
+from rollflow.flows.services.process import QUIET_PREFECT, PrefectServer, drop_prefix
 from tests.support.waiting import RUN_SECONDS
 
 
@@ -21,7 +21,7 @@ def migrated(folder: Path) -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
-            environment = without("PREFECT_", os.environ) | QUIET_PREFECT | {"PREFECT_HOME": str(folder)}
+            environment = drop_prefix("PREFECT_", os.environ) | QUIET_PREFECT | {"PREFECT_HOME": str(folder)}
             command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"]
             subprocess.run(command, env=environment, check=True, capture_output=True, timeout=RUN_SECONDS)
             (folder / "done").touch()

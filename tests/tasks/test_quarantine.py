@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from rollflow.flows.commands.log import sentence
+from rollflow.flows.commands.log import describe_entry
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import NotFinite
 from rollflow.storage.log.audit import audit
@@ -80,7 +80,7 @@ def assert_trained_on_another(context: RunContext, whole: RunContext, why: str) 
     [void] = of_kind(context.store, BatchVoided)
     assert isinstance(void.body, BatchVoided)
     assert (void.body.number, void.body.why, void.body.cause, void.role) == (3, why, "not-finite", "learner")
-    assert sentence(void) == f"batch 3 voided (entry {void.body.entry}): {why}"
+    assert describe_entry(void) == f"batch 3 voided (entry {void.body.entry}): {why}"
     assert context.store.exists(context.batches.committed(void.body.entry).file.path)
     assert consumed(context, 4) == [GroupKey(6, 1), GroupKey(7, 1)]
     assert hashes(restored(context, 6)[0]) == hashes(restored(whole, 6)[0])
