@@ -1,7 +1,4 @@
-"""What a person does in the Prefect UI, in a headless Chromium, on what `rollflow up` serves.
-
-Needs Debian's Chromium; without it these tests are skipped.
-"""
+"""A user's actions in the Prefect UI, in a headless Chromium, on the servers of `rollflow up`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`infra/compose.yaml`: its services, started by its own commands, carry a run as `docs/cluster/compose.md` says."""
+"""The services of `infra/compose.yaml`, started by its own commands, carry a run as `docs/cluster/compose.md`
+describes.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def test_compose_services_carry_a_run(compose: Compose) -> None:
 
 
 def test_ray_rejects_a_client_without_token(compose: Compose) -> None:
-    """Without the token nobody may start code there."""
+    """A client without the token may not start code there."""
     ask = "import ray; ray.init('ray:6379'); print(ray.nodes())"
     done = compose.execute("ray", ["env", "--unset=RAY_AUTH_TOKEN", "python", "-c", ask], seconds=RUN_SECONDS)
     assert done.returncode != 0

@@ -1,7 +1,4 @@
-"""A whole run works under each of these settings, with Prefect, Ray and MLflow: a group of them a run.
-
-`tests/flows/test_variables.py` has the settings that are refused.
-"""
+"""A whole run with Prefect, Ray and MLflow works under each of these settings; one run tests a group of settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`infra/Dockerfile`: its steps, run as written in a clean Debian, make an image in which rollflow trains."""
+"""The steps of `infra/Dockerfile`, run as written in a clean Debian, build an image in which rollflow trains."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_image_trains(image: Root) -> None:
 
 
 def test_image_contains_the_service_commands(image: Root) -> None:
-    """Compose and Kubernetes start these by name."""
+    """Compose and Kubernetes start these commands by name."""
     for command in ("prefect version", "mlflow --version", "ray --version", "python infra/bucket.py --help"):
         image.run(command)
     image.run("python -c 'import psycopg2, asyncpg, boto3'")

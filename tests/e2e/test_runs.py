@@ -1,4 +1,4 @@
-"""Whole runs by the command line, with every real part: Prefect, Ray, vLLM, torch, Arrow, storage, MLflow."""
+"""Whole runs through the command line, with every real part: Prefect, Ray, vLLM, torch, Arrow, storage, MLflow."""
 
 from __future__ import annotations
 
@@ -140,7 +140,9 @@ def test_asynchronous_run_on_vllm_audits_clean(
 @pytest.mark.soak
 @pytest.mark.xdist_group("vllm")
 def test_vllm_run_with_redundancy_filter_and_restarts(tmp_path: Path) -> None:
-    """Extra groups and responses, a filter and tail batching on the real engine, updates that restart what runs."""
+    """Test extra groups and responses, a filter and tail batching on vLLM, with updates that
+    restart running requests.
+    """
     command = Command(tmp_path, SMALL.format(versions=10, alpha=1, engine="vllm"))
     changes = ["rollout.extra_groups=8", "rollout.extra_responses=2", "rollout.tail_batching=true"]
     changes += ["rollout.filter.min_std=0", "engine.in_flight=restart", "async_ratio=0", "groups=8"]
@@ -183,7 +185,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_sigterm_during_start_leaves_nothing(tmp_path: Path) -> None:
-    """SIGTERM is Ctrl-C, and before the first flow run there is just as little to leave behind."""
+    """SIGTERM acts like Ctrl-C, also before the first flow run."""
     command = Command(tmp_path, SMALL.format(versions=4, alpha=1, engine="transformers"))
     process = command.start("run", str(command.recipe), "--run-id", "early")
     assert process.stdout is not None
@@ -199,7 +201,7 @@ def test_sigterm_during_start_leaves_nothing(tmp_path: Path) -> None:
 def test_served_deployment_starts_a_run(
     tmp_path: Path, s3: str, prefect_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the Prefect UI does: a flow run of the deployment with typed parameters; own model, own data, own S3."""
+    """Start a flow run as the Prefect UI does, with typed parameters, a local model, local data and an S3 store."""
     policy, questions = tmp_path / "policy", tmp_path / "sums.jsonl"
     whole_policy(policy)
     questions.write_text("".join(json.dumps({"question": f"{i}+{i}", "answer": str(2 * i)}) + "\n" for i in range(90)))
@@ -310,7 +312,7 @@ def test_stopped_run_resumes_on_given_services(
     services: tuple[PrefectServer, RayHead],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Stopped in mid-run: everything ends, the storage audits clean, and `resume` goes on to the end, elsewhere."""
+    """After a stop in mid-run everything ends and the storage audits clean; `resume` finishes the run elsewhere."""
     recipe = SMALL.format(versions=400, alpha=0, engine="transformers")
     command = Command(tmp_path / "home", f'{recipe}[tracking]\nuri = "sqlite:///{tmp_path}/mine.db"\n')
     give(prefect_database, command.home)

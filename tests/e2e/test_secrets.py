@@ -1,4 +1,4 @@
-"""No secret of a run's environment is in anything that the run leaves: store, logs, servers' databases, output."""
+"""A run writes no secret of its environment anywhere: not to the store, logs, server databases or output."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def test_search_finds_secrets_in_every_encoding(secret: str) -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 def test_run_leaves_no_secret(tmp_path: Path, prefect_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its Prefect server, Ray cluster and MLflow are given, and each gets its secret from the environment.
+    """The run uses given Prefect, Ray and MLflow servers, and gets their secrets from the environment.
 
-    Prefect and MLflow are reached by HTTPS, and their certificates by the settings of each.
+    Prefect and MLflow are reached by HTTPS, with certificates from their own settings.
     """
     make_policy(tmp_path / "policy")
     give(prefect_database, tmp_path / "server")

@@ -1,4 +1,4 @@
-"""What dies or hangs is restarted from storage, within a budget, and each time is written down."""
+"""Dead or hanging actors are restarted from storage, within a budget, and each restart is recorded."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_unwatched_actor_is_not_restarted(tmp_path: Path) -> None:
 
 
 def test_busy_actor_is_not_dead(tmp_path: Path) -> None:
-    """It answers nobody for several times the allowed silence: a library computes, and holds Python's lock."""
+    """The actor is silent for several times the allowed time: a library computes, and holds Python's lock."""
     context, result = keep(tmp_path, "busy", restarts=0, answer=3.0, patience=HANG_SECONDS)
     assert result == "done"
     assert RecoveryLog(context.store).read() == []
@@ -166,7 +166,7 @@ def test_exhausted_budget_reports_the_reason(tmp_path: Path) -> None:
 
 
 def test_new_keeper_inherits_the_spent_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a stage's flow that is killed whenever its actor has come back."""
+    """For example, a stage's flow that is killed each time its actor has come back."""
     monkeypatch.setattr(
         "rollflow.flows.keepalive.restart_history.WAIT_SECONDS", HANG_SECONDS
     )  # however busy the machine is
@@ -183,7 +183,7 @@ def test_config_error_is_not_retried(tmp_path: Path) -> None:
 
 
 def test_deterministic_failure_is_not_retried(tmp_path: Path) -> None:
-    """A version is a function of the one before and its batch."""
+    """A version is a function of its parent and its batch."""
     with pytest.raises(NotFinite, match="grad_norm of batch 2 is nan"):
         keep(tmp_path, "nan work")
 
@@ -221,7 +221,7 @@ FAILED = GaveUp("the train stage failed: Deposed: a learner is claimed under the
 
 @pytest.mark.parametrize(("cluster", "done"), [("B", ["stages ended"]), ("A", [])])
 def test_superseded_supervisor_leaves_status_and_tracking(cluster: str, done: list[str]) -> None:
-    """It has not read that there is another one, whose they are now; so are the stages of its own cluster."""
+    """The old supervisor has not yet read the new claim; the new one owns status, tracking and the cluster's stages."""
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store)
     supervisor, stages, writer = supervised(store, told)
@@ -233,7 +233,7 @@ def test_superseded_supervisor_leaves_status_and_tracking(cluster: str, done: li
 
 @pytest.mark.parametrize("away", [False, True])
 def test_supervisor_records_why_it_failed(monkeypatch: pytest.MonkeyPatch, *, away: bool) -> None:
-    """Also where the log cannot be read any more."""
+    """This holds even if the log is unreadable."""
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store)
     supervisor, stages, writer = supervised(store, told)
@@ -252,7 +252,7 @@ def test_supervisor_records_why_it_failed(monkeypatch: pytest.MonkeyPatch, *, aw
 def test_run_end_prunes_versions_kept_for_evaluation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: RollflowError | None
 ) -> None:
-    """It is the supervisor that prunes then; where the store does not let it, the run ends all the same."""
+    """The supervisor prunes them; a store that refuses does not stop the end of the run."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     monkeypatch.setattr(post_training, "summarize", lambda *_: {"summary": "of it"})
     monkeypatch.setattr(post_training, "ending", lambda *_: None)

@@ -1,4 +1,4 @@
-"""What an actor's process warns of: kept in a bounded number, and told once on the run's page, without secrets."""
+"""Warnings of an actor's process are kept in a bounded number, and logged once on the run's page, without secrets."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_warnings_contain_no_secrets(text: str, safe: str) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"{", b"7", b'["who"]', b"\xff", b'{"a": 1}'])
 def test_invalid_warning_is_ignored(data: bytes) -> None:
-    """A verifier is a person's own code, and has the socket."""
+    """A user-defined verifier has access to the socket."""
     kept = Warnings("reward")
     ear().send(data)
     ear().send(b'["a reward worker", null, "it is late"]')

@@ -1,4 +1,4 @@
-"""`rollflow audit` of runs whose first entry has a config that nobody would write: one sentence, and no traceback."""
+"""`rollflow audit` of runs with a damaged first config prints one sentence and no traceback."""
 
 from __future__ import annotations
 

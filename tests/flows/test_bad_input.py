@@ -1,4 +1,4 @@
-"""Bad input gets one sentence with the key, the value and the cure, exit code 2, and no traceback."""
+"""Bad input gets one sentence with the key, the value and the fix, exit code 2, and no traceback."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_missing_or_invalid_recipe_is_refused(capsys: pytest.CaptureFixture[str]
 
 
 def test_recipe_with_bom_and_crlf_is_read(tmp_path: Path) -> None:
-    """With a mark that says UTF-8, and line ends of two bytes."""
+    """The file has a UTF-8 byte-order mark, and line ends of two bytes."""
     recipe = tmp_path / "recipe.toml"
     recipe.write_bytes(b"\xef\xbb\xbf" + Path(RECIPE).read_bytes().replace(b"\n", b"\r\n"))
     assert main(["check", str(recipe)]) == 0
@@ -415,7 +415,7 @@ def test_unwritable_store_is_refused(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_folder_store_of_a_remote_cluster_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Before anybody is asked: nothing answers at that address."""
+    """The check comes before any connection: nothing answers at that address."""
     sentence = refused_alike(capsys, RECIPE, "--set", "cluster.address=192.0.2.7:6379")
     assert sentence.startswith(f"store.uri = '{tmp_path}/home/store': a folder of this machine, which 192.0.2.7 of ")
     assert "cluster.address = '192.0.2.7:6379' cannot read; use s3://bucket/prefix" in sentence

@@ -1,4 +1,4 @@
-"""init and completion: a recipe to begin with, and what a shell completes."""
+"""`init` writes a recipe to start from, and `completion` a shell's completion script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.waiting import HANG_SECONDS
 
 
 def test_init_writes_a_valid_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As it is written, and with every key set to its default."""
+    """The recipe is valid as written, and with every key set to its default."""
     recipe = tmp_path / "mine.toml"
     assert main(["init", str(recipe)]) == 0
     capsys.readouterr()

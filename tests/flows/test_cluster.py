@@ -1,4 +1,4 @@
-"""A Ray head that is away is waited for, within a deadline."""
+"""Attaching waits for an absent Ray head, within a deadline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_returning_head_is_attached(monkeypatch: pytest.MonkeyPatch, fast: list[float]) -> None:
-    """Refused at first, then half up, then up."""
+    """The head refuses connections at first, is then half up, then up."""
     trouble, connected = ["nothing answers", "nothing answers", "no raylet yet"], list[str]()
 
     def fail_or_not(at: int) -> None:

@@ -1,4 +1,4 @@
-"""replay, inspect, audit and gc on a small real run: what a person reads, and the sentence for what does not exist."""
+"""replay, inspect, audit and gc on a small real run: their output, and one sentence for missing items."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_replay_fails_on_different_weights(copy: RunContext, capsys: pytest.Capt
 
 
 def test_replay_with_other_ranks_agrees_to_rounding(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each version from its published parent, to rounding; to the bit it would be chance."""
+    """Each version is retrained from its published parent and agrees to rounding; equal bits would be chance."""
     out = shown(capsys, "replay", "small", "--all", "--ranks", "2")
     assert out.count("parent") == 5
     assert out.count("which is rounding: ranks 2 instead of 1") + out.count("identical") == 5
@@ -121,7 +121,7 @@ def test_replay_with_other_ranks_scales_with_the_step(
     given: dict[str, Any],
     rate: float,
 ) -> None:
-    """At a small learning rate nothing is far from anything; in bfloat16 rounding moves numbers by all of one."""
+    """At a small learning rate all weights are close; in bfloat16, rounding moves a number by a whole unit."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     run = prepare_small(tmp_path, versions=2, train={"learning_rate": rate}, keep_last=3, **given)
     train_small(run)
@@ -133,7 +133,7 @@ def test_replay_with_other_ranks_scales_with_the_step(
 def test_replay_with_other_ranks_skips_pruned_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Version 4 is kept, and its parent is not; the two behind it are trained from what it is."""
+    """Version 4 is kept but its parent is not; the two later versions are trained from kept ones."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     train_small(prepare_small(tmp_path, versions=6, keep_last=2, state_every=2, keep_every=4))
     assert shown(capsys, "replay", "small", "--all").count("identical") == 6
@@ -163,7 +163,7 @@ def test_inspect_shows_a_run(trained: RunContext, capsys: pytest.CaptureFixture[
 def test_domain_shares_are_shown_beside_configured_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two sources, issued in turn although one was to have three times the groups of the other."""
+    """Two sources are issued in turn, although one should have three times the groups of the other."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "110")
     prompts = [
@@ -208,7 +208,7 @@ def test_inspect_shows_a_version(trained: RunContext, capsys: pytest.CaptureFixt
 def test_inspect_shows_discards_of_a_replaced_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the damaged batch had given up is shown with the one that was trained on."""
+    """The discards of the damaged batch are shown with the batch that replaced it."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "110")
     context = prepare_small(tmp_path, "again")
@@ -314,7 +314,7 @@ def test_terminal_shows_audit_progress(copy: RunContext) -> None:
 
 
 def test_staleness_table_groups_versions() -> None:
-    """A row has as many versions as the report counts together; the last span may not be full."""
+    """A row has as many versions as the report combines; the last range may not be full."""
     report = AuditReport(versions=7, span=3, staleness=Counter({0: 7}))
     report.staleness_by_version = {1: Counter({0: 3}), 4: Counter({0: 3}), 7: Counter({0: 1})}
     assert list(staleness_table(report).columns[0].cells) == ["1-3", "4-6", "7", "all"]
@@ -323,7 +323,7 @@ def test_staleness_table_groups_versions() -> None:
 def test_progress_yields_each_version_once_despite_failures(
     trained: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each version is told once, also where a read of the log breaks off in the middle."""
+    """Each version is yielded once, even if a read of the log fails in the middle."""
     progress = Progress(RunContext(trained.uri, trained.cache))
 
     def broken(log: Log, first: int, last: int) -> Iterator[Written]:
@@ -356,7 +356,7 @@ assert not heavy, heavy
 
 
 def test_audit_compares_with_anchors(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """The anchors hold until somebody rewrites the log with another bound of staleness."""
+    """The anchors match until somebody rewrites the log with another staleness bound."""
     kept = [str(first_anchor(copy.store)), str(newest_anchor(copy.log.state))]
     given = [word for anchor in kept for word in ("--anchor", anchor)]
     assert "clean" in shown(capsys, "audit", copy.uri, "--deep", *given)
@@ -370,7 +370,9 @@ def test_audit_compares_with_anchors(copy: RunContext, capsys: pytest.CaptureFix
 
 
 def test_audit_reports_skipped_checks(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """The package that made the prompts has changed: no violation, but the next audit does not go on from this one."""
+    """The package that made the prompts has changed. That is no violation, but the next audit does not continue from
+    this one.
+    """
     pins = [{**pin, "version": "0.0.1"} for pin in copy.created.prompts]
     changed(copy.store, 0, lambda body: replace(body, prompts=tuple(pins)))
     for _ in range(2):

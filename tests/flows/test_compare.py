@@ -1,4 +1,4 @@
-"""`rollflow compare`: what it reads of a run, what differs, and a page that needs nothing but itself."""
+"""`rollflow compare`: its figures of a run, the differences between runs, and a self-contained page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees: the panel, the plain lines, the summary; and that a status survives its JSON."""
+"""Console output: the panel, the plain lines, the summary; and the JSON round trip of a status."""
 
 from __future__ import annotations
 

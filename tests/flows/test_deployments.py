@@ -1,4 +1,4 @@
-"""Deployments: what a person made in the UI stays whoever registers again; what one command registered goes with it."""
+"""Registering deployments keeps a user's changes in the UI; deployments of one command are deleted at its end."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def test_registering_keeps_user_changes(server: PrefectServer, offer: Offer) -> 
 
 
 def test_schedule_plans_flow_runs(server: PrefectServer, offer: Offer) -> None:
-    """The server's own scheduler does: it fails under an SQLAlchemy that Prefect was not made for."""
+    """The server's own scheduler does this; it fails with an SQLAlchemy that Prefect does not support."""
     register(replace(offer, cron=("0 2 * * *", "Europe/Berlin"), tags=("nightly",)))
     with api() as client:
         until(lambda: {run.deployment_id for run in unfinished_runs(client, SERVED) if run.auto_scheduled})
 
 
 def test_recipes_come_before_internal_deployments(server: PrefectServer, offer: Offer) -> None:
-    """The page sorts by name, and so does the server: of a stack, and of sessions that others have on this server."""
+    """The page and the server sort by name, for deployments of stacks and of other sessions."""
     recipe = replace(offer, name=f"yellow-{offer.name}", tags=("recipe",))
     ours = [*deployments(SERVED), *deployments("arithmetic-20260101-120000-0a1b2c3d")]
     made = [register(one) for one in (recipe, *ours)]
@@ -117,7 +117,7 @@ def test_recipes_come_before_internal_deployments(server: PrefectServer, offer: 
 
 
 def test_flow_runs_of_older_names_are_served(server: PrefectServer) -> None:
-    """A run that was suspended under an older version is resumed by this one."""
+    """A run that was suspended under an older version is resumed by this version."""
     page, offers = Page(server), [one for one in deployments(SERVED) if one.flow_name in ("evaluate", "post-training")]
     for one in offers:
         register(replace(one, name=SERVED))
@@ -170,7 +170,7 @@ def serving(server: PrefectServer, home: Path) -> Runner:
 
 
 def test_user_changes_survive_the_runner(server: PrefectServer, tmp_path: Path) -> None:
-    """The runner of `serve` is ended, started again, killed, and started again; a folder is deployed meanwhile."""
+    """The runner of `serve` is ended, restarted, killed and restarted again, while a folder is deployed."""
     page, recipes = Page(server), tmp_path / "recipes"
     recipes.mkdir()
     (recipes / "a.toml").write_text(RECIPE.format(name="mine", versions=7))
@@ -213,7 +213,7 @@ def test_recipe_flow_runs_belong_to_their_runner(server: PrefectServer, offer: O
 def test_starting_stack_keeps_planned_and_paused_runs(
     server: PrefectServer, offer: Offer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefect plans a night once: one that was said to have crashed would never be."""
+    """Prefect plans a night only once: a planned night that is marked as crashed would never run."""
     monkeypatch.setattr(prefect_api, "PAGE", 2)
     served = register(replace(offer, tags=("nightly",)))
     tomorrow = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(days=1))

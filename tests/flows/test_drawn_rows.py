@@ -1,9 +1,4 @@
-"""Drawn files of prompts and prompt options: each is refused in one sentence, or all of it can be asked and judged.
-
-The oracle reads the file by itself, line by line. It states only what must hold once a run begins: every prompt
-encodes, fits, and is judged right by its own reference answer. A refusal is one sentence with its key, and it is the
-same for `check` as for `run`.
-"""
+"""Randomly drawn prompt files and options: each is refused in one sentence, or all its prompts can be scored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run's engines under their keeper: which death costs an actor, which only the engine in it; each is on record."""
+"""The engine keeper restarts the actor or only the engine in it, as each death requires, and records it."""
 
 from __future__ import annotations
 

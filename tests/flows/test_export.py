@@ -1,4 +1,4 @@
-"""`rollflow export`: whole folders or none, from any store; a policy that others would read differently is refused."""
+"""`rollflow export` writes whole folders or none, from any store, and refuses policies with ambiguous tokenizers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_export_writes_a_whole_folder(trained: RunContext, capsys: pytest.Captur
 def test_impossible_export_is_one_sentence(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """One sentence, exit code 2, and nothing is written."""
+    """Exit code 2, and nothing is written."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -88,7 +88,7 @@ def test_impossible_export_is_one_sentence(
 def test_export_works_without_the_prompts(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large file stays where the run began, packages are upgraded: the weights are what they were."""
+    """A prompt file may be lost, or packages upgraded: the weights are unchanged."""
     monkeypatch.setattr("rollflow.tasks.run.prompt_pins.package_version", lambda _: "99.0")
     with pytest.raises(ConfigError, match="the run began with reasoning-gym"):
         RunContext(trained.uri, trained.cache).prompts()
@@ -124,7 +124,7 @@ def test_full_disk_leaves_nothing(
 def test_first_of_two_exports_keeps_the_folder(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two exports into one folder: the second finds it taken when it is done."""
+    """The second of two exports into one folder finds it taken at its end."""
 
     def meanwhile(*_: object) -> None:
         (tmp_path / "new").mkdir()
@@ -153,7 +153,7 @@ def test_run_on_s3_is_exported(
 def test_export_and_evaluation_work_without_prompt_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was trained is in storage; a file that the run did not keep is on another machine, or has changed."""
+    """The trained policy is in storage; a prompt file that the run did not keep may be elsewhere or changed."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     (file := tmp_path / "mine.jsonl").write_text(
         "".join(f'{{"question": "{i}+1", "answer": {i + 1}}}\n' for i in range(90))
@@ -187,7 +187,7 @@ def prepared(folder: Path) -> RunContext:
 
 
 def test_policy_with_ambiguous_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the cures that are named cure it."""
+    """The fixes that the error names make the policy acceptable."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
@@ -210,7 +210,7 @@ def test_policy_with_ambiguous_tokenizer_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_saved_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
-    """A tokenizer that was saved after a truncating or padding call says so in its file; nobody else heeds that."""
+    """A tokenizer that was saved after a truncating or padding call records that in its file; other tools ignore it."""
     from transformers import AutoTokenizer
 
     make_policy(folder := tmp_path / "policy")
@@ -247,7 +247,7 @@ def test_other_reading_describes_the_difference(
 def test_ambiguous_tokenizer_blocks_only_the_export(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the libraries of then, say, the two tokenizers were one."""
+    """For example, the two tokenizers agreed with older libraries."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     make_policy(tmp_path / "policy")
     as_qwen2(tmp_path / "policy")

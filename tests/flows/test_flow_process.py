@@ -1,4 +1,4 @@
-"""A flow run that is a copy of its runner is what a new interpreter would be, and ends with it."""
+"""A forked flow run behaves like one in a new interpreter, and ends with its runner."""
 
 from __future__ import annotations
 

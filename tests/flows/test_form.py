@@ -1,4 +1,4 @@
-"""The form of the Prefect UI: what it can show, which button it takes for a value, what the server says is wrong."""
+"""The form of the Prefect UI: its schema, the selected buttons, and the server's error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How GPUs are shared out among engines and the learner: by hand, and whatever is asked for."""
+"""GPUs are divided among engines and the learner: checked by hand, and for any request."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_too_few_gpus_are_refused(asked: tuple[int, int, int], nodes: list[float
 def test_shares_never_exceed_the_gpus(
     replicas: int, width: int, ranks: int, nodes: list[float], evaluation: str
 ) -> None:
-    """Whole GPUs for whoever has one or more, and all of it at the same time; or a refusal, of several alone."""
+    """Roles that need GPUs get whole ones at the same time, or the config is refused."""
     config = config_of(replicas, width, ranks, evaluation)
     engines = replicas + (evaluation == "own" or replicas == 1)
     try:

@@ -1,4 +1,4 @@
-"""The servers of a run home: one Prefect server for all commands, at the address it had; a stack is found by others."""
+"""The servers of a run home: one Prefect server for all commands, at a stable address; other commands find a stack."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_commands_of_one_home_share_a_server(tmp_path: Path, prefect_database: Path) -> None:
-    """The first is killed, the second goes on with the same server; it dies, and comes back at its address."""
+    """The first command is killed, the second keeps the server; the server dies, and comes back at its address."""
     give(prefect_database, tmp_path)
     first = subprocess.Popen(
         [sys.executable, "-c", FIRST, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -68,7 +68,7 @@ def test_commands_of_one_home_share_a_server(tmp_path: Path, prefect_database: P
 
 
 def test_new_command_waits_for_an_ending_server(tmp_path: Path) -> None:
-    """Else the new command would take the dying server for its own."""
+    """Otherwise the new command would use the dying server."""
     ending = take(tmp_path / "prefect" / "users")
     assert ending is not None
     found: list[HomeServer] = []
@@ -103,7 +103,7 @@ def test_server_restarted_by_another_command_is_kept(tmp_path: Path) -> None:
 
 
 def test_kill_without_a_server_signals_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the process -1 a signal is one to all processes."""
+    """A signal to process -1 would go to all processes."""
     server, killed = HomeServer(tmp_path), list[int]()
     monkeypatch.setattr(HomeServer, "running", True)  # as it was a moment ago
     monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
@@ -115,7 +115,7 @@ def test_kill_without_a_server_signals_nobody(tmp_path: Path, monkeypatch: pytes
 
 
 def test_empty_secret_is_replaced(tmp_path: Path) -> None:
-    """A full disk leaves such a one, and server and clients would each have made one of their own."""
+    """A full disk leaves an empty file, and server and clients would each create their own secret."""
     (tmp_path / "prefect").mkdir()
     (tmp_path / "prefect" / "auth").touch()
     servers = [HomeServer(tmp_path) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""A command that was interrupted ends with its code, wherever the interrupt fell."""
+"""An interrupted command ends with its exit code, wherever the interrupt arrives."""
 
 from __future__ import annotations
 

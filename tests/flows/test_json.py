@@ -1,4 +1,4 @@
-"""`--json` of the commands that look: values for programs, and the same facts as for people."""
+"""`--json` of the reading commands prints values for programs, with the same facts as the text output."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_gc_prints_json(trained: RunContext, capsys: pytest.CaptureFixture[str])
 
 
 def test_replay_prints_json(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line a version; notes are not among them."""
+    """The output has one line for each version and no notes."""
     assert main(["replay", "small", "--all", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["version"], line["identical"]) for line in lines] == [(1, True), (2, True), (3, True)]

@@ -1,4 +1,4 @@
-"""`rollflow log`: a line an entry, as words or as JSON."""
+"""`rollflow log` prints one line for each entry, in words or as JSON."""
 
 from __future__ import annotations
 

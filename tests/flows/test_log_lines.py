@@ -1,4 +1,4 @@
-"""Log lines as JSON: what a flow's process writes, and how `rollflow logs` shows it in either form."""
+"""JSON log lines: the output of a flow's process, and how `rollflow logs` shows it in either format."""
 
 from __future__ import annotations
 

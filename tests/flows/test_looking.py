@@ -1,4 +1,4 @@
-"""list, status, top, check --resolved and --version: what they print, and where they look."""
+"""list, status, top, check --resolved and --version: their output, and which store they read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A month of one death a day passes, whatever it is that dies; five deaths in ten minutes are what ends a run."""
+"""Each part survives a month with one death a day; five deaths within ten minutes end the run."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_stage_survives_a_month_of_deaths(context: RunContext, budget: Budget, d
 
 
 def test_stage_is_started_by_successive_supervisors(context: RunContext, prefect: Prefect) -> None:
-    """A run that was removed, and made again under its name, has nothing to do with the first one's flow runs."""
+    """A run that was deleted and created again under the same name does not use the first one's flow runs."""
     for _ in range(2):
         kept = Stages(context, "a:1", print)
         with stages.api() as client:

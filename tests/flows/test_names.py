@@ -1,4 +1,4 @@
-"""A run id from outside never leads out of the store or the run home, wherever it enters."""
+"""A run id from outside never leads out of the store or the run home."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def test_run_id_from_storage_is_checked(outside: Path) -> None:
 
 
 def test_runs_of_the_same_id_have_different_keys(outside: Path) -> None:
-    """Two stores, and one store that was filled anew (or another service's bucket of the same name)."""
+    """The runs are in two stores, or in one store that was emptied (or in another service's
+    bucket of the same name).
+    """
     first, second = (described(context_of(str(outside / store), "same")) for store in ("one", "two"))
     third = described(context_of(str(outside / "one"), "other"))
     keys = {context.key for context in (first, second, third)}
@@ -119,7 +121,7 @@ def test_runs_of_the_same_id_have_different_keys(outside: Path) -> None:
 
 
 def test_key_does_not_depend_on_the_uris_spelling(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its actors, deployments and MLflow run are found by it."""
+    """The key identifies the run's actors, deployments and MLflow run."""
     run = described(context_of(str(outside / "store"), "same"))
     (outside / "link").symlink_to(outside / "store")
     monkeypatch.chdir(outside)
@@ -131,7 +133,7 @@ def test_key_does_not_depend_on_the_uris_spelling(outside: Path, monkeypatch: py
 
 @pytest.mark.parametrize("name", BAD)
 def test_forms_refuse_a_bad_run_id(name: str) -> None:
-    """Once by the server, from the schema (HTTP 409), and again by the flow itself."""
+    """The server refuses it by the schema (HTTP 409), and the flow refuses it again."""
     for kind in (RunId, RecipeName):
         adapter = TypeAdapter(kind)
         with pytest.raises(jsonschema.ValidationError):
@@ -157,7 +159,7 @@ def test_forms_refuse_a_uri_without_run_id(place: str) -> None:
 
 @pytest.mark.slow
 def test_every_flow_uses_the_checked_types() -> None:
-    """Whatever a flow takes as a run's name or place is refused by its form."""
+    """A flow's form refuses any bad run name or URI."""
     from rollflow.flows.deployments import FLOWS
 
     seen = []

@@ -1,4 +1,4 @@
-"""Nights: they never overlap, go on from the last one, and the alias moves only to what is better beyond noise."""
+"""Nights never overlap, continue from the last one, and move the alias only to a significantly better version."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_report_quotes_the_runs_own_error(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_pruning_keeps_aliased_and_foreign_runs(plan: Nightly, tmp_path: Path) -> None:
-    """A version that a person gave an alias, and the run of a recipe whose name begins as this one's."""
+    """Kept are a version with a user's alias, and the run of a recipe with a longer name."""
     train, home = Trainer(), tmp_path / "home"
     registry = MlflowClient(*[f"sqlite:///{home}/mlflow/mlflow.db"] * 2)
     train.right, plan = 0.3, plan.model_copy(update={"keep": 1, "z": 0.0})
@@ -231,7 +231,7 @@ class TestOnAServer:
         assert states == ["RUNNING", "CANCELLED"]
 
     def test_night_survives_a_server_restart(self, plan: Nightly, server: PrefectServer) -> None:
-        """Its place is leased: of a lease that the server has forgotten Prefect ends the flow run."""
+        """The night's place is leased: Prefect ends flow runs whose lease the server has forgotten."""
         register(offer_nightly(plan.model_copy(update={"name": "leased"})))
         with api() as client:
             night = start(client, "nightly", "leased", {})
@@ -257,7 +257,7 @@ class TestOnAServer:
             assert "nightly-nightly" in {one.key for one in client.read_artifacts()}
 
     def test_crashed_night_is_reported(self, plan: Nightly, tmp_path: Path) -> None:
-        """By its runner, which saw its process die; which is how a runner calls it."""
+        """The runner reports it, because it saw the process die; the test calls it as a runner does."""
         told = tmp_path / "crash"
         saved: Any = Told(file=str(told)).save("crash")
         assert saved

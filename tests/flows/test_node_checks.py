@@ -1,4 +1,6 @@
-"""`rollflow doctor --cluster`: each fault of a node is a sentence with its cure, and a sound cluster has none."""
+"""`rollflow doctor --cluster` prints one sentence with its fix for each fault of a node, and none for a healthy
+cluster.
+"""
 
 from __future__ import annotations
 

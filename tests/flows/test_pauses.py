@@ -77,7 +77,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_speeds_exclude_pauses(run: Run) -> None:
-    """Ten seconds a version: with an hour's pause and a night away the speed is the same as without."""
+    """A version takes ten seconds; with an hour's pause and a night's stop the speed is the same."""
     run.now += 3600.0
     run.resume()
     run.train(2)
@@ -121,7 +121,7 @@ def test_block_figures_exclude_pauses(run: Run, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_restart_of_one_stage_is_no_pause(run: Run) -> None:
-    """Its seconds count as the run's own time."""
+    """The seconds of the restart count as the run's own time."""
     run.now += 30.0
     run.start_stages()
     run.train(1)
@@ -132,7 +132,7 @@ def test_restart_of_one_stage_is_no_pause(run: Run) -> None:
 
 
 def test_replaced_supervisor_is_no_pause(run: Run) -> None:
-    """The batch that is committed meanwhile shows that the stages were working."""
+    """A batch that is committed in between shows that the stages were working."""
     run.now += 1.0
     Log(run.store).claim("supervisor")
     run.train(1)

@@ -53,5 +53,5 @@ def test_collector_thread_avoids_the_deadlock(tmp_path: Path) -> None:
 
 
 def test_collection_in_the_event_loop_deadlocks(tmp_path: Path) -> None:
-    """Or the module is not needed any more."""
+    """If this test fails, the module is no longer needed."""
     assert run(tmp_path, "itself", 8.0).split() == []

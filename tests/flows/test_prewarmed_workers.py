@@ -1,4 +1,4 @@
-"""Spare workers: there before a run, taken by any, made up for, and ended with their raylet."""
+"""Spare workers exist before a run, serve any run, are replaced when taken, and end with their raylet."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_actor_starts_in_a_spare_of_its_kind(head: RayHead) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("head", ["engine"], indirect=True)
 def test_engine_worker_has_a_fork_server(head: RayHead) -> None:
-    """Also where its worker is no spare; and it ends with the worker."""
+    """This holds for workers that are no spares, too; the fork server ends with the worker."""
     until(lambda: idle(head, "engine"))
     [spare] = idle(head, "engine")
     for expected in (spare, None):
@@ -171,7 +171,7 @@ def test_awaited_worker_imports_for_engines_only(tmp_path: Path, monkeypatch: py
 
 
 def test_early_imports_never_end_their_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a folder of spares, with one that cannot be made, and where an import fails."""
+    """Tested without a folder of spares, with a folder that cannot be created, and with a failing import."""
     imported: list[Kind] = []
     monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
     monkeypatch.setattr(early_imports, "import_all", imported.append)

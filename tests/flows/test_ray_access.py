@@ -1,4 +1,4 @@
-"""Who may use a Ray cluster: a token that is missing or wrong, and a machine that is no node, are refused at once."""
+"""Access to a Ray cluster: a missing or wrong token, or a machine without a node, is refused at once."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_commands_end_quietly_without_a_reader(verb: str) -> None:
 
 
 def test_help_ends_quietly_without_a_reader() -> None:
-    """argparse prints it, and takes no note."""
+    """argparse prints the help and ignores the broken pipe."""
     assert unread(["--help"]) in ((0, b""), (1, b""))
 
 
@@ -56,7 +56,7 @@ def test_run_commands_end_quietly_without_a_reader(verb: str, run: str) -> None:
 
 
 def test_other_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One to a process that died, say."""
+    """For example, a pipe to a process that died."""
 
     def broken(options: object) -> int:
         raise BrokenPipeError(32, "Broken pipe")

@@ -1,4 +1,4 @@
-"""Relative paths of a recipe are found wherever a command runs; those of `--set` are relative to where it runs."""
+"""Relative paths of a recipe are relative to the recipe; those of `--set` are relative to the working folder."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_check_finds_files_beside_the_recipe(lying: Path, capsys: pytest.Capture
 
 
 def test_run_records_absolute_paths(lying: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This is what `run` does before it starts anything; another command goes on with the run from another folder."""
+    """`run` does this before it starts anything; another command may resume the run from another folder."""
     context = prepare(load_recipe(Path("../a folder/lying.toml")), "one")
     assert places(context.config) == beside(lying)
     assert context.store.uri == str(lying / "runs here" / "runs" / "one")
@@ -83,7 +83,7 @@ def test_run_records_absolute_paths(lying: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_deployments_have_absolute_paths(lying: Path) -> None:
-    """The form has the same paths whichever folder the runner works in."""
+    """The form has the same paths in whichever folder the runner works."""
     [recipe] = recipes_of(Path("../a folder"))
     assert places(recipe.config) == beside(lying)
     assert form_values(recipe.config)["prompts"][0]["path"] == str(lying / "questions.jsonl")
@@ -146,7 +146,9 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_policy_in_the_working_folder_is_refused(lying: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder here with a hub policy's name is ambiguous: elsewhere a command would train another policy."""
+    """A local folder with the name of a hub policy is ambiguous: in another folder, the command would train another
+    policy.
+    """
     make_policy(Path("my/policy"))
     capsys.readouterr()
     recipe = lying / "lying.toml"

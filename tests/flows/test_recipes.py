@@ -1,4 +1,4 @@
-"""How overrides and refusals follow the unions of the config tree: a kind that is added is known here by itself."""
+"""Overrides and errors follow the unions of the config tree, so a new kind needs no change here."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_recorded_preset_is_read_unchanged(kind: str) -> None:
 
 
 def test_old_objective_keys_are_read() -> None:
-    """Runs recorded then are replayed, with the same advantages."""
+    """Old runs can be replayed, with the same advantages."""
     old = {
         "baseline": "group",
         "normalize": False,
@@ -192,7 +192,7 @@ def test_sequence_ratio_in_a_token_loss_is_refused(kind: str, aggregation: str) 
 
 
 def test_recorded_config_is_read_although_refused_now() -> None:
-    """It is to be replayed."""
+    """The run can be replayed."""
     parts = {
         "ratio": Ratio(level="sequence"),
         "correction": Correction(high=3.0),

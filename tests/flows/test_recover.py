@@ -1,4 +1,4 @@
-"""What died is brought back once: services by their session, supervisors by whoever sees it first, nodes noticed."""
+"""Dead services, supervisors and nodes are each restarted once."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_daily_supervisor_deaths_are_survived(
 def test_dead_stage_gets_a_new_flow_run_each_time(
     server: PrefectServer, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a real server: it gives back the flow run that crashed where it is asked with the key of that one."""
+    """A real server returns the crashed flow run if it is asked with the same key."""
     name, now = f"d-{uuid.uuid4().hex[:6]}", [0.0]
     monkeypatch.setenv("ROLLFLOW_DEPLOYMENT", name)
     stages = Stages(run, "127.0.0.1:1", print)
@@ -207,7 +207,7 @@ def test_dead_stage_gets_a_new_flow_run_each_time(
 def test_cancelling_stage_is_not_adopted(
     server: PrefectServer, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is resumed at once comes before its runner has seen the stages end that its pause cancelled."""
+    """A run that is resumed at once starts before its runner has seen the end of the cancelled stages."""
     monkeypatch.setenv("ROLLFLOW_DEPLOYMENT", name := f"d-{uuid.uuid4().hex[:6]}")
     before, after = Stages(run, "127.0.0.1:1", print), Stages(run, "127.0.0.1:1", print)
     with api() as client:
@@ -238,7 +238,7 @@ def test_pause_doubles_with_recent_crashes() -> None:
 def test_successor_is_newer_despite_the_clock(
     deployment: str, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Prefect server's clock stepped back by an hour between a supervisor and its successor."""
+    """The Prefect server's clock steps back by an hour between a supervisor and its successor."""
     first = crashed(deployment, given(run))
     second = restart_supervisor(first, run)
     assert second is not None
@@ -341,7 +341,7 @@ def runner(server: PrefectServer, tmp_path_factory: pytest.TempPathFactory) -> I
 def test_session_survives_supervisor_server_and_runner(
     server: PrefectServer, runner: Runner, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a clock that steps back by an hour when it has just begun."""
+    """A clock that steps back by an hour at the start changes nothing."""
     session = Session("trivial", server.ui_url, {SERVER: server, RUNNER: runner})
     following, real = session.follow(run, session.submit(run, time.time())), time.time
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The one machine that says when what died is restarted: any course of deaths, hangs, slow starts and takeovers."""
+"""The restart state machine, under any sequence of deaths, hangs, slow starts and takeovers."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_stepping_clock_spends_no_budget(step: float) -> None:
 
 
 def test_user_restart_resets_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A person has looked at what used it up; a supervisor that follows a dead one has not."""
+    """A user has looked at the cause; a supervisor that follows a dead one has not."""
     run = MemoryStore(uuid.uuid4().hex)
     for attempt in (1, 2, 3):
         RecoveryLog(run).append(record(ROLE, attempt, 4990.0 + attempt, 4994.0))

@@ -1,4 +1,4 @@
-"""Helper processes: they start, answer, and never outlive their owner; addresses are checked in one sentence."""
+"""Helper processes start, answer, and never outlive their owner; bad addresses get one sentence."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def asked(url: str, auth: str | None, body: bytes | None = None) -> int:
 def test_private_prefect_server_requires_its_secret(
     tmp_path: Path, prefect_database: Path, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every user of a machine reaches its loopback, and a deployment's entrypoint is code."""
+    """Every user of a machine can reach its loopback, and a deployment's entrypoint is code."""
     give(prefect_database, tmp_path)
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of another server")
     server, other = PrefectServer(tmp_path), PrefectServer(tmp_path / "other")
@@ -221,7 +221,7 @@ def test_actors_do_not_get_the_secret(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_mlflow_starts_without_its_jobs(tmp_path: Path, mark: str) -> None:
-    """They are eight processes, and begin beside the server: there is none a while after it answers."""
+    """The jobs are eight processes that start beside the server; none exists a while after it answers."""
     with MlflowServer(tmp_path):
         for _ in range(20):
             assert len(lines(mark)) > 1
@@ -256,7 +256,7 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_cluster_restarts_at_its_address(tmp_path: Path, mark: str) -> None:
-    """As when the kernel is short of memory and takes the guards first."""
+    """For example, the kernel is short of memory and kills the guards first."""
     head = RayHead(tmp_path, cpus=1)
     head.start()
     try:

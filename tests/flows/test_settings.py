@@ -1,4 +1,4 @@
-"""A settings file is refused by key, value and fix, holds no secret, and gives its places to doctor, check and run."""
+"""A settings file is refused by key, value and fix, holds no secret, and is used by doctor, check and run."""
 
 from __future__ import annotations
 

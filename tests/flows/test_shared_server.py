@@ -1,4 +1,4 @@
-"""Two homes that serve one run on one Prefect server: the second is refused, and neither deletes the other's work."""
+"""Of two homes that serve one run on one Prefect server, the second is refused; neither deletes the other's work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollflow simulate`: its table and files, a recorded run as hardware, and one sentence for bad input."""
+"""`rollflow simulate`: its table and files, hardware from a recorded run, and one sentence for bad input."""
 
 from __future__ import annotations
 

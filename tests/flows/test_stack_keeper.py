@@ -1,4 +1,4 @@
-"""The stack's process that dies is restarted, within a budget; `rollflow down` ends it and who keeps it."""
+"""A dead stack process is restarted, within a budget; `rollflow down` ends it and its keeper."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_stack_over_its_budget_is_not_restarted(tmp_path: Path) -> None:
 
 
 def test_stack_that_fails_after_start_is_restarted(tmp_path: Path) -> None:
-    """An error of it ends it in order: it is no more to be found, and has an exit code."""
+    """An error ends the stack in order: it is not found any more, and has an exit code."""
     fails = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3); sys.exit(1)"), str(tmp_path)]
     with pytest.raises(GaveUp, match=r"the stack was restarted 1 times .* exit code 1"):
         keep(tmp_path, fails, RecoveryConfig(restarts=1, backoff_seconds=0), Told())
@@ -126,7 +126,7 @@ def test_stack_that_never_came_up_reports_why(tmp_path: Path, code: int) -> None
 
 
 def test_second_signal_during_the_first_is_safe() -> None:
-    """Two signals at once come to a process of `up`: `down` sends them to the keeper and to who serves."""
+    """`down` signals the keeper and the serving process, so a process of `up` may get two signals at once."""
     told, before, within = Told(), signal.getsignal(signal.SIGALRM), 0
 
     def again(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Stages and the channel wait for their restarts one beside the other: none holds up the supervision of the rest."""
+"""Stages and the channel wait for their restarts side by side; none delays the supervision of the others."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_each_stage_is_started_once(world: World) -> None:
 def test_leftover_stages_are_ended_after_the_last_version(
     world: World, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    """Its successor finds every version trained. The reward stage, which waits to be told, and all actors stayed."""
+    """The next supervisor finds every version trained; the waiting reward stage and all actors are still there."""
     started, killed = list(world.started), list[str]()
     stages = Stages(world.stages.context, "a:1", world.told.append)
     left = [
@@ -159,7 +159,7 @@ def test_leftover_stages_are_ended_after_the_last_version(
 
 @pytest.mark.parametrize(("waiting", "other"), permutations([*ACTORS, CHANNEL], 2))
 def test_waiting_stage_delays_no_other(world: World, waiting: str, other: str) -> None:
-    """The first dies again and again, so that it has to wait 40 seconds; then another one dies for the first time."""
+    """The first stage dies repeatedly and has to wait 40 seconds; then another one dies for the first time."""
     world.dead = {waiting}
     world.look_for(5.0)
     assert len(world.starts_of(waiting)) == 2  # and the successor died, too
@@ -186,7 +186,7 @@ def test_pause_is_kept_exactly(world: World, role: str) -> None:
 
 @pytest.mark.parametrize("role", ACTORS)
 def test_paused_stage_is_restarted(world: World, role: str) -> None:
-    """Prefect leaves the process of a flow run that is paused alone: it ends once it runs again and is cancelled."""
+    """Prefect leaves the process of a paused flow run alone; it ends once the run is running again and cancelled."""
     world.pause = {role}
     world.look_for(5.0)
     assert world.states == [(role, "Running"), (role, "Cancelling")]
@@ -198,7 +198,7 @@ def test_paused_stage_is_restarted(world: World, role: str) -> None:
 def test_unattended_actor_does_not_prove_its_flow_alive(
     world: World, attended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that hangs before it comes to its actor is restarted."""
+    """A stage whose flow hangs before it reaches its actor is restarted."""
     asked = {REWARD: RewardStatus(attended=attended), CHANNEL: None}
     monkeypatch.setattr(cluster, "call", lambda asked_of, *_: asked.get(asked_of, RewardStatus()))
     world.look_for(stages_module.UNATTENDED_SECONDS + 30.0)
@@ -229,7 +229,7 @@ def test_supervisor_pause_is_seen_after_the_stages(world: World) -> None:
 
 @pytest.mark.parametrize("claimed", [False, True], ids=["no role since", "a role since"])
 def test_stages_of_an_older_config_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claimed: bool) -> None:
-    """A changed run starts with none of their flow runs and actors, until a role was claimed under the new config."""
+    """A changed run starts without old flow runs and actors, until a role is claimed under the new config."""
     store = open_store(str(tmp_path))
     describe(store, "run", RunConfig())
     supervisor = Supervisor(store)

@@ -1,4 +1,4 @@
-"""From its first second to its last, a run has one command in charge, hears a stop, and has a true status."""
+"""From start to end, a run has one command in charge, obeys a stop request, and has a true status."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_home_without_locks_is_refused(run: RunContext, monkeypatch: pytest.Monk
 
 
 def test_seen_status_keeps_its_age(run: RunContext) -> None:
-    """Not as the look at it: a run that was silent for long then is not fresh."""
+    """The age is that of the status, not of the look: a long-silent run does not look fresh."""
     tell(run, RunStatus("one", "training", 4, 9))
     os.utime(Path(run.uri) / STATUS, (0, 0))
     assert main(["status", "one"]) == 0
@@ -229,7 +229,7 @@ def test_seen_status_keeps_its_age(run: RunContext) -> None:
 def test_status_reports_a_silent_run(
     run: RunContext, phase: Any, capsys: pytest.CaptureFixture[str], *, told: bool
 ) -> None:
-    """This is a machine that lost power: nobody has written how the run ended."""
+    """This simulates a machine that lost power: nobody has recorded the end of the run."""
     tell(run, RunStatus("one", phase, 4, 9))
     assert main(["status", "one"]) == 0
     assert "it wrote no status" not in capsys.readouterr().out

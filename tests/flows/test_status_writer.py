@@ -1,4 +1,4 @@
-"""What the supervisor shows of a run comes from what its actors say in types, never from their words."""
+"""The status is built from the typed values that actors report, never from their texts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_phase_follows_the_learners_typed_phase(tmp_path: Path, learner: Learner
 
 
 def test_progress_is_written_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By this its session tells a busy supervisor from one that hangs."""
+    """By this, the session tells a busy supervisor from one that hangs."""
     describe(open_store(str(tmp_path)), "new", RunConfig())
     context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
     writer = StatusWriter(context, Seen(RolloutStatus(), LearnerStatus()), tracker)

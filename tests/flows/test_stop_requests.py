@@ -1,4 +1,4 @@
-"""A person ends a run: by its storage alone, at the next version or at once; nothing of it outlives a resumption."""
+"""A user ends a run through its storage, at the next version or at once; resuming the run removes the request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_request_stands_until_taken_back(run: RunContext) -> None:
 
 
 def test_request_after_the_start_is_kept(run: RunContext) -> None:
-    """Else a stop in the seconds before its supervisor claims it would be lost."""
+    """Otherwise a stop in the seconds before the supervisor's claim would be lost."""
     asked = ask(run.store, "stop")
     take_back(run.store, asked.at - 1.0)
     assert requested(run.store) == asked
@@ -72,7 +72,7 @@ def test_request_after_the_start_is_kept(run: RunContext) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("prefect")
 def test_request_time_follows_start_retry_and_resume(prefect_database: Path, tmp_path: Path) -> None:
-    """By a start, a retry, a resumption: not when the server notices that it is late, or when it began."""
+    """The time is that of the start, retry or resumption, not when the server notices it late or the process begins."""
     with served(tmp_path / "home", prefect_database), api() as client:
         began = time.time()
         made = client.create_flow_run(flow(lambda: None, name="nothing"), state=Scheduled())
@@ -151,7 +151,7 @@ def test_pause_is_immediate_and_no_failure(run: RunContext, monkeypatch: pytest.
 
 @pytest.mark.parametrize("asked", ["pause", "cancel", "stop", None])
 def test_trained_run_can_be_paused_or_cancelled(run: RunContext, asked: Any) -> None:
-    """While it is evaluated or audited nobody looks; a stop has nothing to wait for."""
+    """Nobody looks during evaluation or audit; a stop has nothing to wait for."""
 
     def look() -> None:
         stages.paused = asked == "pause"

@@ -1,4 +1,4 @@
-"""A supervisor is stuck when it writes no status, and not while nobody can read one; a crash is followed up."""
+"""A supervisor is stuck if it writes no status, except while nobody can read one; a crash is followed up."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_ended_supervisor_that_hangs_is_not_restarted(tmp_path: Path, monkeypatc
 def test_users_pause_or_cancel_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State, phase: str, *, ended: bool
 ) -> None:
-    """However long it is paused, nobody starts it again but who resumes it."""
+    """Only a user's resumption restarts a paused run, however long the pause is."""
     config = RunConfig()
     describe(open_store(str(tmp_path)), "long", config)
     clock = Clock()
@@ -148,7 +148,7 @@ def test_users_pause_or_cancel_is_no_failure(
 
 
 def test_unreachable_storage_delays_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`rollflow serve` looks after all crashed runs, in turn."""
+    """`rollflow serve` checks all crashed runs in turn."""
     here, told, away = uuid4(), list[str](), ["s3://bucket/runs/first"]
     crashed = [
         SimpleNamespace(id=uuid4(), deployment_id=here, state_type="CRASHED", name=name, parameters={"storage": uri})
@@ -179,7 +179,7 @@ def test_unreachable_storage_delays_no_other_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_long_run_is_restarted_despite_many_newer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server gives so many flow runs at a time; all runs of a home share one database."""
+    """A server returns a limited number of flow runs at a time; all runs of a home share one database."""
     config = {"config": RunConfig().model_dump(mode="json")}
 
     def supervisor(number: int) -> Any:
@@ -204,7 +204,7 @@ def test_long_run_is_restarted_despite_many_newer_ones(tmp_path: Path, monkeypat
 
 
 def test_user_restart_resets_the_supervisor_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no session follows it, but an automation, which knows of no beginning."""
+    """This holds for a run without a session, too: an automation does not know who started it."""
     config = {"config": RunConfig(recovery=RecoveryConfig(restarts=2)).model_dump(mode="json")}
     there: list[FlowRun] = []
 
@@ -293,7 +293,7 @@ def test_supervisor_survives_a_briefly_unreadable_folder(patient: RunContext) ->
 def test_store_without_upload_listing_is_accepted(
     error: Exception, patient: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not every S3 service lists the uploads that were begun, or lets everybody."""
+    """Some S3 services do not list started uploads, or do not allow everybody to list them."""
 
     def unfinished(_: LocalStore) -> Iterator[Unfinished]:
         raise error
@@ -310,7 +310,7 @@ def test_store_without_upload_listing_is_accepted(
 def test_run_end_is_shown_when_the_store_answers(
     patient: RunContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It went away with the last version, for longer than a command that only looks would wait."""
+    """The store is unreachable after the last version, for longer than a reading command would wait."""
     summary = {"run_id": "run", "versions": 7, "audit": "clean"}
     patient.store.put("summary.json", json.dumps(summary).encode())
 

@@ -1,4 +1,4 @@
-"""`rollflow sweep`: which runs a study has, what is not made twice, what ends it."""
+"""`rollflow sweep`: the runs of a study, which of them are skipped, and what ends the sweep."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_done_runs_are_skipped_and_failures_reported(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """The run of the lower rate fails the first time, or its process does."""
+    """The run with the lower rate fails the first time, or its process does."""
     driven: list[str] = []
 
     def drive(context: RunContext) -> int:

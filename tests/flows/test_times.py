@@ -1,4 +1,4 @@
-"""Every time that a person reads, and every time in a name, is UTC, whatever the machine's zone."""
+"""Every time in output and in names is UTC, whatever the machine's time zone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_log_of_a_session_uses_utc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nights_are_named_in_utc() -> None:
-    """The schedule uses the file's zone, the names do not: an hour that clocks repeat gives two names."""
+    """The schedule uses the file's time zone, names use UTC: an hour that clocks repeat gives two names."""
     plan = nightly.Nightly(name="night", recipes=("x.toml",), timezone="Europe/Berlin")
     when = datetime.fromtimestamp(AT, UTC)
     assert nightly.render_report(plan, when, []).startswith("# night, 2026-01-31 12:00Z\n")

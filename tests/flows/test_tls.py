@@ -1,4 +1,4 @@
-"""TLS and tokens of services that a person runs: each by its own settings, and refused in one sentence without them."""
+"""TLS and tokens of a user's services: each uses its own settings, and gets one sentence without them."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_missing_certificates_are_named(name: str, certificates: Certificates, m
 
 
 def test_private_services_drop_foreign_settings() -> None:
-    """A private Ray cluster has a token of its own and no TLS; MLflow's settings are nobody else's."""
+    """A private Ray cluster has its own token and no TLS; MLflow's settings are kept."""
     given = dict.fromkeys(
         [
             *("RAY_USE_TLS", "RAY_TLS_CA_CERT", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "PREFECT_API_AUTH_STRING"),

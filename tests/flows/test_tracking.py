@@ -1,4 +1,4 @@
-"""Tracking on a real SQLite store: a resume logs no point twice, secrets stay out, failures end nothing."""
+"""Tracking on a real SQLite store: a resume logs no point twice, secrets are removed, failures end nothing."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_resumed_run_logs_no_point_twice(place: TrackingPlace, tmp_path: Path, m
 
 @pytest.mark.slow
 def test_anchors_are_kept_and_never_replaced(place: TrackingPlace) -> None:
-    """Neither the tracker that wrote them replaces them, nor that of a later supervisor; other keys have their own."""
+    """Neither the first tracker nor a later supervisor's replaces them; other keys have their own."""
     first = Tracker(place, "run-anchored", PARAMETERS, key="anchored-1")
     first.log_anchor(Anchor(0, "a" * 64))
     first.log_anchor(Anchor(7, "b" * 64))
@@ -177,7 +177,7 @@ def test_failed_write_is_recorded_and_retried(place: TrackingPlace, monkeypatch:
 
 @pytest.mark.slow
 def test_metric_prefix_names_its_subject(place: TrackingPlace) -> None:
-    """Training accuracy and held-out accuracy are two series on one axis; a plain name would be neither."""
+    """Training accuracy and held-out accuracy are two series, and a plain name would fit neither."""
     tracker = Tracker(place, "run-4", {})
     metrics = {"accuracy": 0.25, "reward": 0.3, "staleness_0": 4.0, "discarded_stale": 1.0, "groups_sums": 2.0}
     tracker.log_version(1, metrics | {"loss": 0.1, "wait_seconds": 2.0}, when=1.0)
@@ -197,7 +197,7 @@ def test_metric_prefix_names_its_subject(place: TrackingPlace) -> None:
 
 @pytest.mark.slow
 def test_no_metric_repeats_its_own_step(place: TrackingPlace) -> None:
-    """Such a metric is a straight line on MLflow's page; the steps of the others say what was logged."""
+    """Such a metric is a straight line on MLflow's page; the steps of other metrics say what was logged."""
     for first in (1, 3):
         tracker = Tracker(place, "run-5", {})
         for version in range(1, first + 2):
@@ -215,7 +215,7 @@ def test_no_metric_repeats_its_own_step(place: TrackingPlace) -> None:
 
 @pytest.mark.slow
 def test_experiment_has_a_saved_view(place: TrackingPlace) -> None:
-    """The view has the format of MLflow 3.17; what the user changes stays."""
+    """The view has the format of MLflow 3.17; a user's change is kept."""
     from mlflow import MlflowClient
 
     client, tag = MlflowClient(tracking_uri=place.uri), "mlflow.sharedViewState.rollflow"
@@ -236,7 +236,7 @@ def test_experiment_has_a_saved_view(place: TrackingPlace) -> None:
 
 @pytest.mark.slow
 def test_experiment_has_the_training_kind(place: TrackingPlace) -> None:
-    """Also one that was there before without saying so; what a person chose stands."""
+    """An older experiment without the tag gets it; a user's choice is kept."""
     from mlflow import MlflowClient
 
     client, kind = MlflowClient(tracking_uri=place.uri), "mlflow.experimentKind"
@@ -259,7 +259,7 @@ ENDED = Ending(4, 100.0, {"tokens_per_second": 50.0}, {"summary.json": "{}"}, MO
 
 @pytest.mark.slow
 def test_study_runs_share_a_parent_and_log_facts_once(place: TrackingPlace) -> None:
-    """Also where a run is opened again and told again, as by a supervisor that takes over."""
+    """This holds even if a supervisor that takes over opens the run again and logs the facts again."""
     for run_id in ("seed-0", "seed-1", "seed-0"):
         tracker = Tracker(place, run_id, {}, told=BEGUN)
         tracker.log_ending(ENDED)
@@ -285,7 +285,7 @@ def test_study_runs_share_a_parent_and_log_facts_once(place: TrackingPlace) -> N
 
 @pytest.mark.slow
 def test_config_changes_are_logged(place: TrackingPlace, tmp_path: Path) -> None:
-    """From which version on each value holds; the parameters are those that the run began with."""
+    """The table says from which version each value holds; MLflow's parameters keep the first values."""
     describe(open_store(str(tmp_path / "runs" / "changed")), "changed", {"versions": 5})
     changed = ("versions", 7), ("versions", 9)
     for key, value in (("versions", 5), *changed):
@@ -375,7 +375,7 @@ def test_other_keys_are_not_secret(key: str) -> None:
 
 
 def test_logged_addresses_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its prompts, its weights and its summary."""
+    """Tested for the addresses of prompts, weights and the summary."""
     uri, version = (
         "s3://me:hidden@bucket/x",
         SimpleNamespace(number=1, at=1.0, weights=[SimpleNamespace(path="w")], sha256=""),

@@ -1,7 +1,4 @@
-"""Under each setting of the environment a run works, or one sentence names the variable (exit code 2).
-
-These tests cover the refusals, and what keeps the other settings harmless; whole runs under those are in `tests/e2e`.
-"""
+"""Under each environment setting a run works, or one sentence names the variable (exit code 2)."""
 
 from __future__ import annotations
 
@@ -246,7 +243,7 @@ def test_runner_works_in_the_run_home(tmp_path: Path) -> None:
 def test_unreadable_policy_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Root may read everything, so the question is answered here as the system answers other users."""
+    """Root may read everything, so the test answers as the system answers other users."""
     folder = tmp_path / "policy"
     make_policy(folder)
     capsys.readouterr()  # how far the library was with it

@@ -53,7 +53,7 @@ def vitals(world: World) -> Vitals:
 
 
 def test_computing_actor_is_not_dead(world: World, vitals: Vitals) -> None:
-    """This is a machine where thirty other processes want the CPUs, too."""
+    """The machine has thirty other processes that want the CPUs, too."""
     world.share = 0.03
     assert world.starting(vitals, 3600.0) == {False}
 
