@@ -29,7 +29,7 @@ def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
 
 
 def evaluate_version(context: RunContext, version: int, note: Callable[[], None] = lambda: None) -> Evaluation:
-    """Return the stored evaluation, or make and store it now; `note` is called while that makes progress."""
+    """Return the stored evaluation, or make and store it now; `note` is called while the evaluation makes progress."""
     if stored := read_evaluation(context.store, version):
         return stored
     evaluation = asyncio.run(evaluate_now(context, version, note))

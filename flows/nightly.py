@@ -135,7 +135,9 @@ def nightly(plan: Nightly) -> Any:
 
 @nightly.on_crashed
 def notify_crash(flow: Any, flow_run: Any, state: Any) -> None:  # a runner calls it by these names
-    """Notify of a night whose own process died, from the runner that saw it; the next night stops the runs it left."""
+    """Send a notification about a night whose process died. The runner calls this; the next
+    night stops leftover runs.
+    """
     plan = Nightly.model_validate(flow_run.parameters["plan"])
     if plan.notify:
         _send(plan.notify, f"# {plan.name}: a night crashed\n\n{flow_run.name}: {state.message}\n")

@@ -202,7 +202,7 @@ def _reopen(context: RunContext) -> None:
 
 
 def _sweep(context: RunContext) -> None:
-    """Remove unfinished files of killed writers. A store that does not allow this does not stop the training."""
+    """Remove unfinished files of killed writers. A store that does not allow the removal does not stop the training."""
     try:
         sweep(context.store)
     except (RollflowError, OSError) as error:  # for example, a storage service that lacks the request

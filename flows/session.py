@@ -1,9 +1,9 @@
 """The services that `rollflow run` uses while a run lasts: a Prefect server, a Ray cluster and a runner.
 
 A session starts each service that the user does not provide, and stops it at its end, whatever the reason. Services
-that it did not start (`PREFECT_API_URL`, `cluster.address`, a stack that is up) are used and left running. The Prefect
-server belongs to the run home, and stops with the last command that uses it. A service that the session started is
-restarted if it dies (`keepalive.services`), and so is the run's supervisor (`keepalive.supervisor`).
+that the session did not start (`PREFECT_API_URL`, `cluster.address`, a stack that is up) are used and left running. The
+Prefect server belongs to the run home, and stops with the last command that uses it. A service that the session started
+is restarted if it dies (`keepalive.services`), and so is the run's supervisor (`keepalive.supervisor`).
 """
 
 from __future__ import annotations

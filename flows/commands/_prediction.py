@@ -72,7 +72,7 @@ def read_recorded(context: RunContext) -> list[Recorded]:
     """Return the run's versions after its warm-up.
 
     Raises:
-        ConfigError: there are too few of them.
+        ConfigError: the run has too few versions after its warm-up.
     """
     first, newest = WARM_UP + context.config.capacity, context.policies.newest()
     if newest - first < FEWEST:

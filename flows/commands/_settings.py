@@ -63,7 +63,7 @@ class Settings:
 
 
 def load_settings(path: Path) -> Settings:
-    """Read a settings file and check it. Relative paths in it are relative to its folder.
+    """Read a settings file and check it. Relative paths in the file are relative to the file's folder.
 
     Raises:
         ConfigError: one sentence that says what the user must change.

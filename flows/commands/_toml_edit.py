@@ -57,8 +57,8 @@ def _edit(found: Any, wanted: Any) -> bool:
 
 
 def _detach_comments(document: Container) -> list[tuple[Table, str]]:
-    """Take out the comments above each heading: tomlkit counts them to the section before, and adds new keys after
-    them.
+    """Take out the comments above each heading: tomlkit assigns such comments to the section before, and adds new keys
+    after the comments.
     """
     found: list[tuple[Table, str]] = []
     above: list[tuple[Container, int]] = []

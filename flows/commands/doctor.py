@@ -1,7 +1,7 @@
 """`rollflow doctor`: shows what is installed, which services answer, and which engine a run would use.
 
-With `--settings FILE` it checks a settings file (exit code 2 if the file itself is wrong) and contacts every place in
-it.
+With `--settings FILE` the doctor checks a settings file (exit code 2 if the file itself is wrong) and contacts every
+place in the file.
 
 Guarantees: nothing heavy is imported (versions come from package metadata), every wait is bounded, and no result
 contains a secret: credentials are reported as present or absent.

@@ -1,8 +1,8 @@
 """`rollflow plan`: finds by simulation the best GPU split between rollout and training, and the best alpha.
 
-`rollflow plan` prints the best candidates beside proven bounds. On request it writes the recipe with the changes and
-the divided hardware, ready for `rollflow run` and `rollflow simulate`; the comments of both files are kept. The command
-needs neither Ray nor torch.
+`rollflow plan` prints the best candidates beside proven bounds. On request the command writes the recipe with the
+changes and the divided hardware, ready for `rollflow run` and `rollflow simulate`; the comments of both files are kept.
+The command needs neither Ray nor torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`rollflow serve`: serves the Prefect UI, to start runs, and MLflow, to compare them. `rollflow up` does so in the
+"""`rollflow serve`: serves the Prefect UI, to start runs, and MLflow, to compare runs. `rollflow up` serves both in the
 background.
 """
 

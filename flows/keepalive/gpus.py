@@ -28,8 +28,8 @@ def gpu_shares(config: RunConfig) -> GpuShares:
 def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
     """Divide the GPUs of the nodes (`nodes` has their numbers) among the engines and the learner.
 
-    Each gets as many as it is sharded over (`engine.tensor_parallel`, `train.ranks`). If both are 1 and there are too
-    few GPUs, all get equal fractions. Without GPUs, each share is 0.
+    An engine and the learner get as many GPUs as they are sharded over (`engine.tensor_parallel`, `train.ranks`). If
+    both are 1 and there are too few GPUs, all get equal fractions. Without GPUs, each share is 0.
 
     Raises:
         ConfigError: an engine or the learner needs several GPUs, and there are too few, in all or on one node.

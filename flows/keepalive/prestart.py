@@ -20,7 +20,7 @@ def begin_actors(context: RunContext, address: str) -> list[Any]:
     The caller keeps the returned references: Ray prints the error of a call that nobody waits for.
 
     Raises:
-        ConfigError: the cluster has too few GPUs for them.
+        ConfigError: the cluster has too few GPUs for the actors.
     """
     shares = gpu_shares(context.config)
     engines = [start_engine(context, number, shares.engine) for number in range(context.config.engine.replicas)]

@@ -84,7 +84,7 @@ class Following:
                 raise
 
     def _check_signal(self) -> None:
-        """Fail a run that learns nothing, if the recipe asks for that.
+        """Fail a run that learns nothing, if the recipe says `train.no_signal = "stop"`.
 
         Raises:
             ConfigError: the newest versions have no learning signal.

@@ -36,7 +36,7 @@ class ServiceKeeper:
         self.cluster_lost_at = 0.0  # monotonic: flows that were attached before this time have lost their actors
 
     def look(self, record: Callable[[Recovery], None]) -> None:
-        """Advance every service that is down by one step; wait for none of them.
+        """Advance every service that is down by one step; never wait for a service.
 
         Raises:
             GaveUp: a service's budget of restarts is used up.

@@ -57,7 +57,7 @@ def deployment() -> str:
 
 @dataclass
 class Stage:
-    """One stage: its flow run, its last known state, and when that was seen."""
+    """One stage: its flow run, its last known state, and the time when the state was seen."""
 
     role: str
     run: UUID | None = None
@@ -73,7 +73,9 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The role under which its recoveries are recorded; `role` alone may be that of its actor."""
+        """The role under which the stage's recoveries are recorded; `role` alone may be the
+        role of the stage's actor.
+        """
         return f"{self.role} stage"
 
 

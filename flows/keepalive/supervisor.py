@@ -119,8 +119,8 @@ class SupervisorKeeper:
     def _is_stuck(self, status: RunStatus, state: Any) -> bool:
         """Return whether the supervisor made no progress for too long, in any phase.
 
-        A supervisor writes its status once a second while it follows its stages. Before and after that, it writes
-        whenever a step makes progress, and a step may wait as long as recoveries may.
+        A supervisor writes its status once a second while it follows its stages. Before and after the stages, a
+        supervisor writes whenever a step makes progress, and a step may wait as long as recoveries may.
         """
         seen = (status.phase, status.seconds, state.type)
         if seen != self._moved[0]:

@@ -3,7 +3,8 @@
 Guarantees:
 - `attach` either attaches within its deadline or raises `Unreachable`; Ray itself retries a wrong address forever. A
   head may be down until the deadline, so a caller that works for a run passes the run's `recovery` window. `attach`
-  keeps this process's SIGTERM and SIGINT handlers. Ray replaces them, and a cancelled flow would then end as crashed.
+  keeps this process's SIGTERM and SIGINT handlers. Ray replaces the handlers, and a cancelled flow would then end as
+  crashed.
 - Every wait for an actor is bounded (`call`); the error says what was waited for, on whom and how long.
 """
 
@@ -131,7 +132,7 @@ def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[
     """Kill the actors of these names, and wait until their names are free; names without an actor are skipped.
 
     Returns the names of the killed actors. The wait is bounded, because the actor's node may just have been lost. If
-    its name is still taken, a later start finds the dead actor, and calls this function again.
+    the name is still taken, a later start finds the dead actor, and calls this function again.
     """
     import ray
 
@@ -202,7 +203,7 @@ def done(reference: Any, seconds: float) -> bool:
 def _unwrap_signal_error() -> Iterator[None]:
     """Raise the error of a signal handler that ran inside Ray's compiled code, such as the one that cancels a flow run.
 
-    Ray delivers it as the cause of a `SystemError`, which would look like the death of an actor.
+    Ray delivers the error as the cause of a `SystemError`, which would look like the death of an actor.
     """
     try:
         yield

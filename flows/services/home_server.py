@@ -119,7 +119,7 @@ class HomeServer(PrefectServer):
 
     @property
     def pid(self) -> int:
-        """The process id of its holder; -1 if there is none, which may change at the next look."""
+        """The process id of the server's holder; -1 without a holder."""
         return int(self._pid.read_text()) if self.running and self._pid.exists() else -1
 
     @property
@@ -130,7 +130,7 @@ class HomeServer(PrefectServer):
     def relaunch(self) -> None:
         """End what is left of the server and restart it, without waiting for it.
 
-        A server that another command has started since then is left alone.
+        A server that another command has started in the meantime is left alone.
         """
         if self.pid == self._known:
             self._end()

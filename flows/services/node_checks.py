@@ -26,7 +26,7 @@ EVERYWHERE = ("python", "rollflow", "ray")
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """The state that a node reported. `clock` is how far its clock is ahead of this machine's, in seconds.
+    """The state that a node reported. `clock` is how far the node's clock is ahead of this machine's, in seconds.
 
     `report` is None if the node did not answer, and `silent` says why.
     """

@@ -8,7 +8,7 @@ In Prefect's own server, everything can stand still for a minute when several fl
 - The transaction that holds the lock waits for the loop.
 
 So a separate thread does all collections. If that thread has to wait, the loop continues, and the lock is released. A
-server on PostgreSQL needs none of this.
+server on PostgreSQL does not need such a thread.
 """
 
 from __future__ import annotations

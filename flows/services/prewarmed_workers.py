@@ -43,7 +43,7 @@ class Spares:
         folder.mkdir(parents=True, exist_ok=True)
 
     def look(self) -> None:
-        """Request missing spares; call this often, it mostly does nothing."""
+        """Request missing spares. Callers may call this often, because most calls do nothing."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS or glob.glob("/dev/nvidia[0-9]*"):
             return

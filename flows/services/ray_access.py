@@ -24,8 +24,8 @@ def check_token(address: str) -> None:
     """Check that the head at `address` accepts this process's token.
 
     Raises:
-        ConfigError: it rejects the token.
-        Unreachable: it gives no answer.
+        ConfigError: the head rejects the token.
+        Unreachable: the head gives no answer.
     """
     _ask_head(address, nodes=False)
 
@@ -35,7 +35,7 @@ def check_membership(address: str) -> None:
 
     Raises:
         ConfigError: this machine has no node, or the head rejects the token.
-        Unreachable: it gives no answer.
+        Unreachable: the head gives no answer.
     """
     found = _ask_head(address, nodes=True)
     if not found & _local_nodes():

@@ -160,7 +160,7 @@ def check_unserved(name: str, home: Path) -> None:
     Two sessions would take each other's flow runs, and the first to end would delete the deployments of both.
 
     Raises:
-        ConfigError: another session does.
+        ConfigError: a session of another home serves them.
     """
     limit = time.monotonic() + DEAD_SECONDS + POLL_SECONDS
     while others := _list_other_homes(name, home_tag(home)):

@@ -22,7 +22,7 @@ def hold_run(home: Path, context: RunContext) -> Iterator[None]:
     """Hold the run's lock, so that no other command of `home` follows the run to its end.
 
     Raises:
-        ConfigError: another command does.
+        ConfigError: another command follows the run.
     """
     file = _lock_file(home, context)
     held = take_within(file, PROBE_SECONDS)
@@ -40,7 +40,7 @@ def hold_run(home: Path, context: RunContext) -> Iterator[None]:
 
 
 def find_holder(home: Path, context: RunContext) -> str | None:
-    """Return the process id of the command of `home` that follows the run to its end; None if there is none."""
+    """Return the process id of the command of `home` that follows the run to its end; None without such a command."""
     file = _lock_file(home, context)
     return _read_holder(file) if file.exists() and is_held(file) else None
 

@@ -122,7 +122,7 @@ def hold_keeper(home: Path) -> Iterator[None]:
     """Be the only process that restarts the stack.
 
     Raises:
-        ConfigError: another process does.
+        ConfigError: another process restarts the stack.
     """
     held = take_within(home / KEEPER, PROBE_SECONDS)
     if held is None:

@@ -10,7 +10,7 @@ START = "%(asctime)s.%(msecs)03dZ | %(levelname)-7s | "
 
 
 class UtcLines(PrefectFormatter):
-    """Prefect's own formatter with a UTC clock. Prefect's logging finds it by its import path."""
+    """Prefect's own formatter with a UTC clock. Prefect's logging finds this formatter by its import path."""
 
     converter = time.gmtime  # type: ignore[assignment] # as the documentation of `logging` says
 

@@ -1,4 +1,4 @@
-"""A run's progress according to its log; the live view, MLflow and the summary are built from it.
+"""A run's progress according to its log; the live view, MLflow and the summary are built from this progress.
 
 The cost of following does not grow with the run: totals are part of the log's state, and only the newest versions are
 read.

@@ -1,7 +1,7 @@
 """`rollflow simulate`: shows how a recipe would run on other hardware, in virtual time.
 
-Prints figures. On request it draws the timeline, writes the figures as JSON, or compares a prediction with a recorded
-run. Needs neither Ray nor torch.
+Prints figures. On request the command draws the timeline, writes the figures as JSON, or compares a prediction with a
+recorded run. Needs neither Ray nor torch.
 """
 
 from __future__ import annotations

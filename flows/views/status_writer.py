@@ -1,6 +1,7 @@
 """Writes the supervisor's view of a run, once a second: `status.json` for users, MLflow for comparison.
 
-Status and metrics come from the run's log and from the stages' statuses. No part that makes decisions reads them.
+Status and metrics come from the run's log and from the stages' statuses. No part of rollflow decides by status or
+metrics.
 """
 
 from __future__ import annotations
