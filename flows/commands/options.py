@@ -10,7 +10,7 @@ from typing import Any
 def parser() -> argparse.ArgumentParser:
     """Build the parser of all commands."""
     top = argparse.ArgumentParser(prog="rollflow", description="asynchronous RL post-training of language models")
-    top.add_argument("--version", action=_Version, help="print the version of rollflow and end")
+    top.add_argument("--version", action=_Version, help="print the version of rollflow and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     _recipe_commands(commands)
