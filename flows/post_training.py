@@ -117,7 +117,7 @@ def _train(step: Steps, stages: Stages, following: Following, writer: StatusWrit
     page.links({"MLflow": mlflow, "storage": context.uri, "status": f"rollflow status {context.uri}"})
     following.heed_before()
     step("start the stages", stages.start)
-    told = list(block_rows(context, every))
+    table_rows = list(block_rows(context, every))
     for first, last in split_blocks(context.policies.newest(), context.config.versions):
         name = f"versions {first} to {last}" if last > first else f"version {last}"
         step(name, functools.partial(following.to_version, last), lambda _: writer.figures)
@@ -125,9 +125,9 @@ def _train(step: Steps, stages: Stages, following: Following, writer: StatusWrit
             get_run_logger().warning(writer.no_signal)
             page.warn(writer.no_signal)
         write_anchor(context.log.state, writer.tracker, page)
-        newest = max(0, len(told) - 2)  # an evaluation may come later than its block
-        told[newest:] = block_rows(context, every[newest : len(told) + 1])
-        page.progress(told)
+        newest = max(0, len(table_rows) - 2)  # an evaluation may come later than its block
+        table_rows[newest:] = block_rows(context, every[newest : len(table_rows) + 1])
+        page.progress(table_rows)
     step("end the stages", lambda: _end(following, stages, writer))
 
 

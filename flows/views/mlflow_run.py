@@ -91,12 +91,12 @@ class MlflowRun:
             metrics += [Metric(name, float(value), *stamp) for name, value in point.metrics.items()]
         self.client.log_batch(self.run_id, metrics=metrics)
 
-    def log_beginning(self, told: Beginning) -> None:
+    def log_beginning(self, beginning: Beginning) -> None:
         """Log the beginning's files, and its prompts as datasets."""
-        for name, text in told.texts.items():
+        for name, text in beginning.texts.items():
             self.client.log_text(self.run_id, text, name)
-        if told.prompts:
-            self.client.log_inputs(self.run_id, [_build_dataset(one) for one in told.prompts])
+        if beginning.prompts:
+            self.client.log_inputs(self.run_id, [_build_dataset(one) for one in beginning.prompts])
         self.client.set_tag(self.run_id, BEGUN_TAG, "yes")
 
     def log_anchor(self, anchor: Anchor) -> None:
@@ -105,38 +105,38 @@ class MlflowRun:
             self.client.set_tag(self.run_id, f"{ANCHOR_TAG}{anchor.n:010d}", anchor.sha256)
             self.anchors.add(anchor.n)
 
-    def log_ending(self, told: Ending) -> None:
+    def log_ending(self, ending: Ending) -> None:
         """Log figures, files, samples and kept versions, unless they are already logged.
 
         Figures are tags: as metrics, each would be a plot of one point.
         """
         from mlflow.entities import RunTag
 
-        if self.ended == str(told.version) or (self.ended == "yes" and not self.changes):
+        if self.ended == str(ending.version) or (self.ended == "yes" and not self.changes):
             return
-        figures = [RunTag(f"final.{name}", f"{value:.6g}") for name, value in told.figures.items()]
+        figures = [RunTag(f"final.{name}", f"{value:.6g}") for name, value in ending.figures.items()]
         self.client.log_batch(self.run_id, tags=figures)
-        for name, text in told.texts.items():
+        for name, text in ending.texts.items():
             self.client.log_text(self.run_id, text, name)
-        if told.samples:
-            self.client.log_dict(self.run_id, _format_table(told.samples), SAMPLES)
+        if ending.samples:
+            self.client.log_dict(self.run_id, _format_table(ending.samples), SAMPLES)
             self._show_tables(*([CHANGES] if self.changes else []), SAMPLES)
-        self._log_models(told.models)
-        self.client.set_tag(self.run_id, ENDED_TAG, str(told.version))
-        self.ended = str(told.version)
+        self._log_models(ending.models)
+        self.client.set_tag(self.run_id, ENDED_TAG, str(ending.version))
+        self.ended = str(ending.version)
 
-    def log_changes(self, told: Changes) -> None:
+    def log_changes(self, changes: Changes) -> None:
         """Log the config changes as a table, files and tags: MLflow's parameters keep their first values."""
-        if told.count == self.changes:
+        if changes.count == self.changes:
             return
-        for name, text in told.texts.items():
+        for name, text in changes.texts.items():
             self.client.log_text(self.run_id, text, name)
-        self.client.log_dict(self.run_id, _format_table(told.table), CHANGES)
+        self.client.log_dict(self.run_id, _format_table(changes.table), CHANGES)
         self._show_tables(CHANGES, *([SAMPLES] if self.ended else []))
-        for key, value in told.keys.items():
+        for key, value in changes.keys.items():
             self.client.set_tag(self.run_id, f"{CHANGED}{key}", value)
-        self.client.set_tag(self.run_id, CHANGES_TAG, str(told.count))
-        self.changes = told.count
+        self.client.set_tag(self.run_id, CHANGES_TAG, str(changes.count))
+        self.changes = changes.count
 
     def _show_tables(self, *paths: str) -> None:
         tables = [{"path": path, "type": "table"} for path in paths]
@@ -166,7 +166,7 @@ class MlflowRun:
 
 
 def open_run(
-    place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str], told: Beginning
+    place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str], beginning: Beginning
 ) -> MlflowRun:
     """Find or create the MLflow run of this rollflow run, and log what is not logged yet."""
     from mlflow import MlflowClient
@@ -183,7 +183,7 @@ def open_run(
         run = found[0]
         client.update_run(run.info.run_id, status="RUNNING")
     else:
-        below = {PARENT_TAG: _open_study(client, experiment_id, told.study)} if told.study else {}
+        below = {PARENT_TAG: _open_study(client, experiment_id, beginning.study)} if beginning.study else {}
         run = client.create_run(experiment_id, run_name=tags[RUN_TAG], tags={**tags, **below})
     fresh = [Param(key, value) for key, value in parameters.items() if key not in run.data.params]
     for start in range(0, len(fresh), PARAMETERS_A_CALL):
@@ -192,8 +192,8 @@ def open_run(
     anchors = {int(tag.removeprefix(ANCHOR_TAG)) for tag in run.data.tags if tag.startswith(ANCHOR_TAG)}
     opened = MlflowRun(client, run.info.run_id, experiment_id, _newest_steps(run), ended, changes, anchors)
     if BEGUN_TAG not in run.data.tags:
-        opened.log_beginning(told)
-    opened.log_changes(told.changes)
+        opened.log_beginning(beginning)
+    opened.log_changes(beginning.changes)
     return opened
 
 

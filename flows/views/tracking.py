@@ -77,20 +77,20 @@ class Tracker:
         parameters: Mapping[str, Any],
         key: str = "",
         missed: Callable[[str, range], Iterable[Point]] = lambda marker, versions: (),
-        told: Beginning | None = None,
+        beginning: Beginning | None = None,
     ) -> None:
         """Open the MLflow run in the background.
 
         Args:
             key: distinguishes the run from a run of the same name in another store.
             missed: returns the points that nobody has logged.
-            told: the facts that are logged once.
+            beginning: the facts that are logged once, at the start.
         """
         self.place = place
         self.tags = {RUN_TAG: run_id, KEY_TAG: key or run_id}
         self.failures = 0
         self.warnings: list[str] = []
-        self._parameters, self._missed, self._told = flatten(parameters), missed, told or Beginning()
+        self._parameters, self._missed, self._beginning = flatten(parameters), missed, beginning or Beginning()
         self._open: MlflowRun | None = None
         self._pending: list[Point] = []
         self._finished = False
@@ -120,9 +120,9 @@ class Tracker:
         """Log the hash of one of the run's entries."""
         self._queue.put(lambda: self._log_anchor(anchor))
 
-    def log_ending(self, told: Ending) -> None:
+    def log_ending(self, ending: Ending) -> None:
         """Log the result of the run, unless it is already logged."""
-        self._queue.put(lambda: self._log_ending(told))
+        self._queue.put(lambda: self._log_ending(ending))
 
     def flush(self, deadline_seconds: float = 10.0) -> bool:
         """Wait until everything handed over was written or has failed; return False if the deadline came first."""
@@ -194,7 +194,7 @@ class Tracker:
 
     def _open_or_get(self) -> MlflowRun:
         if self._open is None:
-            self._open = open_run(self.place, self.tags, self._parameters, self._told)
+            self._open = open_run(self.place, self.tags, self._parameters, self._beginning)
         return self._open
 
     def _log_plot(self, curves: Curves, path: Path) -> None:
@@ -207,9 +207,9 @@ class Tracker:
         with self._record_failures("an anchor"):
             self._open_or_get().log_anchor(anchor)
 
-    def _log_ending(self, told: Ending) -> None:
+    def _log_ending(self, ending: Ending) -> None:
         with self._record_failures("the result of the run"):
-            self._open_or_get().log_ending(told)
+            self._open_or_get().log_ending(ending)
 
     def _terminate(self, status: Status) -> None:
         with self._record_failures("closing the run"):

@@ -261,7 +261,7 @@ ENDED = Ending(4, 100.0, {"tokens_per_second": 50.0}, {"summary.json": "{}"}, MO
 def test_study_runs_share_a_parent_and_log_facts_once(place: TrackingPlace) -> None:
     """This holds even if a supervisor that takes over opens the run again and logs the facts again."""
     for run_id in ("seed-0", "seed-1", "seed-0"):
-        tracker = Tracker(place, run_id, {}, told=BEGUN)
+        tracker = Tracker(place, run_id, {}, beginning=BEGUN)
         tracker.log_ending(ENDED)
         assert tracker.finish("FINISHED", HANG_SECONDS)
         assert tracker.failures == 0, tracker.warnings
@@ -291,7 +291,7 @@ def test_config_changes_are_logged(place: TrackingPlace, tmp_path: Path) -> None
     for key, value in (("versions", 5), *changed):
         context = RunContext(str(tmp_path / "runs" / "changed"), tmp_path / "cache")
         change_config(context, context.config.model_copy(update={key: value}))
-        tracker = Tracker(place, "changed", context.created.config, told=beginning(context))
+        tracker = Tracker(place, "changed", context.created.config, beginning=beginning(context))
         assert tracker.finish("FINISHED", HANG_SECONDS)
         assert tracker.failures == 0, tracker.warnings
     client, run = stored(place, "changed")
