@@ -69,8 +69,8 @@ def _check_kept(context: RunContext, version: PolicyVersion) -> None:
     newest = context.policies.newest()
     whole = [v for v in numbers if v <= newest and _has_weights(stored, context.policies.find(v))]
     raise ConfigError(
-        f"version {version.number}: its weights are no longer kept; of run {context.run_id!r} those of versions "
-        f"{', '.join(map(str, whole)) or 'none'} are (store.keep_every and store.keep_last say which stay)"
+        f"version {version.number}: its weights are no longer kept; run {context.run_id!r} has those of versions "
+        f"{', '.join(map(str, whole)) or 'none'} (store.keep_every and store.keep_last say which are kept)"
     )
 
 
@@ -97,6 +97,6 @@ def _read_prompts(context: RunContext) -> list[str]:
 def _check_tokenizer_agrees(context: RunContext, folder: Path) -> None:
     if (what := other_reading(folder, _read_prompts(context))) is not None:
         raise ConfigError(
-            f"run {context.run_id!r} cannot be exported for other tools: {what}; with the libraries that the run was "
-            "prepared with they were alike: install those, or read its weights with that tokenizer.json only"
+            f"run {context.run_id!r} cannot be exported for other tools: {what}; they agreed under the "
+            "libraries that prepared the run: install those, or read its weights with that tokenizer.json only"
         )

@@ -292,7 +292,7 @@ def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
     if need > have and not cluster.count_machine_gpus():
         raise ConfigError(
             f"engine.kv_cache_bytes = {have}: vLLM needs {need} bytes for one request of {context} tokens, the "
-            "policy's context; set it to that or more, or choose a policy of a shorter context"
+            "policy's context; set it to that or more, or choose a policy with a shorter context"
         )
 
 
@@ -301,6 +301,6 @@ def _check_tokenizer_agrees(config: RunConfig, folder: Path, texts: list[str]) -
     path = config.policy.path
     if path is not None and (what := other_reading(folder, texts)) is not None:
         raise ConfigError(
-            f"policy.path = {path!r}: {what}; keep the tokenizer it is meant to have: "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes the two one"
+            f"policy.path = {path!r}: {what}; keep the right tokenizer: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes both agree"
         )

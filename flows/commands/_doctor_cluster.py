@@ -28,8 +28,8 @@ def command(options: argparse.Namespace) -> int:
     address, store = config.cluster.address, store_uri(config)
     if address == "auto":
         raise ConfigError(
-            'cluster.address = "auto": a private cluster is this machine, which `rollflow doctor` looks at; give the '
-            "address of another with --set cluster.address=HOST:PORT"
+            'cluster.address = "auto": a private cluster is this machine, which `rollflow doctor` checks; give the '
+            "address of another cluster with --set cluster.address=HOST:PORT"
         )
     check_ray(address)
     check_membership(address)

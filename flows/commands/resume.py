@@ -52,7 +52,7 @@ def record_change(context: RunContext, overrides: Sequence[str]) -> None:
     recheck(after, context)
     if is_under_way(context):
         raise ConfigError(
-            f"run {context.run_id!r} is under way, and a change is for its next start; stop it first: "
+            f"run {context.run_id!r} is under way, and its config changes only at a start; stop it first: "
             f"rollflow stop {context.uri}"
         )
     if change_config(context, after):

@@ -69,6 +69,6 @@ def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:
         given["database"] = options.database
     if is_held(home() / "prefect" / "holder") and given.keys() & {"prefect", "database"}:
         raise ConfigError(
-            f"a command uses the Prefect server of {home()}, which stays where it is until that has ended"
+            f"a command uses the Prefect server of {home()}; its address and database can change once that command ends"
         )
     return given

@@ -88,7 +88,7 @@ def points_of(options: argparse.Namespace) -> list[Point]:
     first = load_recipe(options.recipe, varied[0])  # without the varied values, the recipe may be incomplete
     study = checked(options.study or new_run_id(f"{first.name}-sweep"), "--study")
     if len(study) > LONGEST_RECIPE:
-        raise ConfigError(f"--study {study!r}: runs of it have longer names; give at most {LONGEST_RECIPE} letters")
+        raise ConfigError(f"--study {study!r}: the names of its runs are longer; give at most {LONGEST_RECIPE} letters")
     count = len(varied) * options.seeds
     if count == 1:
         several = "--set train.learning_rate=1e-4,3e-4, or --seeds 3"

@@ -139,7 +139,7 @@ class Stages:
                 if all(run not in states or states[run].is_final() for run in left):
                     break
             if time.monotonic() > limit:
-                raise GaveUp(f"waited {START_SECONDS:g} s for the stages from before the change to end; resume the run")
+                raise GaveUp(f"waited {START_SECONDS:g} s for the stages of the old config to end; resume the run")
             time.sleep(STATE_SECONDS)
         kill_actors(self.context)
 

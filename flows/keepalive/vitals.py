@@ -50,6 +50,6 @@ class Vitals:
             return True
         used, window = found.cpu_seconds() or 0.0, self._window
         if window and used - window[1] < LEAST_SHARE * (now - window[0]):
-            raise Unreachable(f"waited {now - self._began:.0f} s for the status of {self._name}, which does nothing")
+            raise Unreachable(f"waited {now - self._began:.0f} s for the status of {self._name}, whose process is idle")
         self._window = now, used
         return False

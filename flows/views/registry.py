@@ -116,7 +116,7 @@ class Registry:
         except (KeyError, ValueError):
             raise ConfigError(
                 f"alias = {self._alias!r}: version {found.version} of MLflow's model {self._model!r} has it, and no "
-                "night made that: give the alias to one that a night made, or delete it, or name another in the file"
+                "night made that version: move the alias to a night's version, delete it, or name another in the file"
             ) from None
 
     @contextlib.contextmanager
