@@ -1,4 +1,4 @@
-"""Question sources: see `base` for what each one guarantees."""
+"""Question sources: see `base` for their contract."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rollflow.tasks.prompts.held_out import HeldOut
 def build_source(config: PromptConfig, seed: int, count: int, read: Reader, held: HeldOut) -> QuestionSource:
     """Build the question source of one `[[prompts]]` entry, with `count` questions kept for evaluation.
 
-    The source adds those to `held`, and asks no question that is in `held` when it is asked for one.
+    The source adds those to `held`, and never asks a question that is in `held`.
 
     Raises:
-        ConfigError: with one sentence for what the user must change.
+        ConfigError: one sentence that says what the user must change.
     """
     match config:
         case ReasoningGymPrompts():

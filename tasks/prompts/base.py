@@ -1,4 +1,4 @@
-"""What every source of questions guarantees, and how a question becomes tokens."""
+"""The contract of question sources, and the interface that turns a question into tokens."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Protocol
 from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.keys import normalise
 
-Reader = Callable[[JsonlPrompts], bytes]  # the content of a source's file
+Reader = Callable[[JsonlPrompts], bytes]  # returns the content of a source's file
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt before it is tokens: its text, the right answer, and what the verifier needs (as JSON can say it).
+    """A prompt before it is tokenized: its text, the right answer, and what the verifier needs (as JSON).
 
-    Questions with one `key` are the same question in several forms. Without a key, the normalised text stands in.
+    Questions with the same `key` are the same question in several forms. Without a key, the normalised text is the key.
     """
 
     text: str
@@ -26,25 +26,25 @@ class Question:
 
     @property
     def canonical_key(self) -> str:
-        """The key, or the normalised text."""
+        """The key, or else the normalised text."""
         return self.key or normalise(self.text)
 
 
 class QuestionSource(Protocol):
-    """One `[[prompts]]` entry: a function of its config and the run's seed alone, in any process, on any machine.
+    """One `[[prompts]]` entry: a pure function of its config and the run's seed, in any process, on any machine.
 
-    A position may be asked for at any time and in any order. No training question and no demonstration has a held-out
-    key.
+    Any position may be asked for at any time and in any order. No training question and no demonstration has the key of
+    a held-out question.
     """
 
     def training(self, position: int) -> Question:
-        """The training question at `position`."""
+        """Return the training question at `position`."""
 
     def demonstration(self, position: int) -> Question:
-        """A question for supervised cold start, from another stream than training."""
+        """Return a question for supervised cold start, from a different stream than training."""
 
     def held_out(self, count: int) -> list[Question]:
-        """Return up to `count` questions of distinct keys for evaluation: the first of those that are held out."""
+        """Return the first `count` held-out questions for evaluation, or fewer; their keys are distinct."""
 
 
 class Encoder(Protocol):

@@ -3,8 +3,9 @@
     Add 347 + 58 + 906.
     ones 7+8=15+6=21, tens 2+4=6+5=11+0=11, hundreds 1+3=4+9=13, <answer>1311</answer>
 
-A column adds what was carried, then the numbers' digits from left to right, one at a time. Sums commute, so the same
-numbers in another order are one question: what is held out is neither asked nor demonstrated in any order.
+Each column starts with the carry, if there is one, and adds the numbers' digits from left to right, one at a time.
+Addition commutes, so the same numbers in another order are the same question: a held-out question is neither asked nor
+demonstrated in any order.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from rollflow.tasks.prompts.config import ColumnSumsPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 PLACES = ("ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands")
-TRIES = 64  # draws for one position before the held-out set is called too large
+TRIES = 64  # draws for one position; if all are held out, the run fails
 
 
 class ColumnSumsSource:
-    """`QuestionSource` of sums; the question at a position is drawn from the seed, its stream and the position."""
+    """A `QuestionSource` of sums; a question is drawn from the seed, its stream and its position."""
 
     def __init__(self, config: ColumnSumsPrompts, seed: int, count: int, excluded: HeldOut) -> None:
         self._config, self._seed, self._excluded = config, seed, excluded
@@ -30,35 +31,35 @@ class ColumnSumsSource:
         for position in range(count * 20):
             if len(self._held) == count:
                 break
-            asked = question(self._terms(self._draw("held out", position)))
+            asked = question(self._draw_terms(self._create_generator("held out", position)))
             self._held.setdefault(asked.canonical_key, asked)
         for asked in self._held.values():
             excluded.add(asked)
 
     def training(self, position: int) -> Question:
-        """See `QuestionSource`."""
-        return self._outside("training", position)
+        """Return a training question, as `QuestionSource` says."""
+        return self._find_allowed("training", position)
 
     def demonstration(self, position: int) -> Question:
-        """See `QuestionSource`."""
-        return self._outside("demonstration", position)
+        """Return a demonstration, as `QuestionSource` says."""
+        return self._find_allowed("demonstration", position)
 
     def held_out(self, count: int) -> list[Question]:
-        """See `QuestionSource`."""
+        """Return held-out questions, as `QuestionSource` says."""
         return list(self._held.values())[:count]
 
-    def _draw(self, stream: str, position: int) -> random.Random:
+    def _create_generator(self, stream: str, position: int) -> random.Random:
         return random.Random(f"{self._seed}:{stream}:{position}")
 
-    def _terms(self, draw: random.Random) -> list[int]:
+    def _draw_terms(self, draw: random.Random) -> list[int]:
         count = draw.randint(self._config.min_terms, self._config.max_terms)
         digits = [draw.randint(self._config.min_digits, self._config.max_digits) for _ in range(count)]
         return [draw.randint(10 ** (d - 1), 10**d - 1) for d in digits]
 
-    def _outside(self, stream: str, position: int) -> Question:
-        draw = self._draw(stream, position)
+    def _find_allowed(self, stream: str, position: int) -> Question:
+        draw = self._create_generator(stream, position)
         for _ in range(TRIES):
-            asked = question(self._terms(draw))
+            asked = question(self._draw_terms(draw))
             if asked not in self._excluded:
                 return asked
         raise ConfigError(
@@ -68,14 +69,16 @@ class ColumnSumsSource:
 
 
 def question(terms: list[int]) -> Question:
-    """The sum of `terms` as a question; its answer are the steps, what is judged is the tag's."""
+    """Build the question for the sum of `terms`; its answer is the worked solution, and the verifier gets only the
+    sum.
+    """
     asked = f"Add {' + '.join(map(str, terms))}."
     key = f"add {' '.join(map(str, sorted(terms)))}"
     return Question(asked, steps(terms), {"family": None, "answer": str(sum(terms))}, key)
 
 
 def steps(terms: list[int]) -> str:
-    """Column by column, then the answer. Of `terms` the longest has at most len(PLACES) digits."""
+    """Write the worked solution: column by column, then the answer. The longest term has at most len(PLACES) digits."""
     columns, carried = [], 0
     for place in range(len(str(max(terms)))):
         digits = [int(str(term)[-1 - place]) for term in terms if len(str(term)) > place]

@@ -1,4 +1,4 @@
-"""The `[[prompts]]` sections: what is asked. One class a kind."""
+"""The `[[prompts]]` sections: one class for each kind of question source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollflow.tasks.runtime.sections import Imported, Section, refuse
 
 
 class PromptBase(Section):
-    """What all sources share."""
+    """The keys of all sources."""
 
     share: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="weight of this source's groups among all that are trained on"
@@ -32,12 +32,12 @@ class ReasoningGymPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of its prompts in counts."""
+        """Name of its prompts in statistics."""
         return self.family
 
 
 class JsonlPrompts(PromptBase):
-    """Your own prompts: one JSON object a line with `question` and `answer`."""
+    """User-defined prompts in a file: one JSON object per line, with `question` and `answer`."""
 
     kind: Literal["jsonl"] = Field("jsonl", description="a file of your own")
     path: str = Field(description="the file, one JSON object a line; a relative path is relative to the recipe")
@@ -50,12 +50,12 @@ class JsonlPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of its prompts in counts."""
+        """Name of its prompts in statistics."""
         return Path(self.path).stem
 
 
 class ColumnSumsPrompts(PromptBase):
-    """Sums of several numbers, demonstrated column by column. What judges them: `exact`, with `answer = "tag"`."""
+    """Sums of several numbers, demonstrated column by column. The verifier is `exact`, with `answer = "tag"`."""
 
     kind: Literal["column-sums"] = Field("column-sums", description="sums, with demonstrations that write their steps")
     min_terms: int = Field(2, ge=2, description="fewest numbers in a sum")
@@ -73,7 +73,7 @@ class ColumnSumsPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of its prompts in counts."""
+        """Name of its prompts in statistics."""
         return self.kind
 
 
@@ -86,19 +86,19 @@ class SortingPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of its prompts in counts."""
+        """Name of its prompts in statistics."""
         return self.kind
 
 
 class ImportPrompts(Imported, PromptBase):
-    """Prompts of your own making."""
+    """Prompts from a user-defined class."""
 
     kind: Literal["import"] = Field("import", description="a class of your own, derived from QuestionSource")
     name: str = Field("", description="what its prompts are called in counts; default: the name of the class")
 
     @property
     def domain(self) -> str:
-        """Name of its prompts in counts."""
+        """Name of its prompts in statistics."""
         return self.name or self.path.partition(":")[2]
 
 

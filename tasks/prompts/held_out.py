@@ -1,7 +1,7 @@
-"""Which questions a run holds out.
+"""The held-out questions of a run.
 
-No source of a run trains on, or demonstrates, a question that any of its sources holds out, in whatever form: both the
-key and the normalised text are compared.
+No source of a run trains on or demonstrates a question that any source of the run holds out, in any form: both the key
+and the normalised text are compared.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Literal
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.keys import normalise
 
-Split = Literal["text", "key"]  # what is compared; "text" in older runs, whose questions had no keys
+Split = Literal["text", "key"]  # the attribute that is compared; "text" in older runs, whose questions had no keys
 
 
 class HeldOut:
-    """The questions that are held out. All sources of a run share one.
+    """A set of held-out questions, shared by all sources of a run.
 
-    With the split "text" each source has its own set, and the texts are compared as they are.
+    With the split "text" each source has its own set, and the exact texts are compared.
     """
 
     def __init__(self, split: Split = "key") -> None:
@@ -25,11 +25,11 @@ class HeldOut:
         self._keys: set[str] = set()
 
     def identity(self, question: Question) -> str:
-        """Return what must be distinct among the held-out questions of a source."""
+        """Return the attribute that must be distinct among the held-out questions of a source."""
         return question.text if self.split == "text" else question.canonical_key
 
     def add(self, question: Question) -> None:
-        """Hold a question out."""
+        """Add a question to the held-out ones."""
         self._keys.update(self._keys_of(question))
 
     def __contains__(self, question: Question) -> bool:

@@ -1,6 +1,6 @@
-"""Prompts of your own: a class that derives from `QuestionSource`, made with `seed`, `held_out` and its options.
+"""User-defined prompts: a class derived from `QuestionSource`, created with `seed`, `held_out` and its options.
 
-What the other sources guarantee by how they are made is looked at here, question by question.
+The guarantees that other sources give by construction are checked here for every question.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.runtime.imports import imported_object, made
 
 KEY = "prompts"
-TRIES = 64  # positions that are tried in place of one that another source holds out
+TRIES = 64  # positions tried instead of one that another source holds out
 STEP = 1_000_003  # distance between two of these positions
 
 
 class ImportedSource:
-    """`QuestionSource` over the one that `prompts.path` names."""
+    """Wraps the `QuestionSource` that `prompts.path` names."""
 
     def __init__(self, config: ImportPrompts, seed: int, count: int, excluded: HeldOut) -> None:
-        """ConfigError: there is no such class, or it takes other options."""
+        """Create the source; raise `ConfigError` if there is no such class or it takes other options."""
         self._config, self._excluded = config, excluded
         contract: type[QuestionSource] = QuestionSource  # type: ignore[type-abstract]
         self._own = imported_object(KEY, config, contract, seed=seed, held_out=count)
@@ -34,15 +34,15 @@ class ImportedSource:
             excluded.add(question)
 
     def training(self, position: int) -> Question:
-        """See `QuestionSource`."""
-        return self._outside("training", self._own.training, position)
+        """Return a training question, as `QuestionSource` says."""
+        return self._find_allowed("training", self._own.training, position)
 
     def demonstration(self, position: int) -> Question:
-        """See `QuestionSource`."""
-        return self._outside("demonstration", self._own.demonstration, position)
+        """Return a demonstration, as `QuestionSource` says."""
+        return self._find_allowed("demonstration", self._own.demonstration, position)
 
     def held_out(self, count: int) -> list[Question]:
-        """See `QuestionSource`."""
+        """Return held-out questions, as `QuestionSource` says."""
         found = made(KEY, self._config, lambda: list(itertools.islice(self._own.held_out(count), count)))
         for question in found:
             self._check(f"held_out({count})", question)
@@ -50,8 +50,8 @@ class ImportedSource:
             raise self._refused(f"held_out({count})", "asks a question twice; hold out distinct ones")
         return found
 
-    def _outside(self, stream: str, ask: Callable[[int], Question], position: int) -> Question:
-        """Return the question at `position`, or at a later one if the run holds it out in another form or source."""
+    def _find_allowed(self, stream: str, ask: Callable[[int], Question], position: int) -> Question:
+        """Return the question at `position`, or at a later one if another form or source of it is held out."""
         for place in range(position, position + TRIES * STEP, STEP):
             call, question = f"{stream}({place})", made(KEY, self._config, partial(ask, place))
             self._check(call, question)
@@ -81,5 +81,5 @@ class ImportedSource:
 
 
 def _is_utf8(text: str) -> bool:
-    """Whether it can be stored: half of a surrogate pair cannot."""
+    """Return whether a text can be encoded; half of a surrogate pair cannot."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -1,6 +1,7 @@
-"""Your own prompts: one JSON object a line with `question` and `answer`; further keys go to the verifier.
+"""User-defined prompts in a file: one JSON object per line with `question` and `answer`; the verifier gets other keys,
+too.
 
-UTF-8, with or without a byte order mark; lines end in LF or CRLF, and blank ones do not count.
+The file is UTF-8, with or without a byte order mark. Lines end in LF or CRLF, and blank lines do not count.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from rollflow.tasks.prompts.held_out import HeldOut
 
 
 def read_file(config: JsonlPrompts) -> bytes:
-    """The file's bytes, as they are now."""
+    """Read the file's current bytes."""
     try:
         return Path(config.path).expanduser().read_bytes()
-    except (OSError, ValueError, RuntimeError) as error:  # not a path, or one of a user that does not exist
+    except (OSError, ValueError, RuntimeError) as error:  # also for an invalid path, or a home that does not exist
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"prompts.path = {config.path!r} cannot be read: {why}; name a file") from None
 
 
 class JsonlSource:
-    """`QuestionSource` over a file. Each pass visits every training line once, in an order of its own."""
+    """A `QuestionSource` over a file. Each pass visits every training line once, in its own random order."""
 
     def __init__(self, config: JsonlPrompts, seed: int, content: bytes, excluded: HeldOut) -> None:
         self._config, self._seed, self._excluded = config, seed, excluded
@@ -48,28 +49,28 @@ class JsonlSource:
         return lines
 
     def training(self, position: int) -> Question:
-        """See `QuestionSource`."""
+        """Return a training question, as `QuestionSource` says."""
         return self._at(position, "training")
 
     def demonstration(self, position: int) -> Question:
-        """See `QuestionSource`."""
+        """Return a demonstration, as `QuestionSource` says."""
         return self._at(position, "demonstration")
 
     def held_out(self, count: int) -> list[Question]:
-        """See `QuestionSource`."""
+        """Return held-out questions, as `QuestionSource` says."""
         return list(self._held.values())[:count]
 
     def _at(self, position: int, stream: str) -> Question:
         epoch, place = divmod(position, len(self._lines))
-        return self._lines[_order(f"{self._seed}:{stream}:{epoch}", len(self._lines))[place]]
+        return self._lines[_shuffle_lines(f"{self._seed}:{stream}:{epoch}", len(self._lines))[place]]
 
 
 def questions(config: JsonlPrompts, content: bytes) -> list[Question]:
-    """Return the question of every line, in the file's order; `ConfigError` names the first line without one.
+    """Return the question of every line, in the file's order; `ConfigError` names the first line without a question.
 
-    A new run's rows are checked strictly before that (`rows.py`). Here rows are read as recorded runs always read them.
+    The rows of a new run are checked strictly before (`rows.py`). Here rows are read as recorded runs always read them.
     """
-    return [_question(config, number, line) for number, line in numbered_lines(config, content)]
+    return [_read_question(config, number, line) for number, line in numbered_lines(config, content)]
 
 
 def numbered_lines(config: JsonlPrompts, content: bytes) -> list[tuple[int, str]]:
@@ -79,7 +80,7 @@ def numbered_lines(config: JsonlPrompts, content: bytes) -> list[tuple[int, str]
     except UnicodeDecodeError as error:
         cure = "save the file as UTF-8"
         raise ConfigError(f"prompts.path = {config.path!r}: byte {error.start} is not UTF-8; {cure}") from None
-    # Not `splitlines`: a JSON string may hold other line ends as they are.
+    # Not `splitlines`, because a JSON string may contain other line separators.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(f"prompts.path = {config.path!r}: the file has no lines; name one that has")
@@ -87,18 +88,18 @@ def numbered_lines(config: JsonlPrompts, content: bytes) -> list[tuple[int, str]
 
 
 def judged_part(config: JsonlPrompts, answer: str) -> str:
-    """Return the part of a line's answer that is judged; `ValueError` says what it lacks."""
+    """Return the part of a line's answer that is scored; `ValueError` says what the answer lacks."""
     mark = config.answer_after
     if mark and mark not in answer:
         raise ValueError(f"its answer does not hold prompts.answer_after = {mark!r}; write it there, or drop that key")
     return answer.rpartition(mark)[2].strip() if mark else answer
 
 
-def _question(config: JsonlPrompts, number: int, line: str) -> Question:
+def _read_question(config: JsonlPrompts, number: int, line: str) -> Question:
     try:
         row = json.loads(line)
         question, answer = str(row["question"]), str(row["answer"])
-        (question + answer).encode()  # half a surrogate pair is valid JSON, but no text
+        (question + answer).encode()  # raises for half of a surrogate pair, which is valid JSON but not text
         if question.strip() and row["question"] is not None and row["answer"] is not None:
             row = row if config.answer_after is None else {**row, "answer": judged_part(config, answer)}
             return Question(question, judged_part(config, answer), {"family": None, **row})
@@ -108,8 +109,8 @@ def _question(config: JsonlPrompts, number: int, line: str) -> Question:
 
 
 @lru_cache(maxsize=8)
-def _order(seed: str, count: int) -> list[int]:
-    """The order of one pass over `count` lines."""
+def _shuffle_lines(seed: str, count: int) -> list[int]:
+    """Return the order of one pass over `count` lines."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return order

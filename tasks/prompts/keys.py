@@ -1,7 +1,7 @@
-"""The canonical key: two questions with one key are the same question.
+"""Canonical keys: two questions with the same key are the same question.
 
-All orders of a sum's numbers have one key, and so have all spellings of a question. A source gives a question its key
-(`Question.key`); without one, the key is the normalised text.
+All orders of a sum's numbers have the same key, and so have all spellings of a question. A source sets the key of a
+question (`Question.key`); without one, the key is the normalised text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 def normalise(text: str) -> str:
     """Return `text` in NFKC and lower case, with single spaces and without punctuation at its ends.
 
-    A text of nothing but punctuation keeps it.
+    A text of only punctuation keeps it.
     """
     words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     first, last = 0, len(words)
@@ -27,7 +27,7 @@ def normalise(text: str) -> str:
 
 
 def _is_outer(letter: str) -> bool:
-    """True for blanks, stops and quotation marks. A dash may be a sign, and brackets belong to what they enclose."""
+    """Return True for blanks, stops and quotation marks, but not for a dash, which may be a sign, or a bracket."""
     return letter == " " or unicodedata.category(letter) in ("Po", "Pi", "Pf")
 
 
@@ -37,10 +37,10 @@ def split_words(text: str) -> list[str]:
 
 
 def unordered_key(text: str, answer: str) -> str:
-    """Return one key for all orders of the words, numbers and signs of each line that have one answer.
+    """Return a key that is the same for all orders of the words, numbers and signs within each line, and one answer.
 
-    So `3 + 5 + 1` and `1 + 3 + 5` are one question, `5 - 3` and `3 - 5` two. Lines keep their order: they are the rows
-    of a grid, and many grids have the same cells.
+    So `3 + 5 + 1` and `1 + 3 + 5` are the same question, but `5 - 3` and `3 - 5` are two. Lines keep their order,
+    because they may be the rows of a grid, and many grids have the same cells.
     """
     lines = [" ".join(sorted(split_words(line))) for line in text.splitlines()]
     return "\n".join([*lines, normalise(answer)])

@@ -1,9 +1,9 @@
-"""How many held-out questions have a near duplicate in training: an n-gram overlap, bounded in time.
+"""Counts the held-out questions that have a near duplicate in training, by their n-gram overlap, within a time limit.
 
-Keys find equal questions. A question that differs in one word is another question, but may still give the answer away.
-The measure: of a held-out question's `N`-word sequences, the share that also occur in one training question. From
-`NEAR` on the two are near duplicates. Words that more than a tenth of the held-out questions share belong to the
-template, and do not count. A question of fewer words counts as one n-gram.
+Keys find equal questions. A question that differs in one word is a different question, but may still reveal the answer.
+The measure is the share of a held-out question's `N`-word sequences that also occur in one training question. From
+`NEAR` on the two are near duplicates. N-grams that more than a tenth of the held-out questions share belong to a
+template and do not count. A question with fewer words counts as one n-gram.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 N = 3
 NEAR = 0.8
 TEMPLATE = 0.1
-MOST = 10_000  # the most training questions that are compared
+MOST = 10_000  # largest number of training questions to compare
 SECONDS = 1.0
 
 Gram = tuple[str, ...]
@@ -28,14 +28,14 @@ Gram = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class NearDuplicates:
-    """How many of the `held_out` questions have a near duplicate (`found`) among the `looked_at` training questions."""
+    """The result: `found` of the `held_out` questions have a near duplicate among `looked_at` training questions."""
 
     found: int
     held_out: int
     looked_at: int
 
     def sentence(self) -> str:
-        """Return the finding as one sentence for the user."""
+        """Return the result as one sentence for the user."""
         return (
             f"{self.found} of {self.held_out} held-out prompts have a near duplicate among {self.looked_at:,} training "
             f"prompts ({NEAR:.0%} of their {N}-word sequences)"
@@ -51,23 +51,25 @@ def near_duplicates(prompts: RunPrompts, trained: int, seconds: float = SECONDS)
     for position in range(min(trained, MOST)):
         if time.monotonic() > deadline:
             break
-        shared = Counter(which for gram in _grams(prompts.question(position)) for which in index.get(gram, ()))
+        shared = Counter(which for gram in _list_grams(prompts.question(position)) for which in index.get(gram, ()))
         near.update(which for which, count in shared.items() if count >= NEAR * sizes[which])
         looked_at += 1
     return NearDuplicates(len(near), len(held), looked_at)
 
 
 def _index(held: Sequence[Question]) -> tuple[dict[Gram, list[int]], list[int]]:
-    """Return n-gram -> the questions that have it, without the template's; and how many n-grams each question has."""
+    """Map each n-gram to the questions that contain it, without the template's; return the number of each one's,
+    too.
+    """
     index: dict[Gram, list[int]] = defaultdict(list)
     for which, question in enumerate(held):
-        for gram in _grams(question):
+        for gram in _list_grams(question):
             index[gram].append(which)
     own = {gram: having for gram, having in index.items() if len(having) <= max(1, TEMPLATE * len(held))}
     sizes = Counter(which for having in own.values() for which in having)
     return own, [sizes[which] for which in range(len(held))]
 
 
-def _grams(question: Question) -> set[Gram]:
+def _list_grams(question: Question) -> set[Gram]:
     words = split_words(question.text)
     return {tuple(words[start : start + N]) for start in range(max(1, len(words) - N + 1))}

@@ -1,9 +1,10 @@
 """Procedural prompts of one reasoning-gym family.
 
-reasoning-gym makes item i from the seed `dataset seed + i`. The three streams of a run lie far apart in that one
-sequence. If a training item is held out, the next item of its stride takes its place.
+reasoning-gym generates item i from the seed `dataset seed + i`. The three streams of a run are far apart in that one
+sequence. If a training item is held out, the next item of its stride replaces it.
 
-The key of an item is the words of its expression (else of its question) in any order, and its answer.
+The key of an item consists of the words of its expression (or of its question, without one) in any order, and its
+answer.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from rollflow.tasks.prompts.config import ReasoningGymPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.keys import unordered_key
 
-STREAM = 10_000_000_000  # items one stream may use
-STRIDE = 64  # items tried for one position before the held-out set is called too large
+STREAM = 10_000_000_000  # most items of one stream
+STRIDE = 64  # items tried for one position; if all are held out, the run fails
 SIZE = 2**31 - 1
 
 
 class ReasoningGymSource:
-    """`QuestionSource` over one family."""
+    """A `QuestionSource` over one family."""
 
     def __init__(self, config: ReasoningGymPrompts, seed: int, count: int, excluded: HeldOut) -> None:
         self._family, self._excluded = config.family, excluded
@@ -36,15 +37,15 @@ class ReasoningGymSource:
             excluded.add(question)
 
     def training(self, position: int) -> Question:
-        """See `QuestionSource`."""
-        return self._outside(self._training, position)
+        """Return a training question, as `QuestionSource` says."""
+        return self._find_allowed(self._training, position)
 
     def demonstration(self, position: int) -> Question:
-        """See `QuestionSource`."""
-        return self._outside(self._demonstrations, position)
+        """Return a demonstration, as `QuestionSource` says."""
+        return self._find_allowed(self._demonstrations, position)
 
     def held_out(self, count: int) -> list[Question]:
-        """See `QuestionSource`."""
+        """Return held-out questions, as `QuestionSource` says."""
         return self._held[:count]
 
     def _open(self, config: ReasoningGymPrompts, seed: int) -> Any:
@@ -59,21 +60,21 @@ class ReasoningGymSource:
             raise ConfigError(f"prompts.options = {config.options!r}: {error}; {cure}") from None
 
     def _choose(self, count: int) -> list[Question]:
-        """The first `count` distinct questions of the evaluation stream (fewer if the family has no more)."""
+        """Choose the first `count` distinct questions of the evaluation stream, or fewer if the family has no more."""
         chosen: list[Question] = []
         held = HeldOut(self._excluded.split)
         for item in range(count * 20):
             if len(chosen) == count:
                 break
-            question = self._question(self._evaluation[item])
+            question = self._build_question(self._evaluation[item])
             if question not in held:
                 held.add(question)
                 chosen.append(question)
         return chosen
 
-    def _outside(self, dataset: Any, position: int) -> Question:
+    def _find_allowed(self, dataset: Any, position: int) -> Question:
         for item in range(position * STRIDE, (position + 1) * STRIDE):
-            question = self._question(dataset[item])
+            question = self._build_question(dataset[item])
             if question not in self._excluded:
                 return question
         raise ConfigError(
@@ -81,15 +82,15 @@ class ReasoningGymSource:
             "lower evaluation.prompts or widen prompts.options"
         )
 
-    def _question(self, entry: dict[str, Any]) -> Question:
+    def _build_question(self, entry: dict[str, Any]) -> Question:
         reference = {"family": self._family, "answer": entry["answer"], "metadata": entry["metadata"]}
-        return Question(entry["question"], str(entry["answer"]), reference, _key(entry))
+        return Question(entry["question"], str(entry["answer"]), reference, _build_key(entry))
 
 
-def _key(entry: dict[str, Any]) -> str:
-    """Return one key for all orders of an item's words, and of a sum's numbers whatever the sentence around it.
+def _build_key(entry: dict[str, Any]) -> str:
+    """Return a key that is the same for all orders of an item's words, or of a sum's numbers in any sentence.
 
-    Some families name their solution `expression`: it counts only if the question contains it.
+    Some families store their solution as `expression`, so an expression counts only if the question contains it.
     """
     asked, expression = entry["question"], entry["metadata"].get("expression")
     stands_there = isinstance(expression, str) and expression.strip() and expression in asked

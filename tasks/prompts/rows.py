@@ -1,8 +1,8 @@
-"""The rows of a prompt file, read strictly before a run begins, and before any of them becomes a question.
+"""The rows of a prompt file: parsed strictly before a run begins, before any row becomes a question.
 
-Every row is a JSON object whose `question` is text and whose `answer` is text, or an integer, which means its digits.
-No other value is turned into text: a list, a number with a fraction, `true` or `null` is refused. An error names the
-first wrong row by its line, and counts the rows that are wrong in the same way.
+Each row is a JSON object. Its `question` is text, and its `answer` is text or an integer, which stands for its digits.
+Nothing else is converted to text: a list, a number with a fraction, `true` or `null` is rejected. An error names the
+line of the first wrong row and counts the rows with the same fault.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.jsonl import judged_part, numbered_lines
 
-DEEPEST = 100  # levels of lists and objects; a deeper value would not reach another process
+DEEPEST = 100  # levels of nesting; a deeper value could not be sent to another process
 LONGEST_SHOWN = 40  # characters of a value in an error
 NAMES = {bool: "true or false", type(None): "null", list: "a list", dict: "an object", int: "a number"}
 Fault = Callable[[Mapping[str, Any]], str | None]
@@ -25,7 +25,7 @@ Fault = Callable[[Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a file of prompts: its number, its question, and what the verifier gets."""
+    """One row of a prompt file: its line number, its question, and the reference for the verifier."""
 
     line: int
     question: str
@@ -33,10 +33,10 @@ class Row:
 
 
 def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda reference: None) -> list[Row]:
-    """Read every row of a file; `fault` says what is wrong with a row's reference, None if nothing is.
+    """Parse every row of a file; `fault` returns what is wrong with a row's reference, or None.
 
     Raises:
-        ConfigError: it names the first row that is wrong.
+        ConfigError: it names the first wrong row.
     """
     rows, faults = list[Row](), list[tuple[int, str]]()
     for number, line in numbered_lines(config, content):
@@ -51,7 +51,7 @@ def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda refere
 
 
 def refuse_lines(config: JsonlPrompts, faults: list[tuple[int, str]]) -> ConfigError:
-    """Return the error that names the first of some wrong lines, and counts the others."""
+    """Build the error that names the first of several wrong lines and counts the others."""
     first, what = faults[0]
     kinds = Counter(_kind(fault) for _, fault in faults)
     alike = kinds[_kind(what)]
@@ -71,13 +71,13 @@ def _in_brackets(counts: list[str]) -> str:
 
 
 def _kind(fault: str) -> str:
-    """Return a fault without its value, which stands in brackets: faults of one kind are counted together."""
+    """Return a fault without its value, which is in brackets: faults of one kind are counted together."""
     return fault.partition(" (")[0]
 
 
 def _read_row(config: JsonlPrompts, number: int, line: str) -> Row | str:
-    """Return a row, or what is wrong with it."""
-    if max(line.count("["), line.count("{")) > DEEPEST and _depth(line) > DEEPEST:
+    """Parse a row; return a sentence if it is wrong."""
+    if max(line.count("["), line.count("{")) > DEEPEST and _compute_depth(line) > DEEPEST:
         return f"it is nested more than {DEEPEST} levels deep; flatten it"
     twice = list[str]()
 
@@ -95,7 +95,7 @@ def _read_row(config: JsonlPrompts, number: int, line: str) -> Row | str:
         return "it is no JSON object; write {" + '"question": ..., "answer": ...}'
     if twice:
         return f"a key is repeated ({twice[0]}); keep one"
-    if wrong := _text_fault(row, "question") or _answer_fault(row):
+    if wrong := _find_text_fault(row, "question") or _find_answer_fault(row):
         return wrong
     try:
         answer = judged_part(config, str(row["answer"]))
@@ -104,15 +104,15 @@ def _read_row(config: JsonlPrompts, number: int, line: str) -> Row | str:
     return Row(number, row["question"], {"family": None, **row, "answer": answer})
 
 
-def _answer_fault(row: Mapping[str, Any]) -> str | None:
+def _find_answer_fault(row: Mapping[str, Any]) -> str | None:
     answer = row.get("answer")
     if isinstance(answer, int) and not isinstance(answer, bool):
         return None
-    return _text_fault(row, "answer", 'text, or an integer such as 7, which means "7"')
+    return _find_text_fault(row, "answer", 'text, or an integer such as 7, which means "7"')
 
 
-def _text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> str | None:
-    """Say what is wrong with a value that must be text; None if nothing is."""
+def _find_text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> str | None:
+    """Return what is wrong with a value that must be text, or None."""
     if key not in row:
         return f"it has no {key}; give it one"
     value = row[key]
@@ -128,8 +128,8 @@ def _text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> str |
     return None
 
 
-def _depth(line: str) -> int:
-    """Count how deep the lists and objects of a line are nested; brackets within strings do not count."""
+def _compute_depth(line: str) -> int:
+    """Compute the nesting depth of the lists and objects in a line, without brackets inside strings."""
     depth = deepest = 0
     within = escaped = False
     for letter in line:

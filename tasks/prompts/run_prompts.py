@@ -1,10 +1,11 @@
-"""The prompts of all sources: the prompt at `index` is a function of the run's config and seed alone.
+"""The prompts of all sources: the prompt at `index` depends only on the run's config and seed.
 
-- `prompt(index)` is random access, so that a restarted scheduler re-issues exactly what it had in flight.
-- A prompt that is too long for the policy's context is replaced by that of a later position; held out, it is left out.
-- Held-out prompts are chosen first; no training prompt and no demonstration of any source has the key of one.
+- `prompt(index)` is random access, so that a restarted scheduler issues again exactly what was in flight.
+- A training prompt that is too long for the policy's context is replaced by the one at a later position; a held-out one
+  is omitted.
+- Held-out prompts are chosen first. No training prompt and no demonstration of any source has the key of one.
 - With D sources, `index` is position * D + source: each source is issued at its own pace (see `rollout/mixing.py`).
-- Demonstrations of several sources are interleaved by their shares, so evenly that the ratio holds over any stretch.
+- Demonstrations of several sources are interleaved by their shares, so evenly that the ratio holds in every stretch.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig
 from rollflow.tasks.prompts.held_out import HeldOut, Split
 
 log = logging.getLogger(__name__)
-TRIES, LEAP = 64, 100_003  # how many positions replace one whose prompt is too long; their distance
-SAMPLED = 16  # training questions that a source's hash is made of
+TRIES, LEAP = 64, 100_003  # number of positions tried instead of one with a too long prompt; their distance
+SAMPLED = 16  # training questions that a source's hash covers
 
 
 class RunPrompts:
@@ -39,9 +40,12 @@ class RunPrompts:
         read: Reader,
         split: Split = "key",
     ) -> None:
-        """`longest` is the most tokens that a prompt may have. Without an encoder there are only texts.
+        """Open the prompts; without `encode` only their texts.
 
-        `read` returns the content of a source's file; `split` says what separates held-out questions from others.
+        Args:
+            longest: the most tokens that a prompt may have.
+            read: returns the content of a source's file.
+            split: what separates held-out questions from others.
         """
         self.configs, self.split = configs, split
         share = -(-held_out // len(configs))
@@ -59,7 +63,7 @@ class RunPrompts:
         self._shares = sum(c.share for c in configs)
 
     def prompt(self, index: int) -> Prompt:
-        """The training prompt at `index`."""
+        """Return the training prompt at `index`."""
         return self.asked(index)[0]
 
     def asked(self, index: int) -> tuple[Prompt, Question]:
@@ -77,61 +81,61 @@ class RunPrompts:
         return question in self._excluded[which]
 
     def demonstration(self, index: int) -> tuple[Prompt, str]:
-        """A cold-start demonstration: a prompt and its right answer."""
-        which, position = self._place(index)
+        """Return a cold-start demonstration: a prompt and its right answer."""
+        which, position = self._assign_place(index)
         prompt, question = self._first_fit(
             which, f"demo-{index:08d}", index, self.sources[which].demonstration, position
         )
         return prompt, question.answer
 
     def held_out(self) -> list[Prompt]:
-        """The evaluation prompts, the same for the whole run."""
+        """Return the evaluation prompts, which are the same for the whole run."""
         made = list[Prompt]()
-        for which, question in self._held():
-            prompt = self._prompt(which, f"held-{len(made):06d}", len(made), question)
+        for which, question in self._list_held():
+            prompt = self._build_prompt(which, f"held-{len(made):06d}", len(made), question)
             if self._fits(prompt):
                 made.append(prompt)
             elif self.configs[which].too_long == "refuse":
-                raise self._too_long(which, prompt)
+                raise self._build_too_long_error(which, prompt)
         if not made:
-            raise self._nothing_held_out()
+            raise self._build_no_held_out_error()
         return made
 
     def count_held_out(self) -> int:
-        """How many there are; `ConfigError` if there is nothing to evaluate with."""
-        return len(self._held())
+        """Count the held-out questions; raise `ConfigError` if there are none."""
+        return len(self._list_held())
 
     def held_out_questions(self) -> list[Question]:
         """List the questions of the evaluation prompts."""
-        return [question for _, question in self._held()]
+        return [question for _, question in self._list_held()]
 
-    def _held(self) -> list[tuple[int, Question]]:
+    def _list_held(self) -> list[tuple[int, Question]]:
         share = -(-self._held_out // len(self.sources))
         found = [(which, q) for which, source in enumerate(self.sources) for q in source.held_out(share)]
         if not found:
-            raise self._nothing_held_out()
+            raise self._build_no_held_out_error()
         return found[: self._held_out]
 
-    def _nothing_held_out(self) -> ConfigError:
+    def _build_no_held_out_error(self) -> ConfigError:
         return ConfigError(
             f"evaluation.prompts = {self._held_out}: no prompt is held out to evaluate with; raise "
             "prompts.held_out or give more lines"
         )
 
     def sha256(self, which: int) -> str:
-        """A hash of what a source asks: its held-out and first training questions, with their answers."""
+        """Hash a source's questions: the held-out ones and the first training ones, with their answers."""
         source, share = self.sources[which], -(-self._held_out // len(self.sources))
         asked = [*source.held_out(share), *(source.training(position) for position in range(SAMPLED))]
         return hashlib.sha256(json.dumps([(q.text, q.answer) for q in asked]).encode()).hexdigest()
 
     def texts(self, count: int) -> list[str]:
-        """Demonstration texts and their answers, to build a vocabulary from."""
-        places = [self._place(index) for index in range(count)]
+        """Return demonstration texts and their answers, to build a vocabulary from."""
+        places = [self._assign_place(index) for index in range(count)]
         questions = [self.sources[which].demonstration(position) for which, position in places]
         return [text for q in questions for text in (q.text, q.answer)]
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """Smooth weighted round-robin: always the source that is owed most."""
+    def _assign_place(self, index: int) -> tuple[int, int]:
+        """Assign demonstrations by smooth weighted round-robin: each goes to the source furthest below its share."""
         total = self._shares
         while len(self._assigned) <= index:
             for which, config in enumerate(self.configs):
@@ -142,7 +146,7 @@ class RunPrompts:
             self._counts[which] += 1
         return self._assigned[index]
 
-    def _prompt(self, which: int, name: str, index: int, question: Question) -> Prompt:
+    def _build_prompt(self, which: int, name: str, index: int, question: Question) -> Prompt:
         config, domain = self.configs[which], self.configs[which].domain
         assert self._encode is not None, "they were opened for texts only"
         tokens = tuple(self._encode(question.text, config.chat, config.system))
@@ -157,11 +161,11 @@ class RunPrompts:
         """
         for place in range(position, position + TRIES * LEAP, LEAP):
             question = ask(place)
-            prompt = self._prompt(which, name, index, question)
+            prompt = self._build_prompt(which, name, index, question)
             if self._fits(prompt):
                 return prompt, question
             self._warn_replaced(which)
-        raise self._too_long(which, prompt)
+        raise self._build_too_long_error(which, prompt)
 
     def _warn_replaced(self, which: int) -> None:
         """Warn once for each source; the warning appears among the run's other warnings."""
@@ -172,7 +176,7 @@ class RunPrompts:
     def _fits(self, prompt: Prompt) -> bool:
         return 0 < len(prompt.tokens) <= self._longest
 
-    def _too_long(self, which: int, prompt: Prompt) -> ConfigError:
+    def _build_too_long_error(self, which: int, prompt: Prompt) -> ConfigError:
         return ConfigError(
             f"prompts.{which}: a prompt of {len(prompt.tokens)} tokens is longer than the context leaves room for "
             f"({self._longest}); lower engine.max_new_tokens, raise the policy's context, or choose shorter prompts"
@@ -180,9 +184,9 @@ class RunPrompts:
 
 
 def _held_out_sets(configs: Sequence[PromptConfig], split: Split) -> list[HeldOut]:
-    """Return what each source must not ask: what any source holds out; in a run without keys, only its own.
+    """Return the held-out set of each source: one for all sources, or in a run without keys, one for each.
 
-    Sums by columns always compared the sorted numbers.
+    Column sums have always compared their sorted numbers.
     """
     if split == "key":
         return [HeldOut()] * len(configs)

@@ -1,10 +1,10 @@
-"""Digits to sort. The reference solution is Python's `sorted`.
+"""Questions that ask to sort digits. The reference solution is Python's `sorted`.
 
     Sort 31415.
     11345
 
 The run's seed splits the multisets of digits once: a held-out multiset is never asked in training nor demonstrated, in
-any order of its digits. Every held-out multiset is a question; an evaluation takes the first of them.
+any order of its digits. Every held-out multiset is one question; an evaluation takes the first ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollflow.tasks.prompts.config import SortingPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 DIGITS = "0123456789"
-TRIES = 64  # draws for one position; then all multisets are taken to be held out
+TRIES = 64  # draws for one position; if all are held out, the run fails
 
 
 class SortingSource:
@@ -30,27 +30,29 @@ class SortingSource:
         random.Random(f"{seed}:split").shuffle(multisets)
         kept = int(len(multisets) * config.held_out)
         self._others = multisets[kept:]
-        self._held = [_shuffle(digits, self._draw("held out", place)) for place, digits in enumerate(multisets[:kept])]
+        self._held = [
+            _shuffle(digits, self._create_generator("held out", place)) for place, digits in enumerate(multisets[:kept])
+        ]
         for asked in self._held:
             excluded.add(asked)
 
     def training(self, position: int) -> Question:
-        """See `QuestionSource`."""
-        return self._outside("training", position)
+        """Return a training question, as `QuestionSource` says."""
+        return self._find_allowed("training", position)
 
     def demonstration(self, position: int) -> Question:
-        """See `QuestionSource`."""
-        return self._outside("demonstration", position)
+        """Return a demonstration, as `QuestionSource` says."""
+        return self._find_allowed("demonstration", position)
 
     def held_out(self, count: int) -> list[Question]:
-        """See `QuestionSource`."""
+        """Return held-out questions, as `QuestionSource` says."""
         return self._held[:count]
 
-    def _draw(self, stream: str, position: int) -> random.Random:
+    def _create_generator(self, stream: str, position: int) -> random.Random:
         return random.Random(f"{self._seed}:{stream}:{position}")
 
-    def _outside(self, stream: str, position: int) -> Question:
-        draw = self._draw(stream, position)
+    def _find_allowed(self, stream: str, position: int) -> Question:
+        draw = self._create_generator(stream, position)
         for _ in range(TRIES):
             asked = _shuffle(draw.choice(self._others), draw)
             if asked not in self._excluded:
@@ -65,6 +67,6 @@ def _shuffle(multiset: str, draw: random.Random) -> Question:
 
 
 def question(digits: str) -> Question:
-    """Make the question that asks for `digits` in ascending order."""
+    """Build the question that asks for `digits` in ascending order."""
     answer = "".join(sorted(digits))
     return Question(f"Sort {digits}.", answer, {"family": None, "answer": answer}, f"sort {answer}")

@@ -1,8 +1,8 @@
-"""The config tree of a run: what a person may set, typed and frozen, with defaults that were run.
+"""The config tree of a run: all settings that a user may choose, typed and frozen, with tested defaults.
 
-One recipe is one `RunConfig`. Each room has the part that is its own (`engines/config.py`, `rollout/config.py`, ...).
-The same tree is the parameter form of the Prefect deployment, what MLflow records, and what the run's log keeps.
-Imports pydantic only, so that checking a recipe needs no torch, Ray or vLLM.
+One recipe is one `RunConfig`. Each folder has its own part (`engines/config.py`, `rollout/config.py`, ...). The same
+tree is the parameter form of the Prefect deployment, and MLflow and the run's log record it. This module imports only
+pydantic, so that checking a recipe needs no torch, Ray or vLLM.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Refusals = Iterator[PydanticCustomError]
 
 
 class StoreConfig(Section):
-    """Where runs are stored, and for how long a version keeps its weights and learner state."""
+    """Where runs are stored, and how long a version keeps its weights and learner state."""
 
     fixed: ClassVar[Mapping[str, str]] = {
         "uri": "the run is stored there",
@@ -64,7 +64,7 @@ class StoreConfig(Section):
 
 
 class RecoveryConfig(Section):
-    """How long the supervisors go on restarting what died or hangs."""
+    """How often and how quickly the supervisors restart what died or is stuck."""
 
     restarts: int = Field(5, ge=0, description="restarts of one role within the window before the run fails")
     window_seconds: float = Field(600.0, gt=0, le=LONGEST_SECONDS, description="for how long a restart counts")
@@ -77,7 +77,7 @@ class RecoveryConfig(Section):
 
 
 class RolePlacement(Section):
-    """Which nodes may have the actors of a role."""
+    """The nodes that may run the actors of a role."""
 
     labels: dict[str, str] = Field(
         default_factory=dict, description='Ray node labels that a node must have, e.g. {"ray.io/market-type" = "spot"}'
@@ -88,7 +88,7 @@ class RolePlacement(Section):
 
 
 class PlacementConfig(Section):
-    """Where a run's actors are on the cluster, and what they reserve there besides their GPUs."""
+    """Where a run's actors are placed on the cluster, and what they reserve there besides their GPUs."""
 
     strategy: Literal["spread", "pack"] = Field(
         "spread", description="engines over the nodes in turn, or, as Ray packs: a node is half full before the next"
@@ -107,7 +107,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class ClusterConfig(Section):
-    """The Ray cluster."""
+    """The Ray cluster that the run uses."""
 
     address: str = Field("auto", description="host:port of a Ray head; auto: a cluster of its own on this machine")
     lease_seconds: float = Field(
@@ -133,20 +133,20 @@ class ClusterConfig(Section):
                 refuse(f"cluster.env.{name}", "...", "a run keeps its config: set a secret on the nodes themselves")
         if "env_vars" in self.runtime_env:
             refuse("cluster.runtime_env.env_vars", "...", "give them as cluster.env")
-        if any(map(_has_password, _texts(self.runtime_env))):
+        if any(map(_has_password, _list_texts(self.runtime_env))):
             cure = "an address in it has a password, and a run keeps its config: set the secret on the nodes"
             refuse("cluster.runtime_env", "...", cure)
         return self
 
 
-def _texts(tree: object) -> Iterator[str]:
-    """Every string in a tree."""
+def _list_texts(tree: object) -> Iterator[str]:
+    """Yield every string in a tree."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, Mapping):
-        yield from (text for value in tree.values() for text in _texts(value))
+        yield from (text for value in tree.values() for text in _list_texts(value))
     elif isinstance(tree, Sequence):
-        yield from (text for value in tree for text in _texts(value))
+        yield from (text for value in tree for text in _list_texts(value))
 
 
 def _has_password(text: str) -> bool:
@@ -154,7 +154,7 @@ def _has_password(text: str) -> bool:
 
 
 class TrackingConfig(Section):
-    """MLflow."""
+    """The MLflow server and the run's place there."""
 
     fixed: ClassVar[Mapping[str, str]] = {"study": "the run's page in MLflow was created below it"}
 
@@ -169,13 +169,13 @@ class TrackingConfig(Section):
     )
 
 
-def _kind_of(source: object) -> object:
+def _read_kind(source: object) -> object:
     """Return the kind of a section, given as a model or as a tree."""
     return source.get("kind") if isinstance(source, Mapping) else getattr(source, "kind", None)
 
 
 class RunConfig(Section):
-    """A run: what one recipe says."""
+    """The config of a run: what one recipe sets."""
 
     fixed: ClassVar[Mapping[str, str]] = {
         "name": "the run is named after it",
@@ -216,14 +216,14 @@ class RunConfig(Section):
         if not isinstance(tree, Mapping) or not isinstance(sources := tree.get("prompts", ()), Sequence):
             return tree
         reward = tree.get("reward", {})
-        families = any(_kind_of(source) == "reasoning-gym" for source in sources)
+        families = any(_read_kind(source) == "reasoning-gym" for source in sources)
         if families and isinstance(reward, Mapping) and "kind" not in reward:
             return {**tree, "reward": {"kind": "reasoning-gym", **reward}}
         return tree
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """What only the whole tree can tell, all of it at once."""
+        """Check the rules that concern several sections, and report all violations together."""
         rules = self._batches, self._policy, self._rollout, self._places, self._judged, self._trainable
         refuse_all(refused for rule in rules for refused in rule())
         return self
@@ -262,7 +262,7 @@ class RunConfig(Section):
             yield refusal("rollout.ahead", rollout.ahead, cure)
 
     def _places(self) -> Refusals:
-        """Who evaluates, and where it is tracked."""
+        """Check the engine for evaluations and the tracking server."""
         if self.evaluation.engine == "lent" and self.engine.replicas < 2:
             cure = f'engine.replicas = {self.engine.replicas}, and one engine has to go on: set "own" or "transformers"'
             yield refusal("evaluation.engine", self.evaluation.engine, cure)
@@ -272,7 +272,7 @@ class RunConfig(Section):
             yield refusal("tracking.uri", f"{place.scheme}://...@{place.hostname}", cure)
 
     def _judged(self) -> Refusals:
-        """Not every verifier can judge every source: it would score 0 without end."""
+        """Check that the verifier can score every source; otherwise it would always score 0."""
         kinds = {source.kind for source in self.prompts}
         if isinstance(self.reward, ReasoningGymReward):
             for kind, rest in (("column-sums", ', reward.answer = "tag"'), ("sorting", "")):
@@ -284,19 +284,19 @@ class RunConfig(Section):
             yield refusal("reward.answer", self.reward.answer, cure)
 
     def _trainable(self) -> Refusals:
-        """DeepSpeed has one type for all parameters of an engine, and a critic's head is in float32."""
+        """Check the parameter type: DeepSpeed has one type for all parameters, and a critic's head is in float32."""
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
         if short and isinstance(self.train, DeepSpeedTrain):
             cure = 'with a critic train.learner = "deepspeed" takes float32 only; choose that, or learner = "torch"'
             yield refusal("policy.dtype", self.policy.dtype, cure)
 
     def evaluates(self, version: int) -> bool:
-        """Whether `version` is to be evaluated."""
+        """Return whether `version` is to be evaluated."""
         every = self.evaluation.every
         return version in (0, self.versions) or bool(every and version % every == 0)
 
     def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig | None:
-        """The engine that evaluates, on a machine with or without GPUs; None: one of the run's own is lent."""
+        """Return the separate engine for evaluations, with or without GPUs; None if one of the run's is borrowed."""
         choice, engine = self.evaluation.engine, self.engine
         if choice == "lent" or (choice == "auto" and engine.replicas > 1):
             return None
@@ -309,20 +309,20 @@ class RunConfig(Section):
     def probe_tolerance(self) -> float:
         """Nats by which an engine's log-probs may differ from the learner's.
 
-        In bfloat16 a logit of 16 is rounded by up to 0.06, and each side rounds in its own order: sound engines were
-        0.5 off on single tokens. Weights that were not loaded are off by more than a nat.
+        In bfloat16 a logit of 16 is rounded by up to 0.06, and each side rounds in a different order. Correct engines
+        differed by up to 0.5 on single tokens, engines whose weights were not loaded by more than a nat.
         """
         chosen = self.engine.probe_tolerance
         return chosen if chosen is not None else 1.0 if self.policy.dtype == "bfloat16" else 0.01
 
     @property
     def capacity(self) -> int:
-        """Batches the channel may hold: what alpha lets generation run ahead."""
+        """Number of batches that the channel may hold: as many as alpha lets generation run ahead."""
         return math.floor(self.async_ratio) + 1
 
     @property
     def shares(self) -> dict[str, float]:
-        """Domain -> its share of the groups that are trained on, which the scheduler holds."""
+        """Map of each domain to its share of the trained groups, which the scheduler maintains."""
         total = sum(source.share for source in self.prompts)
         shares: dict[str, float] = {}
         for source in self.prompts:
@@ -330,5 +330,5 @@ class RunConfig(Section):
         return shares
 
     def sha256(self) -> str:
-        """Hash of the canonical JSON of the tree."""
+        """Hash the canonical JSON of the tree."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()

@@ -1,16 +1,16 @@
-"""Changes of a recorded run's config: which keys may change, and the log entry that records the change.
+"""Changes of a recorded run's config: decides which keys may change, and appends the log entry of the change.
 
-    rollflow resume RUN --set key=value --> config before, config after --> refused, by key
+    rollflow resume RUN --set key=value --> config before, config after --> rejected, by key
                                                                         --> claim, ConfigChanged
 
 A key may change unless one of these holds:
 
-- Its section says why not (`Section.fixed`).
-- Its meaning is part of what the learner stores (`_stored_parts`).
-- The rules of the log refuse it now (`rules`): a waiting batch was formed under the old value, or a version that it
-  excludes is published.
+- Its section gives a reason why not (`Section.fixed`).
+- Its meaning is part of what the learner stores (`_list_stored_parts`).
+- The rules of the log (`rules`) do not allow it now: a waiting batch was formed under the old value, or the new value
+  excludes a version that is published.
 
-Whoever appends the change holds the supervisor's claim; an earlier supervisor that is alive is deposed.
+The process that appends the change holds the supervisor's claim; a running supervisor is deposed.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from rollflow.tasks.runtime.sections import Section
 
 ANEW = "or begin another run with what `rollflow export` gives"
 WHO = "rollflow resume --set"
-LONGEST = 60  # characters of a section or a list that an error shows
+LONGEST = 60  # characters of a section or list in an error message
 
 
 def tree_of(config: RunConfig) -> dict[str, Any]:
-    """Return a config as the tree that is recorded."""
+    """Return a config as the tree that the log records."""
     return config.model_dump(mode="json")
 
 
 def check_change(context: RunContext, after: RunConfig) -> None:
-    """Raise `ConfigError`, with one sentence for each key that may not change, or not now."""
+    """Raise `ConfigError` with one sentence for each key that may not change, or may not change now."""
     first, before, state = context.all_configs[0], context.config, context.log.state
     changes = differences(tree_of(before), tree_of(after))
     refused = [text for change in changes if (text := _refuse_fixed(before, after, change))]
-    refused += _stored_parts_differ(before, after)
+    refused += _refuse_stored_parts(before, after)
     refused += _refuse_longer_responses(first, after)
     refused += _refuse_waiting(before, after, state)
     if len(refused) == 1:
@@ -58,10 +58,10 @@ def check_change(context: RunContext, after: RunConfig) -> None:
 
 
 def change_config(context: RunContext, after: RunConfig) -> bool:
-    """Record that the run goes on with another config; returns false if it has that config already.
+    """Record a new config of the run; return False if the run has that config already.
 
     Raises:
-        ConfigError: the log has moved on meanwhile and no longer allows the change.
+        ConfigError: the log has grown meanwhile and no longer allows the change.
         Deposed: another supervisor has claimed the run meanwhile.
     """
     context.log.follow()
@@ -70,7 +70,7 @@ def change_config(context: RunContext, after: RunConfig) -> bool:
     writer = claim(context, "supervisor", "", WHO)
 
     def body(state: RunState, _: object) -> Body:
-        return _changed(context, after, state)
+        return _build_change(context, after, state)
 
     try:
         writer.append(body)
@@ -78,12 +78,12 @@ def change_config(context: RunContext, after: RunConfig) -> bool:
         raise
     except Refused as error:
         if tree_of(context.config) == tree_of(after):
-            return False  # somebody else has recorded the same
+            return False  # another process has recorded the same change
         raise ConfigError(f"the run went on meanwhile: {error}; stop it first: rollflow stop {context.uri}") from None
     return True
 
 
-def _changed(context: RunContext, after: RunConfig, state: RunState) -> ConfigChanged:
+def _build_change(context: RunContext, after: RunConfig, state: RunState) -> ConfigChanged:
     recorded = context.configs[-1].config
     config = _merge_recorded(recorded, context.config, after)
     sha256 = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
@@ -93,15 +93,15 @@ def _changed(context: RunContext, after: RunConfig, state: RunState) -> ConfigCh
 def _name_person() -> str:
     try:
         name = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name
+    except (KeyError, OSError):  # the user has no name
         name = f"user {os.getuid()}"
     return f"{name} on {socket.gethostname()}"
 
 
 def _merge_recorded(recorded: Mapping[str, Any], before: RunConfig, after: RunConfig) -> dict[str, Any]:
-    """Merge what differs into the recorded tree, so that a key that is newer than the run keeps its value of then.
+    """Merge the differences into the recorded tree, so that keys newer than the run keep the values it was run with.
 
-    If the sections do not fit those of today, return the whole tree of today.
+    If today's sections do not fit the recorded ones, return today's whole tree.
     """
     tree = _merge_trees(recorded, tree_of(before), tree_of(after))
     same = RunConfig.model_validate(complete_config(tree)) == after
@@ -125,15 +125,16 @@ def _merge_trees(recorded: Mapping[str, Any], before: Mapping[str, Any], after: 
 
 
 def _refuse_fixed(before: RunConfig, after: RunConfig, change: Change) -> str:
-    """Return the sentence for a fixed key; "" for a key that may change."""
+    """Return the error for a fixed key; "" for a key that may change."""
     for config in (before, after):
         if why := explain_fixed(config, change.key):
-            return f"{_assignment(after, change.key)}: it cannot change, as {why}; {_cure(before, change.key)}"
+            cure = _suggest_fix(before, change.key)
+            return f"{_format_assignment(after, change.key)}: it cannot change, as {why}; {cure}"
     return ""
 
 
 def explain_fixed(config: RunConfig, key: str) -> str:
-    """Return why a key, or the section it is in, is fixed; "" if it is not."""
+    """Return why a key, or a section above it, is fixed; "" if it is not."""
     place: Any = config
     for name in key.split("."):
         if not isinstance(place, Section):
@@ -149,16 +150,16 @@ def _find_reason(section: type[Section], name: str) -> str:
     return next((table[name] for table in found if name in table), "")
 
 
-def _stored_parts_differ(before: RunConfig, after: RunConfig) -> Iterator[str]:
-    old, new = _stored_parts(before), _stored_parts(after)
+def _refuse_stored_parts(before: RunConfig, after: RunConfig) -> Iterator[str]:
+    old, new = _list_stored_parts(before), _list_stored_parts(after)
     for key in old.keys() & new.keys():
         if old[key] != new[key]:
             why = f"the learner's stored state has {old[key] or 'none'}, and would need {new[key] or 'none'}"
-            yield f"{_assignment(after, key)}: {why}; {_cure(before, key)}"
+            yield f"{_format_assignment(after, key)}: {why}; {_suggest_fix(before, key)}"
 
 
-def _stored_parts(config: RunConfig) -> dict[str, str]:
-    """List what the learner stores beside the policy, by the key that decides it."""
+def _list_stored_parts(config: RunConfig) -> dict[str, str]:
+    """Map the keys that decide what the learner stores beside the policy to a description of that."""
     objective = config.train.objective
     found = {"train.objective.advantage.baseline": "a critic" if objective.advantage.baseline == "critic" else ""}
     found["train.objective.kind"] = objective.path if isinstance(objective, ImportObjective) else ""
@@ -171,7 +172,7 @@ def _stored_parts(config: RunConfig) -> dict[str, str]:
 
 
 def _refuse_longer_responses(first: RunConfig, after: RunConfig) -> Iterator[str]:
-    """Refuse a larger `max_new_tokens`: when the run began, prompts that left no room for a response were replaced."""
+    """Reject a larger `max_new_tokens`: the run's prompts were chosen to leave room for the original length."""
     room, asked = first.engine.max_new_tokens, after.engine.max_new_tokens
     if asked > room:
         why = f"the run's prompts were chosen to leave room for {room} tokens in the policy's context"
@@ -179,31 +180,31 @@ def _refuse_longer_responses(first: RunConfig, after: RunConfig) -> Iterator[str
 
 
 def _refuse_waiting(before: RunConfig, after: RunConfig, state: RunState) -> Iterator[str]:
-    """Report what the log allows only at another time."""
+    """Yield the errors for changes that the log allows only at another time."""
     if after.versions < state.version:
         yield f"versions = {after.versions}: version {state.version} is published; choose {state.version} or more"
     waiting = ", ".join(map(str, sorted(state.waiting)))
     for key in FORMED if state.waiting else ():
-        if (was := _value(before, key)) != _value(after, key):
+        if (was := _format_value(before, key)) != _format_value(after, key):
             wait = f"batches wait that were formed with {was} ({waiting})"
             cure = f"train these first (--set versions={max(state.waiting) + 1} alone), then set it"
-            yield f"{_assignment(after, key)}: {wait}; {cure}"
+            yield f"{_format_assignment(after, key)}: {wait}; {cure}"
     ages = [number - group.started for number, batch in state.waiting.items() for group in batch.groups]
     if max(ages, default=0) > after.async_ratio:
         what = f"batches wait ({waiting}) with groups that are {max(ages)} versions old"
         yield f"async_ratio = {after.async_ratio:g}: {what}; choose {max(ages)} or more"
 
 
-def _assignment(config: RunConfig, key: str) -> str:
-    return f"{key} = {_value(config, key)}"
+def _format_assignment(config: RunConfig, key: str) -> str:
+    return f"{key} = {_format_value(config, key)}"
 
 
-def _cure(before: RunConfig, key: str) -> str:
-    return f"leave it at {_value(before, key)}, {ANEW}"
+def _suggest_fix(before: RunConfig, key: str) -> str:
+    return f"leave it at {_format_value(before, key)}, {ANEW}"
 
 
-def _value(config: RunConfig, key: str) -> str:
-    """Return a key's value as an error shows it; "unset" if there is none."""
+def _format_value(config: RunConfig, key: str) -> str:
+    """Format a key's value for an error; "unset" if there is none."""
     place: Any = tree_of(config)
     for name in key.split("."):
         place = place.get(name) if isinstance(place, Mapping) else None

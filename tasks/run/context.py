@@ -1,6 +1,6 @@
-"""A run as every process sees it: where its storage is, its config, its policy folder, its prompts.
+"""The context of a run, as every process of it sees it: its storage, config, policy folder and prompts.
 
-`RunContext` is a small picklable value; everything behind it is read from storage, which is the authority.
+`RunContext` is a small picklable value; everything else is read from storage, which is the authority.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from rollflow.tasks.run.prompt_pins import PINS, check_asked, reader, split_of
 from rollflow.tasks.runtime.names import run_id as checked
 from rollflow.tasks.runtime.node import node_cache
 
-FORMAT = 5  # raised with that of any record, so that no older run is touched
+FORMAT = 5  # raised with the format of any record, so that a run of an older format is never changed
 
 
 @dataclass(frozen=True)
 class RunContext:
     """One run. `uri` is its own storage (`<store>/runs/<run id>`), `cache` this node's folder for fetched files.
 
-    Paths do not travel: on another node, `cache` is that node's own folder.
+    Only the URI is sent to other nodes; there, `cache` is the other node's own folder.
 
-    `patience`: seconds to wait for a store that does not answer. A process that works for the run waits, and says so
-    (`store.waits`); one that only looks at the run does not.
+    `patience` is the number of seconds to wait for a store that does not answer. A process that works for the run
+    waits, and reports it (`store.waits`); a process that only reads the run does not.
     """
 
     uri: str
@@ -67,27 +67,27 @@ class RunContext:
         try:
             found = creation(self.store)
         except Missing:
-            if self.store.exists("run.json"):  # where runs were described before they had a log
-                raise self._of_another_version from None
+            if self.store.exists("run.json"):  # older runs were described there, before runs had a log
+                raise self._build_version_error from None
             raise ConfigError(f"run {self.uri!r}: there is no such run; check the run id and store.uri") from None
         if getattr(found.body, "format", None) != FORMAT:
-            raise self._of_another_version
+            raise self._build_version_error
         return found
 
     @property
-    def _of_another_version(self) -> ConfigError:
+    def _build_version_error(self) -> ConfigError:
         return ConfigError(f"run {self.uri!r} was written by another version of rollflow; use that one to read it")
 
     @property
     def created(self) -> RunCreated:
-        """What the run was created as."""
+        """The first entry of the log, which records how the run was created."""
         body = self._creation.body
-        assert isinstance(body, RunCreated), "its format says so"
+        assert isinstance(body, RunCreated), "entries of this format begin with it"
         return body
 
     @property
     def created_at(self) -> float:
-        """Seconds since the epoch, by the clock of who prepared it."""
+        """Time of creation, in seconds since the epoch, by the clock of the machine that prepared the run."""
         return self._creation.at
 
     @property
@@ -97,10 +97,10 @@ class RunContext:
 
     @cached_property
     def key(self) -> str:
-        """The run's name among all runs of a cluster or a server: two runs of one name in two stores have two keys.
+        """The run's name among all runs of a cluster or server: runs of the same name in two stores have two keys.
 
-        An address alone is not enough: two services may each have a bucket of that name. So the time at which the run
-        began counts, too. A folder gives the same key through whatever link it is reached.
+        A store's address is not enough, because two services may each have a bucket of that name. So the time of
+        creation is part of the key. A folder gives the same key whatever link it is reached through.
         """
         local = self.store.local_path(entry_path(0))
         place = str(local.parent.parent.resolve()) if local else self.store.uri
@@ -114,32 +114,32 @@ class RunContext:
         Raises:
             Corrupt: the recorded config is invalid.
         """
-        return self._parsed(self.configs[-1])
+        return self._get_parsed(self.configs[-1])
 
     def config_at(self, version: int) -> RunConfig:
         """Return the config that `version` was trained under; for a version to come, the one in force."""
-        return self._parsed(self.recorded_at(version))
+        return self._get_parsed(self.recorded_at(version))
 
     def recorded_at(self, version: int) -> RecordedConfig:
-        """Return the config of `version` as it was recorded."""
+        """Return the config of `version` as recorded."""
         return self._config_of_entry(self.log.state.config_of(version))
 
     def config_under(self, claim: int) -> RunConfig:
-        """Return the config that holds for the claim of entry `claim`: a later change ends the claim."""
-        return self._parsed(self._config_of_entry(self.log.state.config_at(claim)))
+        """Return the config for the claim in entry `claim`; a later change of config ends the claim."""
+        return self._get_parsed(self._config_of_entry(self.log.state.config_at(claim)))
 
     @property
     def all_configs(self) -> list[RunConfig]:
         """The parsed configs of the run; the first is the one that the run was created with."""
-        return [self._parsed(recorded) for recorded in self.configs]
+        return [self._get_parsed(recorded) for recorded in self.configs]
 
     @property
     def configs(self) -> list[RecordedConfig]:
         """All recorded configs of the run, as far as this process has read the log; the last one is in force.
 
-        If the log does not fold, only those that can be read.
+        If the log is damaged, only the readable ones.
         """
-        first = self._creation  # says which run is not there
+        first = self._creation  # raises if there is no such run
         try:
             places = self.log.state.configs
         except Corrupt:
@@ -154,17 +154,17 @@ class RunContext:
 
     @cached_property
     def _configs(self) -> dict[int, RecordedConfig]:
-        """The configs by their entries."""
+        """The recorded configs, keyed by their entries."""
         return {}
 
-    def _parsed(self, recorded: RecordedConfig) -> RunConfig:
+    def _get_parsed(self, recorded: RecordedConfig) -> RunConfig:
         if recorded.entry not in self._trees:
             self._trees[recorded.entry] = self._parse(recorded)
         return self._trees[recorded.entry]
 
     @cached_property
     def _trees(self) -> dict[int, RunConfig]:
-        """The parsed configs by their entries."""
+        """The parsed configs, keyed by their entries."""
         return {}
 
     def _parse(self, recorded: RecordedConfig) -> RunConfig:
@@ -183,30 +183,30 @@ class RunContext:
 
     @cached_property
     def log(self) -> Log:
-        """The run's log, as this process has read it: one view for all who ask."""
+        """The run's log, as read by this process; all callers share this view."""
         return Log(self.store)
 
     @cached_property
     def policies(self) -> PolicyStore:
-        """The run's versions."""
+        """The store of the run's versions."""
         return PolicyStore(self.log, in_use=self._waits_for_evaluation)
 
     @cached_property
     def batches(self) -> TrajectoryStore:
-        """The run's trajectory batches."""
+        """The store of the run's trajectory batches."""
         return TrajectoryStore(self.log)
 
     def _waits_for_evaluation(self, version: int) -> bool:
         return self.evaluates(version) and not evaluated(self.store, version)
 
     def evaluates(self, version: int) -> bool:
-        """Return whether `version` is to be evaluated: because its config says so, or as the last version."""
+        """Return whether `version` is to be evaluated, because its config says so or because it is the last one."""
         return version == self.config.versions or self.config_at(version).evaluates(version)
 
     def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig:
-        """Return the engine that evaluates, if none is lent.
+        """Return the engine for evaluations, if none is borrowed.
 
-        On a CPU, "auto" puts the transformers engine in place of vLLM, unless it cannot run the policy.
+        On a CPU, "auto" replaces vLLM by the transformers engine, unless that cannot run the policy.
         """
         config = self.config
         found = config.evaluation_engine(on_cpu=on_cpu) or config.engine
@@ -214,20 +214,20 @@ class RunContext:
         return config.engine if replaced and find_folder_hindrance(self.policy_folder) else found
 
     def weights(self, version: int) -> Path:
-        """A folder on this node with the weights of a version; it stays until another version is asked for."""
+        """Return a folder on this node with a version's weights; it exists until another version is requested."""
         return self.policies.weights_folder(self.policies.find(version), self.cache / "weights")
 
     @cached_property
     def policy_folder(self) -> Path:
         """A folder on this node with the policy's config and tokenizer."""
-        return self._policy("config", lambda path: not is_weights(path))
+        return self._fetch_policy("config", lambda path: not is_weights(path))
 
     @cached_property
     def first_weights(self) -> Path:
-        """A folder on this node with the policy as the run began with it, the weights of `policy.path` included."""
-        return self._policy("first", lambda path: True)
+        """A folder on this node with the policy of the run's beginning, including the weights of `policy.path`."""
+        return self._fetch_policy("first", lambda path: True)
 
-    def _policy(self, name: str, wanted: Callable[[str], bool]) -> Path:
+    def _fetch_policy(self, name: str, wanted: Callable[[str], bool]) -> Path:
         local = self.store.local_path("policy/config.json")
         if local is not None:
             return local.parent
@@ -248,15 +248,14 @@ class RunContext:
         return PolicyTokenizer(self.policy_folder, self.created_at, single_start=self.created.single_start)
 
     def prompts(self) -> RunPrompts:
-        """Open the run's prompts, as they were when it began, by the config that it began with.
+        """Open the run's prompts with the config of its beginning, and check that they have not changed.
 
-        A prompt that is too long is replaced by another one, so the first `engine.max_new_tokens` is the one that
-        counts.
+        A prompt that is too long is replaced by another one, so the length is judged by the first
+        `engine.max_new_tokens`.
 
         Raises:
-            ConfigError: the prompts cannot be opened as they were: a package, or a file that the run did not keep, has
-                changed.
-            Corrupt: what the run kept of them is damaged.
+            ConfigError: a package, or a file that the run did not keep, has changed since.
+            Corrupt: the run's own copy of a file is damaged.
         """
         pins = PINS.validate_python(self.created.prompts)
         config = self.all_configs[0]
@@ -265,7 +264,7 @@ class RunContext:
         return prompts
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only the address travels; the rest is read again where it is needed."""
+        """Return only the address; everything else is read again where it is needed."""
         return {"uri": self.uri, "patience": self.patience}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -295,13 +294,13 @@ def complete_config(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def claim(context: RunContext, role: Role, address: str, who: str = "") -> Writer:
-    """Take a role of the run, in this process, on the cluster at `address`, from whoever had it.
+    """Claim a role of the run for this process, on the cluster at `address`, from its current holder.
 
     Raises:
         ConfigError: there is no such run.
-        Deposed: the run has another supervisor now, on another cluster.
+        Deposed: the run has another supervisor on another cluster.
     """
-    _ = context.created  # a run that does not exist is named as one
+    _ = context.created  # raises if there is no such run
     host, process = socket.gethostname(), os.getpid()
     return context.log.claim(role, who=who or f"the {role}", cluster=address, host=host, process=process)
 
@@ -309,14 +308,14 @@ def claim(context: RunContext, role: Role, address: str, who: str = "") -> Write
 def open_prompts(
     config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader, split: Split = "key"
 ) -> RunPrompts:
-    """The prompts a config describes; without a tokenizer only their texts."""
+    """Open the prompts that a config describes; without a tokenizer only their texts."""
     longest = tokenizer.context - config.engine.max_new_tokens if tokenizer else 0
     encode = tokenizer.encode_prompt if tokenizer else None
     return RunPrompts(config.prompts, config.seed, config.evaluation.prompts, encode, longest, read, split)
 
 
 def probe_tokens(prompts: RunPrompts, count: int) -> list[int]:
-    """Return the first `count` tokens of demonstrations, enough to touch many rows of the embedding."""
+    """Return the first `count` tokens of the demonstrations, which use many rows of the embedding."""
     tokens: list[int] = []
     index = 0
     while len(tokens) < count:

@@ -1,7 +1,7 @@
-"""What an audit expects of a run: the limits of its config, and its prompts as they were pinned.
+"""What an audit expects of a run: the limits of its config, and its pinned prompts.
 
-`storage.log.audit` proves a run from storage alone; this module adds what storage cannot know. If something cannot be
-opened any more (a package has another version, a file is gone), `unchecked` says so. That is no violation.
+`storage.log.audit` proves a run from storage alone; this module adds what storage cannot know. If something can no
+longer be opened (a package has another version, a file is gone), `unchecked` says so. That is not a violation.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, complete_config
 from rollflow.tasks.run.user_code import changed_code
 
-ROUNDING = 1e-6  # in a mean reward: batches hold rewards in float32
+ROUNDING = 1e-6  # tolerance for a mean reward, because batches store rewards in float32
 UNREADABLE = (ConfigError, Corrupt, Missing, OSError, ValueError, KeyError, TypeError)
 
 
 def expected_of(context: RunContext) -> Expected:
-    """Return what the run's batches are compared with."""
+    """Return what the audit compares the run's batches with."""
     try:
-        return Expected(_limits, _prompts(context))
+        return Expected(_read_recorded_limits, _open_prompts(context))
     except UNREADABLE as error:
-        return Expected(_limits, unchecked=f"prompts are not checked, because {error}")
+        return Expected(_read_recorded_limits, unchecked=f"prompts are not checked, because {error}")
 
 
-def _limits(recorded: Mapping[str, Any]) -> Limits:
+def _read_recorded_limits(recorded: Mapping[str, Any]) -> Limits:
     try:
         return read_limits(RunConfig.model_validate(complete_config(recorded)))
     except ValidationError as error:
@@ -45,8 +45,8 @@ def _limits(recorded: Mapping[str, Any]) -> Limits:
 
 
 def read_limits(config: RunConfig) -> Limits:
-    """Return what a config allows in the batches that are committed under it."""
-    rules = _without_rounding(config.rollout.filter)
+    """Return what a config allows in the batches committed under it."""
+    rules = _loosen_filter(config.rollout.filter)
     return Limits(
         sources=len(config.prompts),
         groups=config.groups,
@@ -62,13 +62,13 @@ def read_limits(config: RunConfig) -> Limits:
 
 
 def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
-    """Return the reasons for which a scheduler of this config discards; a void is an entry of its own."""
+    """Return the reasons for which a scheduler with this config discards groups; a void is an entry of its own."""
     left = DiscardReason.REDUNDANT if config.rollout.extra_groups else DiscardReason.STALE
     return frozenset({left, DiscardReason.FILTERED} if config.rollout.filter else {left})
 
 
-def _without_rounding(rules: FilterConfig | None) -> FilterConfig | None:
-    """Return the filter without the decisions that rounding may have changed."""
+def _loosen_filter(rules: FilterConfig | None) -> FilterConfig | None:
+    """Loosen the filter's limits by the tolerance for rounding."""
     if rules is None:
         return None
     return rules.model_copy(
@@ -80,7 +80,7 @@ def _without_rounding(rules: FilterConfig | None) -> FilterConfig | None:
     )
 
 
-def _prompts(context: RunContext) -> Prompts:
+def _open_prompts(context: RunContext) -> Prompts:
     prompts = context.prompts()
     _check_clock(context)
     _check_own_sources(context)
@@ -98,7 +98,7 @@ def _prompts(context: RunContext) -> Prompts:
 
 
 def _check_clock(context: RunContext) -> None:
-    """Raise `ConfigError` for prompts that cannot be made again: once a template's clock was that of each process."""
+    """Raise `ConfigError` if the chat template shows the time and the run did not record which time."""
     if context.created.single_start:
         return
     for source in context.all_configs[0].prompts:
@@ -107,9 +107,9 @@ def _check_clock(context: RunContext) -> None:
 
 
 def _check_own_sources(context: RunContext) -> None:
-    """Raise `ConfigError` if a source of the user's own has changed: it may ask other questions than earlier batches.
+    """Raise `ConfigError` if a user-defined source has changed, because it may ask other questions than before.
 
-    A run may go on with the changed source, as long as its first questions are the same.
+    The run itself may continue with a changed source, as long as its first questions are the same.
     """
     for key in changed_code(context.all_configs[0], context.created.own_code):
         if key.startswith("prompts."):

@@ -1,11 +1,12 @@
-"""Checks whether a run's prompts can be asked and judged, row by row, before the run begins.
+"""Checks that a run's prompts can be asked and scored, row by row, before the run begins.
 
-    read_files    every row of every file: types, emptiness, and a reference that its verifier can judge
-    fit_files     every row as the policy reads it: it is not empty, and leaves room for a response
-    probe_sources the same for the first questions of sources that generate theirs
+    read_files    checks every row of every file: types, emptiness, and a reference that the verifier can score
+    fit_files     checks every row as the policy reads it: it is not empty and leaves room for a response
+    probe_sources does the same for the first questions of sources that generate them
 
-A row that is wrong is refused with its line and the count of such rows. So is a row that is too long, unless
-`prompts.too_long = "drop"` takes it out of the content that the run keeps: then every process has the same rows left.
+An error names the line of a wrong row and counts such rows. A row that is too long is an error, too, unless
+`prompts.too_long = "drop"`. Then it is removed from the content that the run keeps, so that every process has the same
+rows.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Verifier, answer_of, judge
 from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward
 
-PROBED = 256  # how many questions of a source that generates them are checked
-TELL_SECONDS = 3.0  # between two lines of progress
+PROBED = 256  # number of questions that are checked for a source that generates them
+TELL_SECONDS = 3.0  # between two progress lines
 CURE = 'shorten it, lower engine.max_new_tokens, or set prompts.too_long = "drop"'
-WORKED = "####"  # the mark before the answer of a worked solution, in GSM8K and similar data sets
+WORKED = "####"  # mark before the answer of a worked solution in GSM8K and similar data sets
 Rows = Mapping[JsonlPrompts, list[Row]]
 Tell = Callable[[str], None]
 
@@ -41,7 +42,7 @@ def read_files(config: RunConfig, read: Reader) -> Rows:
     """Read the rows of every file of prompts.
 
     Raises:
-        ConfigError: a row cannot be asked or judged.
+        ConfigError: a row cannot be asked or scored.
     """
     fault = _Judgeable(config)
     files = dict.fromkeys(source for source in config.prompts if isinstance(source, JsonlPrompts))
@@ -55,10 +56,10 @@ def read_files(config: RunConfig, read: Reader) -> Rows:
 def fit_files(
     config: RunConfig, rows: Rows, tokenizer: PolicyTokenizer, read: Reader, tell: Tell
 ) -> tuple[Reader, list[str]]:
-    """Return a reader of the files without the rows that are dropped, and notes for the user.
+    """Return a reader of the files without dropped rows, and notes for the user.
 
     Raises:
-        ConfigError: a row is too long, or nothing that the policy can write equals any reference of a file.
+        ConfigError: a row is too long, or the policy cannot write any reference of a file.
     """
     notes, kept = list[str](), dict[JsonlPrompts, bytes]()
     for source, found in rows.items():
@@ -73,10 +74,10 @@ def fit_files(
 
 
 def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> list[str]:
-    """Check the first questions of sources that generate theirs; returns notes.
+    """Check the first questions of sources that generate them; return notes for the user.
 
     Raises:
-        ConfigError: one of them cannot be judged, or is too long and `prompts.too_long` is "refuse".
+        ConfigError: a question cannot be scored, or is too long and `prompts.too_long` is "refuse".
     """
     fault, notes = _Judgeable(config), list[str]()
     for which, source in enumerate(config.prompts):
@@ -86,10 +87,10 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
         for question in asked:
             if wrong := fault(question.reference):
                 raise ConfigError(f"prompts.{which}: of the question {shorten(question.text)}, {wrong}")
-        room = _room(config, tokenizer)
+        room = _compute_room(config, tokenizer)
         lengths = [len(tokenizer.encode_prompt(question.text, source.chat, source.system)) for question in asked]
         if long := [length for length in lengths if not 0 < length <= room]:
-            what = f"of its first {len(asked)} prompts, {len(long)} are too long ({_tokens(max(long), room)})"
+            what = f"of its first {len(asked)} prompts, {len(long)} are too long ({_format_tokens(max(long), room)})"
             if source.too_long == "refuse":
                 raise ConfigError(f"prompts.{which}: {what}; {CURE}")
             notes.append(f"prompts.{which}: {what}; others replace them")
@@ -98,20 +99,20 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
 
 @dataclass(frozen=True, slots=True)
 class _Judgeable:
-    """Says why no response could ever match a reference; None if one could."""
+    """Returns why no response could ever match a reference; None if one could."""
 
     config: RunConfig
 
     def __call__(self, reference: Mapping[str, Any]) -> str | None:
         reward = self.config.reward
         if isinstance(reward, ExactReward):
-            return _exact_fault(reference, reward.answer)
+            return _find_exact_fault(reference, reward.answer)
         if isinstance(reward, ReasoningGymReward):
-            return _family_fault(str(reference.get("family")))
+            return _find_family_fault(str(reference.get("family")))
         return None
 
 
-def _exact_fault(reference: Mapping[str, Any], where: str) -> str | None:
+def _find_exact_fault(reference: Mapping[str, Any], where: str) -> str | None:
     answer = reference.get("answer")
     if not isinstance(answer, str | int) or isinstance(answer, bool):
         return f'answer is {type(answer).__name__} ({answer!r}), and reward.kind = "exact" compares text; give text'
@@ -119,18 +120,18 @@ def _exact_fault(reference: Mapping[str, Any], where: str) -> str | None:
     if not said:
         return 'answer is empty, and nothing equals it for reward.kind = "exact"; give an answer'
     response = f"<answer>{said}</answer>" if where == "tag" else said
-    if judge(_exact(), where, response, reference).reward != 1.0:
+    if judge(_build_exact(), where, response, reference).reward != 1.0:
         return f'answer holds a tag ({shorten(said)}), so that nothing in a tag equals it; set reward.answer = "all"'
     return None
 
 
 @functools.cache
-def _exact() -> Verifier:
+def _build_exact() -> Verifier:
     return build_verifier(ExactReward())
 
 
 @functools.cache
-def _family_fault(family: str) -> str | None:
+def _find_family_fault(family: str) -> str | None:
     from rollflow.tasks.verifiers.reasoning_gym import has_scorer
 
     if has_scorer(family):
@@ -140,7 +141,7 @@ def _family_fault(family: str) -> str | None:
 
 
 def _check_worked(source: JsonlPrompts, rows: Sequence[Row]) -> None:
-    """Refuse a file of worked solutions, since `exact` would compare the whole of each."""
+    """Reject a file of worked solutions, because `exact` would compare each whole solution."""
     if source.answer_after is None and all(WORKED in row.reference["answer"] for row in rows):
         raise ConfigError(
             f"prompts.path = {source.path!r}: every answer holds {WORKED!r}, as worked solutions do, and reward.kind = "
@@ -151,15 +152,15 @@ def _check_worked(source: JsonlPrompts, rows: Sequence[Row]) -> None:
 def _find_too_long(
     config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], tokenizer: PolicyTokenizer, tell: Tell
 ) -> set[int]:
-    """List the lines of a file whose prompts are too long and are to be dropped."""
-    room, empty, long = _room(config, tokenizer), list[tuple[int, str]](), list[tuple[int, str]]()
+    """Return the lines of a file whose prompts are too long and are to be dropped."""
+    room, empty, long = _compute_room(config, tokenizer), list[tuple[int, str]](), list[tuple[int, str]]()
     told = time.monotonic()
     for number, row in enumerate(rows, 1):
         length = len(tokenizer.encode_prompt(row.question, source.chat, source.system))
         if not length:
             empty.append((row.line, "question has no tokens for this policy; ask something"))
         elif length > room:
-            long.append((row.line, f"its prompt is too long ({_tokens(length, room)}); {CURE}"))
+            long.append((row.line, f"its prompt is too long ({_format_tokens(length, room)}); {CURE}"))
         if time.monotonic() - told > TELL_SECONDS:
             told = time.monotonic()
             tell(f"prompts.path = {source.path!r}: {number:,} of {len(rows):,} prompts are read")
@@ -178,7 +179,7 @@ def _drop_lines(source: JsonlPrompts, content: bytes, dropped: set[int]) -> byte
 def _note_unreachable(
     config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], tokenizer: PolicyTokenizer
 ) -> list[str]:
-    """Note references that no response can equal: they are too long, or have letters that the policy cannot write."""
+    """Describe references that no response can equal: too long, or with letters that the policy cannot write."""
     where, most = config.reward.answer, config.engine.max_new_tokens
     lost = list[Row]()
     for row in rows:
@@ -196,10 +197,10 @@ def _note_unreachable(
     return [f"prompts.path = {source.path!r}: {what} ({first})"]
 
 
-def _room(config: RunConfig, tokenizer: PolicyTokenizer) -> int:
-    """Return the most tokens that a prompt may have."""
+def _compute_room(config: RunConfig, tokenizer: PolicyTokenizer) -> int:
+    """Return the largest number of tokens that a prompt may have."""
     return tokenizer.context - config.engine.max_new_tokens
 
 
-def _tokens(length: int, room: int) -> str:
+def _format_tokens(length: int, room: int) -> str:
     return f"{length} tokens, and the context leaves room for {room}"

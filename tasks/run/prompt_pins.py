@@ -1,15 +1,14 @@
-"""What determines a run's prompts: written down when the run is prepared, and compared whenever prompts are opened
-again.
+"""Pins: a record of what determines a run's prompts, compared whenever the prompts are opened again.
 
-    jsonl          the sha256 of the file; below `store.keep_prompts_bytes` the file itself lies in the run's storage,
-                   and only that copy is read from then on
+    jsonl          the sha256 of the file; a file below `store.keep_prompts_bytes` is also copied into the run's
+                   storage, and only the copy is read from then on
     reasoning-gym  the package's version, and the sha256 of its held-out and first training questions
     column-sums    the sha256 of its held-out and first training questions
     sorting        the same
-    import         the sha256 of its held-out and first training questions
+    import         the same
 
-Each pin says what the split compares: the questions' keys, or in an older run, their texts. So the prompt behind an
-index is the same until the run's end, on any machine; otherwise the run is refused.
+Each pin records what separates held-out questions: their keys, or in older runs their texts. So the prompt of an index
+is the same until the run's end, on any machine; otherwise the run is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ PACKAGE = "reasoning-gym"
 
 
 class PinBase(BaseModel):
-    """What all pins share. `split` says what separates held-out questions from others: keys, or texts in older runs."""
+    """The fields of all pins. `split`: what separates held-out questions from others, keys or, in older runs, texts."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,17 +49,17 @@ class PinBase(BaseModel):
 
 
 class FilePin(PinBase):
-    """One file of prompts; `kept` is where the run's storage has it, "" where it does not."""
+    """One file of prompts; `kept` is its path in the run's storage, or "" if it was not copied."""
 
     kind: Literal["jsonl"] = "jsonl"
-    path: str  # absolute: the processes of a run have working directories of their own
+    path: str  # absolute, because each process of a run has its own working directory
     sha256: str
     size: int  # bytes
     kept: str
 
 
 class FamilyPin(PinBase):
-    """One procedural family, as the package made it."""
+    """One reasoning-gym family, with the version of the package."""
 
     kind: Literal["reasoning-gym"] = "reasoning-gym"
     version: str
@@ -68,21 +67,21 @@ class FamilyPin(PinBase):
 
 
 class ColumnSumsPin(PinBase):
-    """Sums, as rollflow made them."""
+    """The sums that rollflow generated."""
 
     kind: Literal["column-sums"] = "column-sums"
     sha256: str
 
 
 class SortingPin(PinBase):
-    """Digits to sort, as rollflow generated them."""
+    """The digits to sort that rollflow generated."""
 
     kind: Literal["sorting"] = "sorting"
     sha256: str
 
 
 class ImportPin(PinBase):
-    """Questions of a person's own making, as they were asked."""
+    """The questions of a user-defined source."""
 
     kind: Literal["import"] = "import"
     sha256: str
@@ -93,12 +92,12 @@ PINS: TypeAdapter[tuple[Pin, ...]] = TypeAdapter(tuple[Pin, ...])
 
 
 def read_once() -> Reader:
-    """A reader that sees each file once: what is checked, hashed and kept are the same bytes."""
+    """Return a reader that reads each file once, so that the same bytes are checked, hashed and kept."""
     return functools.cache(read_file)
 
 
 def pinned(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, ...]:
-    """The pins of prompts that were opened with `read`."""
+    """Compute the pins of prompts that were opened with `read`."""
     pins: list[Pin] = []
     split = prompts.split
     for which, source in enumerate(config.prompts):
@@ -117,7 +116,7 @@ def pinned(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, .
 
 
 def _file_pin(source: JsonlPrompts, content: bytes, most: int, split: Split) -> FilePin:
-    """Pin what is read of a file. If lines are dropped, the result is no file of the user's, so it is always kept."""
+    """Pin the content of a file. Content with dropped lines is not the user's file, so it is always kept."""
     sha256, path = hashlib.sha256(content).hexdigest(), Path(source.path).expanduser().absolute()
     kept = f"prompts/{sha256}.jsonl" if len(content) <= most or source.too_long == "drop" else ""
     return FilePin(split=split, path=str(path), sha256=sha256, size=len(content), kept=kept)
@@ -129,27 +128,27 @@ def split_of(pins: Sequence[Pin]) -> Split:
 
 
 def keep(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], read: Reader) -> None:
-    """Put the files that are kept into the run's storage."""
+    """Copy the files that are to be kept into the run's storage."""
     for source, pin in zip(config.prompts, pins, strict=True):
         if isinstance(source, JsonlPrompts) and isinstance(pin, FilePin) and pin.kept:
             store.put(pin.kept, read(source))
 
 
 def reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> Reader:
-    """Reads a run's files as they were when it began.
+    """Return a reader of a run's files as they were when the run began.
 
-    The reader raises ConfigError if a file has changed that the run did not keep, Corrupt if a kept one has.
+    The reader raises ConfigError if a file that the run did not keep has changed, and Corrupt if a kept one has.
     """
 
     def read(source: JsonlPrompts) -> bytes:
         pin = pins[config.prompts.index(source)]  # equal sources have equal pins
         assert isinstance(pin, FilePin)
-        return _kept(store, pin) if pin.kept else _unchanged(source, pin)
+        return _read_kept(store, pin) if pin.kept else _read_unchanged(source, pin)
 
     return read
 
 
-def _kept(store: ObjectStore, pin: FilePin) -> bytes:
+def _read_kept(store: ObjectStore, pin: FilePin) -> bytes:
     try:
         content = store.get(pin.kept)
     except Missing as error:
@@ -159,7 +158,7 @@ def _kept(store: ObjectStore, pin: FilePin) -> bytes:
     return content
 
 
-def _unchanged(source: JsonlPrompts, pin: FilePin) -> bytes:
+def _read_unchanged(source: JsonlPrompts, pin: FilePin) -> bytes:
     content = read_file(source.model_copy(update={"path": pin.path}))
     if (found := hashlib.sha256(content).hexdigest()) != pin.sha256:
         raise ConfigError(
@@ -170,7 +169,7 @@ def _unchanged(source: JsonlPrompts, pin: FilePin) -> bytes:
 
 
 def check_asked(config: RunConfig, pins: Sequence[Pin], prompts: RunPrompts) -> None:
-    """Packages and own sources still ask what they asked when the run began, or `ConfigError`."""
+    """Raise `ConfigError` if packages or user-defined sources ask other questions than when the run began."""
     for which, (source, pin) in enumerate(zip(config.prompts, pins, strict=True)):
         if isinstance(pin, FamilyPin) and isinstance(source, ReasoningGymPrompts):
             _check_family(source, pin, functools.partial(prompts.sha256, which))

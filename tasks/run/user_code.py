@@ -1,4 +1,4 @@
-"""Whether the parts that a recipe imports are there: looked at before a run begins."""
+"""Checks before a run begins that the user-defined parts of its recipe can be imported and built."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rollflow.tasks.verifiers.config import ImportReward
 
 
 def check_own_parts(config: RunConfig) -> None:
-    """Import them, and build what is built of them. Parts that come with rollflow are left alone: they are there.
+    """Import and build the user-defined parts of a config. rollflow's own parts need no check.
 
     Raises:
-        ConfigError: with one sentence for the first thing a person must change.
+        ConfigError: one sentence for the first thing that the user must change.
     """
     if isinstance(config.reward, ImportReward):
         build_verifier(config.reward)
@@ -37,19 +37,19 @@ def check_own_parts(config: RunConfig) -> None:
 
 
 def own_code(config: RunConfig) -> dict[str, str]:
-    """Section of each part of a person's own -> SHA-256 of the file it is written in, not of what that imports."""
+    """Map the section of each user-defined part to the SHA-256 of its source file, without that file's own imports."""
     sections = {"reward": config.reward, "train.objective": config.train.objective, "environment": config.environment}
     sources = {f"prompts.{number}": source for number, source in enumerate(config.prompts)}
     return {key: code_of(key, part) for key, part in {**sections, **sources}.items() if isinstance(part, Imported)}
 
 
 def changed_code(config: RunConfig, before: Mapping[str, str]) -> list[str]:
-    """The sections whose own part was written otherwise when `own_code` gave `before`."""
+    """List the sections whose user-defined part has changed since `own_code` returned `before`."""
     return [key for key, found in own_code(config).items() if before.get(key, found) != found]
 
 
 def _check_source(source: ImportPrompts, config: RunConfig) -> None:
-    """It asks something, and the same when it is opened again: a run's processes each have one of their own."""
+    """Check that a source asks the same questions when it is opened again, because each process opens its own."""
 
     def asked() -> str:
         return RunPrompts([source], config.seed, config.evaluation.prompts, None, 0, read_file).sha256(0)

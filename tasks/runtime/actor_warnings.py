@@ -1,10 +1,11 @@
-"""What an actor's process warns of, kept for its status: by Python's `logging` and `warnings`, whichever library it is.
+"""Collects the warnings of an actor's process for its status, from Python's `logging` and `warnings`, in any library.
 
-Bounded: the same text, whatever its numbers, is kept once in `AGAIN_SECONDS`, and no more than `KEPT` in that time.
+The number is bounded: texts that differ only in numbers are kept once per `AGAIN_SECONDS`, and at most `KEPT` texts in
+that time. A child process sends each text that it keeps to its actor's process, which treats it like its own:
 
-    a process below an actor's --a datagram for each text that it keeps--> the actor's, which keeps it as its own
+    child process of an actor --one datagram per text--> the actor's process
 
-So both are bounded. Who sends waits for nobody: what finds no room is lost.
+The sender never waits: a datagram for which there is no room is lost.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from threading import Lock
 
 KEPT = 20
 AGAIN_SECONDS = 600.0
-LOOK_SECONDS = 10.0  # between two looks for loggers that hand on nothing: some libraries have one
-LENGTH = 500  # characters of a text
+LOOK_SECONDS = 10.0  # between two searches for loggers that do not propagate their records
+LENGTH = 500  # largest number of characters of a text
 _making = Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """The `number`-th warning (from 1) of a process, which is an actor's; `rank` where a further rank sent it."""
+    """The `number`-th warning (from 1) of a process of an actor; `rank` is set if a further rank sent it."""
 
     actor: str
     process: str
@@ -42,50 +43,50 @@ class Warned:
 
 
 class Warnings(logging.Handler):
-    """Keeps the newest warnings of this process."""
+    """A logging handler that keeps the newest warnings of this process."""
 
     def __init__(self, actor: str, told: Callable[[Warned], None] = lambda warned: None) -> None:
-        """`told` is called with each one that is kept."""
+        """Keep warnings as those of `actor`; call `told` with each warning that is kept."""
         super().__init__(logging.WARNING)
         self._told = told
         self._actor, self._process = actor, f"{socket.gethostname()}:{os.getpid()}"
         self._kept: deque[tuple[float, Warned]] = deque(maxlen=KEPT)
-        self._seen: dict[str, float] = {}  # text without its numbers -> when it was kept
+        self._seen: dict[str, float] = {}  # text without its numbers -> time at which it was kept
         self._number = self._left = 0
         self._looked = float("-inf")
 
     def read(self) -> Sequence[Warned]:
-        """The newest; who has read them before tells them by their numbers."""
+        """Return the newest warnings; their numbers tell a reader which ones are new."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
             self.attach()
         with self._locked():
-            for who, rank, text in _heard():
-                self._keep(f"{who}: {text}", rank)
+            for who, rank, text in _receive():
+                self._keep_text(f"{who}: {text}", rank)
         return [warned for _, warned in list(self._kept)]
 
     def attach(self) -> None:
-        """To the root, and to every logger whose records do not get there."""
+        """Attach to the root logger and to every logger that does not propagate its records."""
         logging.captureWarnings(True)
-        logging.getLogger().addHandler(self)  # a second time does nothing
+        logging.getLogger().addHandler(self)  # does nothing the second time
         for logger in list(logging.Logger.manager.loggerDict.values()):
             if isinstance(logger, logging.Logger) and not logger.propagate:
                 logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it, unless that would be one too many."""
-        self._keep(_text(record))
+        """Keep the text of a record, unless the limits are reached."""
+        self._keep_text(_format_record(record))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """As `logging` calls `emit`."""
+        """Hold the handler's lock, as `logging` does while it calls `emit`."""
         self.acquire()
         try:
             yield
         finally:
             self.release()
 
-    def _keep(self, text: str, rank: int | None = None) -> None:
+    def _keep_text(self, text: str, rank: int | None = None) -> None:
         same, now = re.sub(r"\d+", "0", text), time.monotonic()
         self._seen = {one: at for one, at in self._seen.items() if now - at < AGAIN_SECONDS}
         if same in self._seen:
@@ -103,51 +104,51 @@ class Warnings(logging.Handler):
 
 @lru_cache
 def warnings_of(actor: str) -> Warnings:
-    """Those of this process, as `actor`."""
+    """Return the warnings of this process, which belongs to the actor `actor`."""
     return Warnings(actor)
 
 
 def ear() -> socket.socket:
-    """What a process below this one is given, for `send_to`."""
-    return _pair()[1]
+    """Return the socket that a child process needs for `send_to`."""
+    return _get_sockets()[1]
 
 
 def send_to(ear: socket.socket, who: str, rank: int | None = None) -> None:
-    """From now on the process above this one hears what this one warns of, as `who`; to be called after the imports."""
+    """Send this process's warnings to its parent, as those of `who`; call this after the imports."""
 
     def send(warned: Warned) -> None:
-        with contextlib.suppress(OSError):  # no room, or nobody
+        with contextlib.suppress(OSError):  # the socket is full or closed
             ear.send(json.dumps((who, rank, warned.text)).encode(), socket.MSG_DONTWAIT)
 
-    logging.basicConfig(format="%(message)s")  # its own output has them, as before
+    logging.basicConfig(format="%(message)s")  # keep writing them to this process's own output
     Warnings(who, send).attach()
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
+def _get_sockets() -> tuple[socket.socket, socket.socket]:
     with _making:
-        return _made()
+        return _create_sockets()
 
 
 @lru_cache
-def _made() -> tuple[socket.socket, socket.socket]:
+def _create_sockets() -> tuple[socket.socket, socket.socket]:
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     for one in pair:
         atexit.register(one.close)
     return pair
 
 
-def _heard() -> Iterator[tuple[str, int | None, str]]:
-    """What was sent since the last look: who, its rank, its text. What `send_to` did not send is passed over."""
+def _receive() -> Iterator[tuple[str, int | None, str]]:
+    """Yield what was sent since the last read: sender, rank and text. Ignore invalid datagrams."""
     with contextlib.suppress(BlockingIOError):
         while True:
-            data = _pair()[0].recv(2**16, socket.MSG_DONTWAIT)
+            data = _get_sockets()[0].recv(2**16, socket.MSG_DONTWAIT)
             with contextlib.suppress(ValueError, TypeError):
                 who, rank, text = json.loads(data)
                 yield str(who), rank if isinstance(rank, int) else None, str(text)[:LENGTH]
 
 
-def _text(record: logging.LogRecord) -> str:
-    """The first line with anything in it, and the error's where it has one."""
+def _format_record(record: logging.LogRecord) -> str:
+    """Return the first non-empty line of a record, with its exception if it has one."""
     said = next((line.strip() for line in record.getMessage().splitlines() if line.strip()), record.name)
     error = record.exc_info[1] if record.exc_info else None
     return f"{said}: {error!r}"[:LENGTH] if error else said[:LENGTH]

@@ -1,4 +1,4 @@
-"""A value that is made once, by the first who asks for it; where that failed, by the next who asks."""
+"""A value that is computed once, by its first user; if that fails, by the next user."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ Made = TypeVar("Made")
 
 
 class Once(Generic[Made]):
-    """In one event loop. Who stops waiting stops nobody else."""
+    """Computes a value once per event loop. A user that stops waiting does not stop the computation."""
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, Made]]) -> None:
         self._make = make
         self._task: asyncio.Task[Made] | None = None
 
     async def get(self) -> Made:
-        """The value, waited for; raises what making it did."""
+        """Wait for the value and return it; raise the error if computing it failed."""
         if self._task is None or self._failed(self._task):
             self._task = asyncio.create_task(self._make())
         return await asyncio.shield(self._task)
 
     @property
     def found(self) -> Made | None:
-        """The value, if it is there by now."""
+        """The value, or None if it is not computed yet."""
         there = self._task is not None and self._task.done() and not self._failed(self._task)
         return self._task.result() if there and self._task is not None else None
 

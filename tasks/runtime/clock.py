@@ -1,8 +1,8 @@
-"""A virtual clock: it runs the shipped asyncio code as fast as the processor allows.
+"""A virtual clock, on which the shipped asyncio code runs as fast as the processor allows.
 
-`run_virtual(coroutine)` runs a coroutine on an event loop whose time jumps to the next timer whenever nothing
-is ready. Everything that waits by the loop's clock (`asyncio.sleep`, `wait_for`, `timeout`) waits in virtual
-seconds; threads and sockets must not be used inside.
+`run_virtual(coroutine)` runs a coroutine on an event loop whose time jumps to the next timer whenever no task is ready.
+Whatever waits by the loop's clock (`asyncio.sleep`, `wait_for`, `timeout`) waits in virtual seconds. Threads and
+sockets must not be used inside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set: the code waits for something that cannot happen."""
+    """Raised if no task is ready and no timer is set: the code waits for something that cannot happen."""
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
@@ -27,16 +27,16 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._now = 0.0
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was created."""
         return self._now
 
     def jump(self, seconds: float) -> None:
-        """Let virtual time pass."""
+        """Advance the virtual time."""
         self._now += seconds
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Where the loop would sleep until its next timer, it lets time jump there instead."""
+    """A selector that, instead of sleeping until the next timer, advances the virtual time."""
 
     def __init__(self, loop: VirtualClockLoop) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _JumpingSelector(selectors.SelectSelector):
             raise Deadlock("every task waits and no timer is set")
         if timeout > 0:
             self._loop.jump(timeout)
-        return []  # nothing inside has a socket: asking the kernel again and again would cost a tenth of the time
+        return []  # there are no sockets: asking the kernel each time would cost a tenth of the time
 
 
 def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:

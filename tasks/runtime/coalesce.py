@@ -1,8 +1,8 @@
-"""Many small awaits, few large calls: questions that are asked in one tick of the event loop travel together.
+"""Coalesces many small awaits into few large calls: questions asked in one tick of the event loop share a call.
 
-A call to an actor costs about a millisecond, however little it carries. On a small machine that is more than the
-work. `Coalescer` turns concurrent `ask` calls into one call with a list. Each answer is handed out when it comes,
-without waiting for the others of its call.
+A call to an actor costs about a millisecond, however little data it carries. On a small machine that is more than the
+work itself. `Coalescer` turns concurrent `ask` calls into one call with a list. Each answer is delivered as soon as it
+arrives, without waiting for the others of its call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Answer = TypeVar("Answer")
 
 
 class Coalescer(Generic[Question, Answer]):
-    """Batches concurrent questions into calls of `send`, which yields (place of the question, answer), in packets."""
+    """Batches concurrent questions into calls of `send`, which yields packets of (index of the question, answer)."""
 
     def __init__(self, send: Callable[[Sequence[Question]], AsyncIterator[Sequence[tuple[int, Answer]]]]) -> None:
         self._send = send
@@ -24,7 +24,7 @@ class Coalescer(Generic[Question, Answer]):
         self._calls: set[asyncio.Task[None]] = set()
 
     async def ask(self, question: Question) -> Answer:
-        """The answer to one question; raises what the call that carried it raised."""
+        """Ask one question and return its answer; raise the error of the call that carried it."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -43,7 +43,7 @@ class Coalescer(Generic[Question, Answer]):
                 for place, answer in packet:
                     if not asked[place][1].done():
                         asked[place][1].set_result(answer)
-        except Exception as error:  # noqa: BLE001 - handed to everyone who still waits
+        except Exception as error:  # noqa: BLE001 - passed on to every caller that still waits
             for _, future in asked:
                 if not future.done():
                     future.set_exception(error)

@@ -11,17 +11,19 @@ import psutil
 
 from rollflow.storage.run_records.usage import Cost
 
-LOOK_SECONDS = 10.0  # a look at the processes below takes some milliseconds
+LOOK_SECONDS = 10.0  # between two measurements, because each takes some milliseconds
 
 
 def own_cost(role: str, process: psutil.Process) -> Cost:
-    """What a process alone has used; `psutil.Error` if it has ended."""
+    """Measure the CPU seconds of a process without its children; raise `psutil.Error` if it has ended."""
     used = process.cpu_times()
     return Cost(role, _name(process), round(used.user + used.system, 2))
 
 
 def below_cost(role: str, process: psutil.Process) -> Cost:
-    """What all descendants of a process have used: those that live, and those that ended and were waited for."""
+    """Measure the CPU seconds of all descendants of a process: the living ones, and those that ended and were
+    reaped.
+    """
     ended = process.cpu_times()
     seconds = ended.children_user + ended.children_system
     for child in process.children(recursive=True):
@@ -30,13 +32,13 @@ def below_cost(role: str, process: psutil.Process) -> Cost:
     return Cost(role, _name(process), round(seconds, 2))
 
 
-@lru_cache(maxsize=4096)  # a process equals itself when the clock has been set; when it began is told anew
+@lru_cache(maxsize=4096)  # one name per process: psutil reports another start time after the clock was set
 def _name(process: psutil.Process) -> str:
     return f"{socket.gethostname()}:{process.pid}:{process.create_time():.2f}"
 
 
 class CpuClock:
-    """Counts this process as `role`, and its descendants, if any, as `below`. Looks at most every ten seconds."""
+    """Measures this process as `role` and its descendants, if any, as `below`, at most every ten seconds."""
 
     def __init__(self, role: str, below: str = "") -> None:
         self._role, self._below = role, below
@@ -44,7 +46,7 @@ class CpuClock:
         self._costs: list[Cost] = []
 
     def read(self) -> list[Cost]:
-        """The seconds at the last look."""
+        """Return the seconds at the last measurement."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked, me = time.monotonic(), psutil.Process()
             self._costs = [own_cost(self._role, me)]

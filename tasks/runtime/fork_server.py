@@ -1,10 +1,10 @@
-"""The fork server of `multiprocessing` as a copy of this process: what this one has imported is not imported again.
+"""A fork server for `multiprocessing` that is a copy of this process, so that nothing is imported a second time.
 
-Guarantees: it ends with this process, however that ends. In the place of one that died `multiprocessing` itself starts
-another, a new interpreter that imports what `otherwise` names: slower, and otherwise the same.
+Guarantees: it ends with this process, however that ends. If it dies, `multiprocessing` itself starts another one: a new
+interpreter that imports the modules `otherwise`. That is slower, but otherwise the same.
 
-To be forked right after the imports. Then no thread holds a lock that the copy would wait for: those that are there
-(OpenBLAS's, jemalloc's) take care of themselves when their process forks.
+Fork it right after the imports. Then no thread holds a lock that the copy would wait for: the threads that exist by
+then (of OpenBLAS and jemalloc) handle a fork themselves.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from typing import Any, NoReturn
 
 _server: Any = forkserver._forkserver
 PR_SET_NAME = 15  # of prctl(2)
-ARGUMENTS = 45  # where in /proc/self/stat, behind the name, the begin and end of the command line's memory stand
+ARGUMENTS = 45  # index in /proc/self/stat, after the name, of the begin and end addresses of the command line
 
 
 def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> None:
-    """Start it; `otherwise` names the modules that one would import that takes its place.
+    """Start the fork server.
 
-    `shown_as` is its command line, else this process's.
+    Args:
+        otherwise: the modules that a server started by `multiprocessing` imports.
+        shown_as: its command line; by default that of this process.
 
     Raises:
-        RuntimeError: there is one, or this process has begun threads.
+        RuntimeError: there is a fork server already, or this process has started threads.
     """
     if _server._forkserver_pid is not None or threading.active_count() > 1:
         raise RuntimeError("a fork server is a copy of a process that has just begun, and there is one of it")
     forkserver.set_forkserver_preload(list(otherwise))
     gc.collect()
-    gc.freeze()  # memory stays shared as long as nobody writes to it, as the collector does
+    gc.freeze()  # memory stays shared until a process writes to it, as the garbage collector does
     with socket.socket(socket.AF_UNIX) as listener:
         address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
         listener.bind(address)
@@ -56,24 +58,24 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
 
 
 def _serve(listener: int, alive: int) -> NoReturn:
-    """Fork whenever asked to, until nobody is left to ask."""
+    """Fork on request until the owner is gone."""
     try:
-        with contextlib.suppress(SystemExit):  # how it ends
+        with contextlib.suppress(SystemExit):  # the normal end of `main`
             forkserver.main(listener, alive, ())
     finally:
-        os._exit(0)  # what is to be done at the end of this process is its owner's
+        os._exit(0)  # exit handlers are for the owner
 
 
 def leave_alive_to_owner() -> None:
-    """In a process that the server forked: the server lives while anybody holds its pipe, and only the owner is to."""
+    """Close the server's pipe in a forked process: the server lives while any process holds the pipe."""
     os.close(_server._forkserver_alive_fd)
 
 
 def be_named(*line: str) -> None:
-    """Have this process, a copy, show a command line of its own, where that of its owner leaves room for it.
+    """Set the command line and the name (15 bytes) of this forked process, if the owner's command line leaves room.
 
-    And a name, that of the program in it: its first 15 bytes. setproctitle looks for the place beside the first
-    variable of the environment. Where that one was set anew since the start, it finds none and says nothing.
+    setproctitle cannot be used: it finds the memory by the first environment variable, and if that was changed since
+    the start, it does nothing without an error.
     """
     if sys.platform.startswith("linux"):
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

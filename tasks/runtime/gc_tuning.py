@@ -1,19 +1,20 @@
-"""Python's garbage collector in the actors that handle every response.
+"""Settings of Python's garbage collector for the actors that handle every response.
 
-It is called once for so many objects made, and a coroutine is one: with Python's own settings it takes a third of the
-scheduler's time, almost all of it to look at what was imported and at what is in flight, and finds nothing.
+The collector runs after a number of allocations, and each coroutine is one. With Python's default settings it takes a
+third of the scheduler's time. Almost all of that is spent on imported modules and on what is in flight, where it finds
+nothing.
 """
 
 from __future__ import annotations
 
 import gc
 
-YOUNG = 50_000  # objects, beyond those that were freed, between two looks at the young ones; Python's own is 700
-OLDER = 20  # looks at the young ones for one at those that outlived it
+YOUNG = 50_000  # net allocations between two collections of the youngest generation; Python's default is 700
+OLDER = 20  # collections of a generation for one of the next older generation
 
 
 def spare_collector() -> None:
-    """Look less often, and never at what there is now: call it once everything is imported."""
+    """Collect less often, and never inspect the objects that exist now; call this once everything is imported."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, OLDER, OLDER)

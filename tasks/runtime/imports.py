@@ -1,11 +1,11 @@
-"""Parts of a person's own, found by their import path: "my_package.rewards:score".
+"""Imports user-defined parts by their import path, such as "my_package.rewards:score".
 
-A run keeps the paths in its config, and its processes read that from storage. So what a path may name is narrow: a
-function that says it returns what the part is to return, or a class that derives from the part's contract. No other
-function of any installed package can be called by writing its name into a config.
+A run records the paths in its config, and its processes read them from storage. So a path may name only two things: a
+function annotated to return the expected type, or a class derived from the part's contract. No other function of an
+installed package can be called by writing its name into a config.
 
-Every process of a run imports the parts that it needs by itself: their package is installed there, or its folder is in
-PYTHONPATH. On a cluster of several nodes, on each of them.
+Every process of a run imports the parts that it needs. So their package must be installed, or its folder be in
+PYTHONPATH, on every node of the cluster.
 """
 
 from __future__ import annotations
@@ -27,35 +27,37 @@ T = TypeVar("T")
 
 
 def imported_function(key: str, part: Imported, returns: type) -> Callable[..., Any]:
-    """The function that `part` names; `key` is the section it stands in.
+    """Import the function that `part` names; `key` is its section.
 
     Raises:
-        ConfigError: there is none, or it is not annotated to return `returns`, or what it returns is to be awaited.
+        ConfigError: there is no such function, it is not annotated to return `returns`, or it is asynchronous.
     """
-    found = _attribute(key, part)
-    if not (isinstance(found, FunctionType) and _returned(found) is returns):
+    found = _find_attribute(key, part)
+    if not (isinstance(found, FunctionType) and _read_return_type(found) is returns):
         name = returns.__name__
         cure = f"write `-> {name}`, with `from {returns.__module__} import {name}`"
-        raise _refused(key, part, f"it is no function that is annotated to return rollflow's {name}; {cure}")
+        raise _build_error(key, part, f"it is no function that is annotated to return rollflow's {name}; {cure}")
     if _is_later(found):
-        raise _refused(key, part, f"it is asynchronous, or yields; write one that returns its {returns.__name__}")
+        raise _build_error(key, part, f"it is asynchronous, or yields; write one that returns its {returns.__name__}")
     return found
 
 
 def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
-    """The class that `part` names; `key` is the section it stands in.
+    """Import the class that `part` names; `key` is its section.
 
     Raises:
-        ConfigError: there is none, or it does not derive from `contract`.
+        ConfigError: there is no such class, or it does not derive from `contract`.
     """
-    found = _attribute(key, part)
+    found = _find_attribute(key, part)
     if not isinstance(found, type) or contract not in found.__mro__[1:]:
-        raise _refused(key, part, f"it is no class that derives from rollflow's {contract.__name__}")
+        raise _build_error(key, part, f"it is no class that derives from rollflow's {contract.__name__}")
     return found
 
 
 def imported_object(key: str, part: Imported, contract: type[T], *, optional: str = "", **arguments: object) -> T:
-    """What the class that `part` names makes of its options and these arguments; it may go without a method `optional`.
+    """Create an object of the class that `part` names, from these arguments and its options.
+
+    The method `optional` may be missing.
 
     Raises:
         ConfigError: there is no such class, it takes other options, or it lacks a method of `contract`.
@@ -63,7 +65,7 @@ def imported_object(key: str, part: Imported, contract: type[T], *, optional: st
     found: Any = imported_class(key, part, contract)
     own = made(key, part, lambda: found(**arguments, **part.options))
     if not isinstance(own, found):
-        raise _refused(key, part, f"it made a {type(own).__name__} of its options; let it make one of its own")
+        raise _build_error(key, part, f"it made a {type(own).__name__} of its options; let it make one of its own")
     for name, promised in vars(contract).items():
         left_out = name == optional and getattr(getattr(own, name), "__func__", None) is promised
         if isinstance(promised, FunctionType) and not name.startswith("_") and not left_out:
@@ -72,78 +74,77 @@ def imported_object(key: str, part: Imported, contract: type[T], *, optional: st
 
 
 def _check_method(key: str, part: Imported, own: object, promised: FunctionType) -> None:
-    """One that is not there, or is called otherwise, would fail once for each answer of a run."""
+    """Check that a method exists and takes the promised arguments; otherwise every response of the run would fail."""
     name = promised.__name__
     method = getattr(own, name)
     if getattr(method, "__func__", None) is promised:
-        raise _refused(key, part, f"it has no {name}; write one, as {key}'s contract says")
+        raise _build_error(key, part, f"it has no {name}; write one, as {key}'s contract says")
     if inspect.iscoroutinefunction(promised) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
-        raise _refused(key, part, f"its {name} cannot be awaited; write `async def {name}`")
+        raise _build_error(key, part, f"its {name} cannot be awaited; write `async def {name}`")
     _, *given = inspect.signature(promised).parameters
     try:
         inspect.signature(method).bind(*given)
     except (TypeError, ValueError) as error:
-        raise _refused(key, part, f"its {name} takes other arguments than ({', '.join(given)}): {error}") from None
+        raise _build_error(key, part, f"its {name} takes other arguments than ({', '.join(given)}): {error}") from None
 
 
 def made(key: str, part: Imported, make: Callable[[], T]) -> T:
-    """What `make` gives; `ConfigError` where it fails, be it that it takes other options."""
+    """Call `make`, and turn its error, for example about wrong options, into a `ConfigError`."""
     try:
         return make()
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{key}.options = {part.options!r}: {part.path} failed with {_said(error)}; give it options that it takes"
-        ) from error
+        what = f"{part.path} failed with {_describe_error(error)}"
+        raise ConfigError(f"{key}.options = {part.options!r}: {what}; give it options that it takes") from error
 
 
 def code_of(key: str, part: Imported) -> str:
-    """SHA-256 of the file that what `part` names is written in; empty where it is in none."""
+    """Return the SHA-256 of the source file that defines the part; "" if there is none."""
     try:
-        return sha256(Path(inspect.getsourcefile(_attribute(key, part)) or "").read_bytes()).hexdigest()
-    except (OSError, TypeError):  # made by a program, or in an archive
+        return sha256(Path(inspect.getsourcefile(_find_attribute(key, part)) or "").read_bytes()).hexdigest()
+    except (OSError, TypeError):  # created by a program, or in an archive
         return ""
 
 
-def _attribute(key: str, part: Imported) -> Any:
+def _find_attribute(key: str, part: Imported) -> Any:
     module, _, name = part.path.partition(":")
-    found = _module(key, part, module)
+    found = _import_module(key, part, module)
     try:
         return getattr(found, name)
     except AttributeError:
-        raise _refused(key, part, f"the module {module} has no {name}; name something that it has") from None
-    except (Exception, SystemExit) as error:  # a module may make its names when it is asked for them
-        raise _refused(key, part, f"its module failed with {_said(error)}; correct it") from error
+        raise _build_error(key, part, f"the module {module} has no {name}; name something that it has") from None
+    except (Exception, SystemExit) as error:  # a module may compute its attributes, which may fail
+        raise _build_error(key, part, f"its module failed with {_describe_error(error)}; correct it") from error
 
 
-def _module(key: str, part: Imported, name: str) -> ModuleType:
+def _import_module(key: str, part: Imported, name: str) -> ModuleType:
     try:
         found = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             cure = "install its package, or put the folder that holds it into PYTHONPATH"
-            raise _refused(key, part, f"there is no module {error.name} on this machine; {cure}") from None
-        raise _refused(key, part, f"importing {name} failed with {_said(error)}; install that") from error
-    except (Exception, SystemExit) as error:  # a script ends the process that imports it
-        raise _refused(key, part, f"importing {name} failed with {_said(error)}; correct it") from error
+            raise _build_error(key, part, f"there is no module {error.name} on this machine; {cure}") from None
+        raise _build_error(key, part, f"importing {name} failed with {_describe_error(error)}; install that") from error
+    except (Exception, SystemExit) as error:  # importing a script may exit
+        raise _build_error(key, part, f"importing {name} failed with {_describe_error(error)}; correct it") from error
     _check_place(key, part, found)
     return found
 
 
 def _check_place(key: str, part: Imported, module: ModuleType) -> None:
-    """The processes of a run have working directories of their own: a relative PYTHONPATH is none there."""
+    """Reject a relative entry of PYTHONPATH: each process of a run has its own working directory."""
     file = Path(getattr(module, "__file__", None) or os.devnull)
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     for entry in entries:
         if not os.path.isabs(entry) and Path(entry).resolve() in file.resolve().parents:
             cure = f"write PYTHONPATH={Path(entry).resolve()}"
-            raise _refused(
+            raise _build_error(
                 key, part, f"it is found by PYTHONPATH = {entry!r}, which is another folder elsewhere; {cure}"
             )
 
 
-def _returned(function: Callable[..., Any]) -> Any:
+def _read_return_type(function: Callable[..., Any]) -> Any:
     try:
         return typing.get_type_hints(function).get("return")
     except Exception:  # noqa: BLE001 - annotations that only a type checker can read
@@ -151,14 +152,14 @@ def _returned(function: Callable[..., Any]) -> Any:
 
 
 def _is_later(function: FunctionType) -> bool:
-    """Whether a call gives something that is still to be awaited or gone through."""
+    """Return whether a call returns a coroutine or a generator instead of a value."""
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     return any(is_kind(function) for is_kind in kinds)
 
 
-def _refused(key: str, part: Imported, why: str) -> ConfigError:
+def _build_error(key: str, part: Imported, why: str) -> ConfigError:
     return ConfigError(f"{key}.path = {part.path!r}: {why}")
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

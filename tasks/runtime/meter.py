@@ -1,4 +1,4 @@
-"""How much of its time a stage was busy."""
+"""Measures the share of time in which a stage was busy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Meter:
             self._since = None
 
     def idle_share(self) -> float:
-        """Share of the time since `begin` that was not busy; 0 before it."""
+        """Return the share of the time since `begin` that was not busy; 0 before `begin`."""
         if self._began is None:
             return 0.0
         now, since = time.monotonic(), self._since

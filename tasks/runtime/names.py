@@ -1,8 +1,8 @@
-"""Names that come from outside and become parts of paths, addresses and queries: what one may look like.
+"""Names from outside that become parts of paths, addresses and queries: the characters they may consist of.
 
-A run id is plain ASCII, begins with a letter or a digit and has no separator. So it cannot lead out of a folder, and it
-is one word in a log line. It is checked wherever it enters: by `run_id`, and by the types in the form of a deployment.
-Imports pydantic only.
+A run id is plain ASCII, begins with a letter or a digit and contains no separator. So it cannot lead out of a folder,
+and it is one word in a log line. It is checked wherever it enters: by `run_id`, and by the types in a deployment's
+form. Imports only pydantic.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from pydantic import StringConstraints, WithJsonSchema
 from rollflow.storage.errors import ConfigError
 
 LONGEST = 100
-LONGEST_RECIPE = LONGEST - 20  # a run id is made of a recipe's name and the time, or the end of a flow run's id
+LONGEST_RECIPE = LONGEST - 20  # a run id is a recipe's name followed by the time, or by the end of a flow run's id
 _RUN_ID = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}"
 _RECIPE = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_RECIPE - 1}}}"
 _PLACE = rf"(.*/)?{_RUN_ID}/*"
 
 
-def _form(pattern: str) -> Any:
-    # A form is checked with Python's `$`, which would let a line end pass at the end.
+def _build_schema(pattern: str) -> Any:
+    # The form checks with Python's `$`, which would allow a newline at the end.
     return WithJsonSchema({"type": "string", "pattern": f"^{pattern}$(?!\\n)"})
 
 
-RunId = Annotated[str, StringConstraints(pattern=f"^{_RUN_ID}$"), _form(_RUN_ID)]
-RecipeName = Annotated[str, StringConstraints(pattern=f"^{_RECIPE}$"), _form(_RECIPE)]
-RunPlace = Annotated[str, StringConstraints(pattern=f"^{_PLACE}$"), _form(_PLACE)]  # path or URI of a run's own storage
+RunId = Annotated[str, StringConstraints(pattern=f"^{_RUN_ID}$"), _build_schema(_RUN_ID)]
+RecipeName = Annotated[str, StringConstraints(pattern=f"^{_RECIPE}$"), _build_schema(_RECIPE)]
+RunPlace = Annotated[
+    str, StringConstraints(pattern=f"^{_PLACE}$"), _build_schema(_PLACE)
+]  # path or URI of a run's storage
 
 
 def run_id(text: str, key: str) -> str:
     """Check that `text` is a run id, and return it.
 
     Raises:
-        ConfigError: it is not a run id; `key` is where it came from.
+        ConfigError: it is not a run id; `key` names its origin.
     """
     if re.fullmatch(_RUN_ID, text) is None:
         shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

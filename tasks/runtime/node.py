@@ -1,4 +1,4 @@
-"""What belongs to one node: the folder for what it fetches. A path of another node means nothing here."""
+"""The folder of this node for fetched files. The path of another node means nothing here."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from rollflow.storage.errors import ConfigError
 
 
 def node_cache() -> Path:
-    """Where this node keeps what it fetches.
+    """Return the folder in which this node keeps fetched files.
 
     Raises:
         ConfigError: no folder can be used.
     """
-    return cache_in(_home())
+    return cache_in(_find_home())
 
 
 def cache_in(home: Path) -> Path:
-    """The node's cache below a home. The home may lie on a file system that nodes share."""
+    """Return the node's cache below a home, which may be on a file system shared by several nodes."""
     return home / "fetched" / (platform.node() or "node")
 
 
-def _home() -> Path:
-    """`ROLLFLOW_HOME`; without it `~/.rollflow`, or where that cannot be written a folder for temporary files."""
+def _find_home() -> Path:
+    """Return `ROLLFLOW_HOME`, or else `~/.rollflow`, or, if that cannot be written, a folder for temporary files."""
     if given := os.environ.get("ROLLFLOW_HOME"):
         return Path(given).expanduser().absolute()
-    own = Path(os.path.expanduser("~/.rollflow"))  # as it stands for a user without a home; `Path` would raise
-    return own if own.is_absolute() and _writable(own) else _temporary()
+    own = Path(os.path.expanduser("~/.rollflow"))  # unchanged for a user without a home, where `Path` would raise
+    return own if own.is_absolute() and _is_writable(own) else _create_temporary()
 
 
-def _writable(folder: Path) -> bool:
+def _is_writable(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -41,8 +41,8 @@ def _writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK | os.X_OK)
 
 
-def _temporary() -> Path:
-    """A folder whose name anybody can guess: nobody else may have made it, or write there."""
+def _create_temporary() -> Path:
+    """Return a temporary folder; its name can be guessed, so check that no other user created it or may write to it."""
     folder = Path(tempfile.gettempdir(), f"rollflow-{os.getuid()}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What every part of the config tree is made of. Imports pydantic only."""
+"""Base classes and checks for the sections of the config tree. Imports only pydantic."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 LARGEST = 2**63 - 1
-LONGEST_SECONDS = 1e9  # thirty years; Ray and threads can wait no longer than some hundred
+LONGEST_SECONDS = 1e9  # thirty years; Ray and threads cannot wait longer than a few hundred
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
 class Section(BaseModel):
-    """A frozen part of the config tree; unknown keys are refused."""
+    """A frozen section of the config tree; unknown keys are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    kind_key: ClassVar[str] = "kind"  # the key that says which of several sections stands in a place
-    fixed: ClassVar[Mapping[str, str]] = {}  # key that no recorded run may change -> why; see `config_changes`
+    kind_key: ClassVar[str] = "kind"  # the key that selects one of several classes of a section
+    fixed: ClassVar[Mapping[str, str]] = {}  # key that no recorded run may change -> reason; see `config_changes`
 
     @model_validator(mode="before")
     @classmethod
     def _with_kinds(cls, tree: Any) -> Any:
-        """See `with_kinds`."""
+        """Complete the tree, as `with_kinds` says."""
         return with_kinds(cls, tree)
 
 
 def with_kinds(section: type[Section], tree: Any) -> Any:
-    """The tree of a section: what names no kind, of several, is of the kind that is the default. Truth is no number."""
+    """Return a section's tree, with the default kind where none is given; reject true and false in place of numbers."""
     if not isinstance(tree, Mapping):
         return tree
     for name, given in tree.items():
-        _check_truth(name, given, section.model_fields.get(name))
-    return {name: _with_kind(given, section.model_fields.get(name)) for name, given in tree.items()}
+        _reject_bool(name, given, section.model_fields.get(name))
+    return {name: _add_default_kind(given, section.model_fields.get(name)) for name, given in tree.items()}
 
 
-def _check_truth(name: str, given: Any, info: FieldInfo | None) -> None:
-    """TOML tells truth from numbers; pydantic takes one for 1 or 0."""
-    if info is None or not _holds_truth(given):
+def _reject_bool(name: str, given: Any, info: FieldInfo | None) -> None:
+    """Reject true and false for a number: TOML distinguishes them, but pydantic would take them for 1 and 0."""
+    if info is None or not _contains_bool(given):
         return
-    kinds = _kinds(info.annotation)
+    kinds = _list_types(info.annotation)
     if (int in kinds or float in kinds) and bool not in kinds and Any not in kinds:
         context = {"key": name, "value": given}
         raise PydanticCustomError("truth", "true and false are no numbers; write a number", context)
 
 
-def _holds_truth(given: Any) -> bool:
-    return isinstance(given, bool) or (isinstance(given, list | tuple) and any(map(_holds_truth, given)))
+def _contains_bool(given: Any) -> bool:
+    return isinstance(given, bool) or (isinstance(given, list | tuple) and any(map(_contains_bool, given)))
 
 
-def _kinds(annotation: Any) -> list[Any]:
-    """The types in an annotation."""
-    return [annotation, *(kind for part in get_args(annotation) for kind in _kinds(part))]
+def _list_types(annotation: Any) -> list[Any]:
+    """List all types in an annotation."""
+    return [annotation, *(kind for part in get_args(annotation) for kind in _list_types(part))]
 
 
-def _with_kind(given: Any, info: FieldInfo | None) -> Any:
-    """What stands in a field, with the kind that is its default where there are several."""
+def _add_default_kind(given: Any, info: FieldInfo | None) -> Any:
+    """Return a field's value, with the default kind if the field is a union and no kind is given."""
     if info is None or not isinstance(info.discriminator, str) or not isinstance(given, Mapping):
         return given
     return {info.discriminator: getattr(info.default, info.discriminator), **given}
 
 
 class Imported(Section):
-    """A part that is a person's own, by its import path. See `tasks/runtime/imports.py` for what may be imported."""
+    """A user-defined part, given by its import path. See `tasks/runtime/imports.py` for what may be imported."""
 
     fixed: ClassVar[Mapping[str, str]] = {"path": "the hash of its file was recorded when the run began"}
 
@@ -76,23 +76,23 @@ class Imported(Section):
 
 
 def refusal(key: str, value: object, cure: str) -> PydanticCustomError:
-    """What a person must change: the key, its value, and what to do."""
+    """Build the error that tells the user the key, its value, and what to do."""
     return PydanticCustomError("rollflow", "{key} = {value}: {cure}", {"key": key, "value": repr(value), "cure": cure})
 
 
 def refuse(key: str, value: object, cure: str) -> NoReturn:
-    """What a validator raises at the first thing that is wrong."""
+    """Raise the error for one wrong value, from a validator."""
     raise refusal(key, value, cure)
 
 
 def refuse_all(refusals: Iterable[PydanticCustomError]) -> None:
-    """What a validator calls that looks for several things: all that is wrong is told together."""
+    """Raise one error that reports several wrong values together, from a validator."""
     if found := [InitErrorDetails(type=one, input=None) for one in refusals]:
         raise ValidationError.from_exception_data("", found)
 
 
 def check_storable(value: object, key: str = "") -> None:
-    """Refuse what a run could not keep: its config is JSON in its storage, and a parameter of its flows."""
+    """Reject values that cannot be stored: a config is stored as JSON and passed as a parameter of flows."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             check_storable(one, f"{key}.{name}".lstrip("."))

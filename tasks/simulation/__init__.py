@@ -1,16 +1,16 @@
 """The simulator: the shipped scheduler, admission, buffer, weight sync, proxy and channel on a virtual clock.
 
-Only what costs time is modelled: engines, rewards, the learner, the pause of an update, faults. No scheduling decision
-is written a second time here, so what a simulation says about scheduling holds for the code that runs. It needs no Ray,
+Only things that cost time are modelled: engines, rewards, the learner, the pause of an update, faults. No scheduling
+decision is implemented a second time here, so a result about scheduling holds for the code that ships. It needs no Ray,
 torch or disk. The same recipe, hardware and seed give the same figures.
 
     hardware.py  how long machines take, and how long responses are (one TOML file)
-    world.py     one simulation: builds the parts and lets them run
+    world.py     one simulation: builds the parts and runs them
     parts.py     timed rewards, the timed learner, faults
-    records.py   what is noted while it runs
-    figures.py   the figures that are made of the notes
-    bounds.py    what no schedule can pass, and what asynchrony guarantees
-    fit.py       a hardware file from what a run recorded; calibrate.py finds its engines
-    timeline.py  who was busy when
-    planner.py   the search for a split and an alpha; candidates.py is what it looks through
+    records.py   what a simulation records
+    figures.py   the figures computed from the records
+    bounds.py    bounds that no schedule can exceed, and what asynchrony guarantees
+    fit.py       a hardware file from a recorded run; calibrate.py fits its engines
+    timeline.py  what was busy when
+    planner.py   the search for a split and an alpha; candidates.py defines the search space
 """

@@ -1,9 +1,9 @@
-"""What no schedule can pass, and what asynchrony guarantees (Proposition 2 of ROLL Flash), for a workload's numbers.
+"""Bounds for a workload: what no schedule can exceed, and what asynchrony guarantees (Proposition 2 of ROLL Flash).
 
-N samples a step, mu and L the mean and longest generation, E epochs, mu_t a sample's training, K workers in all. A
-generation's seconds are those at full occupancy: with S slots, decoding at 1 / (1 + c (S - 1)); S samples share an
-engine, so one of them takes mu = seconds x GPUs of the engine / S GPU-seconds, and K counts GPUs. mu_0 is mu at the
-occupancy at which it is least: with c > 1 an engine does more one request at a time.
+N: samples per step; mu and L: mean and longest generation; E: epochs; mu_t: training of one sample; K: workers in all.
+The seconds of a generation are those at full occupancy: with S slots, it decodes at 1 / (1 + c (S - 1)). S samples
+share an engine, so one of them takes mu = seconds x GPUs of the engine / S GPU-seconds, and K counts GPUs. mu_0 is mu
+at the occupancy that minimises it: with c > 1 an engine is faster with one request at a time.
 
     work-conserving      (N/K) (mu_0 + E mu_t)               whatever the schedule, if every GPU could do everything
     T_sync           <=  (N/K) (mu + E mu_t) + L
@@ -12,8 +12,8 @@ occupancy at which it is least: with c > 1 an engine does more one request at a 
     T_async(split)   <=  max((N/K_r) mu + L/(alpha+1), (N/K_t) E mu_t)   with K_r and K_t GPUs as the file splits them
     gain             <=  1 + K L / (N (mu + E mu_t))
 
-These bounds leave out rewards, the pauses of updates, and what the KV cache costs: reading it, a full one, prefill by
-length. Where these cost time, the lower bounds stay true, but the upper bounds of the proposition do not
+These bounds ignore rewards, the pauses of updates, and the costs of the KV cache: reading it, a full cache, prefill by
+length. If these cost time, the lower bounds still hold, but the upper bounds of the proposition do not
 (`Bounds.guaranteed`).
 """
 
@@ -40,25 +40,25 @@ class Work:
     train_gpus: float  # K_t
     colocated: bool  # K_r and K_t are the same GPUs
     async_ratio: float  # alpha
-    whole: bool = True  # nothing costs time that is not in these numbers, but for rewards and updates
+    whole: bool = True  # these numbers include all costs but rewards and updates
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Seconds of a step, and shares; see the module's docstring."""
+    """The bounds, in seconds of a step, and shares; see the module's docstring."""
 
     conserving: float
-    conserving_split: float  # no schedule passes it with this split
+    conserving_split: float  # lower bound for any schedule with this split
     sync: float
     asynchronous: float
     asynchronous_split: float
     best_training_share: float
     largest_gain: float
-    guaranteed: bool  # whether the proposition's own bounds hold of this hardware
+    guaranteed: bool  # whether the proposition's own bounds hold for this hardware
 
 
 def bounds_of(work: Work) -> Bounds:
-    """Proposition 2."""
+    """Compute the bounds of Proposition 2."""
     gpus = work.rollout_gpus + (0.0 if work.colocated else work.train_gpus)
     rollout, train = work.samples * work.mu, work.samples * work.mu_train
     least = work.samples * work.mu_least
@@ -84,11 +84,13 @@ def work_of(
     speeds: Sequence[float],
     versions: Sequence[int] = (1,),
 ) -> Work:
-    """The workload's numbers from drawn lengths (real tokens), the engines' speeds, and the versions that are trained,
-    where each has a measured time of its own."""
+    """Compute the workload's numbers from drawn lengths (real tokens) and the engines' speeds.
+
+    `versions` are the trained versions, whose train steps may have measured times.
+    """
     engines, learner = hardware.engines, hardware.learner
     slots = engines.slots or config.engine.slots
-    share = 1.0 + engines.slowing * (slots - 1)  # seconds a request takes for each it would take alone
+    share = 1.0 + engines.slowing * (slots - 1)  # factor by which a full engine slows each request
 
     def seconds(tokens: float) -> float:
         return (engines.prefill_seconds + tokens * engines.seconds_per_token) * share

@@ -1,10 +1,11 @@
-"""What a recorded run's engines take, found by simulating that run until it gives what was recorded.
+"""Calibrates the engines of a recorded run, by simulating the run until the simulation matches the record.
 
-A run whose number n of requests hardly changes does not show how long a token takes among n requests. But it shows how
-long short and long responses took, and the whole rollout. These times are compared with a simulation of the same
-recipe. For a few values of the slowing c, seconds per token and prefill are set so that the line through lengths and
-times is that of the record. The c whose times come nearest, by length and in all, is taken. Both times, recorded and
-simulated, include the queue for a slot, so it does not matter when a response started.
+If the number n of requests hardly changes during a run, its record does not show how long a token takes among n
+requests. But it shows how long short and long responses took, and how long the whole rollout took. These times are
+compared with a simulation of the same recipe. For a few values of the slowing c, seconds per token and prefill are set
+so that the line through lengths and times equals that of the record. The c with the closest times, by length and in
+all, is chosen. Both recorded and simulated times include the queue for a slot, so it does not matter when a response
+started.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.hardware import EnginesHardware, Hardware
 from rollflow.tasks.simulation.world import World
 
-SLOWINGS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # 1: an engine that gives no more to many than to one
-ROUNDS = 3  # simulations for each of them
-TRAJECTORIES = 2000  # in a simulation's window, at least
-FEWEST = 4  # versions in it, at least
+SLOWINGS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # 1: an engine whose throughput does not grow with requests
+ROUNDS = 3  # simulations for each slowing
+TRAJECTORIES = 2000  # fewest in the window of a simulation
+FEWEST = 4  # fewest versions in that window
 BINS = 6  # of lengths
 
 Floats = NDArray[np.float64]
@@ -31,21 +32,21 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Lengths and generation seconds of R responses, and what a version's rollout took: at alpha = 0 the learner's
-    wait, else the whole of it."""
+    """Lengths and generation seconds of R responses, and the seconds of a version's rollout: at alpha = 0 the learner's
+    wait, otherwise the whole step."""
 
     tokens_R: Floats
     seconds_R: Floats
     rollout: float
 
     def line(self) -> tuple[float, float]:
-        """Seconds at the mean length, and by how much they grow per token."""
+        """Fit a line: return the seconds at the mean length, and their growth per token."""
         spread = self.tokens_R - self.tokens_R.mean()
         slope = float(spread @ self.seconds_R) / max(float(spread @ spread), 1e-12)
         return float(self.seconds_R.mean()), max(slope, 1e-12)
 
     def times(self, edges: Floats) -> Floats:
-        """The mean seconds of each bin of lengths, and the rollout's as often."""
+        """Return the mean seconds of each bin of lengths, followed by as many copies of the rollout's seconds."""
         places = np.digitize(self.tokens_R, edges)
         mean = float(self.seconds_R.mean())
         bins = [self.seconds_R[places == i].mean() if np.any(places == i) else mean for i in range(len(edges) + 1)]
@@ -53,7 +54,7 @@ class Seen:
 
 
 def calibrated(seen: Seen, config: RunConfig, hardware: Hardware) -> Hardware:
-    """The hardware with the engines that come nearest to what was seen; all else is as given. `config` is the run's."""
+    """Return the hardware with the engines that match the record best; the rest of it is unchanged."""
     edges = np.unique(np.quantile(seen.tokens_R, np.arange(1, BINS) / BINS))
     found = [_with(slowing, seen, edges, config, hardware) for slowing in SLOWINGS]
     found.sort(key=lambda one: one[0])
@@ -64,7 +65,7 @@ def calibrated(seen: Seen, config: RunConfig, hardware: Hardware) -> Hardware:
 def _with(
     slowing: float, seen: Seen, edges: Floats, config: RunConfig, hardware: Hardware
 ) -> tuple[float, EnginesHardware]:
-    """How far the best engines of this slowing are off, and these engines."""
+    """Fit the engines with this slowing; return their error and the engines."""
     mean, slope = seen.line()
     share = 1.0 + slowing * (config.engine.slots - 1)
     per_token, prefill = slope / share, max(0.0, mean - slope * float(seen.tokens_R.mean())) / share
@@ -84,7 +85,7 @@ def _with(
 
 
 def _simulated(config: RunConfig, hardware: Hardware) -> Seen:
-    """What is seen of a simulation."""
+    """Simulate, and measure what a record would show."""
     warm = WARM_UP + config.capacity
     versions = warm + max(FEWEST, -(-TRAJECTORIES // (config.groups * config.group_size)))
     timed = config.model_copy(update={"engine": hardware.engine(config), "versions": versions + config.capacity + 1})

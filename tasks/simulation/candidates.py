@@ -1,4 +1,4 @@
-"""What the planner works with: candidates, what a simulation said of them, and how much may be simulated."""
+"""The types of the planner: candidates, the outcomes of their simulations, limits, and the budget of simulations."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
 
-CHOICES = ("extra_groups", "extra_responses", "tail_batching", "at_bound", "ahead")  # of `RolloutConfig`
+CHOICES = ("extra_groups", "extra_responses", "tail_batching", "at_bound", "ahead")  # keys of `RolloutConfig`
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much is simulated. Windows are what follows the warm-up of 2 + alpha versions: the first number of versions,
-    or as many as hold so many trajectories."""
+    """How much may be simulated. The window after the warm-up of 2 + alpha versions has the given number of versions,
+    or as many as contain the given number of trajectories, if that is more."""
 
-    simulations: int  # at most
+    simulations: int  # largest number
     screen_versions: int
     screen_trajectories: int
     final_versions: int
     final_trajectories: int
 
     def screening(self, config: RunConfig) -> int:
-        """Versions in the window of a first look."""
+        """Return the number of versions in the window of a first simulation."""
         return max(self.screen_versions, _versions(config, self.screen_trajectories))
 
     def finals(self, config: RunConfig) -> int:
-        """Versions in the window of a last look."""
+        """Return the number of versions in the window of a final simulation."""
         return max(self.final_versions, _versions(config, self.final_trajectories))
 
 
@@ -40,9 +40,9 @@ QUICK = Budget(40, 2, 4_000, 8, 16_000)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a recommendation must not exceed."""
+    """Limits that a recommendation must not exceed."""
 
-    bias: float = 0.02  # of the mean length, either way
+    bias: float = 0.02  # of the mean length, in either direction
     waste: float = 0.15  # of all sampled tokens
 
 
@@ -51,7 +51,7 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a recipe."""
+    """One way to run a recipe: a split of the GPUs, an alpha, and the choices of the rollout."""
 
     engines: int
     learner_gpus: float
@@ -65,17 +65,17 @@ class Candidate:
 
     @property
     def drops(self) -> bool:
-        """Whether what is slow may be left behind."""
+        """Whether slow groups may be preempted."""
         chosen = RolloutConfig(extra_groups=self.extra_groups, tail_batching=self.tail_batching, at_bound=self.at_bound)
         return chosen.bound == "drop"
 
     @property
     def lead(self) -> float:
-        """Batches that generation may run ahead of training."""
+        """Number of batches that generation may run ahead of training."""
         return self.async_ratio if self.ahead is None else self.ahead
 
     def changes(self, base: RunConfig, hardware: Hardware) -> dict[str, Any]:
-        """Dotted key -> value of what differs from the recipe."""
+        """Map dotted keys to values, for the keys that differ from the recipe."""
         slots, width = hardware.engines.slots, hardware.engines.gpus_per_engine
         wanted: dict[str, Any] = {"async_ratio": self.async_ratio, "engine.replicas": self.engines}
         wanted |= {"engine.slots": slots} if slots else {}
@@ -86,10 +86,10 @@ class Candidate:
         return {key: value for key, value in wanted.items() if _get(base, key) != value}
 
     def config(self, base: RunConfig, hardware: Hardware) -> RunConfig:
-        """The recipe, changed.
+        """Return the recipe with this candidate's values.
 
         Raises:
-            ValidationError: these choices do not go together.
+            ValidationError: these values contradict each other.
         """
         tree = base.model_dump(mode="json", exclude_unset=True)
         for key, value in self.changes(base, hardware).items():
@@ -103,7 +103,7 @@ class Candidate:
         return RunConfig.model_validate(tree)
 
     def hardware(self, base: Hardware) -> Hardware:
-        """The hardware, divided."""
+        """Return the hardware with this candidate's split."""
         engines = base.engines.model_copy(update={"count": self.engines})
         learner = base.learner.model_copy(update={"gpus": self.learner_gpus, "colocated": self.colocated})
         return base.model_copy(update={"engines": engines, "learner": learner})
@@ -111,22 +111,24 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a simulation said of a candidate."""
+    """The outcome of a candidate's simulation."""
 
     candidate: Candidate
     versions: int
     figures: Figures
-    bias: float  # settled; see the planner
-    bias_error: float  # its standard error
+    bias: float  # in the steady state; see the planner
+    bias_error: float  # standard error of `bias`
     wasted: float  # share of all sampled tokens
 
     @property
     def throughput(self) -> float:
-        """Trajectories a second."""
+        """Trajectories per second."""
         return self.figures.trajectories_per_second
 
     def marks(self, limits: Limits) -> tuple[str, ...]:
-        """The limits that it exceeds; that of the bias only by more than two standard errors."""
+        """Return the names of the exceeded limits; the bias counts only if it exceeds its limit by two standard
+        errors.
+        """
         biased, wasteful = abs(self.bias) - 2.0 * self.bias_error > limits.bias, self.wasted > limits.waste
         return (*(("biased",) if biased else ()), *(("wasteful",) if wasteful else ()))
 

@@ -1,9 +1,9 @@
-"""Evaluations of a simulated run: the shipped `Evaluations`, on timed engines that are lent as they are in a run.
+"""Evaluations of a simulated run: the shipped `Evaluations`, on timed engines that are borrowed as in a run.
 
-- Only where the recipe lends them: an engine of its own for evaluation costs training nothing.
-- Evaluations before and after a run are left out: a simulation is of the steady run between.
-- Held-out prompts draw their lengths like all others. Their verdicts take their time, on workers of their own.
-- `spent` counts the tokens that engines sampled for evaluations, apart from training's.
+- Only if the recipe borrows engines: a separate engine for evaluations costs training nothing.
+- Evaluations before and after the run are omitted, because a simulation shows the steady run between them.
+- Held-out prompts draw their lengths like all others. Their scores take time, on separate workers.
+- `spent` counts the tokens that engines sampled for evaluations, separately from those for training.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import Prompts, TimedRewards
 from rollflow.tasks.simulation.records import Records
 
-HELD_OUT = 1 << 30  # the first place in the run's order that training never comes to; a prompt is its place, as a token
-TRIES = 1_000  # engines that may die at one evaluation
+HELD_OUT = 1 << 30  # an index that training never reaches; the index of a prompt is its only token
+TRIES = 1_000  # engines that may die during one evaluation
 
 
 def evaluates(config: RunConfig, hardware: Hardware) -> bool:
-    """Whether evaluations take engines from training."""
+    """Return whether evaluations borrow engines from training."""
     lends = config.evaluation_engine(on_cpu=False) is None and config.engine.replicas > 1
     return lends and not hardware.learner.colocated
 
 
 class TimedEvaluations:
-    """Evaluates beside training. `config` is the recipe with timed engines."""
+    """Evaluates versions during training. `config` is the recipe with timed engines."""
 
     def __init__(self, config: RunConfig, hardware: Hardware, proxy: InferenceProxy) -> None:
         settings, engine = config.evaluation, config.engine
@@ -42,7 +42,7 @@ class TimedEvaluations:
         rewards = TimedRewards(hardware.reward, config.seed, Records())
         self._proxy, self._fetch_seconds = proxy, hardware.update.fetch_seconds
         self._spent = 0
-        self._lent: tuple[TimedEngine, int] | None = None  # and the tokens it had sampled before
+        self._lent: tuple[TimedEngine, int] | None = None  # the borrowed engine, and its sampled tokens before
         self.done: list[Evaluation] = []
         means = Means(
             wanted=lambda version: version > 0 and config.evaluates(version),
@@ -58,15 +58,15 @@ class TimedEvaluations:
 
     @property
     def spent(self) -> int:
-        """Tokens that were sampled for evaluations, up to now."""
+        """Number of tokens sampled for evaluations up to now."""
         return self._spent + self._lent_tokens()
 
     def published(self, version: int) -> None:
-        """There are versions up to this one."""
+        """Note that all versions up to this one are published."""
         self._evaluations.published(version)
 
     async def run(self) -> None:
-        """Evaluate what is due, until the last version is."""
+        """Evaluate the versions that are due, until the last version is done."""
         await self._evaluations.run()
 
     def _lent_tokens(self) -> int:

@@ -1,8 +1,8 @@
-"""The figures of a simulation, made from its records.
+"""The figures of a simulation, computed from its records.
 
-Times and shares are those after a warm-up (`Figures.warm_up` versions), staleness too; counts, tokens and lengths are
-of the whole simulation. Trained lengths are compared with a *population*: what the first prompts in order draw, without
-those that are filtered, and as many as were trained. Nothing that depends on the schedule selects it.
+Times, shares and staleness are those after a warm-up (`Figures.warm_up` versions); counts, tokens and lengths are those
+of the whole simulation. Trained lengths are compared with a *population*: the responses that the first prompts in order
+draw, without filtered prompts, and as many as were trained. So the population does not depend on the schedule.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import Prompts
 from rollflow.tasks.simulation.records import Records, Snapshot
 
-WARM_UP = 2  # versions, besides those that alpha lets run ahead
+WARM_UP = 2  # versions, in addition to those that alpha lets run ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Parts of a synchronous step (they add up to 1): until the last response, the last verdict, the new version, and
-    until the engines have it."""
+    """Parts of a synchronous step, which add up to 1: the time until the last response, then until the last score, then
+    until the new version, then until the engines have it."""
 
     rollout: float
     reward: float
@@ -41,7 +41,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Share of the time in which nothing ran; `slots` is the share of engine slots that stood empty."""
+    """Shares of the time without work; `slots` is the share of empty engine slots."""
 
     engines: float
     slots: float
@@ -51,7 +51,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """Lengths of trained responses against the whole population, in tokens."""
+    """Lengths of trained responses compared with the population, in tokens."""
 
     trained_mean: float
     population_mean: float
@@ -61,43 +61,43 @@ class Bias:
 
     @property
     def mean_difference(self) -> float:
-        """Of the means, as a share of the population's."""
+        """Difference of the means, as a share of the population's."""
         return self.trained_mean / self.population_mean - 1.0
 
     @property
     def p99_difference(self) -> float:
-        """Of the 99th percentiles, as a share of the population's."""
+        """Difference of the 99th percentiles, as a share of the population's."""
         return self.trained_p99 / self.population_p99 - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What became of every token the engines sampled for training. `wasted` is by reason; groups of a reason are in
-    `groups`. What evaluations took comes on top (`evaluated`)."""
+    """The fate of every token that the engines sampled for training. `wasted` counts tokens by reason, `groups` counts
+    groups by reason. Tokens for evaluations (`evaluated`) are extra."""
 
     sampled: int
     trained: int
     wasted: Mapping[str, int]
     groups: Mapping[str, int]
-    unfinished: int  # in flight or waiting when the simulation ended
+    unfinished: int  # in flight or waiting at the end of the simulation
     evaluated: int
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The outcome of one simulation; seconds are virtual."""
+    """The result of one simulation; seconds are virtual."""
 
     versions: int
     warm_up: int
     seconds: float
-    step_seconds: float  # mean, after the warm-up
+    step_seconds: float  # mean after the warm-up
     step_median: float
-    steps: tuple[float, ...]  # of every version
-    trained_tokens: tuple[int, ...]  # in every version
+    steps: tuple[float, ...]  # seconds of every version
+    trained_tokens: tuple[int, ...]  # of every version
     trajectories_per_second: float
     tokens_per_second: float  # trained
     idle: Idle
-    update_share: float  # of the time the engines stood still for an update
+    update_share: float  # share of the time in which engines were paused for an update
     staleness: Mapping[int, int]
     tokens: Tokens
     bias: Bias
@@ -106,16 +106,16 @@ class Figures:
     deaths: int
     restarted: int
     taken_over: int
-    evaluations: int  # that borrowed an engine
+    evaluations: int  # evaluations that borrowed an engine
 
     @property
     def staleness_mean(self) -> float:
-        """Of the trained trajectories."""
+        """Mean staleness of the trained trajectories."""
         return sum(age * count for age, count in self.staleness.items()) / max(1, sum(self.staleness.values()))
 
 
 def figures_of(records: Records, config: RunConfig, hardware: Hardware, versions: int) -> Figures:
-    """All figures. `config` is the recipe with timed engines."""
+    """Compute all figures; `config` is the recipe with timed engines."""
     assert isinstance(config.engine, TimedEngineConfig)
     warm = min(WARM_UP + config.capacity - 1, versions // 2)
     grain, speeds = config.engine.grain, hardware.speeds(config)
@@ -178,7 +178,7 @@ def _tokens(records: Records, versions: int, grain: int) -> Tokens:
 
 
 def _bias(records: Records, config: RunConfig, versions: int, grain: int) -> tuple[Bias, Sequence[int]]:
-    """The bias, and the population's lengths."""
+    """Compute the bias; also return the population's lengths."""
     count = sum(formed.trajectories for formed in records.formed if formed.number < versions)
     trained = np.frombuffer(records.trained_lengths, np.int64)[:count] * grain
     drawn = np.array(population(config, -(-count // config.group_size), records.filtered), np.int64) * grain
@@ -193,7 +193,7 @@ def _bias(records: Records, config: RunConfig, versions: int, grain: int) -> tup
 
 
 def population(config: RunConfig, prompts: int, filtered: Collection[int] = ()) -> list[int]:
-    """Simulated tokens of every response that the first `prompts` prompts draw, but for those that were filtered."""
+    """Draw the simulated length of every response to the first `prompts` prompts, without the filtered prompts."""
     engine = config.engine
     assert isinstance(engine, TimedEngineConfig)
     lengths, longest = ResponseLengths(engine), engine.max_new_tokens * engine.grain
@@ -212,7 +212,7 @@ def population(config: RunConfig, prompts: int, filtered: Collection[int] = ()) 
 
 
 def _shares(records: Records, warm: int, versions: int) -> Shares:
-    """Of the steps after the warm-up; each begins when the engines have the version before."""
+    """Compute the parts of the steps after the warm-up; a step begins when the engines have the previous version."""
     updated = {update.version: update.ended for update in records.updates}
     formed = {batch.number: batch for batch in records.formed}
     parts = np.zeros(4)

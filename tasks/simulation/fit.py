@@ -1,10 +1,10 @@
-"""A hardware file made from what a run recorded: its latencies, lengths, train steps and updates.
+"""Fits a hardware file to a recorded run: its latencies, lengths, train steps and updates.
 
 - Responses: the measured lengths (thinned to `QUANTILES`), and the correlation of their normal scores within a prompt.
-- Engines: what makes a simulation of the run give the recorded times; see `calibrate`. `reading` and `kv_tokens` are
-  not fitted: give them by hand where a cache fills.
-- Learner: each version's own time, from the batch in hand to the next one asked for, replayed in order.
-- Updates: the median pause, and the median time from a version's publishing to its pause.
+- Engines: fitted so that a simulation of the run gives the recorded times; see `calibrate`. `reading` and `kv_tokens`
+  are not fitted: set them by hand if the cache fills.
+- Learner: each version's own time, from the receipt of its batch to the request for the next one, replayed in order.
+- Updates: the median pause, and the median time from the publishing of a version to its pause.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from rollflow.tasks.simulation.hardware import (
     UpdateHardware,
 )
 
-QUANTILES = 400  # values that stand for a measured distribution
-TRIM = 0.01  # share of the longest generations that does not count: a restart, a stall
+QUANTILES = 400  # values that represent a measured distribution
+TRIM = 0.01  # share of the longest generations to ignore, such as restarts and stalls
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One version of a run. R trajectories were trained into it; seconds are wall-clock."""
+    """One version of a run, trained on R trajectories; seconds are wall-clock."""
 
     version: int
-    seconds: float  # since the version before was published
-    waited: float  # of them, the learner waited for the batch
-    pause: float | None  # of the engines, to take this version
+    seconds: float  # since the previous version was published
+    waited: float  # the part of `seconds` in which the learner waited for the batch
+    pause: float | None  # of the engines, to load this version
     fetched: float | None  # from its publishing to the pause
     groups_R: Sequence[int]  # which trajectories share a prompt
     tokens_R: Sequence[int]  # of the responses
@@ -48,7 +48,7 @@ class Recorded:
 
 
 def fitted(versions: Sequence[Recorded], config: RunConfig) -> Hardware:
-    """The hardware that these versions (those after a warm-up) ran on. Takes some seconds: it simulates them."""
+    """Fit the hardware that these versions (those after a warm-up) ran on. Takes some seconds, as it simulates them."""
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
     alone = config.async_ratio == 0
     seconds = np.concatenate([np.asarray(v.generation_R, float) for v in versions])
@@ -73,7 +73,7 @@ def fitted(versions: Sequence[Recorded], config: RunConfig) -> Hardware:
 
 
 def thinned(values: Floats) -> Floats:
-    """At most `QUANTILES` values with the same distribution, from the middle of equal shares."""
+    """Return at most `QUANTILES` values with the same distribution: the middles of equal shares."""
     values = np.sort(values)
     if len(values) <= QUANTILES:
         return values
@@ -82,14 +82,17 @@ def thinned(values: Floats) -> Floats:
 
 
 def train_seconds(versions: Sequence[Recorded], *, alone: bool) -> list[float]:
-    """What the learner itself took. The shortest wait of all is that for a batch that lay ready, so it counts as the
-    learner's own time. At alpha = 0 (`alone`) no batch ever lies ready."""
+    """Compute the learner's own seconds per version.
+
+    The shortest wait is that for a batch that was ready, so it counts as the learner's own time. At alpha = 0 (`alone`)
+    no batch is ever ready.
+    """
     ready = 0.0 if alone else min(v.waited for v in versions)
     return [max(1e-6, v.seconds - (v.waited - ready)) for v in versions]
 
 
 def correlation_of(versions: Sequence[Recorded]) -> float:
-    """rho of the normal scores of lengths within a prompt, by the variance between and within groups."""
+    """Compute rho, the correlation of the lengths' normal scores within a prompt, from the variance within groups."""
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
     groups: Floats = np.concatenate([_numbered(v.groups_R) + 1e6 * i for i, v in enumerate(versions)])
     scores = normal_scores(tokens)
@@ -102,7 +105,7 @@ def correlation_of(versions: Sequence[Recorded]) -> float:
 
 
 def normal_scores(values: Floats) -> Floats:
-    """Each value's rank as a standard normal number; equal values share one."""
+    """Return each value's rank as a standard normal number; equal values share one."""
     distinct, index, counts = np.unique(values, return_inverse=True, return_counts=True)
     middles = (np.cumsum(counts) - counts / 2) / len(values)
     normal = NormalDist()

@@ -1,6 +1,6 @@
-"""What a simulation assumes of machines and of the workload: one TOML file, typed and frozen.
+"""What a simulation assumes about machines and workload: one TOML file, typed and frozen.
 
-Seconds are those of one engine, one worker or one GPU; lengths are response tokens. Imports pydantic only.
+Seconds are those of one engine, one worker or one GPU; lengths are response tokens. Imports only pydantic.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section, refuse
 
-GRAINS = 128  # simulated tokens of the longest response: enough for versions per token, and short tuples
+GRAINS = 128  # simulated tokens of the longest response: enough to show versions per token, in short arrays
 
 
 class EnginesHardware(Section):
-    """The engines, and how fast one decodes."""
+    """The engines and their decoding speed."""
 
     count: int | None = Field(None, gt=0, description="engines; default: the recipe's engine.replicas")
     slots: int | None = Field(None, gt=0, description="requests on one engine; default: the recipe's engine.slots")
@@ -45,7 +45,7 @@ class EnginesHardware(Section):
 
 
 class ResponsesHardware(Section):
-    """How long responses are: lognormal, or as measured."""
+    """The lengths of responses: lognormal or measured."""
 
     median: float = Field(1000.0, gt=0, description="median length in tokens")
     sigma: float = Field(1.0, ge=0, description="spread of the lognormal length")
@@ -57,7 +57,7 @@ class ResponsesHardware(Section):
 
 
 class RewardHardware(Section):
-    """What a verdict takes, and what it says."""
+    """The time and the accuracy of scores."""
 
     seconds: float = Field(0.0, ge=0, description="mean time of a verdict")
     sigma: float = Field(0.0, ge=0, description="spread of its lognormal time; 0: always the mean")
@@ -68,7 +68,7 @@ class RewardHardware(Section):
 
 
 class LearnerHardware(Section):
-    """What a train step takes: seconds + epochs x (per_trajectory x trajectories + per_token x tokens) / gpus."""
+    """The time of a train step: seconds + epochs x (per_trajectory x trajectories + per_token x tokens) / gpus."""
 
     gpus: float = Field(1.0, gt=0, description="GPUs that train")
     colocated: bool = Field(False, description="on the engines' own GPUs, taking turns: only at async_ratio = 0")
@@ -80,21 +80,21 @@ class LearnerHardware(Section):
 
 
 class UpdateHardware(Section):
-    """What a new version takes to get into the engines."""
+    """The time to bring a new version to the engines."""
 
     seconds: float = Field(0.0, ge=0, description="pause of every engine")
     fetch_seconds: float = Field(0.0, ge=0, description="before it, while the engines go on")
 
 
 class Death(Section):
-    """An engine's end."""
+    """The death of one engine."""
 
     at_seconds: float = Field(ge=0, description="when it dies, from the beginning of the run")
     engine: int = Field(ge=0, description="its number, from 0")
 
 
 class FaultsHardware(Section):
-    """What goes wrong: engines that die and are replaced, engines that are slow."""
+    """Faults: engines that die and are replaced, and engines that are slow."""
 
     deaths: tuple[Death, ...] = ()
     deaths_per_hour: float = Field(0.0, ge=0, description="of one engine, at random")
@@ -115,20 +115,20 @@ class Hardware(Section):
     faults: FaultsHardware = FaultsHardware()
 
     def gpus(self, config: RunConfig) -> float:
-        """All of them: the engines' and the learner's."""
+        """Return the number of GPUs: the engines' and the learner's."""
         learner = 0.0 if self.learner.colocated else self.learner.gpus
         return self.engine_count(config) * self.engines.gpus_per_engine + learner
 
     def engine_count(self, config: RunConfig) -> int:
-        """Engines of a run of this recipe."""
+        """Return the number of engines for this recipe."""
         return self.engines.count or config.engine.replicas
 
     def cap(self, config: RunConfig) -> int:
-        """The longest response, in tokens."""
+        """Return the length of the longest response, in tokens."""
         return self.responses.cap or config.engine.max_new_tokens
 
     def engine(self, config: RunConfig) -> TimedEngineConfig:
-        """The recipe's engine section, for timed engines of this hardware (at speed 1)."""
+        """Build the recipe's engine section for timed engines of this hardware (at speed 1)."""
         engines, responses, cap = self.engines, self.responses, self.cap(config)
         grain = responses.grain or max(1, cap // GRAINS)
         return TimedEngineConfig(
@@ -153,7 +153,7 @@ class Hardware(Section):
         )
 
     def speeds(self, config: RunConfig) -> list[float]:
-        """Each engine's speed, relative to the file's seconds."""
+        """Draw each engine's speed, relative to the file's seconds."""
         draw, engines, faults = random.Random(f"speeds {config.seed}"), self.engines, self.faults
         found = []
         for place in range(self.engine_count(config)):
@@ -163,7 +163,7 @@ class Hardware(Section):
         return found
 
     def train_seconds(self, version: int, trajectories: float, tokens: float) -> float:
-        """What the learner takes to train `version` from so many response tokens."""
+        """Compute the seconds to train `version` on this many trajectories and response tokens."""
         learner = self.learner
         if learner.measured:
             return learner.measured[(version - 1) % len(learner.measured)]

@@ -1,4 +1,4 @@
-"""Stand-ins for prompts, verifiers, the learner and faults: each takes time, none decides."""
+"""The simulated parts: prompts, verifiers, the learner and faults. They only take time; they make no decisions."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
 FOREVER = 1e12  # virtual seconds
-JOIN_SECONDS = 1.0  # before another try to put an engine in a dead one's place
+JOIN_SECONDS = 1.0  # pause before the next try to replace a dead engine
 
 
 class Prompts:
-    """Prompts without words: a number, the source it belongs to, and how often they are answered right."""
+    """Prompts without text: each has a number, a source, and the accuracy of its responses."""
 
     def __init__(self, config: RunConfig, reward: RewardHardware) -> None:
         self._seed, self._reward = config.seed, reward
         self._sources = len(config.prompts)
 
     def at(self, index: int) -> Prompt:
-        """The prompt at a place in the run's order."""
+        """Return the prompt at an index."""
         draw = random.Random(f"{self._seed} {index}")
         accuracy = self._reward.accuracy
         if draw.random() < self._reward.agreeing:
@@ -41,12 +41,12 @@ class Prompts:
 
     @staticmethod
     def tokens(index: int) -> tuple[int, ...]:
-        """What stands for the question: all that a timed engine needs is to tell it from others."""
+        """Return the tokens of a question: only its index, which a timed engine needs to tell questions apart."""
         return (index,)
 
 
 class TimedRewards:
-    """Verdicts after their time, at most `workers` at a time."""
+    """Scores responses after a simulated time, at most `workers` at once."""
 
     def __init__(self, reward: RewardHardware, seed: int, records: Records) -> None:
         self._reward, self._records = reward, records
@@ -55,7 +55,7 @@ class TimedRewards:
         self.gauge = Gauge()
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Judge one response."""
+        """Score one response."""
         self._records.last_generation = asyncio.get_running_loop().time()
         if self._room is None:
             await self._judge()
@@ -74,7 +74,7 @@ class TimedRewards:
                 self.gauge.change(-1)
 
     def _seconds(self) -> float:
-        """Lognormal with the given mean, or one of the measured ones."""
+        """Draw the seconds of one score: lognormal with the given mean, or one of the measured times."""
         reward = self._reward
         if reward.measured:
             return self._draw.choice(reward.measured)
@@ -84,22 +84,22 @@ class TimedRewards:
 
 
 class Memory:
-    """`Source` of the channel: batches that were committed and not trained on yet."""
+    """Implements `Source` of the channel: holds the committed batches that are not trained on yet."""
 
     def __init__(self) -> None:
         self.batches: dict[int, StagedBatch] = {}
 
     async def entry(self, number: int) -> int | None:
-        """See `Source`. There is no log, and no batch is voided: each is as good as any other."""
+        """Return the same entry for every batch: there is no log, and no batch is voided."""
         return 0 if number in self.batches else None
 
     async def read(self, number: int) -> StagedBatch:
-        """See `Source`."""
+        """Return a batch."""
         return self.batches[number]
 
 
 def check_fresh(staged: StagedBatch, async_ratio: float) -> None:
-    """Raise `Stale` if any group is older than version `number` - alpha: what a run's log refuses."""
+    """Raise `Stale` if a group is older than version `number` - alpha, as a run's log would."""
     oldest = min(group.started_version for group in staged.groups)
     if oldest < staged.number - async_ratio:
         raise Stale(
@@ -109,7 +109,7 @@ def check_fresh(staged: StagedBatch, async_ratio: float) -> None:
 
 
 class TimedLearner:
-    """Takes batch after batch from the channel, and the time of a train step for each."""
+    """Takes batches from the channel, one after another, and lets the time of a train step pass for each."""
 
     def __init__(self, hardware: Hardware, grain: int, channel: Channel[StagedBatch], records: Records) -> None:
         self._hardware, self._grain = hardware, grain
@@ -131,7 +131,7 @@ class TimedLearner:
 
 
 class Faults:
-    """Kills engines at their time and puts others in their places."""
+    """Kills engines at given or random times and replaces them."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Faults:
         self._replace, self._records = replace, records
 
     async def run(self, seed: int) -> None:
-        """All deaths, planned and random."""
+        """Run all deaths, planned and random."""
         async with asyncio.TaskGroup() as tasks:
             for death in self._faults.deaths:
                 tasks.create_task(self._die(death.at_seconds, death.engine))
@@ -158,7 +158,7 @@ class Faults:
             await self._die(draw.expovariate(self._faults.deaths_per_hour / 3600.0), place)
 
     async def _die(self, seconds: float, place: int) -> None:
-        """An engine dies after `seconds`; returns when another one serves in its place."""
+        """Kill an engine after `seconds`; return when another one serves in its place."""
         await asyncio.sleep(seconds)
         self._engines[place].kill("killed by the simulation")
         self._records.deaths += 1

@@ -1,24 +1,24 @@
-"""The planner: how to divide GPUs between rollout and training, and how far to let rollout run ahead, by simulation.
+"""The planner: finds by simulation how to divide GPUs between rollout and training, and how far rollout may run ahead.
 
-Guarantees: what it recommends was simulated, on the shipped objects, for the versions it names. It keeps both limits
-(`Limits`). And no simulated candidate of a smaller alpha that keeps them comes within `TOLERANCE` of the best.
+Guarantees: a recommendation was simulated, with the shipped objects, for the versions that it names. It keeps both
+limits (`Limits`). And no simulated candidate with a smaller alpha that keeps them comes within `TOLERANCE` of the best.
 
-    1. synchronous     all GPUs in turns where the hardware says so, the best split otherwise: what gains are over
-    2. alpha = 1 ...   for each, the best split: downhill from beta* (Proposition 2), later from the last alpha's best;
-                       with waiting at the bound where the recipe drops and that passes a limit. Ends early where no
-                       schedule could be 5 % faster
+    1. synchronous     all GPUs in turns if the hardware says so, otherwise the best split: the baseline for gains
+    2. alpha = 1 ...   for each alpha the best split: descend from beta* (Proposition 2), later from the previous
+                       alpha's best; with waiting at the bound if the recipe drops and dropping exceeds a limit. Ends
+                       early if no schedule could be 5 % faster
     3. choices         extra groups, extra responses, tail batching, dropping at the bound, a wider bound at the same
-                       depth: one after another at the alphas in play; what gains gets a split of its own
-    4. finals          the best of each again, for longer, also where a short look marked it: only these are shown and
-                       chosen from
+                       depth: one after another for the alphas found; a choice that gains gets its own split search
+    4. finals          the best of each again, for longer, also where the first simulation exceeded a limit: only these
+                       are shown and chosen from
 
-A split whose bound is above the best step so far is not simulated. All simulations share a seed. So candidates are
-compared on the same prompts and lengths, and the same input gives the same plan.
+A split is not simulated if its lower bound exceeds the best step so far. All simulations share a seed. So candidates
+are compared on the same prompts and lengths, and the same input gives the same plan.
 
-The length bias here is the *settled* one: by how many tokens a version after the warm-up falls behind the prompts that
-become due with it. It leaves out the ramp of a run, which finishes short groups first while long ones are still in
-flight: that happens once in a run, not in each version. It is chance which long groups are in flight at the window's
-ends; the standard error says how much.
+The length bias is that of the *steady state*: by how many tokens a version after the warm-up falls behind the prompts
+that become due with it. It excludes the start of a run, in which short groups finish while long ones are still in
+flight: that happens once per run, not in each version. Which long groups are in flight at the ends of the window is
+random; the standard error shows how much that matters.
 """
 
 from __future__ import annotations
@@ -39,30 +39,32 @@ from rollflow.tasks.simulation.figures import WARM_UP, Figures, population
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.world import simulate
 
-TOLERANCE = 0.05  # of the best throughput: what a smaller alpha may cost ("the ratio needed")
-TIE = 0.01  # throughputs that differ by less are taken as equal
+TOLERANCE = 0.05  # share of the best throughput that a smaller alpha may cost ("the ratio needed")
+TIE = 0.01  # throughputs that differ by less count as equal
 ALPHAS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
-FINALISTS = 12  # simulations kept for the finals
-WIDER = 4  # times alpha: the bound that is looked at where only the depth stays
+FINALISTS = 12  # simulations reserved for the finals
+WIDER = 4  # times alpha: the wider bound that is tried at the same depth
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The finals, best first, and the choice."""
+    """The result of a search: the finals, best first, and the choice."""
 
     finals: tuple[Outcome, ...]
     sync: Outcome  # the recipe itself at alpha = 0
     best: Outcome | None  # the fastest that keeps the limits
     recommended: Outcome | None
-    alphas: tuple[float, ...]  # that were simulated
-    settled: bool  # larger ones need not be: no schedule could be faster by more than the tolerance
+    alphas: tuple[float, ...]  # the simulated ones
+    settled: bool  # larger alphas need no simulation: no schedule could be faster by more than the tolerance
     simulations: int
     trajectories: int
     limits: Limits = LIMITS
 
     @property
     def wider(self) -> Outcome | None:
-        """The fastest of a wider bound within the limits, at the depth of what is recommended; None: none is faster."""
+        """The fastest final with a wider bound that keeps the limits at the recommended depth; None if none is
+        faster.
+        """
         one = self.recommended
         if one is None:
             return None
@@ -87,17 +89,19 @@ def plan(
     limits: Limits = LIMITS,
     watch: Callable[[int, Outcome], None] = lambda count, outcome: None,
 ) -> Planned:
-    """Search; `watch` is called after each simulation with how many there were.
+    """Search for the best plan; `watch` is called after each simulation with the number of simulations so far.
 
     Raises:
-        ConfigError: the GPUs are too few, or the hardware file does not say how other splits would do.
+        ConfigError: there are too few GPUs, or the hardware file does not describe other splits.
     """
     return _Search(config, hardware, gpus, largest, budget, limits, watch).run()
 
 
 def choose(finals: Sequence[Outcome], limits: Limits) -> tuple[Outcome | None, Outcome | None]:
-    """The fastest, and the one to take: the smallest alpha within `TOLERANCE` of it; of equally fast ones the least
-    wasteful. Only of those that keep the limits."""
+    """Return the fastest outcome, and the recommended one, among those that keep the limits.
+
+    The recommended one has the smallest alpha within `TOLERANCE` of the fastest; of equally fast ones it wastes least.
+    """
     kept = [outcome for outcome in finals if not outcome.marks(limits)]
     if not kept:
         return None, None
@@ -111,8 +115,10 @@ def choose(finals: Sequence[Outcome], limits: Limits) -> tuple[Outcome | None, O
 
 
 def settled_bias(figures: Figures, drawn_R: Sequence[int]) -> tuple[float, float]:
-    """The slope of what trained tokens (by version) are ahead of drawn ones, as a share of a version's; and its
-    standard error, from how far the line is missed. `drawn_R` are the lengths of all responses, by prompt.
+    """Compute the bias of a version after the warm-up, as a share of its tokens, and its standard error.
+
+    The bias is the slope, over versions, of the trained tokens minus the drawn ones; the error comes from the
+    residuals. `drawn_R` has the lengths of all responses, in the order of prompts.
     """
     versions, warm = figures.versions, figures.warm_up
     responses = figures.bias.trained // versions
@@ -138,11 +144,11 @@ class _Search:
     ) -> None:
         self._config, self._hardware, self._gpus, self._width = config, hardware, gpus, hardware.engines.gpus_per_engine
         self._largest, self._budget, self._limits, self._watch = largest, budget, limits, watch
-        self._most = math.floor((gpus - 1) / self._width)  # engines, where the learner has one GPU
+        self._most = math.floor((gpus - 1) / self._width)  # most engines, if the learner has one GPU
         self._check()
         self._known: dict[tuple[Candidate, int], Outcome] = {}
         self._lengths: list[int] = []
-        self._passing: list[Outcome] = []  # by a first look over a limit
+        self._passing: list[Outcome] = []  # outcomes that exceeded a limit in their first simulation
         self._trajectories = 0
 
     def run(self) -> Planned:
@@ -194,7 +200,7 @@ class _Search:
         return self._descend(self._start(0.0), self._stride())
 
     def _asynchronous(self) -> tuple[list[Outcome], bool]:
-        """The best split of each alpha, and whether larger ones need not be looked at."""
+        """Find the best split of each alpha; also return whether larger alphas need no simulation."""
         found: list[Outcome] = []
         for alpha in self._alphas():
             if found and self._spent():
@@ -208,11 +214,11 @@ class _Search:
         return found, False
 
     def _alphas(self) -> tuple[float, ...]:
-        """That are to be looked at, in order."""
+        """List the alphas to simulate, in order."""
         return (*takewhile(lambda a: a < self._largest, ALPHAS), *([self._largest] if self._largest else []))
 
     def _waiting(self, plain: Outcome) -> Outcome | None:
-        """Where dropping what is too old passes a limit: waiting for it instead, if that keeps them."""
+        """If dropping old groups exceeds a limit, try waiting for them; return that outcome if it keeps the limits."""
         other = replace(plain.candidate, at_bound="wait")
         drops = plain.candidate.drops and plain.marks(self._limits)
         if not drops or not self._allowed(other) or self._spent():
@@ -222,7 +228,7 @@ class _Search:
         return None if waiting.marks(self._limits) else waiting
 
     def _second(self, plain: Sequence[Outcome]) -> list[Outcome]:
-        """The next best split of the alpha that seems needed: a short look may have put them in the wrong order."""
+        """Return the second best split of the alpha that seems needed, as a first simulation may misorder the two."""
         if not plain:
             return []
         needed = _needed(plain)
@@ -234,7 +240,7 @@ class _Search:
         return sorted(same, key=lambda one: -one.throughput)[1:2]
 
     def _redundant(self, plain: Sequence[Outcome]) -> list[Outcome]:
-        """For each alpha up to the needed one what redundancy gains most, and the fastest that passes a limit."""
+        """For each alpha up to the needed one, find the best redundant choice, and the fastest that exceeds a limit."""
         gains, passing = [], []
         needed = _needed(plain).candidate.async_ratio
         for one in (one for one in plain if one.candidate.async_ratio <= needed):
@@ -248,7 +254,7 @@ class _Search:
         return gains + sorted(passing, key=lambda other: -other.throughput)[:1]
 
     def _others(self, base: Candidate) -> Iterator[Candidate]:
-        """A candidate with one thing changed, where the recipe allows it."""
+        """Yield the candidates that differ from `base` in one choice and that the recipe allows."""
         groups, size = self._config.groups, self._config.group_size
         eighth, quarter = max(1, groups // 8), max(1, groups // 4)
         more = [
@@ -272,7 +278,7 @@ class _Search:
     # --- the split ----------------------------------------------------------------------------------------
 
     def _descend(self, start: Candidate, stride: int) -> Outcome:
-        """From a split to its better neighbours, with strides that halve where there are none."""
+        """Move from a split to better neighbours; halve the stride where there are none."""
         best = self._screen(start)
         while stride and not best.candidate.colocated:
             better = self._better(best, stride)
@@ -280,7 +286,7 @@ class _Search:
         return best
 
     def _better(self, best: Outcome, stride: int) -> Outcome | None:
-        """A neighbour with a shorter step; first the one that gives GPUs to the busier stage."""
+        """Return a neighbour with a shorter step, or None; first try to give GPUs to the busier stage."""
         idle = best.figures.idle
         toward = -stride if idle.learner < idle.engines else stride
         for engines in (best.candidate.engines + toward, best.candidate.engines - toward):
@@ -293,7 +299,7 @@ class _Search:
         return None
 
     def _start(self, alpha: float) -> Candidate:
-        """Split by beta*."""
+        """Return the split according to beta*."""
         middle = self._candidate(max(1, self._most // 2), alpha)
         share = self._bounds(middle).best_training_share
         engines = round((1.0 - share) * self._gpus / self._width)
@@ -303,7 +309,7 @@ class _Search:
         return max(1, self._most // 8)
 
     def _candidate(self, engines: int, alpha: float, *, colocated: bool = False) -> Candidate:
-        """The recipe itself, on so many engines."""
+        """Return the recipe's own choices on this number of engines."""
         rollout, learner = self._config.rollout, self._gpus if colocated else self._gpus - engines * self._width
         redundancy = (rollout.extra_groups, rollout.extra_responses, rollout.tail_batching, rollout.at_bound)
         ahead = None if rollout.ahead is None else min(rollout.ahead, alpha)
@@ -315,14 +321,14 @@ class _Search:
     # --- simulations --------------------------------------------------------------------------------------
 
     def _spent(self) -> bool:
-        """Whether what is left is for the finals."""
+        """Return whether the remaining simulations are reserved for the finals."""
         return len(self._known) >= self._budget.simulations - FINALISTS
 
     def _screen(self, candidate: Candidate) -> Outcome:
         return self._simulate(candidate, _warm_up(candidate.async_ratio) + self._budget.screening(self._config))
 
     def _simulate(self, candidate: Candidate, versions: int) -> Outcome:
-        """Once for each candidate and number of versions."""
+        """Simulate a candidate for a number of versions, once."""
         if (known := self._known.get((candidate, versions))) is not None:
             return known
         config, hardware = candidate.config(self._config, self._hardware), candidate.hardware(self._hardware)
@@ -336,13 +342,13 @@ class _Search:
         return outcome
 
     def _bounds(self, candidate: Candidate) -> Bounds:
-        """Proposition 2, by the lengths of a first look."""
+        """Compute the bounds of Proposition 2 for the lengths of a first simulation."""
         config, hardware = candidate.config(self._config, self._hardware), candidate.hardware(self._hardware)
         lengths = self._population(_warm_up(0.0) + self._budget.screening(config))
         return bounds_of(work_of(config, hardware, lengths, hardware.speeds(config)))
 
     def _population(self, versions: int) -> list[int]:
-        """Tokens of what the prompts of the first versions draw, at least."""
+        """Return the drawn lengths, in tokens, of at least the prompts of the first versions."""
         count = versions * self._config.groups
         if len(self._lengths) < count * self._config.group_size:
             timed = self._config.model_copy(update={"engine": self._hardware.engine(self._config)})
@@ -352,12 +358,12 @@ class _Search:
 
 
 def _needed(outcomes: Sequence[Outcome]) -> Outcome:
-    """The smallest alpha that may come within the tolerance of the best, by a first look."""
+    """Return the outcome with the smallest alpha that may come within the tolerance of the best."""
     best = max(one.throughput for one in outcomes)
     near = [one for one in outcomes if one.throughput >= (1.0 - 1.5 * TOLERANCE) * best]
     return min(near, key=lambda one: (one.candidate.async_ratio, -one.throughput))
 
 
 def _warm_up(alpha: float) -> int:
-    """Versions that `Figures` leaves out."""
+    """Return the number of versions that `Figures` excludes."""
     return WARM_UP + math.floor(alpha)

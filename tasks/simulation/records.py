@@ -1,6 +1,6 @@
-"""What a simulation notes while it runs: nothing here decides anything.
+"""The records of a simulation; no decision depends on them.
 
-Times are virtual seconds since the beginning, lengths are simulated tokens (one stands for `grain` real ones).
+Times are virtual seconds since the beginning, and lengths are simulated tokens (one stands for `grain` real ones).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollflow.tasks.engines.timed import Usage
 
 
 class Gauge:
-    """How many of something run, summed up over time."""
+    """Counts running items, and sums them up over time."""
 
     def __init__(self) -> None:
         self.active = 0
@@ -24,7 +24,7 @@ class Gauge:
         self._since = 0.0
 
     def change(self, by: int) -> None:
-        """So many more (or fewer) run from now on."""
+        """Change the number of running items."""
         now = asyncio.get_running_loop().time()
         if self.active:
             passed = now - self._since
@@ -35,14 +35,14 @@ class Gauge:
 
     @property
     def usage(self) -> Usage:
-        """Up to now."""
+        """Usage up to now."""
         self.change(0)
         return self._usage
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time; `version` is what it led to."""
+    """A span of time; `version` is its result."""
 
     began: float
     ended: float
@@ -50,13 +50,13 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Length in seconds."""
         return self.ended - self.began
 
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """A batch when it was formed: when, and when the last response before that had ended."""
+    """A formed batch: when it was formed, and when the last response before that ended."""
 
     number: int
     at: float
@@ -68,38 +68,38 @@ class Formed:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Every counter that grows, at one moment; engines are summed up."""
+    """All growing counters at one moment; those of engines are sums."""
 
     at: float
     engine_busy: float
     engine_slots: float
-    engine_tokens: int  # but for those of evaluations
+    engine_tokens: int  # without those of evaluations
     reward_busy: float
 
 
 @dataclass(slots=True)
 class Records:
-    """All notes of one simulation."""
+    """All records of one simulation."""
 
     formed: list[Formed] = field(default_factory=list)
     steps: list[Span] = field(default_factory=list)  # train steps, until the version is published
     updates: list[Span] = field(default_factory=list)  # pauses of the engines
     trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # of each trained response
-    filtered: set[int] = field(default_factory=set)  # prompts that went for good
-    generation_seconds: array[float] = field(default_factory=lambda: array("d"))  # of each, from being asked for
+    filtered: set[int] = field(default_factory=set)  # prompts whose groups were filtered
+    generation_seconds: array[float] = field(default_factory=lambda: array("d"))  # of each, from its request on
     discarded_groups: Counter[str] = field(default_factory=Counter)
     discarded_tokens: Counter[str] = field(default_factory=Counter)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by the version just published
     last_generation: float = 0.0
     deaths: int = 0
-    restarted: int = 0  # requests that started again
-    restarted_tokens: int = 0  # that they had
-    taken_over: int = 0  # requests that went on at another engine
-    evaluations: int = 0  # that were finished
-    evaluation_tokens: int = 0  # sampled for them and for one that was not
+    restarted: int = 0  # requests that restarted
+    restarted_tokens: int = 0  # tokens lost by that
+    taken_over: int = 0  # requests that continued on another engine
+    evaluations: int = 0  # finished ones
+    evaluation_tokens: int = 0  # sampled for finished and unfinished evaluations
 
     def form(self, staged: StagedBatch) -> None:
-        """Note a batch."""
+        """Record a formed batch."""
         for discard in staged.discards:
             self.discarded_groups[discard.reason.value] += 1
             self.discarded_tokens[discard.reason.value] += discard.response_tokens
@@ -115,5 +115,5 @@ class Records:
 
 
 def trajectories_of(staged: StagedBatch) -> list[Trajectory]:
-    """Those of a batch: a simulation packs no group, for it writes nothing."""
+    """List the trajectories of a batch; in a simulation its groups are not packed."""
     return [one for group in staged.groups if isinstance(group, TrajectoryGroup) for one in group.trajectories]

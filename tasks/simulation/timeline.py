@@ -1,6 +1,6 @@
-"""Who was busy when: occupancy of engines and verifiers in equal bins of time, train steps and updates as spans.
+"""The timeline: occupancy of engines and verifiers in equal bins of time; train steps and updates as spans.
 
-There are at most `BINS` bins: when there are more, neighbours are joined, and from then on bins are twice as long. So
+There are at most `BINS` bins: when there are more, neighbours are merged, and bins are twice as long from then on. So
 the cost is bounded, however long the simulation runs.
 """
 
@@ -20,8 +20,8 @@ BINS = 960
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """E engines, B bins of `bin_seconds`. `engines[e, b]` is the share of the engine's slots that ran (0 to 1),
-    `rewards[b]` the mean number of verdicts under way."""
+    """E engines, B bins of `bin_seconds`. `engines[e, b]` is the share of the engine's slots that ran (0 to 1), and
+    `rewards[b]` is the mean number of scores in progress."""
 
     bin_seconds: float
     engines: NDArray[np.float32]
@@ -32,16 +32,16 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length of the timeline in seconds."""
         return self.bin_seconds * len(self.rewards)
 
 
 class Sampler:
-    """Reads counters that only grow, bin by bin."""
+    """Samples counters that only grow, once per bin."""
 
     def __init__(self, read: Callable[[], Sequence[float]], bin_seconds: float) -> None:
         self._read, self.bin_seconds = read, bin_seconds
-        self._rows: list[NDArray[np.float32]] = []  # what each counter grew by in each bin
+        self._rows: list[NDArray[np.float32]] = []  # growth of each counter in each bin
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -56,7 +56,7 @@ class Sampler:
                 self.bin_seconds *= 2
 
     def growth(self) -> NDArray[np.float32]:
-        """(counters, bins): what each grew by per second of a bin."""
+        """Compute the growth of each counter per second of each bin, as an array (counters, bins)."""
         if not self._rows:
             return np.zeros((len(self._read()), 1), np.float32)
         found: NDArray[np.float32] = np.stack(self._rows, axis=1) / np.float32(self.bin_seconds)

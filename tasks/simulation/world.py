@@ -1,4 +1,4 @@
-"""One simulation: the shipped objects of a run, put together on a virtual clock.
+"""One simulation: the shipped objects of a run, connected on a virtual clock.
 
     prompts --> RolloutScheduler --> InferenceProxy --> timed engines <-- faults
                   |    |                  ^
@@ -10,7 +10,7 @@
                   timed learner --version-+
 
 The scheduler plans a few more batches than are trained, and the simulation ends when the last version is published. So
-a steady run is measured, not its end, when the engines run empty.
+it measures a steady run, without the end, where engines run out of work.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rollflow.tasks.simulation.timeline import Sampler, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came out."""
+    """The result of a simulation."""
 
     figures: Figures
     timeline: Timeline | None
@@ -61,11 +61,11 @@ def simulate(
     timeline: bool = False,
     watch: Callable[[int], None] = lambda version: None,
 ) -> Simulated:
-    """Run a recipe on `hardware` until `versions` (default: the recipe's) are trained.
+    """Simulate a recipe on `hardware` until `versions` (default: the recipe's) are trained.
 
     Args:
-        timeline: note who was busy when (costs a few per cent).
-        watch: called with each version that is published.
+        timeline: record what was busy when (costs a few per cent).
+        watch: called with each published version.
 
     Raises:
         ConfigError: the hardware does not fit the recipe.
@@ -87,7 +87,7 @@ def simulate(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Turn Python's garbage collector off: it would look again and again at all that is in flight, for half of the
+    """Turn off Python's garbage collector, which would inspect everything in flight again and again, for half of the
     time.
     """
     was = gc.isenabled()
@@ -100,7 +100,7 @@ def _uncollected() -> Iterator[None]:
 
 
 class World:
-    """All parts of one simulated run. `config` has timed engines, `recipe` is what it was made from."""
+    """All parts of one simulated run. `config` has timed engines; `recipe` is the original config."""
 
     def __init__(self, config: RunConfig, hardware: Hardware, recipe: RunConfig, timeline: bool) -> None:
         assert isinstance(config.engine, TimedEngineConfig)
@@ -108,7 +108,7 @@ class World:
         self.records = Records()
         self.speeds = hardware.speeds(recipe)
         self.engines = {place: self._engine(place) for place in range(len(self.speeds))}
-        self._past = [0.0] * len(self.speeds)  # slot seconds of the dead, by place
+        self._past = [0.0] * len(self.speeds)  # slot seconds of dead engines, by place
         self._buried: list[Usage] = []
         _check(config, hardware)
         self.rewards = TimedRewards(hardware.reward, config.seed, self.records)
@@ -118,7 +118,7 @@ class World:
         self._fetched = 0.0
 
     def _build(self) -> None:
-        """The shipped objects."""
+        """Create and connect the shipped objects."""
         config = self.config
         engines = list(self.engines.values())
         self.proxy = build_proxy(engines, self.engine.slots, FOREVER, config.rollout.routing)
@@ -134,10 +134,10 @@ class World:
         self.faults = Faults(faults, self.proxy, self.engines, self._replace, self.records)
 
     async def run(self, versions: int, watch: Callable[[int], None]) -> None:
-        """Until `versions` are published.
+        """Run until `versions` are published.
 
         Raises:
-            RollflowError: what would have ended the run ended the simulation.
+            RollflowError: an error that would have ended the run.
         """
 
         def published(version: int) -> None:
@@ -162,7 +162,7 @@ class World:
             raise failure
 
     def timeline(self) -> Timeline:
-        """Who was busy when."""
+        """Return what was busy when."""
         assert self.sampler is not None
         growth = self.sampler.growth()
         engines, rewards = growth[:-1] / np.float32(self.engine.slots), growth[-1]
@@ -170,11 +170,11 @@ class World:
         return Timeline(self.sampler.bin_seconds, engines, rewards, steps, updates, self.engine.slots)
 
     async def newer(self, version: int) -> int:
-        """See `VersionFeed`."""
+        """Wait for a newer version, as `VersionFeed` does."""
         return await self.channel.wait_version(version, FOREVER)
 
     async def fetch(self, version: int) -> tuple[Path, Probe]:
-        """See `VersionFeed`."""
+        """Let the time of a fetch pass; a simulation has no weights."""
         await asyncio.sleep(self.hardware.update.fetch_seconds)
         self._fetched = asyncio.get_running_loop().time()
         return Path(), Probe((), (), 0.0)
@@ -189,7 +189,7 @@ class World:
         self.scheduler.wake()
 
     async def _commit(self, staged: StagedBatch) -> None:
-        """Keep the batch where the channel finds it, and hand it over."""
+        """Store the batch where the channel finds it, and put it into the channel."""
         check_fresh(staged, self.config.async_ratio)
         self.records.form(staged)
         self.memory.batches[staged.number] = staged
@@ -198,14 +198,14 @@ class World:
             del self.memory.batches[trained]
 
     def _pack(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """A simulation writes nothing."""
+        """Return the group unchanged, because a simulation stores nothing."""
         return group
 
     def _engine(self, place: int) -> TimedEngine:
         return TimedEngine(self.engine.model_copy(update={"speed": self.speeds[place]}))
 
     async def _replace(self, place: int) -> TimedEngine:
-        """Another engine for a place; what the dead one did still counts."""
+        """Start a new engine in a place; the work of the dead one still counts."""
         dead = self.engines[place].usage
         self._past[place] += dead.slot_seconds
         self._buried.append(dead)
@@ -226,22 +226,22 @@ class World:
         )
 
     def _usages(self) -> list[Usage]:
-        """Of every engine that there was."""
+        """Return the usage of every engine, including dead ones."""
         return [*self._buried, *(engine.usage for engine in self.engines.values())]
 
     def _shortest_bin(self) -> float:
-        """A part of what one response takes; bins grow by themselves, and never shrink."""
+        """Return the shortest bin of the timeline: a fraction of one response's time; bins only grow."""
         lengths = sorted(self.engine.lengths)
         typical = lengths[len(lengths) // 2] if lengths else self.engine.median_tokens
         return max(1e-4, (self.engine.prefill_seconds + typical * self.engine.seconds_per_token) / 32)
 
     def _read(self) -> list[float]:
-        """What the timeline samples."""
+        """Read the counters that the timeline samples."""
         slots = [self._past[place] + engine.usage.slot_seconds for place, engine in self.engines.items()]
         return [*slots, self.rewards.gauge.usage.slot_seconds]
 
     async def _close(self) -> None:
-        """Note what the proxy counted, and let nothing more begin."""
+        """Record the proxy's counts, and let nothing more start."""
         self.records.restarted, self.records.taken_over = self.proxy.restarted, self.proxy.taken_over
         self.records.restarted_tokens = sum(usage.restarted for usage in self._usages())
         if self.evaluations is not None:
@@ -253,7 +253,7 @@ class World:
 
 
 def _check(config: RunConfig, hardware: Hardware) -> None:
-    """What only recipe and hardware together can tell."""
+    """Check that the hardware fits the recipe."""
     last = config.engine.replicas - 1
     for death in hardware.faults.deaths:
         if death.engine > last:

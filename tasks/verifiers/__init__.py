@@ -1,4 +1,4 @@
-"""Verifiers: one contract (`base`), a file each, chosen by `build_verifier`; and the processes they run in (`pool`)."""
+"""Verifiers: one contract (`base`) and one file for each kind, chosen by `build_verifier`; `pool` runs them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from rollflow.tasks.verifiers.config import ExactReward, ImportReward, Reasoning
 
 
 def build_verifier(config: RewardConfig) -> Verifier:
-    """The verifier that `[reward]` asks for, with what it needs imported: that is no response's time.
+    """Build the verifier that `[reward]` names, and import what it needs, so that no response waits for imports.
 
     Raises:
-        ConfigError: there is no verifier of that import path.
+        ConfigError: there is no verifier with that import path.
     """
     match config:
         case ReasoningGymReward():

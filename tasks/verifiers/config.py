@@ -1,4 +1,4 @@
-"""The `[reward]` section: how an answer is judged. One class a kind."""
+"""The `[reward]` section: one class for each kind of verifier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section, 
 
 
 class Format(Section):
-    """What a response has to look like, whatever it answers; what does not pays for it."""
+    """The form that a response must have, whatever its answer; a response without it loses some reward."""
 
     pattern: str = Field(
         ".*<answer>.*</answer>.*", description="regular expression for the whole response; its dot takes line ends, too"
@@ -30,7 +30,7 @@ class Format(Section):
 
 
 class RewardBase(Section):
-    """Verifiers, run in worker processes that are killed at their deadline."""
+    """The keys of all verifiers, which run in worker processes that are killed at a deadline."""
 
     fixed: ClassVar[Mapping[str, str]] = {
         "kind": "earlier rewards and evaluations are its",

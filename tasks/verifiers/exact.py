@@ -1,4 +1,4 @@
-"""Equality with the reference answer."""
+"""The verifier `exact`: compares the answer with the reference answer."""
 
 from __future__ import annotations
 

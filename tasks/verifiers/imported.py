@@ -1,4 +1,4 @@
-"""A verifier of your own: a function `(response, reference, **options) -> Score`."""
+"""A user-defined verifier: a function `(response, reference, **options) -> Score`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rollflow.tasks.runtime.imports import imported_function, made
 from rollflow.tasks.verifiers.base import Score, Verifier
 from rollflow.tasks.verifiers.config import ImportReward
 
-LONGEST = 100_000  # bytes of the section, which workers are started with; Linux takes 131,071
+LONGEST = 100_000  # bytes of the section, which is a command-line argument of workers; Linux allows 131,071
 
 
 def imported_verifier(config: ImportReward) -> Verifier:
-    """The function that `reward.path` names, with its options.
+    """Import the function that `reward.path` names, and bind its options.
 
     Raises:
         ConfigError: there is no such function, it takes other options, or they are too long for a worker.

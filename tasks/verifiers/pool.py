@@ -1,14 +1,15 @@
 """The pool of reward workers: every response gets a score, at the latest at its deadline.
 
 A worker that does not answer in time is killed and replaced; its response scores 0 with the reason "deadline".
-A worker that dies is replaced, and its response is tried once more. Nothing a verifier does can hang the pool.
-A worker that dies before it is ready is no response's fault: after `START_TRIES` times `workers` in a row the run ends.
+A worker that dies is replaced, and its response is tried once more. Nothing a verifier does can block the pool.
+A worker that dies before it is ready is not the fault of a response: after `START_TRIES` times `workers` such deaths in
+a row the run fails.
 
-    queue --as many as take AHEAD_SECONDS--> worker --verdicts, in order--> their callers
-      ^                                         |
-      +---- the others behind a slow one <------+   and another worker stands in until it has its verdict
+    queue --up to AHEAD_SECONDS of work--> worker --scores, in order--> their callers
+      ^                                        |
+      +---- responses behind a slow one <------+   and another worker takes over until the slow score is there
 
-So a slow verdict holds nobody up but for `SLOW_SECONDS`.
+So a slow score delays other responses by at most `SLOW_SECONDS`.
 """
 
 from __future__ import annotations
@@ -32,32 +33,34 @@ from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Score, failed
 from rollflow.tasks.verifiers.config import ImportReward, RewardConfig
 
-CHUNK = 32  # responses handed to a worker at a time: a write and a wake-up each would cost more than the verdict;
-AHEAD_SECONDS = 0.1  # but no more than take it so long: those behind a slow one are judged twice
-SLOW_SECONDS = 1.0  # a verdict that takes longer holds up no other
+CHUNK = (
+    32  # most responses sent to a worker at once, because a write and a wake-up for each would cost more than a score
+)
+AHEAD_SECONDS = 0.1  # most work sent at once, in seconds, because responses behind a slow one are scored twice
+SLOW_SECONDS = 1.0  # a score that takes longer delays no other response
 START_TRIES = 5
-AGAIN_SECONDS = 0.5  # before another try to start one
+AGAIN_SECONDS = 0.5  # pause before the next try to start a worker
 READY = b"ready\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """One response to judge, by its tokens; flat, where nobody is to pay for them again."""
+    """One response to score, as tokens; a flat array, where conversion would cost time."""
 
     tokens: Sequence[int]
     reference: Mapping[str, Any]
 
-    def line(self) -> bytes:
-        """The request as the worker reads it: the tokens' bytes, in hexadecimal digits, and the reference."""
+    def encode_line(self) -> bytes:
+        """Encode the request as a line for the worker: the bytes of the tokens in hexadecimal, and the reference."""
         asked = {"tokens": Int32s.of(self.tokens).data.hex(), "reference": dict(self.reference)}
         return json.dumps(asked).encode() + b"\n"
 
 
 class RewardPool:
-    """Worker processes and the queue before them. See the module's docstring.
+    """The worker processes and their queue. See the module's docstring.
 
-    There are twice as many lanes as workers, and a turn for each worker: a lane takes responses only while it has a
-    turn, and passes it on while its worker is slow. So a second process is started only where one is needed.
+    There are twice as many lanes as workers, and one turn per worker. A lane takes responses only while it has a turn,
+    and passes the turn on while its worker is slow. So a second process is started only where it is needed.
     """
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
@@ -68,9 +71,12 @@ class RewardPool:
         self._arrivals = itertools.count()
         self._turns = asyncio.Semaphore(config.workers)
         self._quick = min(SLOW_SECONDS, config.deadline_seconds)
-        self._pace = SLOW_SECONDS  # what a verdict took lately, in seconds
+        self._pace = SLOW_SECONDS  # recent seconds per score
         self._lanes: list[asyncio.Task[None]] = []
-        self._unready, self._tries = 0, START_TRIES * config.workers  # in a row; all may fail at one moment
+        self._unready, self._tries = (
+            0,
+            START_TRIES * config.workers,
+        )  # failed starts in a row; all workers may fail at once
         self._hopeless = asyncio.Event()
         self._error = ConfigError("no worker was tried")
         self.scored = 0
@@ -78,28 +84,28 @@ class RewardPool:
         self.busy_seconds = 0.0
 
     async def start(self) -> None:
-        """Start the workers; `ConfigError` where a verifier of a person's own is not to be had on this machine."""
-        if isinstance(self._config, ImportReward):  # else the workers died of it, and every response scored 0
+        """Start the workers; raise `ConfigError` if a user-defined verifier cannot be imported on this machine."""
+        if isinstance(self._config, ImportReward):  # otherwise each worker would die of it
             await asyncio.to_thread(build_verifier, self._config)
         count = self._config.workers
-        self._lanes = [asyncio.create_task(self._lane(first=number < count)) for number in range(2 * count)]
+        self._lanes = [asyncio.create_task(self._run_lane(first=number < count)) for number in range(2 * count)]
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
-        """The scores to come, in the order of the requests."""
+        """Queue requests and return the futures of their scores, in order."""
         futures: list[asyncio.Future[Score]] = [asyncio.get_running_loop().create_future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
             try:
-                self._put(_Job(next(self._arrivals), request.line(), future))
-            except (TypeError, ValueError) as error:  # what an environment of a person's own asked
+                self._put(_Job(next(self._arrivals), request.encode_line(), future))
+            except (TypeError, ValueError) as error:  # a user-defined environment passed an invalid request
                 future.set_result(failed("request", error))
         return futures
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Scores in the order of the requests, once all are there."""
+        """Score requests and return all scores, in order."""
         return list(await asyncio.gather(*self.submit(requests)))
 
     async def serve(self, finished: asyncio.Event) -> None:
-        """Return once that is set, and the workers are ended; `ConfigError` once none of them gets ready."""
+        """Wait until `finished` is set, then end the workers; raise `ConfigError` if no worker gets ready."""
         ends = [asyncio.create_task(event.wait()) for event in (finished, self._hopeless)]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -121,15 +127,17 @@ class RewardPool:
             self._queue.put_nowait((job.arrival, job))
 
     async def _take(self) -> deque[_Job]:
-        """The next few responses; of slow ones a single one."""
+        """Take the next few responses from the queue; only one, if they are slow."""
         jobs = deque([(await self._queue.get())[1]])
         while not self._queue.empty() and len(jobs) < CHUNK and len(jobs) * self._pace < AHEAD_SECONDS:
             jobs.append(self._queue.get_nowait()[1])
         return jobs
 
-    async def _lane(self, *, first: bool) -> None:
-        """One worker after another, each fed until it dies or misses a deadline. One of the `first` lanes has its
-        worker before there is anything to score, so that it has made its imports by then."""
+    async def _run_lane(self, *, first: bool) -> None:
+        """Run one worker after another, each until it dies or misses a deadline.
+
+        A lane with `first` starts its worker before there is a response to score, so that its imports are done by then.
+        """
         worker: _Worker | None = None
         has_turn = False
         try:
@@ -138,8 +146,8 @@ class RewardPool:
                     await self._turns.acquire()
                 has_turn = True
                 jobs = deque[_Job]() if first and worker is None else await self._take()
-                worker = await self._living(worker)
-                if worker is None or not await self._gets_ready(worker):
+                worker = await self._ensure_worker(worker)
+                if worker is None or not await self._wait_ready(worker):
                     worker = None
                     self._put(*jobs)
                     if self._unready >= self._tries:
@@ -151,22 +159,22 @@ class RewardPool:
                 handed_over = await self._serve(worker, jobs)
                 has_turn = handed_over is None
                 if handed_over:
-                    await worker.skip(handed_over, self._config.deadline_seconds)
+                    await worker.discard_scores(handed_over, self._config.deadline_seconds)
         finally:
             if worker:
                 await worker.end()
 
-    async def _living(self, worker: _Worker | None) -> _Worker | None:
-        """This worker if it lives, or else a new one; None where no process is to be had, or no pipe."""
+    async def _ensure_worker(self, worker: _Worker | None) -> _Worker | None:
+        """Return this worker if it lives, otherwise a new one; None if no process or pipe is available."""
         try:
             return worker if worker and worker.alive else await _Worker.start(self._command)
         except OSError:
             return None
 
-    async def _gets_ready(self, worker: _Worker) -> bool:
-        """Whether it made its imports; if not, it has ended."""
+    async def _wait_ready(self, worker: _Worker) -> bool:
+        """Return whether the worker finished its imports; if not, it has ended."""
         try:
-            await worker.ready(self._config.start_seconds)
+            await worker.wait_ready(self._config.start_seconds)
         except NotReady as error:
             self._unready += 1
             config = self._config
@@ -178,7 +186,7 @@ class RewardPool:
         return True
 
     def _give_up(self) -> None:
-        """Tell whoever waits for a score, and who watches over the pool."""
+        """Fail all waiting requests, and the pool itself."""
         self._hopeless.set()
         while not self._queue.empty():
             _, job = self._queue.get_nowait()
@@ -186,19 +194,20 @@ class RewardPool:
                 job.future.set_exception(self._error)
 
     async def _serve(self, worker: _Worker, jobs: deque[_Job]) -> int | None:
-        """Send the jobs in one write, take verdicts one by one; what has none in the end goes back into the queue.
+        """Send the jobs in one write and read their scores one by one; requeue the jobs without a score at the end.
 
-        If one is slow, those behind it go back at once and the turn is passed on: then their number is returned.
+        If a job is slow, the jobs behind it are requeued immediately and the turn is passed on; then return their
+        number.
         """
         started, handed_over = time.monotonic(), None
         try:
             worker.send([job.line for job in jobs])
             while jobs:
                 try:
-                    score = await worker.verdict(self._quick)
+                    score = await worker.read_score(self._quick)
                 except TimeoutError:
                     handed_over = self._pass_on(jobs)
-                    score = await worker.verdict(self._config.deadline_seconds - self._quick)
+                    score = await worker.read_score(self._config.deadline_seconds - self._quick)
                 self._settle(jobs.popleft(), score)
         except TimeoutError:
             await worker.end()
@@ -214,7 +223,7 @@ class RewardPool:
         return handed_over
 
     def _pass_on(self, jobs: deque[_Job]) -> int:
-        """Leave a worker alone with the first job; returns how many others it had."""
+        """Leave only the first job with a worker; requeue the others and return their number."""
         others = [jobs.pop() for _ in range(len(jobs) - 1)]
         self._put(*others)
         self._turns.release()
@@ -229,24 +238,24 @@ class RewardPool:
 
 @dataclass(slots=True)
 class _Job:
-    """A request on its way to its score: in the queue, or with one worker."""
+    """A request in the queue or with a worker."""
 
     arrival: int
-    line: bytes  # the request, as the worker reads it
+    line: bytes  # the request as the worker reads it
     future: asyncio.Future[Score]
     deaths: int = 0
 
 
 class WorkerDied(RollflowError):
-    """A reward worker's process ended."""
+    """Raised when a reward worker's process has ended."""
 
 
 class NotReady(RollflowError):
-    """It ended before it could be asked anything."""
+    """Raised when a worker ended before it was ready."""
 
 
 class _Worker:
-    """One process and its pipes."""
+    """A worker process and its pipes."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -254,7 +263,7 @@ class _Worker:
 
     @classmethod
     async def start(cls, command: Sequence[str]) -> _Worker:
-        """Start a process."""
+        """Start a worker process."""
         pipe = asyncio.subprocess.PIPE
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = await asyncio.create_subprocess_exec(
@@ -264,53 +273,57 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the process runs."""
         return self._process.returncode is None
 
-    async def ready(self, seconds: float) -> None:
-        """Return when it has imported what it needs; `NotReady` if it ended, or takes longer than that."""
+    async def wait_ready(self, seconds: float) -> None:
+        """Wait until the worker has finished its imports; raise `NotReady` if it ends or takes longer than
+        `seconds`.
+        """
         if self._is_ready:
             return
         try:
-            line = await self._line(seconds)
+            line = await self._read_line(seconds)
         except TimeoutError:
             await self.end()
             raise NotReady(f"it took more than reward.start_seconds = {seconds:g}; set more") from None
         except WorkerDied:
             raise NotReady(f"it ended with code {self._process.returncode}") from None
-        if line != READY:  # it says why not
+        if line != READY:  # the line is the reason
             await self.end()
             raise NotReady(line.decode(errors="replace").strip())
         self._is_ready = True
 
     def send(self, lines: Sequence[bytes]) -> None:
-        """Hand over requests; their verdicts come in order."""
+        """Send requests; their scores come back in order."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"".join(lines))
 
-    async def verdict(self, seconds: float) -> Score:
-        """The next verdict; `TimeoutError` after `seconds` (it is still to come), `WorkerDied` if the process ended."""
-        line = await self._line(seconds)
+    async def read_score(self, seconds: float) -> Score:
+        """Read the next score; raise `TimeoutError` after `seconds`, `WorkerDied` if the process has ended."""
+        line = await self._read_line(seconds)
         try:
             return Score(*json.loads(line))
         except (ValueError, TypeError):
             await self.end()
             raise WorkerDied("it said what is no verdict") from None
 
-    async def skip(self, count: int, deadline: float) -> None:
-        """Let `count` verdicts go by that others have given; it is ended if it does not come to the end of them."""
+    async def discard_scores(self, count: int, deadline: float) -> None:
+        """Discard `count` scores of requests that another worker has taken over; end the worker if that takes too
+        long.
+        """
         try:
             for _ in range(count if self.alive else 0):
-                await self._line(deadline)
+                await self._read_line(deadline)
         except (TimeoutError, WorkerDied):
             await self.end()
 
-    async def _line(self, seconds: float) -> bytes:
+    async def _read_line(self, seconds: float) -> bytes:
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(seconds):
                 line = await self._process.stdout.readline()
-        except ValueError:  # longer than any verdict: where the next one begins is not known
+        except ValueError:  # the line is longer than any score, so the start of the next one is unknown
             await self.end()
             raise WorkerDied("it said what is no verdict") from None
         if not line:
@@ -319,7 +332,7 @@ class _Worker:
         return line
 
     async def end(self) -> None:
-        """End it and see it gone."""
+        """Kill the process and wait until it has ended."""
         if self.alive:
             self._process.kill()
         await self._process.wait()

@@ -1,4 +1,4 @@
-"""The scorer of a reasoning-gym family."""
+"""The verifier of reasoning-gym prompts: the scorer of their family."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rollflow.tasks.verifiers.base import Score
 
 
 def family_score(response: str, reference: Mapping[str, Any]) -> Score:
-    """The family's own score, in [0, 1]."""
-    reward = float(_scorer(str(reference["family"]))(response, dict(reference)))
+    """Return the score of the family's own scorer, in [0, 1]."""
+    reward = float(_find_scorer(str(reference["family"]))(response, dict(reference)))
     return Score(reward, "right" if reward == 1.0 else "wrong" if reward <= 0.01 else "partly right")
 
 
 def has_scorer(family: str) -> bool:
     """Return whether reasoning-gym has a family of that name."""
     try:
-        _scorer(family)
+        _find_scorer(family)
     except ValueError:
         return False
     return True
 
 
 @lru_cache(maxsize=128)
-def _scorer(family: str) -> Any:
+def _find_scorer(family: str) -> Any:
     return reasoning_gym.get_score_answer_fn(family)

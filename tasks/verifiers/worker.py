@@ -1,11 +1,10 @@
 """A reward worker process: JSON lines in, JSON lines out.
 
-It says one line when it is ready, or why it can't be; then one per request and in order.
+It writes one line when it is ready, or one that says why it cannot be; then one line per request, in order.
 
-It is run as `python -m rollflow.tasks.verifiers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]` section as
-JSON. What it warns of goes to the open socket of the number `EAR`.
-It ends when its input does, so it cannot outlive the process that owns it. A verifier's failure is an answer, not the
-worker's end.
+It is started as `python -m rollflow.tasks.verifiers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]` section as
+JSON. Its warnings are sent to the open socket with file descriptor `EAR`. It ends when its input ends, so it cannot
+outlive the process that started it. An error in a verifier becomes a score and does not end the worker.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ def main() -> None:
     """Answer requests until the input ends."""
     config, folder = REWARD.validate_json(sys.argv[1]), Path(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a verifier prints must not be taken for an answer
+    os.dup2(2, 1)  # a verifier's prints must not be taken for scores
     try:
         verify, tokenizer = build_verifier(config), PolicyTokenizer(folder)
-    except Exception as error:  # its owner says it to whoever started the run
+    except Exception as error:  # the process that started this one reports it to the user
         answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
         raise
     send_to(socket.socket(fileno=int(sys.argv[3])), "a reward worker")
