@@ -1,1 +1,1 @@
-"""Storage remembers: records, object stores, the run's log, the trajectory store, the policy store, the channel."""
+"""Durable state of a run: records, object stores, the log, the trajectory store, the policy store and the channel."""

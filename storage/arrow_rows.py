@@ -1,10 +1,10 @@
-"""Trajectory groups as raw columns: the bytes that Arrow keeps in memory, so that to join groups is to join bytes.
+"""Converts trajectory groups to the raw bytes of Arrow columns, so that groups are joined by joining bytes.
 
-A group is packed when it is complete, while others are still generated. So a commit only has to join. Each field of the
-schema has one or two parts, in the schema's order, for R rows:
+A group is packed when it is complete, while others are still generated, so a commit only has to join bytes. For R rows
+each field of the schema gives one or two parts, in the schema's order:
 
-- a number: R values;
-- text or a list: R lengths (int32), then all rows' contents one after the other (truth values as a byte each).
+- a number field: one part with R values;
+- a text or list field: R lengths (int32), then the concatenated contents of all rows (one byte per boolean).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NUMBERS: dict[pa.DataType, np.dtype[Any]] = {
     pa.float32(): np.dtype(np.float32),
 }
 FLAT: dict[pa.DataType, type[Flat[Any]]] = {pa.int32(): Int32s, pa.float32(): Float32s, pa.bool_(): Bools}
-WHOLE: dict[pa.DataType, type[Flat[Any]]] = {pa.int32(): Int32s, pa.int64(): Int64s}  # quicker than NumPy's, for a few
-LONG = 1 << 20  # bytes
-MOST = np.iinfo(LENGTH).max  # the most that one column may hold: Arrow's offsets have 32 bits
+WHOLE: dict[pa.DataType, type[Flat[Any]]] = {pa.int32(): Int32s, pa.int64(): Int64s}  # faster than NumPy for few rows
+LONG = 1 << 20  # bytes; columns of this size or more are joined in Arrow's own memory
+MOST = np.iinfo(LENGTH).max  # the largest number of values in a column: Arrow's offsets have 32 bits
 
 
 def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[bytes, ...]:
-    """The rows of the groups, column by column."""
+    """Return the rows of the groups as the parts of all columns, in the schema's order."""
     rows = [trajectory for group in groups for trajectory in group.trajectories]
     same: dict[str, list[Any]] = {
         "index": [g.key.prompt for g in groups for _ in g.trajectories],
@@ -48,7 +48,7 @@ def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[byte
 
 
 def _parts(kind: pa.DataType, rows: list[Any]) -> list[bytes]:
-    """One column; rows that are flat are joined as they are."""
+    """Return the parts of one column. Rows that are `Flat` already are joined without conversion."""
     if kind in WHOLE:
         return [WHOLE[kind].of(rows).data]
     if kind in NUMBERS:
@@ -65,17 +65,17 @@ def _lengths(rows: Sequence[Any]) -> bytes:
 
 
 def joined(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Table:
-    """The table of all rows, in one chunk; `packed` are the parts of at least one sequence of groups.
+    """Build one table in a single chunk from the parts of at least one sequence of groups.
 
     Raises:
-        OverflowError: a column holds more than Arrow's 32-bit offsets reach.
+        OverflowError: a column has more values than Arrow's 32-bit offsets can address.
     """
     parts = map(_whole, zip(*packed, strict=True))
     return pa.table([_column(field.type, parts) for field in schema], schema=schema)
 
 
 def _whole(parts: Sequence[bytes]) -> bytes | pa.Buffer:
-    """The parts as one, the long ones in memory of Arrow's: it keeps that, and new pages take longer than a copy."""
+    """Concatenate parts. Long ones use memory that Arrow pools, because fresh pages cost more than the copy."""
     size = sum(map(len, parts))
     if size < LONG:
         return b"".join(parts)
@@ -85,7 +85,7 @@ def _whole(parts: Sequence[bytes]) -> bytes | pa.Buffer:
 
 
 def _column(kind: pa.DataType, parts: Iterator[bytes | pa.Buffer]) -> pa.Array:
-    """The next column of `parts`."""
+    """Build a column of type `kind` from the next one or two of `parts`."""
     if kind in NUMBERS:
         return _numbers(kind, next(parts))
     lengths, contents = np.frombuffer(next(parts), LENGTH), next(parts)

@@ -1,8 +1,8 @@
-"""TrajectoryBatch: an immutable Arrow table of trajectory groups; the unit of storage and of a train step.
+"""An immutable Arrow table of trajectory groups: the unit of storage and of a train step.
 
-One row is one trajectory. Rows of a group stand together; groups keep the order they were given. The Arrow
-*file* format is used (a truncated stream can read without error, a truncated file cannot). Reads are
-zero-copy: columns are views of the buffer the batch was opened from.
+One row is one trajectory. The rows of a group are adjacent, and groups keep their order. Batches are written in Arrow's
+*file* format: a truncated file always fails to open, while a truncated stream may not. Reads are zero-copy: the columns
+are views of the buffer from which the batch was opened.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class TrajectoryBatch:
-    """Groups as one Arrow table with `SCHEMA`."""
+    """A batch of groups as one Arrow table with `SCHEMA`."""
 
     table: pa.Table
 
     @classmethod
     def from_groups(cls, groups: Sequence[FinishedGroup]) -> TrajectoryBatch:
-        """The table of R rows for R trajectories."""
+        """Build the table: one row per trajectory."""
         packs = [group.parts if isinstance(group, PackedGroup) else parts_of([group], SCHEMA) for group in groups]
         return cls(joined(packs or [parts_of([], SCHEMA)], SCHEMA))
 
     def to_pieces(self) -> list[memoryview]:
-        """The Arrow IPC file of this batch: its headers and views of the columns, one after the other."""
+        """Return the Arrow IPC file of this batch as its headers and views of its columns, in file order."""
         pieces = _Pieces()
         with pa.ipc.new_file(pa.PythonFile(pieces, mode="w"), SCHEMA) as writer:
             writer.write_table(self.table.combine_chunks())
         return pieces.found
 
     def to_bytes(self) -> pa.Buffer:
-        """The Arrow IPC file of this batch."""
+        """Return the Arrow IPC file of this batch as one buffer."""
         return pa.py_buffer(b"".join(self.to_pieces()))
 
     @classmethod
@@ -70,7 +70,7 @@ class TrajectoryBatch:
         """Open an Arrow IPC file without copying it.
 
         Raises:
-            Corrupt: it is no Arrow file, its schema is not the one this version writes, or its columns are damaged.
+            Corrupt: the bytes are no Arrow file, the schema is not `SCHEMA`, or a column is damaged.
         """
         try:
             table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
@@ -87,23 +87,23 @@ class TrajectoryBatch:
         return cls(table)
 
     def __len__(self) -> int:
-        """Trajectories in the batch."""
+        """Return the number of trajectories."""
         return int(self.table.num_rows)
 
     @property
     def keys(self) -> list[GroupKey]:
-        """The dispatches in the batch, in order, each once."""
+        """The keys of the batch's dispatches in order, each once."""
         pairs = zip(self.table["index"].to_pylist(), self.table["attempt"].to_pylist(), strict=True)
         return [GroupKey(*pair) for pair, _ in groupby(pairs)]
 
     @property
     def domains(self) -> Counter[str]:
-        """Groups by domain."""
+        """The number of groups per domain."""
         pairs = zip(self.table["index"].to_pylist(), self.table["attempt"].to_pylist(), strict=True)
         return Counter(dict(zip(pairs, self.table["domain"].to_pylist(), strict=True)).values())
 
     def groups(self) -> list[TrajectoryGroup]:
-        """The groups as records (copies; for tools and tests, the learner reads columns)."""
+        """Return the groups as records. This copies; it is for tools and tests, and the learner reads columns."""
         rows = self.table.to_pylist()
         found = []
         for key, members in groupby(rows, key=lambda r: GroupKey(r["index"], r["attempt"])):
@@ -115,7 +115,7 @@ class TrajectoryBatch:
 
 
 class _Pieces:
-    """A sink that keeps what Arrow writes, without copying it."""
+    """A file-like sink that keeps the buffers that Arrow writes, without copying them."""
 
     closed = False
 
@@ -131,13 +131,13 @@ class _Pieces:
 
 
 def packed(group: TrajectoryGroup) -> PackedGroup:
-    """The group with its rows as columns. Made when the group is complete, so that a commit only has to join them."""
+    """Convert the rows of a complete group to columns, so that a commit only has to join columns."""
     told = group.started_version, group.newest_version, group.response_tokens, group.surplus_tokens
     return PackedGroup(group.key, parts_of([group], SCHEMA), *told)
 
 
 def _trajectory(row: dict[str, object]) -> Trajectory:
-    """One row of `SCHEMA` as a record."""
+    """Convert one row of `SCHEMA` to a record."""
     fields = {k: v for k, v in row.items() if k not in ("index", "attempt", "prompt_id", "domain")}
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
         fields[name] = tuple(fields[name])  # type: ignore[arg-type]

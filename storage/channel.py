@@ -1,18 +1,18 @@
-"""The channel: committed batches on their way to the learner, and the news of published versions on the way back.
+"""The channel: passes committed batches to the learner, and announces published versions to the scheduler.
 
-It is a cache of the trajectory store and holds nothing that is not committed in the run's log:
+The channel is a cache of the trajectory store. Everything it holds is committed in the run's log.
 
-- Bounded: at most `capacity` batches that nobody acknowledged; `put` waits for room, with a deadline.
-- Version-aware: batch b is handed out only as the batch that trains version b; acknowledging b drops all up to b.
-- Entry-aware: it hands out what the log's newest entry of that batch committed, never a batch that was voided.
-- Lease and acknowledge: a leased batch stays until it is acknowledged, so a learner that died gets it again.
-- Idempotent: `put`, `ack` and `announce` may be repeated (Ray's retries are at-least-once).
-- Losing it costs a refill: a batch it does not hold is read from the store.
+- Bounded: it holds at most `capacity` unacknowledged batches; `put` waits for room, with a deadline.
+- Version-aware: batch b is leased only to train version b. An acknowledgement of b drops all batches up to b.
+- Entry-aware: a lease returns the batch of the log's newest entry with that number, never a voided batch.
+- Lease and acknowledge: a leased batch stays until it is acknowledged, so a restarted learner gets it again.
+- Idempotent: `put`, `ack` and `announce` may be repeated, because Ray's retries are at-least-once.
+- Losing the channel costs a refill: a batch that it does not hold is read from the store.
 
     scheduler --put--> [ b | b+1 | b+2 ] --lease--> learner
     scheduler <--wait_version-- newest version <--ack, announce-- learner
 
-This is plain asyncio; `tasks/actors/channel.py` puts it into an actor.
+This module is plain asyncio; `tasks/actors/channel.py` wraps it in an actor.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from rollflow.storage.errors import Missing
 Payload = TypeVar("Payload")
 Refilled = TypeVar("Refilled", covariant=True)
 
-LOOK_SECONDS = 1.0  # how long a lease waits for a `put` before it looks into the store again
+LOOK_SECONDS = 1.0  # a lease waits this long for a `put` before it checks the store again
 
 
 class Source(Protocol[Refilled]):
-    """The trajectory store, as the channel sees it."""
+    """The part of the trajectory store that the channel uses."""
 
     async def entry(self, number: int) -> int | None:
-        """The entry of the log that committed batch `number`; None if no such batch waits to be trained on."""
+        """Return the log entry that committed batch `number`; None if no such batch waits to be trained on."""
 
     async def read(self, number: int) -> Refilled:
-        """Its payload; `Missing` or `Corrupt`."""
+        """Read the payload of batch `number`; raises `Missing` or `Corrupt`."""
 
 
 class Channel(Generic[Payload]):
-    """What the channel holds, and its waits. See the module's docstring for the guarantees."""
+    """A bounded cache of committed batches, with waits. The module's docstring lists the guarantees."""
 
     def __init__(self, capacity: int, source: Source[Payload], version: int = -1) -> None:
         self.capacity = capacity
@@ -53,14 +53,14 @@ class Channel(Generic[Payload]):
 
     @property
     def waiting(self) -> int:
-        """Batches held and not acknowledged."""
+        """The number of batches that are held and not acknowledged."""
         return len(self._batches)
 
     async def put(self, number: int, payload: Payload, deadline: float, entry: int = 0) -> None:
-        """Hand over batch `number` as `entry` committed it; an older one or a repeated call changes nothing.
+        """Add batch `number`, committed by `entry`. An older entry or a repeated call changes nothing.
 
         Raises:
-            TimeoutError: no room came free within `deadline` seconds.
+            TimeoutError: the channel stayed full for `deadline` seconds.
         """
         async with self._changed:
             await self._until(lambda: number < self._done + self.capacity, deadline, f"room for batch {number}")
@@ -69,14 +69,14 @@ class Channel(Generic[Payload]):
                 self._changed.notify_all()
 
     async def lease(self, number: int, deadline: float, *, afresh: bool = False) -> Payload:
-        """Batch `number`, from the cache or the store; held until it is acknowledged.
+        """Return batch `number` from the cache or the store; the channel holds it until it is acknowledged.
 
         Args:
-            afresh: forget what is held and read it from the store.
+            afresh: drop the cached batch and read it from the store.
 
         Raises:
-            TimeoutError: it was not committed within `deadline` seconds.
-            Corrupt: it was committed, and its bytes are not what they were.
+            TimeoutError: the batch was not committed within `deadline` seconds.
+            Corrupt: the bytes of the batch differ from the committed ones.
         """
         if afresh:
             self._batches.pop(number, None)
@@ -92,7 +92,7 @@ class Channel(Generic[Payload]):
         return held[1]
 
     async def _refreshed(self, number: int) -> tuple[int, Payload] | None:
-        """Compare the cache with the store; returns what the cache then holds of batch `number`."""
+        """Update the cached batch `number` from the store, and return its entry and payload."""
         before = self._batches.get(number)
         entry = await self._source.entry(number)
         if entry is None:
@@ -102,18 +102,18 @@ class Channel(Generic[Payload]):
         if self._held(number) < entry:
             try:
                 payload = await self._source.read(number)
-            except Missing:  # it was voided a moment ago
+            except Missing:  # the batch was voided in the meantime
                 return None
             if self._held(number) < entry:
                 self._batches[number] = (entry, payload)
         return self._batches[number]
 
     def _held(self, number: int) -> int:
-        """The entry of batch `number` that is held, or -1."""
+        """Return the entry of the cached batch `number`; -1 if none is cached."""
         return self._batches[number][0] if number in self._batches else -1
 
     async def ack(self, number: int) -> None:
-        """Batch `number` was trained on: drop it and all before it."""
+        """Acknowledge batch `number` as trained on: drop it and all batches before it."""
         async with self._changed:
             self._done = max(self._done, number + 1)
             for old in [n for n in self._batches if n < self._done]:
@@ -121,20 +121,20 @@ class Channel(Generic[Payload]):
             self._changed.notify_all()
 
     async def announce(self, version: int) -> None:
-        """Policy `version` is published."""
+        """Announce that policy `version` is published."""
         async with self._changed:
             self.version = max(self.version, version)
             self._changed.notify_all()
 
     async def wait_version(self, after: int, deadline: float) -> int:
-        """Wait for a version above `after`, at most `deadline` seconds; returns the newest that was announced."""
+        """Wait up to `deadline` seconds for a version above `after`; return the newest announced version."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 await self._until(lambda: self.version > after, deadline, "a policy version")
             return self.version
 
     async def _until(self, condition: Callable[[], bool], deadline: float, what: str) -> None:
-        """Wait for `condition` under the lock, at most `deadline` seconds."""
+        """Wait up to `deadline` seconds for `condition`, which is checked under the lock."""
         if condition():
             return
         try:

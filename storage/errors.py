@@ -1,15 +1,15 @@
-"""The few errors of rollflow, each named for what its catcher does about it.
+"""The errors of rollflow. Each is named for what its catcher does.
 
-All are picklable (one string argument), because they travel between processes as values.
+Every error takes one string, so it can be pickled and sent between processes.
 """
 
 
 class RollflowError(Exception):
-    """Base of every error rollflow raises on purpose."""
+    """The base class of all errors that rollflow raises on purpose."""
 
 
 class Conflict(RollflowError):
-    """Somebody else committed this name first: reread, then retry or stop."""
+    """Another process has committed this name first: read again, then retry or stop."""
 
 
 class Missing(RollflowError):
@@ -17,19 +17,19 @@ class Missing(RollflowError):
 
 
 class Stale(RollflowError):
-    """Older than alpha allows: count it, skip it, issue its prompt again."""
+    """A group is older than alpha allows: count it, skip it and issue its prompt again."""
 
 
 class Corrupt(RollflowError):
-    """Bytes that are not what their commit says: quarantine, never train on them."""
+    """Stored bytes differ from the committed ones: quarantine them, never train on them."""
 
 
 class EngineFailed(RollflowError):
-    """An engine died or generates under the wrong weights: stop it, take its requests elsewhere."""
+    """An engine died or generates with wrong weights: stop it and send its requests to another engine."""
 
 
 class RankFailed(RollflowError):
-    """A rank of a learner died or hangs, and the others ended with it: begin again from storage."""
+    """A rank of the learner died or hangs, so all ranks have ended: restart the learner from storage."""
 
 
 class Unreachable(RollflowError):
@@ -37,12 +37,12 @@ class Unreachable(RollflowError):
 
 
 class StoreFailed(RollflowError):
-    """The store takes no more writes (full, over a quota, read-only): nothing was committed; clear it, then resume."""
+    """The store refuses writes (full, over quota, read-only). Nothing was committed: fix the store, then resume."""
 
 
 class NotFinite(RollflowError):
-    """A NaN or an infinity where a version is made: nothing is published. Stop, or train on another batch."""
+    """A train step gave a NaN or an infinity, and nothing was published: stop, or train on another batch."""
 
 
 class ConfigError(RollflowError):
-    """A person must change something; the message names the key, the value and the cure (exit code 2)."""
+    """The user must change something. The message names the key, its value and the fix (exit code 2)."""

@@ -1,12 +1,12 @@
-"""Policy versions of a run. A version is one entry of the log, which is written after every object that it names.
+"""The policy versions of a run. A version is one log entry, written after every object that it names.
 
-The entry commits three things together: the weights, the learner's state, and the batch that was trained on (by naming
-that batch's entry, which says what was consumed and discarded). Objects lie under their writer's claim
-(`policies/<v>/<claim>/...`), so that a deposed learner overwrites nothing. They move several at a time, and every read
-is checked against the entry's sha256.
+The entry commits three things together: the weights, the learner's state, and the batch that was trained on. It names
+the batch's entry, which lists the consumed and the discarded groups. The path of an object contains its writer's claim
+(`policies/<v>/<claim>/...`), so a deposed learner overwrites nothing. Several objects are transferred at a time, and
+every read is checked against the sha256 in the entry.
 
-The state knows where a version is while it may still be pruned. After that it is found by bisection: each entry carries
-the newest version of its time.
+The run's state holds the entries of versions that may still be pruned. Older versions are found by bisection, because
+each entry holds the newest version at its time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from rollflow.storage.records import StoredObject
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MOVERS = 4  # objects that are hashed and moved at a time
+MOVERS = 4  # objects that are hashed and transferred at a time
 
-Put = Callable[[str, ObjectStore, str], StoredObject]  # of a name, where it is stored, and under which path
+Put = Callable[[str, ObjectStore, str], StoredObject]  # (name, store, path) -> the stored object
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class PolicyVersion:
     """A published version."""
 
     number: int
-    entry: int  # of the log
-    claim: int  # of its learner
+    entry: int  # the log entry that published it
+    claim: int  # the claim of its learner
     at: float  # seconds since the epoch, by the learner's clock
-    batch_entry: int | None  # that committed what it was trained on; None for version 0
+    batch_entry: int | None  # the log entry of the batch it was trained on; None for version 0
     weights: tuple[StoredObject, ...]
     state: tuple[StoredObject, ...]
     probe: tuple[float, ...]  # log-probs (nats) of the run's probe tokens under these weights
@@ -55,7 +55,7 @@ class PolicyVersion:
 
     @classmethod
     def of(cls, entry: Entry) -> PolicyVersion:
-        """From the entry that published it."""
+        """Build the version from the entry that published it."""
         body = entry.body
         assert isinstance(body, VersionPublished)
         told = (body.batch_entry, body.weights, body.state, body.probe, body.metrics, body.code_version)
@@ -63,28 +63,26 @@ class PolicyVersion:
 
     @property
     def objects(self) -> tuple[StoredObject, ...]:
-        """Weights and state."""
+        """The objects of weights and learner state."""
         return (*self.weights, *self.state)
 
     @property
     def sha256(self) -> str:
-        """The sha256 of the hashes of its weight files, in their order. (Of one file it is not that
-        file's own hash.)
-        """
+        """The sha256 of the weight files' hashes, joined in order (for one file: not the hash of that file)."""
         return hashlib.sha256("".join(stored.sha256 for stored in self.weights).encode()).hexdigest()
 
 
 class PolicyStore:
-    """Publishes, finds, reads and prunes the versions of one run. See the module's docstring for the guarantees."""
+    """Publishes, finds, reads and prunes the versions of one run. The module's docstring lists the guarantees."""
 
     def __init__(self, log: Log, in_use: Callable[[int], bool] = lambda version: False) -> None:
-        """The weights of a version that is `in_use` stay as long as it is, whatever retention says."""
+        """Open the store. Weights of a version are not pruned while `in_use` is true for it."""
         self.log, self.store, self._in_use = log, log.store, in_use
-        self._held: Held | None = None  # the fetched weights that were asked for last
+        self._held: Held | None = None  # the fetched weights of the last `weights_folder` call
 
     @property
     def retention(self) -> Retention:
-        """The run's rules."""
+        """The retention rules of the run."""
         return self.log.state.retention
 
     # --- what is published --------------------------------------------------------------------------------------
@@ -92,11 +90,11 @@ class PolicyStore:
     def stage(
         self, writer: Writer, version: int, files: Mapping[str, Data], movers: int = MOVERS, put: Put | None = None
     ) -> tuple[StoredObject, ...]:
-        """Upload objects of a version that is not published yet; names like "weights/model.safetensors".
+        """Upload the objects of an unpublished version, under names such as "weights/model.safetensors".
 
         Args:
-            movers: how many at a time.
-            put: who else stores each of them; its content is not asked for here then.
+            movers: the number of objects that are uploaded at a time.
+            put: a function that stores each object instead; then the contents of `files` are not read here.
         """
 
         def staged(name: str) -> StoredObject:
@@ -106,11 +104,11 @@ class PolicyStore:
         return tuple(each(staged, files, movers))
 
     def publish(self, writer: Writer, version: VersionPublished) -> PolicyVersion:
-        """Commit a version. What it was trained on is named by its batch's entry.
+        """Commit a version.
 
         Raises:
             Deposed: the run has another learner now.
-            Refused: it does not follow, or its batch was voided meanwhile.
+            Refused: the version is not the next one, or its batch was voided meanwhile.
         """
 
         def body(state: RunState, _: object) -> Body:
@@ -119,9 +117,9 @@ class PolicyStore:
         return PolicyVersion.of(writer.append(body))
 
     def prune(self, writer: Writer) -> tuple[tuple[int, Kind], ...]:
-        """Give up what retention releases, first in the log and then in storage; returns what was given up.
+        """Prune what retention releases, first in the log and then in storage; return the pruned versions and kinds.
 
-        A version whose entry cannot be read keeps its objects; the others are pruned all the same.
+        A version whose entry cannot be read keeps its objects; the others are pruned.
         """
         released = self.log.state.releasable
         waiting = dict.fromkeys(version for version, kind in released if kind == "weights")
@@ -143,23 +141,23 @@ class PolicyStore:
     # --- what there is ------------------------------------------------------------------------------------------
 
     def newest(self) -> int:
-        """The newest published version, -1 if there is none. Reads what is new."""
+        """Read new log entries, and return the newest published version, or -1."""
         self.log.follow()
         return self.log.state.version
 
     def find(self, version: int) -> PolicyVersion:
-        """A published version.
+        """Find a published version.
 
         Raises:
             Missing: there is no such version.
-            Corrupt: an entry on the way to it cannot be read.
+            Corrupt: an entry that the search reads is damaged.
         """
         if version > self.log.state.version:
             self.log.follow()
         return PolicyVersion.of(find_version(self.log, version).entry)
 
     def since(self, version: int) -> Iterator[PolicyVersion]:
-        """Every version from `version` on, as far as the log was read; none where there is no such version."""
+        """Yield every version from `version` on, up to the last entry that was read."""
         if version <= self.log.state.version:
             first = find_version(self.log, version).entry.n
             for one in written(self.log, first, self.log.state.n):
@@ -169,7 +167,11 @@ class PolicyStore:
     # --- what it consists of ------------------------------------------------------------------------------------
 
     def read(self, stored: StoredObject) -> memoryview:
-        """An object, checked against its entry; `Corrupt` if it is missing or differs. A local one is mapped."""
+        """Read an object and check it against its entry; a local object is memory-mapped.
+
+        Raises:
+            Corrupt: the object is missing or differs.
+        """
         local = self.store.local_path(stored.path)
         try:
             data = mapped(local) if local is not None else memoryview(self.store.get(stored.path))
@@ -179,10 +181,10 @@ class PolicyStore:
         return data
 
     def file(self, stored: StoredObject, folder: Path) -> Path:
-        """A local file with an object, checked against its entry: the store's own, or a copy in `folder`.
+        """Return a local file of an object, checked against its entry: the store's file, or a copy in `folder`.
 
         Raises:
-            Corrupt: it is missing or differs.
+            Corrupt: the object is missing or differs.
         """
         path = self.store.local_path(stored.path)
         try:
@@ -197,16 +199,15 @@ class PolicyStore:
         return path
 
     def weights_folder(self, version: PolicyVersion, cache: Path) -> Path:
-        """A local folder with the version's safetensors files, checked once on each node: the store's own folder, or a
-        fetched copy.
+        """Return a local folder with the version's safetensors files: the store's own folder, or a fetched copy.
 
-        `cache` is the node's, for all its processes and runs. A fetched copy stays until this object is asked for
-        another version.
+        Each node checks the files once. `cache` is the node's cache folder, for all its processes and runs. A fetched
+        copy stays until this method is called for another version.
         """
         local = self.store.local_path(version.weights[0].path)
         name = f"{version.number:08d}-{version.sha256[:12]}"
         node = NodeCache(cache, self.store.uri, self.store.patience)
-        if local is not None:  # an empty folder says that the store's own was checked
+        if local is not None:  # an empty cache folder records that the store's files were checked
             node.hold(name, lambda _: self._check_all(version), lambda _: _whole(local.parent, version))
             return local.parent
         self._held = node.hold(name, lambda folder: self.copy_weights(version, folder), lambda f: _whole(f, version))
@@ -216,20 +217,20 @@ class PolicyStore:
         each(self.read, version.weights)
 
     def check_kept(self, version: PolicyVersion) -> None:
-        """Raise `Missing` unless all weights of the version are in storage; reads none of them."""
+        """Raise `Missing` unless all weights of the version exist in storage; the weights are not read."""
         for stored in version.weights:
             if not self.store.exists(stored.path):
                 raise Missing(f"there is no object {stored.path}")
 
     def has_weights(self, version: PolicyVersion) -> bool:
-        """Return whether the weights are in storage; a version may be pruned before `keep_last` is raised."""
+        """Return whether all weights exist in storage: they may have been pruned before `keep_last` was raised."""
         return all(self.store.exists(stored.path) for stored in version.weights)
 
     def copy_weights(self, version: PolicyVersion, folder: Path) -> None:
-        """Copy the version's weights into a local folder, hashed on their way.
+        """Copy the version's weights into a local folder, and check their hashes.
 
         Raises:
-            Corrupt: one is missing, or not what was committed.
+            Corrupt: an object is missing, or differs from the committed one.
         """
 
         def copied(stored: StoredObject) -> None:
@@ -244,13 +245,13 @@ class PolicyStore:
 
 
 def put_object(store: ObjectStore, path: str, data: Data) -> StoredObject:
-    """Write an object; returns what an entry says of it."""
+    """Write an object, and return its record for a log entry."""
     parts = pieces(data)
     return StoredObject(path, sum(map(len, parts)), store.put(path, parts))
 
 
 def each(work: Callable[[Item], Result], items: Iterable[Item], movers: int = MOVERS) -> list[Result]:
-    """Do `work` on all items, several at a time; returns the results in their order."""
+    """Apply `work` to all items, several at a time; return the results in order."""
     listed = list(items)
     if len(listed) < 2:
         return [work(item) for item in listed]
@@ -264,7 +265,9 @@ def _check(stored: StoredObject, size: int, sha256: str) -> None:
 
 
 def _whole(folder: Path, version: PolicyVersion) -> bool:
-    """Whether all files are there. They were hashed when fetched; the engines' probe would show damage since."""
+    """Return whether all files exist with their sizes; they were hashed when fetched, and the engines' probe would
+    reveal later damage.
+    """
     try:
         return all((folder / Path(stored.path).name).stat().st_size == stored.size for stored in version.weights)
     except FileNotFoundError:

@@ -1,13 +1,14 @@
-"""The words of the project as types: prompts, trajectories, groups and their fates.
+"""The basic types of rollflow: prompts, trajectories, groups and their fates.
 
-All are frozen. Shapes: T tokens of one trajectory (prompt and response), G trajectories of one group.
+All are frozen. Shapes: T is the number of tokens of one trajectory (prompt and response), G the number of trajectories
+of one group.
 
-A *dispatch* is one issue of one prompt: `GroupKey(prompt, attempt)`. Every dispatch ends in exactly one fate:
-trained in one version, or discarded with a reason. A discarded prompt that is still wanted is issued again
-under the next attempt.
+A *dispatch* is one issue of one prompt: `GroupKey(prompt, attempt)`. Every dispatch ends in exactly one fate: it is
+trained on in one version, or discarded with a reason. A discarded prompt is issued again with the next attempt, unless
+it was filtered.
 
-Prompts come from D sources. The prompt at `position` of source s has the index `position * D + s`. So an index tells
-its source, and each source can be issued at its own pace.
+Prompts come from D sources. The prompt at `position` of source s has the index `position * D + s`, so an index
+identifies its source, and each source can be issued at its own pace.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from rollflow.storage.token_arrays import Bools, Int32s
 
 
 class Ending(StrEnum):
-    """Why an episode or a generation stopped."""
+    """The reason why an episode or a generation stopped."""
 
-    STOP = "stop"  # the model ended its answer (end-of-sequence)
-    LENGTH = "length"  # max_new_tokens reached
-    ABORTED = "aborted"  # told to stop; the tokens are incomplete
-    FAILED = "failed"  # environment or verifier failed
+    STOP = "stop"  # the policy generated a stop token
+    LENGTH = "length"  # max_new_tokens was reached
+    ABORTED = "aborted"  # the request was aborted; the tokens are incomplete
+    FAILED = "failed"  # the environment or the verifier failed
 
 
 class DiscardReason(StrEnum):
-    """Why a dispatched group was not trained on."""
+    """The reason why a dispatched group was not trained on."""
 
-    STALE = "stale"  # older than the asynchronous ratio allows when its batch was formed
-    FAILED = "failed"  # the engine or the verifier died under it
-    FILTERED = "filtered"  # carries no signal by the run's own filter
-    REDUNDANT = "redundant"  # launched on top of what was needed
-    CORRUPT = "corrupt"  # its committed batch was voided: it cannot be read any more, or is not finite
+    STALE = "stale"  # older than async_ratio allows when its batch was formed
+    FAILED = "failed"  # its engine or its verifier failed
+    FILTERED = "filtered"  # the run's filter removed it, because it carries no signal
+    REDUNDANT = "redundant"  # one of the extra groups, and not needed
+    CORRUPT = "corrupt"  # its committed batch was voided, because the file was damaged or a value was not finite
 
     @property
     def issued_again(self) -> bool:
-        """Whether the prompt is issued again under the next attempt."""
+        """True if the prompt is issued again with the next attempt."""
         return self is not DiscardReason.FILTERED
 
 
 class GroupKey(NamedTuple):
-    """One dispatch: the prompt's place in the run's order, and which issue of it this is (from 0)."""
+    """One dispatch: the index of the prompt, and the number of this issue of it (from 0)."""
 
     prompt: int
     attempt: int
@@ -62,22 +63,22 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """How far each of D sources was issued: source s up to `issued[s]`, and `filtered[s]` of these were filtered.
+    """The progress of D prompt sources: `issued[s]` prompts of source s were issued, `filtered[s]` of them filtered.
 
-    The cursor of a new run names no source and covers nothing.
+    The cursor of a new run has no source and covers no prompt.
     """
 
-    issued: tuple[int, ...] = ()  # source -> its first position that was never dispatched
-    filtered: tuple[int, ...] = ()  # source -> its groups that were discarded as filtered
+    issued: tuple[int, ...] = ()  # per source: the first position that was never dispatched
+    filtered: tuple[int, ...] = ()  # per source: the number of groups that were discarded as filtered
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be a cursor."""
+        """Raise `ValueError` if the two tuples have different lengths."""
         if len(self.issued) != len(self.filtered):
             raise ValueError(f"a cursor of {len(self.issued)} sources counts what {len(self.filtered)} had filtered")
 
     @property
     def sources(self) -> int:
-        """D."""
+        """The number of sources, D."""
         return len(self.issued)
 
     @property
@@ -86,13 +87,13 @@ class Cursor:
         return tuple(position * self.sources + source for source, position in enumerate(self.issued))
 
     def covers(self, index: int) -> bool:
-        """Whether the prompt at `index` was issued."""
+        """Return whether the prompt at `index` was issued."""
         return self.sources > 0 and index < self.upcoming[index % self.sources]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked. `index` is its place in the run's order; `reference` is what the verifier needs (JSON)."""
+    """One prompt. `index` is its position in the run's order; `reference` is what the verifier needs (JSON)."""
 
     id: str
     index: int
@@ -106,9 +107,9 @@ class Prompt:
 class Trajectory:
     """One finished episode over T tokens.
 
-    `loss_mask[t]` is true where the policy chose token t; there `logprobs[t]` (nats) is its log-probability
-    under the distribution it was sampled from and `versions[t]` the policy version that produced it. Elsewhere
-    they are 0.0 and -1. `started_version` is what staleness counts from. In a run the four are `token_arrays`.
+    `loss_mask[t]` is true if the policy sampled token t. Then `logprobs[t]` (nats) is the log-probability of the token
+    under the distribution it was sampled from, and `versions[t]` the policy version that sampled it. For other tokens
+    they are 0.0 and -1. Staleness counts from `started_version`. In a run the four sequences are token arrays.
     """
 
     sample: int
@@ -125,40 +126,40 @@ class Trajectory:
 
     @property
     def response_tokens(self) -> int:
-        """Tokens the policy chose."""
+        """The number of tokens that the policy sampled."""
         return Bools.of(self.loss_mask).data.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
-    """The G trajectories of one dispatch: the unit of the advantage baseline and of fate."""
+    """The G trajectories of one dispatch. A group has one advantage baseline and one fate."""
 
     key: GroupKey
     prompt_id: str
     domain: str
     trajectories: tuple[Trajectory, ...]
-    surplus_tokens: int = field(default=0, compare=False)  # of responses that were started beyond G and not needed
+    surplus_tokens: int = field(default=0, compare=False)  # tokens of the extra responses that were not kept
 
     @property
     def started_version(self) -> int:
-        """The oldest version any of its trajectories was started under."""
+        """The oldest version under which one of its trajectories was started."""
         return min(t.started_version for t in self.trajectories)
 
     @property
     def newest_version(self) -> int:
-        """The newest version that any of its tokens came from; without tokens, the one it was started under."""
+        """The newest version that sampled one of its tokens; `started_version` if there are none."""
         newest = Int32s.joined([Int32s.of(t.versions) for t in self.trajectories]).array.max(initial=-1)
         return max(int(newest), self.started_version)
 
     @property
     def response_tokens(self) -> int:
-        """Tokens the policy chose, over all trajectories."""
+        """The number of tokens that the policy sampled, over all trajectories."""
         return sum(t.response_tokens for t in self.trajectories)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGroup:
-    """A group as its batch takes it, by `batch.packed`: its rows as `arrow_rows`, and what is said of it."""
+    """A group whose rows are packed as the raw parts of columns (see `arrow_rows`), with the counts its entry needs."""
 
     key: GroupKey
     parts: tuple[bytes, ...] = field(repr=False)
@@ -168,11 +169,11 @@ class PackedGroup:
     surplus_tokens: int
 
 
-FinishedGroup: TypeAlias = TrajectoryGroup | PackedGroup  # where nobody looks at its trajectories any more
+FinishedGroup: TypeAlias = TrajectoryGroup | PackedGroup  # a group whose trajectories need not be read
 
 
 class Discard(NamedTuple):
-    """The fate of a dispatch that was not trained on. Its length counts: dropping biases towards short answers."""
+    """The fate of a dispatch that was not trained on. Its length is kept, because dropping long groups is a bias."""
 
     key: GroupKey
     reason: DiscardReason
@@ -181,5 +182,5 @@ class Discard(NamedTuple):
 
     @property
     def slow(self) -> bool:
-        """Whether it ran and was left behind. A dispatch without a token says nothing about its length."""
+        """True if the dispatch was stale or redundant and had tokens; without tokens it says nothing about length."""
         return self.reason in (DiscardReason.REDUNDANT, DiscardReason.STALE) and self.response_tokens > 0

@@ -1,7 +1,8 @@
-"""Numbers in a row as the bytes that Arrow keeps: what an engine has written once travels without being looked at.
+"""Immutable arrays of numbers as raw bytes, in the layout that Arrow uses.
 
-A tuple of Python's numbers takes 30 to 60 bytes a number, and everybody who hands it on pays for each of them. These
-take four, and are cut, joined and pickled as bytes. Who wants the numbers gets them: they read like any sequence.
+A tuple of Python numbers takes 30 to 60 bytes per number, and every process that pickles it pays per number. These
+arrays take four bytes per number (a token), and are sliced, joined and pickled as bytes. They can be read like any
+sequence of numbers.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 Number = TypeVar("Number", int, float, bool)
-ANY_TOKEN = 1 << 31  # every one that four bytes hold is below
-LENGTHS = 4096  # of rows, for which there is a packer ready
+ANY_TOKEN = 1 << 31  # above every token id that fits into a signed 32-bit integer
+LENGTHS = 4096  # row lengths for which a packer is cached
 
 
 class Flat(Sequence[Number]):
-    """N numbers of one type; immutable. Equal to any sequence of the same numbers, which are rounded to the type."""
+    """N immutable numbers of one type, equal to any sequence of the same numbers when those are rounded to the type."""
 
     __slots__ = ("data",)
-    code: ClassVar[str]  # of `struct`
-    size: ClassVar[int]  # bytes of a number
+    code: ClassVar[str]  # the format character of `struct`
+    size: ClassVar[int]  # bytes per number
 
     def __init__(self, data: bytes = b"") -> None:
-        """`data`: the numbers' bytes, in the machine's order."""
+        """Wrap `data`: the bytes of the numbers in the machine's byte order."""
         self.data = data
 
     @classmethod
     def of(cls, numbers: Iterable[Number]) -> Self:
-        """These numbers; what is flat already is not copied.
+        """Convert numbers; an array of this type is returned without a copy.
 
         Raises:
-            TypeError: one of them is no number of this type.
+            TypeError: an item is no number of this type.
         """
         if type(numbers) is cls:
             return numbers
@@ -48,12 +49,12 @@ class Flat(Sequence[Number]):
 
     @classmethod
     def same(cls, number: Number, count: int) -> Self:
-        """A number, `count` times."""
+        """Return an array that repeats `number` `count` times."""
         return cls(_packer(1, cls.code)(number) * count)
 
     @classmethod
     def joined(cls, parts: Iterable[Flat[Number]]) -> Self:
-        """One after another."""
+        """Concatenate arrays."""
         return cls(b"".join([part.data for part in parts]))
 
     def __len__(self) -> int:
@@ -89,11 +90,11 @@ class Flat(Sequence[Number]):
             return NotImplemented
         try:
             return len(other) == len(self) and type(self).of(other).data == self.data
-        except TypeError:  # not numbers
+        except TypeError:  # the other sequence has items that are no numbers
             return False
 
     def __hash__(self) -> int:
-        return hash(tuple(self))  # as the tuple that it equals
+        return hash(tuple(self))  # an equal tuple must have the same hash
 
     def __reduce__(self) -> tuple[Callable[[bytes], Self], tuple[bytes]]:
         return type(self), (self.data,)
@@ -103,7 +104,7 @@ class Flat(Sequence[Number]):
 
     @property
     def array(self) -> NDArray[Any]:
-        """The numbers where they are; not to be written to."""
+        """A read-only NumPy view of the numbers."""
         return np.frombuffer(self.data, self.code)
 
     @property
@@ -112,14 +113,14 @@ class Flat(Sequence[Number]):
 
 
 class Int32s(Flat[int]):
-    """Token ids, or versions."""
+    """Token ids, or policy versions."""
 
     __slots__ = ()
     code, size = "i", 4
 
 
 class Int64s(Flat[int]):
-    """Places in a run's order."""
+    """Indices of prompts."""
 
     __slots__ = ()
     code, size = "q", 8
@@ -133,12 +134,12 @@ class Float32s(Flat[float]):
 
 
 class Bools(Flat[bool]):
-    """A mask, a byte each."""
+    """A mask, one byte per token."""
 
     __slots__ = ()
     code, size = "?", 1
 
 
-@lru_cache(LENGTHS)  # a run may have rows of as many lengths as its longest has tokens
+@lru_cache(LENGTHS)  # rows may have any length up to the longest
 def _packer(count: int, code: str) -> Callable[..., bytes]:
     return struct.Struct(f"{count}{code}").pack

@@ -1,9 +1,9 @@
-"""Trajectory batches of a run: batch b, once committed, is the batch that trains version b into version b + 1.
+"""The trajectory batches of a run. Batch b trains version b into version b + 1.
 
-A commit writes the Arrow file, then the entry that names it. Before the entry nothing has happened. If a batch's file
-is not what was committed, or what it holds is not finite, and no version was trained on it, an entry voids the batch:
-its groups are issued again, and the batch is formed anew. So a batch number may be made more than once; the entry that
-made it tells them apart. The file of a voided batch stays.
+A commit writes the Arrow file first, then the log entry that names it; without the entry there is no batch. An entry
+voids a batch if its file is damaged or holds a value that is not finite, and no version was trained on it. Then its
+groups are issued again and the batch is formed again. So several entries may commit the same batch number, and a batch
+is identified by its number and its entry. The file of a voided batch stays in storage.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from rollflow.storage.records import Discard, FinishedGroup, StoredObject
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
-    """Groups chosen for batch `number`, not yet durable; and what has happened to prompts since the last batch."""
+    """The groups of batch `number` before it is durable, with the prompts issued and discarded since the last batch."""
 
     number: int
     groups: tuple[FinishedGroup, ...]
-    issued: tuple[int, ...] = ()  # prompts that were dispatched for the first time, in order
+    issued: tuple[int, ...] = ()  # prompts that were dispatched for the first time, in their order
     discards: tuple[Discard, ...] = ()
 
 
 class TrajectoryStore:
-    """Commits, reads and voids the batches of one run. See the module's docstring for the guarantees."""
+    """Commits, reads and voids the batches of one run. The module's docstring lists the guarantees."""
 
     def __init__(self, log: Log) -> None:
         self.log, self.store = log, log.store
 
     def commit(self, writer: Writer, staged: StagedBatch) -> tuple[Entry, Path | pa.Buffer]:
-        """Make a staged batch durable; returns its entry, and where its file lies on this machine, or else its bytes.
+        """Make a staged batch durable; return its entry, and its local file or (in a remote store) its bytes.
 
         Raises:
             Deposed: the run has another scheduler now.
-            Refused: the run's state does not allow it; `TooOld` where a group is too old for this batch.
+            Refused: the run's state does not allow it; `TooOld` if a group is too old for this batch.
         """
         batch = TrajectoryBatch.from_groups(staged.groups)
-        # The name is this call's own: a repeated call must not touch what the first may have committed.
+        # Each call uses a new name: a repeated call must not overwrite a file that the first call may have committed.
         name = f"{staged.number:08d}-{writer.claim}-{uuid.uuid4().hex[:8]}"
         attached = Attached(f"trajectories/{name}.arrow", batch.to_pieces())
         groups = tuple(committed_group(group) for group in staged.groups)
 
         def body(state: RunState, file: StoredObject | None) -> Body:
-            assert file is not None, "a batch has its file"
+            assert file is not None, "a batch has a file"
             return BatchCommitted(
                 number=staged.number,
                 file=file,
@@ -72,15 +72,15 @@ class TrajectoryStore:
         return entry, self.store.local_path(attached.path) or pa.py_buffer(b"".join(attached.data))
 
     def waiting(self, number: int) -> Waiting | None:
-        """Batch `number`, committed and not trained on; None if there is none. Reads what is new."""
+        """Read new log entries, and return batch `number` if it is committed and not trained on, else None."""
         self.log.follow()
         return self.log.state.waiting.get(number)
 
     def committed(self, entry: int) -> BatchCommitted:
-        """What entry `entry` committed.
+        """Return the batch that entry `entry` committed.
 
         Raises:
-            Corrupt: it committed no batch.
+            Corrupt: the entry commits no batch.
         """
         written = self.log.read(entry)
         if written is None or not isinstance(written.entry.body, BatchCommitted):
@@ -88,10 +88,9 @@ class TrajectoryStore:
         return written.entry.body
 
     def discards(self, entry: int) -> tuple[Discard, ...]:
-        """What was discarded while the batch of entry `entry` was formed, and during its earlier makings that were
-        voided.
+        """List the discards of the batch of entry `entry`, and those of its earlier, voided commits.
 
-        The list ends early at an entry that cannot be read: nothing is decided by it.
+        The list stops at an entry that cannot be read; no decision depends on it.
 
         Raises:
             Corrupt: entry `entry` commits no batch.
@@ -101,17 +100,17 @@ class TrajectoryStore:
         with contextlib.suppress(Corrupt):
             for n in range(entry - 1, -1 if self.log.state.voids else entry - 1, -1):
                 written = there(self.log, n).entry
-                if written.batch <= batch.number:  # there was no such batch yet
+                if written.batch <= batch.number:  # the batch did not exist yet
                     break
                 if isinstance(written.body, BatchCommitted) and written.body.number == batch.number:
                     found = [*written.body.discards, *found]
         return tuple(found)
 
     def read(self, file: StoredObject) -> pa.Buffer:
-        """The bytes of a batch's file.
+        """Read the file of a batch.
 
         Raises:
-            Corrupt: it is gone, or not what was committed.
+            Corrupt: the file is missing, or differs from the committed one.
         """
         try:
             data = _bytes_of(self.store, file.path)
@@ -121,9 +120,9 @@ class TrajectoryStore:
         return data
 
     def void(self, writer: Writer, number: int, why: str) -> bool:
-        """Void batch `number` if its file cannot be read; returns whether the batch is to be formed anew.
+        """Void batch `number` if its file cannot be read; return whether the batch must be formed again.
 
-        The call may be repeated, by any role that may void. A batch that was trained on or made again meanwhile stays.
+        Any role that may void can repeat the call. A batch that was trained on or formed again meanwhile stays.
         """
         waiting = self.waiting(number)
         if waiting is None or self._is_whole(waiting.file):
@@ -131,14 +130,14 @@ class TrajectoryStore:
         return self._append(writer, BatchVoided(number, waiting.entry, why))
 
     def reject(self, writer: Writer, number: int, entry: int, why: str) -> bool:
-        """Void batch `number` of entry `entry`: its file is whole, and what it holds, or gives, is not finite.
+        """Void batch `number` of entry `entry`, because a value in it, or computed from it, is not finite.
 
-        Returns whether it was still the one to be trained on.
+        Return whether this batch was still the one to train on.
         """
         return self._append(writer, BatchVoided(number, entry, why, "not-finite"))
 
     def _append(self, writer: Writer, voided: BatchVoided) -> bool:
-        """False if the batch was trained on or made again meanwhile."""
+        """Append the entry; return False if the batch was trained on or formed again meanwhile."""
         try:
             writer.append(lambda state, _: voided)
         except Refused:
@@ -156,18 +155,18 @@ class TrajectoryStore:
 
 
 def verify(file: StoredObject, data: bytes | pa.Buffer) -> None:
-    """Raise `Corrupt` unless `data` is, byte for byte, what was committed."""
+    """Raise `Corrupt` unless `data` has the committed size and sha256."""
     if len(memoryview(data)) != file.size or hashlib.sha256(data).hexdigest() != file.sha256:
         raise Corrupt(f"{file.path} is not what was committed (sha256 or size differs)")
 
 
 def committed_group(group: FinishedGroup) -> Group:
-    """What an entry says of a group."""
+    """Return the record of a group that a log entry keeps."""
     return Group(*group.key, group.started_version, group.newest_version, group.response_tokens)
 
 
 def _bytes_of(run: ObjectStore, path: str) -> pa.Buffer:
-    """An object's bytes: mapped where it lies on this machine, but for an empty one, which cannot be."""
+    """Return the bytes of an object; a local file is memory-mapped, unless it is empty (which cannot be mapped)."""
     local = run.local_path(path)
     if local is None or run.stat(path).size == 0:
         return pa.py_buffer(run.get(path))

@@ -1,8 +1,8 @@
-"""What died and was brought back: one object for each recovery of a run, `recoveries/<n>.json`.
+"""The recoveries of a run: one object for each restart of a dead process, `recoveries/<n>.json`.
 
-Any process may append. It takes a number by an atomic create, and the next number if that one is taken. The records are
-for people, the summary and MLflow, and for a keeper that follows another one and goes on with its budget. Nothing waits
-for them (see `Notes`), and one that is damaged is passed over: a damaged record never ends a run.
+Any process may append: it creates the next free number atomically, and tries the following number if another process
+was faster. The records are for people, the summary and MLflow. A restarted keeper also reads them to continue with its
+predecessor's restart budget. No process waits for them (see `Notes`), and a damaged record is skipped.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One recovery. Times are seconds since the epoch, by the clock of the process that recovered it."""
+    """One recovery. Times are seconds since the epoch, by the clock of the process that did the recovery."""
 
     role: str  # "learner", "engine-0", "rollout stage", "supervisor", ...
-    reason: str  # what was seen when it ended
+    reason: str  # why the process ended, as far as it was seen
     noticed_at: float
-    restored_at: float  # its successor was up
-    resumed_at: float  # its successor had made progress
-    redone: str = "nothing"  # the work that has to be done again
-    trajectories: int = 0  # trajectories among that work: they are generated again
+    restored_at: float  # when its successor was up
+    resumed_at: float  # when its successor had made progress
+    redone: str = "nothing"  # the lost work that is done again
+    trajectories: int = 0  # the number of lost trajectories that are generated again
     attempt: int = 1  # the number of this role's last restart, from 1
-    restarts: tuple[float, ...] = ()  # when each of its restarts was decided on: every successor but the last died
+    restarts: tuple[float, ...] = ()  # times of the decisions to restart; every successor but the last died
 
     @property
     def seconds(self) -> float:
-        """From the moment the end was noticed until there was progress again."""
+        """The seconds from the moment the end was noticed until there was progress again."""
         return self.resumed_at - self.noticed_at
 
     def sentence(self) -> str:
-        """For a log line."""
+        """Describe the recovery in a log line."""
         return f"{self.role}: {self.reason}; back after {self.seconds:.1f} s; done again: {self.redone}"
 
 
@@ -50,7 +50,7 @@ RECOVERY: TypeAdapter[Recovery] = TypeAdapter(Recovery)
 
 
 def recovery_path(number: int) -> str:
-    """Where recovery `number` lies."""
+    """Return the path of recovery `number`."""
     return f"recoveries/{number:08d}.json"
 
 
@@ -60,11 +60,11 @@ class RecoveryLog:
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
         self._known: list[Recovery] = []
-        self.damaged: list[str] = []  # objects that are no recovery
-        self._unsure: int | None = None  # the number under which a failed `append` may have written after all
+        self.damaged: list[str] = []  # paths of objects that cannot be parsed as a recovery
+        self._unsure: int | None = None  # the number that a failed `append` may have written
 
     def append(self, recovery: Recovery) -> int:
-        """Write a recovery down; returns its number. A call that failed may be repeated: the record is there once."""
+        """Store a recovery, and return its number. A failed call may be repeated: the record is stored once."""
         data = json.dumps(asdict(recovery)).encode()
         if self._unsure is None:
             self._unsure = first_missing(self.store, recovery_path, self._read)
@@ -83,7 +83,7 @@ class RecoveryLog:
         return len(self._known) + len(self.damaged)
 
     def read(self) -> list[Recovery]:
-        """All recoveries that can be read; asks the store only for the ones it has not seen."""
+        """Return all readable recoveries; only those not seen before are read from the store."""
         for number in range(self._read, first_missing(self.store, recovery_path, self._read)):
             path = recovery_path(number)
             try:
@@ -94,7 +94,7 @@ class RecoveryLog:
 
 
 class Notes:
-    """Recoveries on their way into a run's log: `add` returns at once; what cannot be stored is tried again."""
+    """A queue of recoveries to store: `add` returns at once, and a background thread retries failed writes."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._recoveries = RecoveryLog(store)
@@ -102,14 +102,14 @@ class Notes:
         self._lock = threading.Lock()
 
     def add(self, recovery: Recovery) -> None:
-        """Have it stored."""
+        """Queue a recovery to be stored."""
         with self._lock:
             self._waiting.append(recovery)
-            if len(self._waiting) == 1:  # a daemon: a store that is away must not keep the process from ending
+            if len(self._waiting) == 1:  # a daemon thread, so that an unreachable store cannot block the process's exit
                 threading.Thread(target=self._store, name="recovery notes", daemon=True).start()
 
     def flush(self, seconds: float = 10.0) -> bool:
-        """Wait until all are stored; false if they were not within `seconds`."""
+        """Wait up to `seconds` until all recoveries are stored; return whether they are."""
         limit = time.monotonic() + seconds
         while self._waiting and time.monotonic() < limit:
             time.sleep(POLL_SECONDS)

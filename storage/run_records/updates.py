@@ -1,7 +1,7 @@
-"""What each weight update cost: one small object per policy version, `updates/<version>.json`.
+"""The cost of each weight update: one small object per policy version, `updates/<version>.json`.
 
-Written by the rollout stage, once for each version that the engines took (they skip some). It is for people and for
-predictions; nothing that decides reads it.
+The rollout stage writes it once for each version that the engines loaded (they skip some). People and predictions read
+it; no decision of a run depends on it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from rollflow.storage.objects.base import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The engines took `version`: they stood still for `pause_seconds`, and went on at `resumed_at` (since the epoch,
-    by the rollout stage's clock)."""
+    """The engines loaded `version`: they paused for `pause_seconds`, and resumed at `resumed_at` (seconds since the
+    epoch, by the rollout stage's clock).
+    """
 
     version: int
     pause_seconds: float
@@ -24,17 +25,17 @@ class Update:
 
 
 def update_path(version: int) -> str:
-    """Where the update to `version` lies."""
+    """Return the path of the update to `version`."""
     return f"updates/{version:08d}.json"
 
 
 def store_update(run: ObjectStore, update: Update) -> None:
-    """Write it down; a rollout stage that began again replaces what its predecessor wrote of the same version."""
+    """Store an update; a restarted rollout stage replaces its predecessor's record of the same version."""
     run.put(update_path(update.version), json.dumps(asdict(update)).encode())
 
 
 def read_update(run: ObjectStore, version: int) -> Update | None:
-    """The update to `version`, if it was taken and written down."""
+    """Read the update to `version`; None if there is no record."""
     path = update_path(version)
     try:
         return Update(**json.loads(run.get(path)))

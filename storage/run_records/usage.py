@@ -1,7 +1,7 @@
-"""What a run has cost in CPU seconds, by role and process: `usage/<writer>.json`, one object for each who looks.
+"""The CPU seconds of a run by role and process: one object for each observer, `usage/<writer>.json`.
 
-Several observers may see a process many times. It counts once, with the most that any of them saw. So the sum of a role
-goes on when its process is replaced, and when an observer is. What a process used after the last look is missing.
+Several observers may measure the same process many times; the largest measurement counts. So the sum of a role stays
+right when a process or an observer is replaced. CPU time after the last measurement is not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SEEN: TypeAdapter[dict[str, dict[str, float]]] = TypeAdapter(dict[str, dict[str,
 
 
 class Cost(NamedTuple):
-    """CPU seconds that one process has used so far. `process` names it for ever, among those of all machines."""
+    """CPU seconds that one process has used so far. `process` is an id that is unique over all machines and times."""
 
     role: str
     process: str
@@ -29,29 +29,29 @@ class Cost(NamedTuple):
 
 @dataclass
 class Usage:
-    """Role -> process -> CPU seconds."""
+    """The CPU seconds of each process of each role."""
 
     seen: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def note(self, costs: Iterable[Cost]) -> None:
-        """Take these into account."""
+        """Add measurements; the largest one per process counts."""
         for role, process, seconds in costs:
             known = self.seen.setdefault(role, {})
             known[process] = max(seconds, known.get(process, 0.0))
 
     def totals(self) -> dict[str, float]:
-        """CPU seconds by role, the largest first."""
+        """Return the CPU seconds per role, the largest first."""
         sums = {role: round(sum(processes.values()), 1) for role, processes in self.seen.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def store_usage(run: ObjectStore, writer: str, usage: Usage) -> None:
-    """Store what `writer` has seen."""
+    """Store the measurements of `writer`."""
     run.put(f"usage/{writer}.json", json.dumps(usage.seen).encode())
 
 
 def read_usage(run: ObjectStore) -> Usage:
-    """What all writers have seen; an object that is damaged is passed over."""
+    """Merge the measurements of all writers; a damaged object is skipped."""
     usage = Usage()
     for path in run.list("usage"):
         try:
