@@ -1,1 +1,1 @@
-"""The append-only log that decides what a run is: entries, the fold over them, snapshots, audit, retention."""
+"""The append-only log of a run: its entries, the fold over them, snapshots, audit and retention."""

@@ -1,10 +1,10 @@
-"""Anchors: hashes of a run's entries that are kept outside of its storage, out of reach of whoever alters the run.
+"""Anchors: hashes of a run's entries that are kept outside its storage, out of reach of whoever alters the run.
 
     12:6b86b273...   entry 12 has this sha256
 
-An entry names the hash of the entry before it, so the anchor of an entry proves all entries up to it. The log is
-append-only, so an anchor holds however far the run has gone on since. `rollflow repair` may set a damaged newest
-entry aside; then an anchor of that entry no longer holds, and the check reports it.
+Each entry names the hash of the entry before it, so the anchor of an entry proves all entries up to it. The log is
+append-only, so an anchor stays valid as the run continues. If `rollflow repair` has moved a damaged newest entry away,
+an anchor of that entry is no longer valid, and the check reports it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def first_anchor(run: ObjectStore) -> Anchor:
 
 
 def newest_anchor(state: RunState) -> Anchor:
-    """Return the anchor of the newest entry that `state` has seen."""
+    """Return the anchor of the newest entry in `state`."""
     return Anchor(state.n, state.sha256)
 
 

@@ -1,7 +1,7 @@
-"""Compares the rows of a batch file with the prompts that they answer and with the config's limits.
+"""Compares the rows of a batch file with the prompts that they answer, and with the config's limits.
 
-Each row is the prompt of its index, then the policy's response. Shapes: R rows of N groups, G to a group; T tokens
-over all rows.
+Each row holds the prompt of its index, then the policy's response. Shapes: R rows in N groups of G each; T tokens over
+all rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENDINGS = (Ending.STOP, Ending.LENGTH)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the rows of a batch are compared with; a field that is None is not checked."""
+    """The values with which the rows of a batch are compared; a field that is None is not checked."""
 
     limits: Limits | None = None
     prompts: Mapping[int, Prompt] | None = None  # by index
@@ -45,8 +45,8 @@ class _Table:
 
     index_R: Array
     length_R: Array  # tokens
-    first_R: Array  # where the row's tokens begin
-    prompt_R: Array  # tokens of the prompt
+    first_R: Array  # position of the row's first token
+    prompt_R: Array  # length of the row's prompt in tokens
     row_T: Array
     tokens_T: Array
     mask_T: Array
@@ -60,7 +60,7 @@ class _Table:
         index, length = table["index"].to_numpy(), pc.list_value_length(table["tokens"]).to_numpy()
         first, mask = np.cumsum(length) - length, _flat(batch, "loss_mask")
         row = np.repeat(np.arange(len(length)), length)
-        if prompts is None:  # a row's prompt ends where the policy's first token begins
+        if prompts is None:  # assume that a prompt ends at the policy's first token
             chosen = np.flatnonzero(mask)
             place = np.searchsorted(chosen, first)
             begins = np.append(chosen, len(mask))[place]
@@ -72,7 +72,7 @@ class _Table:
 
     @property
     def response_T(self) -> Array:
-        """A mask of the tokens that stand behind their row's prompt."""
+        """A mask of the tokens that follow their row's prompt."""
         place: Array = np.arange(len(self.row_T)) - self.first_R[self.row_T]
         behind: Array = place >= self.prompt_R[self.row_T]
         return behind
@@ -84,9 +84,9 @@ class _Table:
 
 
 def check_rows(batch: TrajectoryBatch, asked: Asked) -> Iterator[Found]:
-    """Report rows that do not answer their prompts, or that the config does not allow.
+    """Report rows that do not answer their prompts, or violate the config's limits.
 
-    The rows' columns have equal lengths (see `rows`).
+    `rows` must have checked that all list columns of a row have the same length.
     """
     table = _Table.of(batch, asked.prompts)
     if asked.prompts is not None:
@@ -104,13 +104,13 @@ def check_rows(batch: TrajectoryBatch, asked: Asked) -> Iterator[Found]:
 def _check_prompts(
     batch: TrajectoryBatch, table: _Table, prompts: Mapping[int, Prompt], asked: Asked
 ) -> Iterator[Found]:
-    """Check that each row begins with the prompt of its index and names it, and that no such prompt is held out."""
+    """Check that each row begins with the prompt of its index and names it, and that this prompt is not held out."""
     names = zip(batch.table["prompt_id"].to_pylist(), batch.table["domain"].to_pylist(), strict=True)
     told: set[int] = set()
     for row, (index, name) in enumerate(zip(table.index_R.tolist(), names, strict=True)):
         prompt = prompts[index]
         if index in told:
-            continue  # one violation a group
+            continue  # report one violation per group
         if name != (prompt.id, prompt.domain):
             told.add(index)
             yield "lineage", f"a row of prompt {index} names {name}, the prompt is {(prompt.id, prompt.domain)}"
@@ -124,7 +124,7 @@ def _check_prompts(
 
 
 def _name_other_prompt(tokens_T: Array, held_out: Mapping[tuple[int, ...], str]) -> str:
-    """Name what a row answers instead of its prompt, if that is known."""
+    """Name the held-out prompt that a row answers instead of its own, or else "other tokens"."""
     found = tuple(tokens_T.tolist())
     for length in sorted({len(tokens) for tokens in held_out}, reverse=True):
         if found[:length] in held_out:
@@ -152,7 +152,7 @@ def _check_tokens(table: _Table, asked: Asked) -> Iterator[Found]:
 
 
 def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
-    """Check that a response that stopped ends with a stop token: the last token that the policy chose."""
+    """Check that the last sampled token of each response with the ending `STOP` is a stop token."""
     chosen_T = np.flatnonzero(table.mask_T)
     last_R = np.searchsorted(chosen_T, table.first_R + table.length_R) - 1
     for row, (ending, last) in enumerate(zip(table.endings, last_R.tolist(), strict=True)):
@@ -163,10 +163,10 @@ def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
 
 
 def _check_responses(table: _Table, limits: Limits, *, known: bool) -> Iterator[Found]:
-    """Check that no response is longer than the config allows, and that one that was cut is as long as that.
+    """Check that no response exceeds the config's limit, and that each truncated response reaches it.
 
     Args:
-        known: the prompts are known; otherwise an environment may have added tokens before the policy's first one.
+        known: true if the prompts are known. If not, an environment may have added tokens before the policy's first.
     """
     response_R = table.length_R - table.prompt_R
     if (response_R > limits.max_new_tokens).any():
@@ -182,7 +182,7 @@ def _check_responses(table: _Table, limits: Limits, *, known: bool) -> Iterator[
 
 
 def _check_times(batch: TrajectoryBatch, table: _Table, limits: Limits) -> Iterator[Found]:
-    """Check that starts follow the config's rule, and that measured times are finite and not negative."""
+    """Check that started versions follow the config's rule, and that times are finite and not negative."""
     if limits.oldest_token:
         yield from _check_starts(batch, table)
     for name in ("generation_seconds", "reward_seconds"):
@@ -192,7 +192,7 @@ def _check_times(batch: TrajectoryBatch, table: _Table, limits: Limits) -> Itera
 
 
 def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
-    """Check that each trajectory starts with its oldest token."""
+    """Check that each trajectory's started version is the version of its oldest token."""
     oldest_R = np.full(len(table.length_R), np.iinfo(np.int32).max, dtype=np.int64)
     np.minimum.at(oldest_R, table.row_T[table.mask_T], table.versions_T[table.mask_T])
     started_R = batch.table["started_version"].to_numpy()

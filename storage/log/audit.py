@@ -1,26 +1,26 @@
-"""The audit: proves from its log and its objects that a run kept its invariants, or names what broke them.
+"""The audit: checks from a run's log and objects that the run kept its invariants, and reports every violation.
 
-    entries from the first on --fold--> batches --rows against entry-->  report
-                                  |--> objects of versions --size, sha256--^
+    entries in order --fold--> batches --compare rows with entry-->  report
+                        |--> objects of versions --size, sha256--^
 
-It folds the log again from the entries alone. It trusts no process, no snapshot and no metric. Kinds of violation:
+The audit folds the log again from the entries alone. It trusts no process, snapshot or metric. Kinds of violation:
 
-- `stale`: a trajectory older than alpha allows, or with tokens from a version that did not exist yet.
-- `duplicate`: a dispatch with two fates, a batch that is committed twice, a sample that is in its group twice.
-- `missing`: an object that is named and needed and is not there; a sample or a prompt that was left out.
+- `stale`: a trajectory is older than alpha allows, or has tokens from a version that did not exist yet.
+- `duplicate`: a dispatch has two fates, a batch is committed twice, or a sample is in its group twice.
+- `missing`: an object that is named and needed does not exist, or a sample or a prompt was left out.
 - `gap`: an entry, a version or a batch whose number was skipped.
-- `altered`: bytes that are not what was committed.
-- `lineage`: an entry that does not follow from those before it, or from the file that it names.
+- `altered`: bytes differ from the committed ones.
+- `lineage`: an entry contradicts the entries before it, or the file that it names.
 
-It goes on after a violation (`tolerant_fold` says how far). A run may go on during its audit: a fault of an object is
-checked again, and counts only if no later entry voids or prunes the object.
+The audit continues after a violation (see `tolerant_fold`). The run may continue during its audit: a violation of an
+object is checked again, and counts only if no later entry voids or prunes the object.
 
-It also compares batches with what the caller expects of them (`expected`): the prompts that they answer, and the
+The audit also compares batches with the caller's expectations (`expected`): the prompts that they answer, and the
 limits of the run's config.
 
-An audit begins where the newest clean one ended (`audit_checkpoints`), checks entry 0 and the newest entries again
-(`recheck`), and does not read older objects again. A deep audit begins with the first entry. It reads every object that
-must exist, and every other object that exists and is not pruned.
+An audit begins where the newest clean audit ended (`audit_checkpoints`). It checks entry 0 and the newest entries
+again (`recheck`), but reads no older object again. A deep audit begins with entry 0. It reads every object that must exist,
+and every other object that exists and is not pruned.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ from rollflow.storage.records import StoredObject
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an audit is."""
+    """The progress of an audit."""
 
     entries: int
     of_entries: int  # entries that the log had when the audit began
     objects: int
-    of_objects: int  # objects that were found to be read so far
-    bytes: int  # of the objects
+    of_objects: int  # objects to read that were found so far
+    bytes: int  # bytes of the objects that were read
 
 
 def audit(
@@ -80,17 +80,17 @@ def audit(
     progress: Callable[[Progress], None] | None = None,
     expected: Expected = NOTHING,
 ) -> AuditReport:
-    """Audit one run's storage. If nothing is wrong, store how far it came.
+    """Audit one run's storage. If the audit is clean, store its end for the next one.
 
     Args:
-        deep: from the first entry on, and every object.
-        expected: what batches are compared with: the run's config and prompts.
-        progress: is told after each entry and each object, in the thread that called.
+        deep: begin with entry 0, and read every object.
+        expected: the run's config and prompts, with which batches are compared.
+        progress: called after each entry and each object, in the caller's thread.
 
     Raises:
-        Missing: there is no run at this place.
-        Corrupt: its first entry cannot be read, so that nothing is known of its rules.
-        Unreachable: something cannot be read now.
+        Missing: there is no run in this storage.
+        Corrupt: entry 0 cannot be read, so the run's rules are unknown.
+        Unreachable: an object cannot be read now.
     """
     return _Audit(run, expected, deep=deep, progress=progress).made()
 
@@ -102,7 +102,9 @@ class _Audit:
         self, store: ObjectStore, expected: Expected, *, deep: bool, progress: Callable[[Progress], None] | None
     ) -> None:
         self.store, self.deep, self.progress = store, deep, progress
-        snapshots = audit_checkpoints.snapshots(store)  # before the log is read: what they were made of is there
+        snapshots = audit_checkpoints.snapshots(
+            store
+        )  # listed before the log is read, so the log must have their entries
         newest, self.others = audit_checkpoints.newest(store, thorough=expected.is_thorough)
         self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
         begun = Audited() if deep else newest
@@ -115,10 +117,10 @@ class _Audit:
         self.first, self.opened = begun.first, OpenSince(begun.opened)
         self.fold = Refold(store, begun.state, self.report.add)
         self.rows, self.responses = begun.rows, begun.responses
-        self.latest = begun.state.version  # of what was read; the fold may have ended before
-        self.most = begun.state.version  # that so many entries can have published, with those that are lost
+        self.latest = begun.state.version  # the newest version that was read; the fold may have stopped before
+        self.most = begun.state.version  # the highest version that the entries so far, lost ones included, can publish
         self.read_to = begun.state.n
-        self.outcomes: dict[int, int | None] = {}  # entry of a batch -> the version trained on it; None: voided
+        self.outcomes: dict[int, int | None] = {}  # entry of a batch -> version trained on it; None: voided
         self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}  # unpruned -> entry, objects
         self.doubts: list[Named] = []
         self.told = Progress(0, first_missing(store, entry_path, self.report.since) if progress else 0, 0, 0, 0)
@@ -149,7 +151,7 @@ class _Audit:
         found = entries(self.store, self.report.since, to_the_last=True)
         for written, _, counts in self.fold.over(found):
             if not self.responses and (written.entry.n > 0 or not counts):
-                break  # the first entry is lost
+                break  # entry 0 is lost
             self._note(written, counts, looking)
             self._tell(entries=self.told.entries + 1)
         if self.fold.state.n < 0:
@@ -158,7 +160,7 @@ class _Audit:
             raise Corrupt(f"{self.store.uri}: {self.report.violations[0].what}; nothing is known of this run")
 
     def _note(self, written: Written, counts: bool, looking: Looking) -> None:
-        """Note the objects that an entry names; `counts` is false if the entry itself is not to be believed."""
+        """Record the objects that an entry names; `counts` is false if the entry itself is not trusted."""
         entry, n = written.entry, written.entry.n
         self._hear(n, written.sha256)
         newest = entry.version if self.fold.missed and counts else self.fold.state.version
@@ -187,7 +189,7 @@ class _Audit:
                     self.objects.pop((version, kind), None)
 
     def _begin(self, body: RunCreated, looking: Looking) -> None:
-        """Take what entry 0 says: the config, and the objects that the run was prepared with."""
+        """Use the config of entry 0, and check the objects that it names."""
         self._take_config(body, 0)
         limits = self.expecting.limits
         if limits and {body.sources, len(body.prompts) or body.sources} != {limits.sources}:
@@ -198,10 +200,10 @@ class _Audit:
             self._ask(Named(stored, 0, "run"), looking)
 
     def _change(self, body: ConfigChanged, n: int) -> None:
-        """Take a config change, and compare its list of changed keys with the config before."""
+        """Use a new config, and compare its list of changed keys with the config before."""
         self._take_config(body, n)
         before = self.fold.state.config_at(n - 1)
-        with contextlib.suppress(Corrupt, Missing):  # an entry that cannot be read is reported at its own place
+        with contextlib.suppress(Corrupt, Missing):  # an unreadable entry is reported elsewhere
             told = RecordedConfig.of(decode(self.store.get(entry_path(before)), before, self.store.get).entry)
             if differences(told.config, body.config) != body.changes:
                 self.report.add(
@@ -216,7 +218,7 @@ class _Audit:
             self.report.add("altered", entry_path(n), "the config is not the one whose hash stands beside it")
 
     def _extra_responses(self, config: Mapping[str, Any], n: int) -> int:
-        """How many responses to a prompt are started beyond those that are kept; 0 if the config does not say it."""
+        """Return the config's number of extra responses per prompt; 0 if it has no such key."""
         rollout = config.get("rollout", {})
         extra = rollout.get("extra_responses", 0) if isinstance(rollout, Mapping) else None
         if isinstance(extra, int) and extra >= 0:
@@ -227,7 +229,7 @@ class _Audit:
         return 0
 
     def _prompts(self, body: RunCreated) -> Iterator[StoredObject]:
-        """Files of prompts that the run keeps."""
+        """Yield the prompt files that are stored with the run."""
         for pin in body.prompts:
             described = pin.get("kept"), pin.get("size"), pin.get("sha256")
             match described:
@@ -256,18 +258,18 @@ class _Audit:
     def _note_version(self, body: VersionPublished, n: int, counts: bool) -> None:
         own: dict[Kind, tuple[StoredObject, ...]] = {"weights": body.weights, "state": body.state}
         for kind, objects in own.items():
-            if counts or (body.number, kind) not in self.objects:  # else it is told of a version that is there
+            if counts or (body.number, kind) not in self.objects:  # an untrusted entry must not replace a known version
                 self.objects[body.number, kind] = n, objects
         if body.batch_entry is not None and counts:
             self._settle(body.batch_entry, body.number)
 
     def _settle(self, batch: int, version: int | None) -> None:
-        """The batch of entry `batch` was trained on, or (None) voided."""
+        """Record that `version` was trained on the batch of entry `batch`, or (None) that the batch was voided."""
         self.outcomes[batch] = version
         self._count(batch)
 
     def _count(self, batch: int) -> None:
-        """Count a batch's rows, once they are read and it is known what became of the batch."""
+        """Count a batch's rows, once they are read and the batch is trained on or voided."""
         if batch in self.outcomes and batch in self.rows:
             rows, version = self.rows.pop(batch), self.outcomes.pop(batch)
             if version is not None:
@@ -276,7 +278,7 @@ class _Audit:
     # --- objects ------------------------------------------------------------------------------------------------
 
     def _look_at_versions(self, looking: Looking) -> None:
-        """Look at the objects that retention needs, and at others that are there and were not pruned."""
+        """Check the objects that retention needs, and the others that were not pruned."""
         retention = self.fold.state.retention
         for (version, kind), (n, objects) in self.objects.items():
             needed = retention.needed(kind, version, self.latest)
@@ -285,14 +287,14 @@ class _Audit:
 
     def _ask(self, named: Named, looking: Looking) -> None:
         self.told = replace(self.told, of_objects=self.told.of_objects + 1)
-        if named.rules is None:  # otherwise the rules are those of its entry, and it is checked again
+        if named.rules is None:  # a second check keeps the rules of the object's entry
             state = self.fold.state
             rules = Rules(state.alpha, state.group_size, self.responses, self.expecting.expect_rows(named.batch))
             named = replace(named, rules=rules)
         looking.add(named)
 
     def _take(self, looked: Looked) -> None:
-        """Take what was found out about an object; if something is wrong, it will be looked at again."""
+        """Record the result of an object; a faulty object is checked again at the end."""
         self.report.bytes += looked.size
         if looked.violations:
             self.doubts.append(looked.named)
@@ -304,7 +306,7 @@ class _Audit:
         self._tell(objects=self.told.objects + 1, bytes=self.report.bytes)
 
     def _accuse(self) -> None:
-        """Look again at what was found wrong, and name it unless an entry excuses it, even a new one."""
+        """Check faulty objects again, and report each one that no entry (even a new one) has voided or pruned."""
         again: list[Looked] = []
         doubts, self.doubts = self.doubts, []
         with Looking(self.store, again.append) as looking:
@@ -321,7 +323,7 @@ class _Audit:
                 self.report.violations += looked.violations
 
     def _since(self) -> tuple[set[int], set[tuple[int, str]]]:
-        """Entries of batches that were voided, and objects that were pruned, since the log was read."""
+        """Return the batches voided and the objects pruned since the log was read."""
         voided, pruned = set[int](), set[tuple[int, str]]()
         later = Refold(self.store, self.fold.state, lambda kind, where, what: None, lost=self.fold.lost)
         for written, _, counts in later.over(entries(self.store, self.fold.state.n + 1)):
@@ -335,13 +337,13 @@ class _Audit:
     # --- witnesses, progress ------------------------------------------------------------------------------------
 
     def _hear(self, n: int, sha256: str) -> None:
-        """Compare entry `n` with what snapshots and older audits say of it."""
+        """Compare the hash of entry `n` with those in snapshots and older audits."""
         witness = self.witnesses.pop(n, None)
         if witness and not sha256.startswith(witness.sha256) and audit_checkpoints.is_sound(self.store, witness):
             self.report.add("altered", entry_path(n), f"{witness.path} was made of another entry {n}")
 
     def _hear_the_others(self) -> None:
-        """Check whether entries that snapshots or older audits have seen are gone from the log's end."""
+        """Report if the log ends before an entry that snapshots or older audits have seen."""
         end = self.fold.state.n
         beyond = [
             witness

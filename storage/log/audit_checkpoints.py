@@ -1,11 +1,11 @@
-"""What an audit stores: where it ended, so that the next one reads only what is new. It decides nothing.
+"""Stored results of audits. The next audit begins where the newest one ended, and reads only new entries.
 
-    audits/<n>.json     sealed: the state after entry n, what was counted up to there, the rows of waiting batches
+    audits/<n>.json     sealed: the state after entry n, the counts up to there, the rows of waiting batches
 
-Only an audit that found nothing wrong stores one. A deep audit that found something removes those that are there, so
-that what was wrong once is looked at again. The next audit begins with the newest one whose entry n is unchanged. If
-its entry n is another one, or gone, that proves that the log was written anew, or cut. Snapshots prove the same,
-because their names hold the hash of their entry.
+Only a clean audit stores a result. A deep audit with violations removes the stored results, so that the next audit
+checks everything again. An audit begins with the newest result whose entry n is unchanged. If entry n of a result has
+another hash or is missing, the log was rewritten or truncated. Snapshots prove the same, because their names contain
+the hash of their entry. No decision of a run depends on these results.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
 
 AUDITS = "audits"
-RULES = 2  # raised with any change of what an audit checks: then everything is checked again
+RULES = 2  # raised with any change of an audit's checks, so that everything is checked again
 KEPT = 3
 
-UNREADABLE = (Missing, Corrupt, ValueError, KeyError)  # a validation's error is a ValueError
+UNREADABLE = (Missing, Corrupt, ValueError, KeyError)  # pydantic's ValidationError is a ValueError
 
 
 @dataclass(slots=True)
 class Audited:
-    """How far an audit came."""
+    """The state of an audit at its last entry."""
 
     state: RunState = field(default_factory=RunState)
     report: AuditReport = field(default_factory=AuditReport)
-    rows: dict[int, Rows] = field(default_factory=dict)  # entry of a batch that waits -> its rows
-    responses: int = 0  # that are started for a group
+    rows: dict[int, Rows] = field(default_factory=dict)  # entry of a waiting batch -> its rows
+    responses: int = 0  # responses that are started for a group
     first: str = ""  # the hash of entry 0
     opened: dict[int, int] = field(default_factory=dict)  # open prompt -> the batch with which its dispatch began
-    thorough: bool = False  # prompts and config were compared, too
+    thorough: bool = False  # prompts and limits were compared, too
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """An object that was made from the log when the hash of entry `n` was this, or began with it."""
+    """An object that was derived from the log, and records the hash (or its beginning) of entry `n` at that time."""
 
     path: str
     n: int
@@ -53,12 +53,12 @@ class Witness:
 
 
 def audit_path(n: int) -> str:
-    """Where the audit lies that ended with entry `n`."""
+    """Return the path of the audit that ended with entry `n`."""
     return f"{AUDITS}/{n:010d}.json"
 
 
 def keep(run: ObjectStore, audited: Audited) -> None:
-    """Write down how far an audit came, and remove old ones. A failure costs the next audit some time."""
+    """Store the result of an audit, and remove old ones. If this fails, the next audit only takes longer."""
     tree = {"rules": RULES, "fold": FOLD, "audited": _AUDITED.dump_python(audited, mode="json")}
     with contextlib.suppress(RollflowError, OSError):
         run.put(audit_path(audited.state.n), sealed(tree))
@@ -67,17 +67,17 @@ def keep(run: ObjectStore, audited: Audited) -> None:
 
 
 def withdraw(run: ObjectStore, others: list[Witness]) -> None:
-    """Remove the audits that vouch for what was found wrong. Those that saw another log stay, as witnesses."""
+    """Remove the stored results, so that everything is checked again. Those of another log stay as witnesses."""
     with contextlib.suppress(RollflowError, OSError):
         for path in set(run.list(AUDITS)) - {other.path for other in others}:
             run.delete(path)
 
 
 def newest(run: ObjectStore, *, thorough: bool = False) -> tuple[Audited, list[Witness]]:
-    """Return the newest audit that can be trusted (an empty one if none can), and those that saw another log.
+    """Return the newest valid result (an empty one if there is none), and the results of another log.
 
     Args:
-        thorough: only one that compared prompts and config.
+        thorough: accept only a result that compared prompts and limits.
     """
     others: list[Witness] = []
     for path in sorted(run.list(AUDITS), reverse=True):
@@ -94,15 +94,15 @@ def newest(run: ObjectStore, *, thorough: bool = False) -> tuple[Audited, list[W
 
 
 def snapshots(run: ObjectStore) -> list[Witness]:
-    """What the names of the snapshots say."""
+    """Return the snapshots as witnesses, by their names."""
     names = [name for path in run.list(SNAPSHOTS) if (name := NAME.fullmatch(path))]
     return [Witness(name[0], int(name[1]), name[2]) for name in names]
 
 
 def is_sound(run: ObjectStore, witness: Witness) -> bool:
-    """Whether a witness is undamaged; one that cannot be read proves nothing."""
+    """Return whether a witness is undamaged; a damaged one proves nothing."""
     if not witness.path.startswith(SNAPSHOTS):
-        return True  # it was read
+        return True  # `newest` has read and parsed it
     try:
         state = from_bytes(run.get(witness.path))
     except UNREADABLE:

@@ -1,7 +1,7 @@
-"""Compares what an entry commits with the config in force: counts, reasons of discards, paths of objects.
+"""Compares the counts, discard reasons and object paths of an entry with the config in force.
 
-The rules of the log (`rules`) decide what may follow. Of the config they know only alpha and the group's size, so they
-accept the entries of a writer with another config. An audit checks more.
+The rules of the log (`rules`) know only a few keys of the config, so they may accept the entries of a writer with
+another config. An audit checks more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HIGHEST_PROBE = 1e-4  # nats; rounding may raise the log-prob of a certain token
 
 
 def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Limits | None) -> Iterator[Found]:
-    """Report what is wrong with a commit; `after` is the state that it leads to."""
+    """Report what is wrong with a commit; `after` is the state after it."""
     if not body.file.path.startswith(f"trajectories/{body.number:08d}-{claim}-"):
         yield "lineage", f"batch {body.number} names {body.file.path}, which is no file of this batch by this writer"
     for discard in body.discards:
@@ -40,14 +40,14 @@ def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Limit
 
 
 def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
-    """Check that a discarded dispatch was started under a version that existed, and has a length."""
+    """Check that a discarded dispatch was started under an existing version, and has no negative length."""
     if not 0 <= discard.started_version <= after.version or discard.response_tokens < 0:
         what = f"started under version {discard.started_version}, with {discard.response_tokens} tokens"
         yield "lineage", f"dispatch {_name(discard.key)} was discarded as {discard.reason}, {what}: it cannot be"
 
 
 def _check_against(discard: Discard, after: RunState, limits: Limits) -> Iterator[Found]:
-    """Check that a scheduler of this config has the reason, and that a stale dispatch was too old to be kept."""
+    """Check that the config's scheduler uses this reason, and that a stale or redundant dispatch was too old."""
     name = _name(discard.key)
     if discard.reason not in limits.reasons:
         known = ", ".join(sorted(limits.reasons)) or "none"
@@ -65,7 +65,7 @@ def _check_length(key: GroupKey, tokens: int, most: int) -> Iterator[Found]:
 
 
 def check_version(body: VersionPublished, claim: int) -> Iterator[Found]:
-    """Report what is wrong with a version's entry: whose objects it names, and its probe."""
+    """Report what is wrong with a version's entry: the paths of its objects, and its probe."""
     own = f"policies/{body.number:08d}/{claim}/"
     for stored in (*body.weights, *body.state):
         if not stored.path.startswith(own):

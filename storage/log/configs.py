@@ -3,8 +3,8 @@
     entry 0         RunCreated       from version 0 on
     entry 41        ConfigChanged    from version 7 on     differences(before, after): [("versions", 6, 9)]
 
-The log holds each config as the tree that was recorded. The run's state names their entries (`RunState.configs`);
-`rules` says for which entries each config holds.
+The log holds each config as it was recorded. The run's state lists their entries (`RunState.configs`); `rules` says for
+which entries each config holds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RecordedConfig:
 
 
 def recorded_configs(log: Log) -> list[RecordedConfig]:
-    """Return all configs of a run in order, as far as the log was read.
+    """Return all configs of a run in order, from the entries read so far.
 
     Raises:
         Corrupt: an entry that has a config is missing or damaged.
@@ -67,7 +67,7 @@ def _readable(run: ObjectStore) -> Iterator[Entry]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> tuple[Change, ...]:
-    """List what differs between two trees, by dotted key, in the order of the keys; None stands for a missing value."""
+    """List the differences between two configs by dotted key, sorted by key; None stands for a missing value."""
     found: list[Change] = []
     for name in sorted({*before, *after}):
         old, new = before.get(name), after.get(name)

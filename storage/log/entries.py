@@ -1,13 +1,12 @@
-"""The entries of a run's log: numbered, frozen, hashed facts, which decide what the run is.
+"""The entries of a run's log. They are numbered and immutable, and each names the hash of the entry before it.
 
     log/0000000041.json   {"n": 41, "prev": sha256 of entry 40, "id": ..., "role": "scheduler", "claim": 37,
                            "version": 12, "batch": 14, "at": ..., "body": {"kind": "batch-committed", ...}, "seal": ...}
 
-Each entry names the hash of the one before, so that none can be altered, swapped or inserted unseen. Its seal shows
-damage to the entry itself. It carries the newest version and the number of the next batch, so that a version is found
-by bisection.
+Because of these hashes, an altered, swapped or inserted entry is detected. The seal detects damage to the entry itself.
+Each entry holds the newest version and the number of the next batch, so a version can be found by bisection.
 
-An entry is small. Long lists (thousands of groups, hundreds of objects) stand in an index object,
+An entry is small. Long lists (thousands of groups, hundreds of objects) are stored in an index object,
 `log_index/<sha256>.json`, which is written before the entry that names it.
 """
 
@@ -28,45 +27,45 @@ from rollflow.storage.records import Discard, GroupKey, StoredObject
 Role = Literal["creator", "supervisor", "scheduler", "learner"]
 
 FOLDER, INDEX = "log", "log_index"
-LARGEST = 256 * 1024  # bytes of an entry; lists of a longer one go into its index object
+LARGEST = 256 * 1024  # bytes of an entry; the lists of a larger entry move to its index object
 
 
 class Group(NamedTuple):
-    """What the log knows of a trained group; its samples are in the batch file."""
+    """The log's record of a committed group; its trajectories are in the batch file."""
 
     prompt: int
     attempt: int
-    started: int  # the oldest version any of its samples was started under
-    newest: int  # the newest version any of its tokens came from
-    tokens: int  # that the policy chose, over all samples
+    started: int  # the oldest version under which one of its samples was started
+    newest: int  # the newest version that sampled one of its tokens
+    tokens: int  # the number of tokens that the policy sampled, over all samples
 
     @property
     def key(self) -> GroupKey:
-        """The dispatch it was."""
+        """The key of its dispatch."""
         return GroupKey(self.prompt, self.attempt)
 
 
 @dataclass(frozen=True, slots=True)
 class RunCreated:
-    """Entry 0. `config` is the whole config; `sources` is how many prompt sources it has."""
+    """Entry 0. `config` is the whole config; `sources` is the number of its prompt sources."""
 
     run_id: str
     config: Mapping[str, Any]
     config_sha256: str
     sources: int
-    prompts: tuple[Mapping[str, Any], ...] = ()  # pins: what the prompts were, by source
-    policy: tuple[StoredObject, ...] = ()  # the policy folder that the run began with
-    probe_tokens: tuple[int, ...] = ()  # the fixed tokens of the weight-update probe
+    prompts: tuple[Mapping[str, Any], ...] = ()  # pins, one per source: they identify the exact prompts
+    policy: tuple[StoredObject, ...] = ()  # the files of the initial policy
+    probe_tokens: tuple[int, ...] = ()  # the fixed tokens of the probe after each weight update
     code_version: str = ""
-    format: int = 0  # of the run's records
-    own_code: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the files of a person's own parts
-    single_start: bool = False  # prompts have at most one start token, and no end token at their end
+    format: int = 0  # the format number of the run's records
+    own_code: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the files with user-defined parts
+    single_start: bool = False  # true: prompts have at most one start token, and do not end with an end token
     kind: Literal["run-created"] = "run-created"
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A role's first entry. `under` is the supervisor's claim that the role was started by; a supervisor has none."""
+    """The claim of a role. `under` is the claim of the supervisor that started it; None for a supervisor."""
 
     under: int | None = None
     who: str = ""
@@ -78,10 +77,10 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class BatchCommitted:
-    """Batch `number` is there: the batch that trains version `number` into `number + 1`.
+    """The commit of batch `number`, which trains version `number` into `number + 1`.
 
-    `issued` are the prompts that were dispatched for the first time since the scheduler's last commit, in their order;
-    `discards` what was given up since then.
+    `issued` are the prompts that were dispatched for the first time since the scheduler's last commit, in their order.
+    `discards` are the dispatches that were discarded since then.
     """
 
     number: int
@@ -90,15 +89,16 @@ class BatchCommitted:
     groups: tuple[Group, ...]
     issued: tuple[int, ...]
     discards: tuple[Discard, ...] = ()
-    surplus_tokens: int = 0  # of responses that were started beyond what the groups needed
+    surplus_tokens: int = 0  # tokens of the extra responses that were not kept
     kind: Literal["batch-committed"] = "batch-committed"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchVoided:
-    """The batch of entry `entry` is not to be used: its file is not what was committed, or what it holds is not finite.
+    """Voids the batch of entry `entry`: its file is damaged, or a value in it is not finite.
 
-    The prompts of the latter are issued again with other seeds: the same ones might give the same again.
+    After a value that is not finite, the prompts are issued again with other seeds, because the same seeds might give
+    the same value.
     """
 
     number: int
@@ -110,7 +110,7 @@ class BatchVoided:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """Policy `number` exists; `batch_entry` is the entry of the batch it was trained on (None for version 0)."""
+    """Publishes policy `number`. `batch_entry` is the entry of the batch it was trained on (None for version 0)."""
 
     number: int
     batch_entry: int | None
@@ -124,14 +124,14 @@ class VersionPublished:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Objects of these versions, by kind, are going to be deleted: nothing needs them any more."""
+    """Announces that these objects, given by version and kind, will be deleted because nothing needs them."""
 
     objects: tuple[tuple[int, Kind], ...]
     kind: Literal["pruned"] = "pruned"
 
 
 class Change(NamedTuple):
-    """One key of a config, dotted, with its old and its new value; None stands for a missing value."""
+    """A changed config key (dotted) with its old and its new value; None stands for a missing value."""
 
     key: str
     before: Any
@@ -140,13 +140,13 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanged:
-    """The `config` of the run from version `version` on, which is the next one. `changes` are the keys that differ.
+    """Changes the run's config from `version` (the next version) on. `changes` lists the keys that differ.
 
-    `rules` says for which entries it holds.
+    `rules` describes for which entries the new config holds.
     """
 
     version: int
-    config: Mapping[str, Any]  # the whole config, not only what changed
+    config: Mapping[str, Any]  # the whole new config
     config_sha256: str
     changes: tuple[Change, ...]
     who: str = ""  # the person and machine that changed it
@@ -161,14 +161,14 @@ Body = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry, as it is to be written."""
+    """The content of one entry."""
 
     n: int
     prev: str  # sha256 of entry n - 1; "" for entry 0
-    id: str  # of the append, the same through all its tries
+    id: str  # the id of the append, the same through all its tries
     role: Role
-    claim: int  # the entry by which the role was claimed; a claim names itself
-    version: int  # the newest after this entry; -1: none
+    claim: int  # the entry that claimed the role; a claim names itself
+    version: int  # the newest version after this entry; -1 if there is none
     batch: int  # the number of the next batch after this entry
     at: float  # seconds since the epoch, by its writer's clock
     body: Body
@@ -176,7 +176,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An entry as it stands in the log, with the hash of its bytes."""
+    """A stored entry, with the hash of its bytes."""
 
     entry: Entry
     sha256: str
@@ -184,7 +184,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """An entry's bytes, and its index object's where it needs one."""
+    """The bytes of an entry, and its index object if it has one."""
 
     data: bytes
     index: StoredObject | None = None
@@ -192,23 +192,23 @@ class Encoded:
 
     @property
     def sha256(self) -> str:
-        """What the next entry names as `prev`."""
+        """The hash of the entry, which the next entry names as `prev`."""
         return hashlib.sha256(self.data).hexdigest()
 
 
 def entry_path(n: int) -> str:
-    """Where entry `n` lies."""
+    """Return the path of entry `n`."""
     return f"{FOLDER}/{n:010d}.json"
 
 
 def entry_number(path: str) -> int | None:
-    """The number of the entry that lies at `path`; None if it is no entry's name."""
+    """Return the number of the entry at `path`; None if the path is not that of an entry."""
     name = path.removeprefix(f"{FOLDER}/").removesuffix(".json")
     return int(name) if name.isdecimal() and path == entry_path(int(name)) else None
 
 
 def encode(entry: Entry) -> Encoded:
-    """The bytes of an entry."""
+    """Encode an entry; the lists of a large entry move to its index object."""
     tree = _ENTRY.dump_python(entry, mode="json")
     data = sealed(tree)
     if len(data) <= LARGEST:
@@ -223,10 +223,10 @@ def encode(entry: Entry) -> Encoded:
 
 
 def decode(data: bytes, n: int, read: Callable[[str], bytes]) -> Written:
-    """Parse entry `n`; `read` gives the bytes of its index object.
+    """Parse entry `n`; `read` returns the bytes of its index object.
 
     Raises:
-        Corrupt: it is not what was written, or not one that this version reads.
+        Corrupt: the bytes differ from what was written, or this version of rollflow cannot read them.
     """
     name = entry_path(n)
     try:
@@ -253,13 +253,13 @@ def _index(index: Mapping[str, Any], read: Callable[[str], bytes]) -> dict[str, 
 
 
 def sealed(tree: Mapping[str, Any]) -> bytes:
-    """JSON that shows whether it was altered: its last member is the sha256 of the others."""
+    """Encode JSON with a seal: its last member is the sha256 of the others."""
     plain = _dumps(tree)
     return f'{plain[:-1]},"seal":"{hashlib.sha256(plain.encode()).hexdigest()}"}}'.encode()
 
 
 def opened(data: bytes) -> dict[str, Any]:
-    """What was sealed; ValueError if it was altered."""
+    """Decode sealed JSON; raise `ValueError` if it was altered."""
     tree = _loads(data)
     if not isinstance(tree, dict) or tree.pop("seal", None) != hashlib.sha256(_dumps(tree).encode()).hexdigest():
         raise ValueError("it was altered")
@@ -269,7 +269,7 @@ def opened(data: bytes) -> dict[str, Any]:
 def _loads(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except RecursionError as error:  # of bytes that nobody wrote as an entry
+    except RecursionError as error:  # no writer of entries nests this deep
         raise ValueError("it is nested too deep") from error
 
 

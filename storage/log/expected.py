@@ -1,6 +1,6 @@
-"""What an audit expects of a run's batches beyond what storage knows by itself: its config's limits, its prompts.
+"""The limits and prompts with which an audit compares a run's batches.
 
-Storage reads no config and makes no prompts, so the caller provides both (`tasks/run/expectations.py`).
+Storage parses no config and creates no prompts, so the caller provides both (`tasks/run/expectations.py`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from rollflow.storage.token_arrays import ANY_TOKEN
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a config allows in the batches that are committed under it."""
+    """The limits that a config sets for the batches that are committed under it."""
 
-    sources: int  # of prompts
-    groups: int  # in a batch
-    group_size: int  # G, trajectories in a group
-    extra_responses: int  # responses that are started for a group beyond G
+    sources: int  # prompt sources
+    groups: int  # groups per batch
+    group_size: int  # G, trajectories per group
+    extra_responses: int  # responses that are started per group beyond G
     max_new_tokens: int
     reasons: frozenset[DiscardReason]  # reasons for which a scheduler of this config discards
-    made_up: bool = False  # responses are made-up tokens: none ends with a stop token
-    single_turn: bool = True  # nothing but the policy adds to a response
-    oldest_token: bool = False  # a trajectory starts with its oldest token
+    made_up: bool = False  # true: the timed engine makes up tokens, so no response ends with a stop token
+    single_turn: bool = True  # true: all tokens of a response are the policy's
+    oldest_token: bool = False  # true: a trajectory's started version is that of its oldest token
     filtered: Callable[[Sequence[float]], str | None] = lambda rewards: None  # why a group is not trained on
 
 
@@ -33,7 +33,7 @@ class Limits:
 class Prompts:
     """The pinned prompts of a run, and the tokens of its policy."""
 
-    ask: Callable[[int], tuple[Prompt, bool]]  # index -> its prompt, and whether that is held out
+    ask: Callable[[int], tuple[Prompt, bool]]  # index -> its prompt, and whether it is held out
     held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> its id
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     stops: frozenset[int] = frozenset()  # tokens that end a response
@@ -41,9 +41,9 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an audit compares with. `unchecked` says why `prompts`, or `limits` too, are missing."""
+    """The expectations of an audit. `unchecked` says why `prompts` (or `prompts` and `limits`) are missing."""
 
-    limits: Callable[[Mapping[str, Any]], Limits] | None = None  # of a recorded config, or `Corrupt`
+    limits: Callable[[Mapping[str, Any]], Limits] | None = None  # recorded config -> its limits; may raise `Corrupt`
     prompts: Prompts | None = None
     unchecked: str = ""
 

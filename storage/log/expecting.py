@@ -1,4 +1,4 @@
-"""What an audit expects while it goes through a log: the limits of the config in force, the prompts of a batch, and
+"""The expectations of an audit at each entry of a log: the limits of the config in force, the prompts of a batch, and
 the batch since which each prompt is open.
 """
 
@@ -17,8 +17,8 @@ from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
 
-LONG = 4  # times the batches that generation may be ahead at this alpha
-MOST_OVERDUE = 20  # the most prompts that are listed
+LONG = 4  # a prompt is overdue after this many times (alpha + 1) batches
+MOST_OVERDUE = 20  # the largest number of prompts that are listed
 
 
 class Expecting:
@@ -51,16 +51,16 @@ class Expecting:
             self._give_up(f"prompts and limits are not checked, because {error}")
 
     def expect_rows(self, body: BatchCommitted | None) -> Asked:
-        """Return what an object (a batch's, with its `body`) is compared with.
+        """Return the values with which an object is compared; `body` is given for a batch file.
 
-        The prompts are made here, in the audit's own thread, since only one thread may use a source of prompts.
+        The prompts are created here, in the audit's own thread, because only one thread may use a prompt source.
         """
         prompts = self._prompts
         if body is None or prompts is None:
             return Asked(self.limits)
         try:
             found = {group.prompt: prompts.ask(group.prompt) for group in body.groups}
-        except ConfigError as error:  # a file has changed, for example
+        except ConfigError as error:  # a prompt file has changed, for example
             self._give_up(f"prompts are not checked, because {error}")
             return Asked(self.limits)
         asked = {index: prompt for index, (prompt, _) in found.items()}
@@ -88,7 +88,7 @@ class OpenSince:
         self.batches |= {prompt: after.next_batch for prompt in after.open if prompt not in self.batches}
 
     def list_overdue(self, state: RunState) -> list[str]:
-        """List the prompts that are open for longer than alpha explains, the oldest first."""
+        """List the prompts that are open for too long (see `LONG`), the oldest first."""
         limit = LONG * (int(state.alpha) + 1)
         ages = {prompt: state.next_batch - since for prompt, since in self.batches.items() if prompt in state.open}
         late = sorted((prompt for prompt in ages if ages[prompt] > limit), key=lambda prompt: -ages[prompt])

@@ -1,7 +1,7 @@
-"""Finds a weight that is not finite in a safetensors file, a chunk at a time.
+"""Searches a safetensors file, in chunks, for a weight that is not finite.
 
-A file is eight bytes of length, a JSON header of that length, then the tensors (the format's own documentation:
-https://github.com/huggingface/safetensors). A number is infinite or NaN if all bits of its exponent are set.
+A file consists of eight bytes with the header's length, a JSON header and the tensors
+(https://github.com/huggingface/safetensors). A number is infinite or NaN if all bits of its exponent are set.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-STRETCH = 1 << 20  # numbers that are checked at once
-EXPONENTS = {  # type -> NumPy type of its bits, and mask of the exponent
+STRETCH = 1 << 20  # numbers that are checked at a time
+EXPONENTS = {  # data type -> unsigned NumPy type of the same width, and mask of the exponent
     "F64": ("<u8", 0x7FF << 52),
     "F32": ("<u4", 0xFF << 23),
     "BF16": ("<u2", 0xFF << 7),

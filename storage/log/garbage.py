@@ -1,17 +1,17 @@
-"""Garbage of a run: objects that nothing in its log needs, found by name.
+"""Finds and removes the garbage of a run: objects that its log does not need, identified by their paths.
 
     policies/<version>/<claim>/...    trajectories/<batch>-<claim>-...    log_index/<sha256>.json
 
-- Objects lie under their writer's claim. If the claim is superseded, an object that no entry names is garbage at once:
-  no entry of that claim can come any more. If the claim is live, it never is: its writer may be about to name the
-  object.
-- Pruned objects that are still there are garbage; what is named and not pruned never is.
-- An index object has no claim in its name. If no entry names it, it goes when it is a week old. So does what a writer
-  began and never finished (a temporary file, an upload in parts).
-- An object whose writer is not known stays. In a log that does not fold, nothing is garbage.
+- The path of an object contains its writer's claim. If the claim is superseded, an object that no entry names is
+  garbage at once, because that claim can append no more entries. If the claim is live, the object is never garbage,
+  because its writer may be about to append the entry.
+- A pruned object that still exists is garbage. An object that is named and not pruned never is.
+- The path of an index object contains no claim. If no entry names it, it is garbage once it is a week old. The same
+  holds for unfinished writes (a temporary file, a multipart upload).
+- An object whose writer is unknown stays. If the log does not fold, nothing is garbage.
 
-The log is read after the objects are listed, so that an object that was named in between counts as named. Ages are by
-the store's own clock.
+The log is read after the objects are listed, so an object that is named in between counts as named. Ages are measured
+by the store's clock.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ ABANDONED = "its writer never ended it"
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """An object that can go."""
+    """An object that can be removed."""
 
     path: str
     size: int  # bytes
     age: float  # seconds
     why: str
-    left: Unfinished | None = None  # what it is, if it never became an object
+    left: Unfinished | None = None  # the unfinished write, if it is one
 
 
 def store_clock(run: ObjectStore) -> float:
-    """What the store's clock says now, in seconds since the epoch: the time of a write."""
+    """Read the store's clock (seconds since the epoch) by writing a probe object."""
     probe = f"probe-{uuid.uuid4().hex}"
     run.put(probe, b"")
     try:
@@ -63,10 +63,10 @@ def store_clock(run: ObjectStore) -> float:
 
 
 def orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> list[Orphan]:
-    """The run's orphans that are at least so old at `now` (see `store_clock`), by path.
+    """List the run's orphans that are at least `older_than_seconds` old at `now` (see `store_clock`), by path.
 
     Raises:
-        Corrupt: the log does not fold, so that nothing can be said.
+        Corrupt: the log does not fold, so orphans cannot be identified.
     """
     listed = [path for folder in FOLDERS for path in run.list(folder)]
     names = _Names.read(run)
@@ -78,16 +78,14 @@ def orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> li
         try:
             stat = run.stat(path)
         except Missing:
-            continue  # it was just pruned and removed
+            continue  # it was pruned and removed in the meantime
         if now - stat.modified >= least:
             found.append(Orphan(path, stat.size, now - stat.modified, why))
     return sorted(found, key=lambda orphan: orphan.path)
 
 
 def abandoned(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> Iterator[Orphan]:
-    """What writers began and never finished, if it has not grown for so long, and for longer than a living writer
-    pauses.
-    """
+    """List unfinished writes that have not grown for `older_than_seconds`, and for `ABANDONED_SECONDS`."""
     oldest = now - max(older_than_seconds, ABANDONED_SECONDS)
     for left in run.unfinished():
         if left.touched < oldest:
@@ -95,7 +93,7 @@ def abandoned(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> 
 
 
 def collect(run: ObjectStore, found: Iterable[Orphan]) -> int:
-    """Remove orphans; returns the bytes that came free."""
+    """Remove orphans; return the freed bytes."""
     freed = 0
     for orphan in found:
         if orphan.left:
@@ -107,23 +105,23 @@ def collect(run: ObjectStore, found: Iterable[Orphan]) -> int:
 
 
 def sweep(run: ObjectStore) -> int:
-    """Remove what writers began and never finished; returns the bytes that came free. Runs do this by themselves."""
+    """Remove abandoned unfinished writes; return the freed bytes. Runs call this themselves."""
     return collect(run, list(abandoned(run, store_clock(run))))
 
 
 @dataclass(slots=True)
 class _Names:
-    """What the log says about the names of objects."""
+    """The names of objects in the log."""
 
-    live: set[int] = field(default_factory=set)  # entries of claims that hold
-    superseded: set[int] = field(default_factory=set)  # and of those that do not
-    named: dict[str, tuple[int, Kind] | None] = field(default_factory=dict)  # path -> the version's part that it is
+    live: set[int] = field(default_factory=set)  # entries of the newest claims
+    superseded: set[int] = field(default_factory=set)  # entries of superseded claims
+    named: dict[str, tuple[int, Kind] | None] = field(default_factory=dict)  # path -> its version and kind, if any
     pruned: set[tuple[int, Kind]] = field(default_factory=set)
     indexes: set[str] = field(default_factory=set)
 
     @classmethod
     def read(cls, run: ObjectStore) -> _Names:
-        """From the whole log; `Corrupt` if it does not fold."""
+        """Collect the names from the whole log; raise `Corrupt` if it does not fold."""
         names, wrong = cls(), list[str]()
 
         def add(kind: ViolationKind, where: str, what: str) -> None:
@@ -145,7 +143,7 @@ class _Names:
         return names
 
     def verdict(self, path: str) -> str | None:
-        """Why an object can go; None if it stays."""
+        """Return the reason to remove an object; None if it stays."""
         if path in self.named:
             part = self.named[path]
             return PRUNED.format(version=part[0], kind=part[1]) if part and part in self.pruned else None
@@ -170,6 +168,6 @@ class _Names:
                 self.pruned.update(objects)
 
     def _name(self, objects: Iterable[StoredObject], part: tuple[int, Kind] | None) -> None:
-        """Note an object's name. What two entries name, neither may prune."""
+        """Record the names of objects. An object that two entries name is never garbage."""
         for stored in objects:
             self.named[stored.path] = None if stored.path in self.named else part

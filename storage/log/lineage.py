@@ -1,7 +1,7 @@
-"""What became of each dispatch of a prompt, and which entry published a version: questions to a run's log.
+"""Finds the fate of each dispatch of a prompt, and the entry that published a version, in a run's log.
 
-A dispatch is in flight from its issue until it is discarded with a reason or committed in a batch. In the batch it
-waits until a version consumes it. If the batch is voided, the dispatch is quarantined and its prompt is issued again.
+A dispatch is in flight from its issue until it is discarded or committed in a batch. A committed dispatch waits until
+a version is trained on it. If its batch is voided, it is quarantined and its prompt is issued again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollflow.storage.records import Discard, DiscardReason, GroupKey
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """Trained into `version`, as part of batch `version - 1`."""
+    """A dispatch that `version` was trained on, as part of batch `version - 1`."""
 
     version: int
 
@@ -27,7 +27,7 @@ class Consumed:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Committed and not trained on yet."""
+    """A dispatch that is committed in a batch and waits to be trained on."""
 
     batch: int
 
@@ -37,7 +37,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """Given up when batch `batch` was formed."""
+    """A dispatch that was discarded when batch `batch` was formed."""
 
     batch: int
     discard: Discard
@@ -52,7 +52,7 @@ class Discarded:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Issued, and without a fate when batch `batch`, the newest, was formed."""
+    """A dispatch that had no fate when batch `batch`, the newest, was formed."""
 
     batch: int
 
@@ -62,7 +62,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """In a file of batch `batch` that was voided; issued again."""
+    """A dispatch in a voided commit of batch `batch`; its prompt is issued again."""
 
     batch: int
 
@@ -74,9 +74,9 @@ Fate = Consumed | Waiting | Discarded | InFlight | Quarantined
 
 
 def fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
-    """The dispatches of one prompt, first to last, as far as the log was read.
+    """Return the fates of one prompt's dispatches, first to last, in the entries read so far.
 
-    It reads the log from its beginning to where the prompt's last fate is known.
+    This reads the log from entry 0 until the prompt's last fate is known.
 
     Raises:
         Corrupt: an entry is missing or damaged.
@@ -103,18 +103,18 @@ def fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
 
 
 def find_version(log: Log, version: int) -> Written:
-    """The entry that published a version: one read if the state knows it, else O(log n) reads.
+    """Find the entry that published a version: one read if the state holds it, else O(log n) reads.
 
     Raises:
-        Missing: there is no such version, as far as the log was read.
-        Corrupt: an entry on the way is missing or damaged.
+        Missing: no entry read so far publishes this version.
+        Corrupt: an entry that the search reads is missing or damaged.
     """
     state = log.state
     if not 0 <= version <= state.version:
         raise Missing(f"{log.store.uri} has no version {version}, the newest is {state.version}")
-    if version in state.held:  # as the newest is
+    if version in state.held:  # always true for the newest version
         return there(log, next(iter(state.held[version].values())))
-    low, high = 0, state.published  # the version is newer than entry `low` says, and not than entry `high` says
+    low, high = 0, state.published  # entry `low` is before the version's publication, entry `high` is not
     while high - low > 1:
         middle = (low + high) // 2
         if there(log, middle).entry.version < version:

@@ -1,4 +1,4 @@
-"""Objects that entries name: read, and compared with their entries, several at a time."""
+"""Reads the objects that entries name, several at a time, and compares them with their entries."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import found
 from rollflow.storage.records import StoredObject
 
-AT_ONCE = 16  # objects that are read
-MOST_BYTES = 1 << 30  # of the objects that are read at once, unless one alone has more
+AT_ONCE = 16  # objects that are read at a time
+MOST_BYTES = 1 << 30  # the total size of objects that are read at a time; a larger object is read alone
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """An object that entry `entry` names, and what it belongs to."""
+    """An object that entry `entry` names, with its purpose."""
 
     stored: StoredObject
     entry: int
     kind: Kind | Literal["batch", "run"]
-    version: int = -1  # whose it is; of a batch: the newest one when it was committed
-    needed: bool = True  # else it may be gone
+    version: int = -1  # the version it belongs to; for a batch: the newest version at its commit
+    needed: bool = True  # false: the object may have been pruned
     batch: BatchCommitted | None = None
-    rules: rows.Rules | None = None  # of a batch: the rules that were in force then
+    rules: rows.Rules | None = None  # the rules in force at its entry
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What was found out about an object."""
+    """The result of checking one object."""
 
     named: Named
     size: int = 0  # bytes that were read
-    there: bool = True
+    there: bool = True  # the object exists
     violations: tuple[Violation, ...] = ()
     rows: Rows | None = None
 
@@ -97,7 +97,7 @@ def _look_inside(named: Named, body: BatchCommitted, data: bytes) -> Looked:
 
 
 def _bytes(run: ObjectStore, path: str, *, whole: bool) -> tuple[int, str, bytes]:
-    """Size and sha256 of an object, and its bytes where they are asked for."""
+    """Return size and sha256 of an object, and its bytes if `whole` is true."""
     local = run.local_path(path)
     if whole or local is None:
         data = run.get(path)
@@ -108,7 +108,7 @@ def _bytes(run: ObjectStore, path: str, *, whole: bool) -> tuple[int, str, bytes
 
 
 class Looking:
-    """Looks at objects in threads. The results are handed on in the caller's thread, in the order of the objects."""
+    """Checks objects in threads, and passes the results to `done` in the caller's thread, in the objects' order."""
 
     def __init__(self, store: ObjectStore, done: Callable[[Looked], None]) -> None:
         self.store, self.done = store, done
@@ -123,7 +123,7 @@ class Looking:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def add(self, named: Named) -> None:
-        """Look at one more, once there is room for it."""
+        """Queue an object to be checked; wait while too many are pending."""
         size = named.stored.size
         while len(self._under_way) >= 2 * AT_ONCE or (self._under_way and self._bytes + size > MOST_BYTES):
             self._take()
@@ -131,7 +131,7 @@ class Looking:
         self._under_way.append((size, self._pool.submit(look, self.store, named)))
 
     def finish(self) -> None:
-        """Wait for those that are under way."""
+        """Wait for all pending objects."""
         while self._under_way:
             self._take()
 

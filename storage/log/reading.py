@@ -1,9 +1,9 @@
-"""A long stretch of a log by number, several reads at a time.
+"""Reads a long range of log entries by number, several at a time.
 
-    for n, found in entries(run, first): ...      bytes; or a Hole: not there, but something behind it; or a Corrupt
-    for one in written(log, first, last): ...     parsed, of a log that is open
+    for n, found in entries(run, first): ...      bytes, a `Hole` (missing entries before an existing one) or `Corrupt`
+    for one in written(log, first, last): ...     parsed entries of an open log
 
-`entries` yields what lies there, for audit and garbage collection. It parses nothing and looks at no snapshot.
+`entries` is for audit and garbage collection: it yields the stored bytes, parses nothing and reads no snapshot.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rollflow.storage.log.entries import FOLDER, Written, entry_number, entry_pa
 from rollflow.storage.log.run_log import AHEAD, Log
 from rollflow.storage.objects.base import ObjectStore
 
-AT_ONCE = 32  # reads at a time; fewer at first, so that little is asked for beyond the end of a log
+AT_ONCE = 32  # reads at a time; fewer at first, to request little beyond the end of a short log
 
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Entries `first` to `end - 1` are not there; entry `end` is."""
+    """A gap in a log: entries `first` to `end - 1` are missing, and entry `end` exists."""
 
     first: int
     end: int
@@ -37,11 +37,11 @@ class Hole:
 def entries(
     run: ObjectStore, first: int = 0, *, to_the_last: bool = False
 ) -> Iterator[tuple[int, bytes | Hole | Corrupt]]:
-    """Entry after entry from `first` on, with its number, until there is none.
+    """Yield the numbers and bytes of the entries from `first` to the end of the log.
 
     Args:
-        to_the_last: list the log at its end, however long that takes; else on a local disk only the next numbers are
-            looked at, and a longer hole is taken for the end.
+        to_the_last: list the log to find its end, which may take long. Otherwise on a local disk only the next `AHEAD`
+            numbers are probed, and a longer gap counts as the end.
     """
     pool = ThreadPoolExecutor(AT_ONCE, "log")
     ahead: deque[Future[bytes | Missing | Corrupt]] = deque()
@@ -55,7 +55,7 @@ def entries(
                 behind = next_number(run, n, to_the_last=to_the_last)
                 if behind is None:
                     return
-                found = _read(run, n)  # again: it may have been written a moment ago
+                found = _read(run, n)  # read again: it may have been written in the meantime
                 if isinstance(found, Missing):
                     found = Hole(n, behind)
                     ahead.clear()
@@ -67,7 +67,7 @@ def entries(
 
 
 def written(log: Log, first: int, last: int) -> Iterator[Written]:
-    """The entries `first` to `last` of what the log was read to.
+    """Yield the parsed entries `first` to `last`, which the log must have read before.
 
     Raises:
         Corrupt: as `there`.
@@ -82,22 +82,22 @@ def written(log: Log, first: int, last: int) -> Iterator[Written]:
 
 
 def there(log: Log, n: int) -> Written:
-    """Entry `n`; the log was read as far as that.
+    """Read entry `n`, which the log must have read before.
 
     Raises:
-        Corrupt: it is missing or damaged, and cannot be read from its segment either.
+        Corrupt: the entry is missing or damaged, and its segment does not have it either.
     """
     found = log.read(n)
-    assert found is not None  # as it was when it was read first
+    assert found is not None  # it existed at the first read
     return found
 
 
 def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:
-    """The number of the first entry behind entry `n`; None if there is none. See `entries`."""
+    """Return the number of the first entry after entry `n`; None if there is none. `to_the_last` is as in `entries`."""
     local = run.local_path(FOLDER)
     if local is not None and not to_the_last:
         return next((m for m in range(n + 1, n + AHEAD) if run.exists(entry_path(m))), None)
-    if local is not None:  # a local store sorts all names before it gives one
+    if local is not None:  # a local store would sort all names before it yields the first
         own = (entry_number(f"{FOLDER}/{name}") for name in (os.listdir(local) if local.exists() else ()))
         return min((number for number in own if number is not None and number > n), default=None)
     numbers = map(entry_number, run.list(FOLDER, after=entry_path(n)))

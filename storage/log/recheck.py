@@ -1,7 +1,7 @@
-"""The entries that a plain audit rereads although an earlier audit has read them: entry 0 and the newest ones.
+"""Rereads entry 0 and the newest entries that an earlier audit has read.
 
-A plain audit trusts the earlier audit that it goes on from. So it checks that the stored result of that audit still
-fits the log: the rules of entry 0, and the chain of the entries before the one that it ended with.
+A plain audit trusts the stored result of the earlier audit from which it continues. So it checks that this result still
+matches the log: the rules of entry 0, and the hash chain of the last entries that the earlier audit read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rollflow.storage.log.rules import apply
 from rollflow.storage.log.state import Refused, RunState
 from rollflow.storage.objects.base import ObjectStore
 
-NEWEST = 8  # how many of the newest entries are read again
+NEWEST = 8  # the number of newest entries that are read again
 
 
 def recheck(run: ObjectStore, begun: Audited) -> list[Violation]:
-    """Report where entry 0, or the entries up to the one that `begun` ended with, differ from what `begun` saw."""
+    """Report where entry 0, or the last entries up to the end of the audit `begun`, differ from what that audit saw."""
     return [*_recheck_first(run, begun), *_recheck_newest(run, begun)]
 
 
@@ -41,10 +41,10 @@ def _recheck_first(run: ObjectStore, begun: Audited) -> list[Violation]:
 
 
 def _recheck_newest(run: ObjectStore, begun: Audited) -> list[Violation]:
-    """Follow the chain back from the entry that `begun` ended with, and check its link to entry 0."""
+    """Follow the hash chain back from the last entry of `begun`, and check its link to entry 0."""
     end = begun.state.n
     found: list[Violation] = []
-    named: dict[int, str] = {}  # entry -> its hash, as the next entry names it
+    named: dict[int, str] = {}  # entry -> its hash in the next entry
     numbers = [*range(end, max(end - NEWEST, 0), -1), *([1] if end > NEWEST else [])]
     for n in numbers:
         try:

@@ -1,11 +1,11 @@
-"""Repair of a damaged log: it says what can be done before anything is done.
+"""Repairs a damaged log. `cures` lists the possible steps, and `repair` carries out those that the user accepts.
 
-- An entry in the middle that is damaged or missing is written again from its segment, if the next entry's hash fits.
-- A damaged newest entry cannot be restored, so it is set aside: the log ends before it. What it committed has then not
-  happened: the batch is formed again, or the version is trained again.
-- For anything else there is no cure: what follows the damage cannot be believed.
+- A damaged or missing entry in the middle is restored from its segment, if the hash in the next entry matches.
+- A damaged newest entry cannot be restored, so it is moved away and the log ends before it. Its commit is undone: the
+  batch is formed again, or the version is trained again.
+- Other damage cannot be repaired, because the entries after it cannot be trusted.
 
-Nobody may work on the run meanwhile. What is set aside stays in storage under another name.
+No process may work on the run during a repair. An entry that is moved away stays in storage under another name.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ASIDE = "log_damaged"
 
 @dataclass(frozen=True, slots=True)
 class Cure:
-    """One thing to do: write entry `n` again (`data`), or set it aside (None)."""
+    """One step of a repair: restore entry `n` from `data`, or move it away (None)."""
 
     n: int
-    what: str  # is wrong
+    what: str  # the damage
     data: bytes | None = None
 
     def __str__(self) -> str:
@@ -41,11 +41,11 @@ class Cure:
 
 
 def cures(run: ObjectStore) -> list[Cure]:
-    """What would make the log whole; nothing where it is.
+    """List the steps that would repair the log; empty if it is intact.
 
     Raises:
         Missing: there is no log.
-        Corrupt: there is damage without a cure.
+        Corrupt: the log cannot be repaired.
     """
     numbers = sorted(n for path in run.list(FOLDER) if (n := entry_number(path)) is not None)
     if not numbers:
@@ -69,7 +69,7 @@ def cures(run: ObjectStore) -> list[Cure]:
 
 
 def repair(run: ObjectStore, agreed: Sequence[Cure]) -> None:
-    """Do what a person has agreed to."""
+    """Carry out the steps that the user accepted."""
     for cure in agreed:
         path = entry_path(cure.n)
         if cure.data is not None:
@@ -82,7 +82,7 @@ def repair(run: ObjectStore, agreed: Sequence[Cure]) -> None:
 
 
 def _made_of(run: ObjectStore, n: int) -> list[str]:
-    """Snapshots and audits that have seen entry `n`. They have to go: they would say that the log was cut."""
+    """List snapshots and audits made after entry `n`; left in place, they would report that the log was truncated."""
     found = (path for folder in (SNAPSHOTS, AUDITS) for path in run.list(folder))
     return [path for path in found if int(path.rpartition("/")[2][:10]) >= n]
 
@@ -94,7 +94,7 @@ def _count_following(n: int, numbers: Sequence[int]) -> str:
 
 
 def _entry(run: ObjectStore, n: int, numbers: Sequence[int]) -> tuple[Written | None, Cure | None]:
-    """Entry `n`, and the cure that it needs; None for an entry that is to be set aside."""
+    """Read entry `n`; return it (None if it must be moved away), and the step that repairs it, if any."""
     try:
         return decode(run.get(entry_path(n)), n, run.get), None
     except Missing:

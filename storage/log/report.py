@@ -1,4 +1,4 @@
-"""What an audit counted and what it found broken."""
+"""The report of an audit: its counts and its violations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Literal
 from rollflow.storage.log.state import RunState
 
 ViolationKind = Literal["stale", "duplicate", "missing", "gap", "altered", "lineage"]
-SPANS = 64  # of versions that are counted apart, at most: a report does not grow with the run
+SPANS = 64  # the largest number of version ranges with own counts, so that a report does not grow with the run
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken invariant: its kind, the path of what is wrong, and what was found."""
+    """A violated invariant: its kind, the path of the faulty object, and a description."""
 
     kind: ViolationKind
     where: str
@@ -32,7 +32,7 @@ class Rows:
 
 @dataclass(slots=True)
 class AuditReport:
-    """What an audit found. All but `since` and `bytes` count the whole run, however little was read this time."""
+    """The report of an audit. All fields but `since` and `bytes` cover the whole run, even if only its end was read."""
 
     run: str = ""
     async_ratio: float = 0.0
@@ -42,30 +42,30 @@ class AuditReport:
     trajectories: int = 0
     staleness: Counter[int] = field(default_factory=Counter)  # staleness -> trajectories
     staleness_by_version: dict[int, Counter[int]] = field(default_factory=dict)  # by the first version of each span
-    span: int = 1  # versions
+    span: int = 1  # versions per range
     domains: Counter[str] = field(default_factory=Counter)  # domain -> groups trained on
     fates: Counter[str] = field(default_factory=Counter)  # fate -> dispatched groups
     discarded_tokens: int = 0
-    surplus_tokens: int = 0  # of responses beyond those that the trained groups needed
+    surplus_tokens: int = 0  # tokens of extra responses of the trained groups
     trained_tokens: int = 0
-    objects: int = 0  # that were read and hashed
-    bytes: int = 0  # of the objects that this audit read
-    quarantined: list[str] = field(default_factory=list)  # what was voided, and why
-    overdue: list[str] = field(default_factory=list)  # prompts that are open for long
-    unchecked: str = ""  # why prompts, or limits too, were not checked
+    objects: int = 0  # objects that were read and hashed
+    bytes: int = 0  # bytes of the objects that this audit read
+    quarantined: list[str] = field(default_factory=list)  # voided batches, with the reasons
+    overdue: list[str] = field(default_factory=list)  # prompts that are open for too long
+    unchecked: str = ""  # why prompts (or prompts and limits) were not checked
     violations: list[Violation] = field(default_factory=list)
 
     @property
     def clean(self) -> bool:
-        """Whether no invariant was broken."""
+        """True if there are no violations."""
         return not self.violations
 
     def add(self, kind: ViolationKind, where: str, what: str) -> None:
-        """Note a violation."""
+        """Add a violation."""
         self.violations.append(Violation(kind, where, what))
 
     def trained(self, version: int, rows: Rows) -> None:
-        """Count the batch that `version` was trained on."""
+        """Count the rows of the batch that `version` was trained on."""
         self.trajectories += rows.staleness.total()
         self.staleness.update(rows.staleness)
         self.domains.update(rows.domains)
@@ -77,7 +77,7 @@ class AuditReport:
                 self.staleness_by_version.setdefault(self._first(first), Counter()).update(counts)
 
     def close(self, state: RunState) -> None:
-        """Take what the fold counted."""
+        """Copy the counts of the folded state."""
         totals = state.totals
         discarded = {fate: count for fate, count in totals.groups.items() if fate != "trained"}
         self.run, self.async_ratio = state.run_id, state.alpha
@@ -89,7 +89,7 @@ class AuditReport:
         self.fates += _some({"in flight": len(state.open)})
 
     def _first(self, version: int) -> int:
-        """The first version of the span that has `version`; the first span begins with version 1."""
+        """Return the first version of the range that contains `version`; the first range begins with version 1."""
         return version - (version - 1) % self.span
 
 

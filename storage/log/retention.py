@@ -1,11 +1,11 @@
-"""Which objects of a version must stay, by kind: its weights, and the learner's state.
+"""Decides which objects of a version must stay: its weights, and the learner's state.
 
-- Weights: of the newest `keep_last` versions and every `keep_every`-th; version 0 is one of these.
-- State: of the newest version, version 0, and the *base* of every kept version: the newest version before it that
-  stored the learner's state. From its base (its weights, too) and the batches after it a kept version can be trained
-  again.
+- Weights stay for the newest `keep_last` versions and for every `keep_every`-th version, version 0 included.
+- State stays for the newest version, for version 0, and for the *base* of every kept version. The base of a version is
+  the newest version before it that stored the learner's state. The base keeps its weights, too, so that the kept
+  version can be trained again from the base and the batches after it.
 
-Batches stay. An object that is no longer needed is never needed again, however long the run goes on.
+Batches always stay. Once an object is not needed, it is never needed again.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ KINDS: tuple[Kind, ...] = ("weights", "state")
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The rules of one run. See the module's docstring."""
+    """The retention rules of one run. The module's docstring describes them."""
 
     keep_last: int = 5
     keep_every: int = 10
     state_every: int = 1
 
     def keeps(self, version: int, latest: int) -> bool:
-        """Whether the weights of `version` are kept when `latest` is the newest version."""
+        """Return whether the weights of `version` are kept when `latest` is the newest version."""
         return version > latest - self.keep_last or version % self.keep_every == 0
 
     def stores_state(self, version: int) -> bool:
-        """Whether `version` is published with the learner's state."""
+        """Return whether `version` is published with the learner's state."""
         return version % self.state_every == 0
 
     def needed(self, kind: Kind, version: int, latest: int) -> bool:
-        """Whether these objects of `version` must be there. Once false it stays false as `latest` grows."""
+        """Return whether these objects of `version` must exist. Once false, it stays false as `latest` grows."""
         if kind == "weights" and self.keeps(version, latest):
             return True
         return version in (0, latest) or self._is_base(version, latest)
 
     @property
     def window(self) -> int:
-        """How many versions before the newest may still be released."""
+        """The number of versions before the newest one that may still be released."""
         return self.keep_last + self.state_every + 1
 
     def _is_base(self, version: int, latest: int) -> bool:
-        """Whether this version is the base of one that is kept, or of the next one that will be."""
+        """Return whether this version is the base of a kept version, or of the next version that will be kept."""
         if not self.stores_state(version):
             return False
-        last = version + self.state_every  # the last version that is trained again from this one
+        last = version + self.state_every  # the last version that can be trained again from this one
         return last > latest - self.keep_last or last // self.keep_every > version // self.keep_every

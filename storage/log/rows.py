@@ -1,6 +1,6 @@
-"""Compares a batch file with the entry that names it, one trajectory after another.
+"""Compares each trajectory of a batch file with the log entry that names the file.
 
-Shapes: R trajectories of N groups, G to a group; T tokens over all of them.
+Shapes: R trajectories in N groups of G each; T tokens over all trajectories.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from rollflow.storage.records import GroupKey
 
 Found = tuple[ViolationKind, str]
 Array = np.ndarray[Any, Any]
-HIGHEST_LOGPROB = 1e-4  # nats; rounding may lift a certain token's above 0
+HIGHEST_LOGPROB = 1e-4  # nats; rounding may raise the log-prob of a certain token above 0
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a run's config says of its batches."""
+    """The values of a run's config with which its batches are compared."""
 
     alpha: float
     group_size: int  # G
-    responses: int  # that are started for a group: the samples that are kept are G of them
+    responses: int  # responses that are started for a group; G of them are kept
     asked: Asked = NOT_ASKED
 
 
 def counted(batch: TrajectoryBatch, number: int) -> Rows:
-    """What the report counts of batch `number`."""
+    """Count the rows of batch `number` for the report."""
     started = batch.table["started_version"].to_pylist()
     return Rows(Counter(number - version for version in started), batch.domains)
 
 
 def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: Rules) -> Iterator[Found]:
-    """Say what is wrong with a batch that was committed when `version` was the newest."""
+    """Report what is wrong with a batch that was committed when `version` was the newest."""
     yield from _staleness(batch, body.number, rules.alpha)
     if tuple(batch.keys) == tuple(group.key for group in body.groups):
         samples = list(_samples(batch, rules))
@@ -68,7 +68,7 @@ def _staleness(batch: TrajectoryBatch, number: int, alpha: float) -> Iterator[Fo
 
 
 def _samples(batch: TrajectoryBatch, rules: Rules) -> Iterator[Found]:
-    """Each group has G samples, each once."""
+    """Check that each group has G samples, each once."""
     columns = (batch.table[name].to_pylist() for name in ("index", "attempt", "sample"))
     for (prompt, attempt), rows in groupby(zip(*columns, strict=True), key=lambda row: row[:2]):
         samples = Counter(sample for _, _, sample in rows)
@@ -84,9 +84,9 @@ def _samples(batch: TrajectoryBatch, rules: Rules) -> Iterator[Found]:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The tokens that the policy chose, C in all."""
+    """The C tokens that the policy sampled."""
 
-    row_C: Array  # the trajectory that each is of
+    row_C: Array  # the trajectory of each token
     version_C: Array
     logprob_C: Array  # nats
 
@@ -98,13 +98,13 @@ class _Tokens:
 
 
 def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iterator[Found]:
-    """Each group's oldest start, newest version and count of tokens are those of its trajectories."""
+    """Check each group's oldest start, newest version and number of tokens against its trajectories."""
     starts = batch.table["started_version"].to_pylist()
     size = len(batch) // len(body.groups)
     group_C = tokens.row_C // size
     counts = np.bincount(group_C, minlength=len(body.groups)).tolist()
     oldest = [min(starts[first : first + size]) for first in range(0, len(starts), size)]
-    newest_N = np.array(oldest)  # a group without a token has none newer than its start
+    newest_N = np.array(oldest)  # the newest version of a group without tokens is its start
     np.maximum.at(newest_N, group_C, tokens.version_C)
     for group, *found in zip(body.groups, oldest, newest_N.tolist(), counts, strict=True):
         told = (group.started, group.newest, group.tokens)
@@ -114,7 +114,7 @@ def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iter
 
 
 def _values(batch: TrajectoryBatch, tokens: _Tokens, version: int) -> Iterator[Found]:
-    """Versions lie between the trajectory's start and the newest one of then; numbers are numbers."""
+    """Check that token versions lie between start and commit, and that log-probs and rewards are finite."""
     started_R = batch.table["started_version"].to_numpy()
     if (tokens.version_C < started_R[tokens.row_C]).any() or (tokens.version_C > version).any():
         yield "stale", f"a token's policy version lies outside [its trajectory's start, {version}, the newest of then]"

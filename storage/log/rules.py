@@ -1,23 +1,24 @@
-"""The rules of a run: its state is a fold over its log, and `apply` is the only rule of conflict.
+"""The rules of a run. The state is a fold over the log, and `apply` alone decides whether an entry may follow.
 
-    state = apply(state, entry)        pure; `Refused` says why an entry cannot follow
+    state = apply(state, entry)        a pure function; `Refused` says why an entry cannot follow
 
-A writer applies its entry before it appends it. A reader applies each entry that it reads, and stops at one that is
-refused. What the rules keep:
+A writer applies its entry before it appends it. A reader applies each entry that it reads, and stops at a refused one.
+The rules keep these invariants:
 
-- One writer: an entry counts only under its role's newest claim. A role is claimed under the newest supervisor's claim,
-  and on its cluster. A claim stays valid when the supervisor changes.
-- Exactly once: a dispatch is *open* from its issue to its one fate. A prompt is issued when its source's turn comes,
-  and again, as the next attempt, when its dispatch was discarded for a reason that allows it.
-- Freshness: every group of batch b was started under a version >= b - alpha, and none of its tokens comes from a
+- One writer: an entry is valid only under its role's newest claim. A role is claimed under the newest supervisor's
+  claim, and on its cluster. A claim stays valid when the supervisor changes.
+- Exactly once: a dispatch is *open* from its issue until its fate. The prompts of a source are issued in order. A
+  prompt is issued again, as the next attempt, if the reason of its discard allows it.
+- Freshness: every group of batch b was started under a version >= b - alpha, and no token of it comes from a
   version that did not exist.
-- Order: version v is trained on batch v - 1, as its newest entry has it. A batch that was trained on cannot be voided.
-- Config: a change holds for every later entry until the next change. Version v is trained under the config in force at
-  its entry, batch b is formed under the config in force at *its* entry. So a change ends the claims of scheduler and
-  learner: a role that acts after a change has claimed after it, and has read it. A batch that waits is trained under
-  the newer config, which must fit it: the keys by which batches are formed (`FORMED`) stay while one waits, and alpha
-  allows the versions that its groups were started under. No version is withdrawn, and the keys that earlier entries
-  follow from (`FIXED`) never change.
+- Order: version v is trained on batch v - 1, by the newest entry of that batch. A batch that was trained on cannot be
+  voided.
+- Config: a change holds for all later entries until the next change. Version v is trained under the config in force at
+  its entry, and batch b is formed under the config in force at *its* entry. A change ends the claims of scheduler and
+  learner, so a role that acts after the change has claimed after it and has read the new config. A waiting batch is
+  trained under the new config. So the keys in `FORMED`, by which batches are formed, cannot change while a batch waits,
+  and the new alpha must allow the versions under which its groups were started. No version is withdrawn, and the keys
+  in `FIXED`, on which earlier entries depend, never change.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from rollflow.storage.log.state import (
 )
 from rollflow.storage.records import Discard, DiscardReason, GroupKey, StoredObject
 
-WRITERS: Mapping[type, tuple[Role, ...]] = {  # who may append what
+WRITERS: Mapping[type, tuple[Role, ...]] = {  # the roles that may append each kind of entry
     RunCreated: ("creator",),
     Claimed: ("supervisor", "scheduler", "learner"),
     ConfigChanged: ("supervisor",),
@@ -66,12 +67,12 @@ WRITERS: Mapping[type, tuple[Role, ...]] = {  # who may append what
     VersionPublished: ("learner",),
     Pruned: ("learner", "supervisor"),
 }
-FIXED = ("seed", "prompts", "policy")  # parts of a config that no change may touch
-FORMED = ("groups", "group_size", "engine.temperature", "engine.max_new_tokens")  # keys that a waiting batch depends on
+FIXED = ("seed", "prompts", "policy")  # config keys that never change
+FORMED = ("groups", "group_size", "engine.temperature", "engine.max_new_tokens")  # keys by which a batch is formed
 
 
 def apply(state: RunState, written: Written) -> RunState:
-    """The state after one more entry; `state` stays as it is.
+    """Return the state after one more entry; `state` itself is not changed.
 
     Raises:
         Refused: the entry cannot follow.
@@ -87,7 +88,7 @@ def apply(state: RunState, written: Written) -> RunState:
 
 
 def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunState:
-    """The state after `body` as entry `n`, but without the hash of that entry. Raises as `apply`."""
+    """Return the state after `body` as entry `n`, without the hash of that entry. Raises as `apply`."""
     _need(role in WRITERS[type(body)], f"a {role} does not append {body.kind}")
     after = state.copy()
     after.n = n
@@ -115,14 +116,14 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
 
 
 def with_file(after: RunState, body: Body, file: StoredObject) -> tuple[RunState, Body]:
-    """A batch that was decided before its file was hashed, and its state, now that it is: no rule asks for the hash."""
+    """Set the hash of a batch's file in the state and in the body. No rule needs the hash, so it may come last."""
     assert isinstance(body, BatchCommitted), "only a batch has a file"
     waiting = after.waiting | {body.number: replace(after.waiting[body.number], file=file)}
     return replace(after, waiting=waiting), replace(body, file=file)
 
 
 def deposed(state: RunState, role: Role) -> Deposed:
-    """What a writer is told whose claim is not the newest."""
+    """Return the error for a writer whose claim is not the role's newest."""
     if role not in state.claims and len(state.configs) > 1:
         return Deposed(f"the run's config was changed; this {role} has the previous one, and stops")
     return Deposed(f"this run has another {role} now ({_who(state, role)}); this one stops")
@@ -159,18 +160,18 @@ def _change(s: RunState, body: ConfigChanged) -> None:
 
 
 def _hash_fixed(config: Mapping[str, Any]) -> str:
-    """Return a hash of the parts of a config that no change may touch."""
+    """Return a hash of the `FIXED` keys of a config."""
     part = {name: config.get(name) for name in FIXED}
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
 
 
 def _configure(s: RunState, config: Mapping[str, Any]) -> None:
-    """Set what the rules need from a config."""
+    """Copy the keys that the rules need from a config into the state."""
     alpha = float(config["async_ratio"])
     _need(math.isfinite(alpha) and alpha >= 0, f"the config says async_ratio = {alpha:g}")
     store = config.get("store", {})
     known = {name: _number(store, name) for name in ("keep_last", "keep_every", "state_every") if name in store}
-    rules, capacity = Retention(**known), int(alpha) + 1  # engines may still fetch versions that are so far behind
+    rules, capacity = Retention(**known), int(alpha) + 1  # engines may still fetch versions this far behind
     s.alpha, s.group_size, s.formed = (
         alpha,
         _number(config, "group_size"),
@@ -187,7 +188,7 @@ def _get(config: Mapping[str, Any], key: str) -> object:
 
 
 def _number(section: Mapping[str, object], key: str) -> int:
-    """A count that a config says: 1 or more."""
+    """Return a config's count; refuse one below 1."""
     value = section[key]
     _need(isinstance(value, int) and value > 0, f"the config says {key} = {value!r}")
     assert isinstance(value, int)
@@ -279,11 +280,11 @@ def _prune(s: RunState, body: Pruned) -> None:
     s.held = {version: kinds for version, kinds in s.held.items() if kinds}
 
 
-# --- the fates of dispatches: a batch has thousands, so no message is built before it is needed --------------------
+# --- fates of dispatches: a batch has thousands, so a message is built only when it is needed -----------------------
 
 
 def _issue(s: RunState, prompt: int) -> None:
-    """A prompt's first dispatch, when its source's turn has come to it."""
+    """Record a prompt's first dispatch; it must be the next prompt of its source."""
     source, sources = prompt % len(s.issued), len(s.issued)
     if prompt != s.issued[source] * sources + source:
         raise Refused(f"prompt {prompt} is not the next one of source {source}")
@@ -292,14 +293,14 @@ def _issue(s: RunState, prompt: int) -> None:
 
 
 def _close(s: RunState, prompt: int, attempt: int) -> None:
-    """A dispatch has its fate."""
+    """Close an open dispatch, because it has its fate."""
     if s.open.get(prompt) != attempt:
         raise Refused(f"dispatch {GroupKey(prompt, attempt)} is not open")
     del s.open[prompt]
 
 
 def _after_discard(s: RunState, discard: Discard) -> None:
-    """The prompt is issued again, or its source issues another one in its place."""
+    """Open the prompt's next attempt, or count it as filtered."""
     prompt = discard.key.prompt
     if discard.reason.issued_again:
         s.open[prompt] = discard.key.attempt + 1
@@ -320,7 +321,7 @@ def _count_trained(totals: Totals, number: int, batch: Waiting) -> None:
 
 
 def _forget_kept(s: RunState) -> None:
-    """Forget versions that are kept for good, once they are behind the window in which versions are pruned."""
+    """Drop kept versions from the state, once they are older than the window in which versions are pruned."""
     oldest = s.version - s.retention.window
     for version in [version for version in s.held if version < oldest]:
         left = {k: n for k, n in s.held[version].items() if not s.retention.needed(k, version, s.version)}

@@ -1,16 +1,15 @@
-"""A run's log: one sequence of numbered entries, each created atomically, and nothing else that decides.
+"""A run's log: one sequence of numbered entries, each created atomically. Only the log decides what the run is.
 
-    append   state --decide--> entry n + 1 --create--> it is there, and so is all that it names
+    append   state --decide--> entry n + 1 --create--> stored, and so are all objects that it names
                 ^                       |
-                +--fold-- read n + 1 <--+ Conflict: somebody else's, or ours by an earlier try
+                +--fold-- read n + 1 <--+ Conflict: entry n + 1 exists, by another writer or by our earlier try
 
-- Whoever appends entry n has read all entries before it: a writer goes past number n only after *reading* entry n. That
-  a number is free proves nothing about the numbers below it.
-- An append has one id, through all its tries and numbers. Its data object is written once; only the entry is tried
-  again.
-- A reader folds what it reads. An entry that is refused, damaged or missing in the middle stops it with an error that
-  names the entry: nobody appends behind a hole. A damaged entry is read from its segment if the next entry's hash fits.
-- An append does not look first: a writer that is behind learns it from the conflict.
+- The writer of entry n has read all entries before it: a writer tries number n + 1 only after *reading* entry n. A free
+  number does not prove that all lower numbers are taken.
+- An append keeps one id through all its tries and numbers. Its data object is written once; only the entry is retried.
+- A reader folds every entry it reads. A refused, damaged or missing entry stops it with an error that names the entry,
+  so no process appends after a gap. A damaged entry is read from its segment if the next entry's hash matches.
+- An append does not read first: a writer that is behind learns it from the conflict.
 """
 
 from __future__ import annotations
@@ -52,31 +51,31 @@ from rollflow.storage.log.state import Refused, RunState
 from rollflow.storage.objects.base import Data, ObjectStore, pieces
 from rollflow.storage.records import StoredObject
 
-TRIES = 1_000  # races that one append may lose to others' entries: a bound, not a schedule
-UNANSWERED = 20  # tries while the store answers reads and no writes; each has taken the store's own patience
-FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0  # seconds before an append that no entry answers is tried again
-READERS = 16  # entries that are read at a time, where each is a request
-WINDOW = 1_024  # the most entries that are held when no snapshot of a long log can be read
-AHEAD = 256  # numbers behind a free one that are looked at, in a store that cannot list from a name on
+TRIES = 1_000  # the largest number of tries of one append, most of them lost races
+UNANSWERED = 20  # tries while the store answers reads but no writes; each takes the store's whole patience
+FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0  # seconds before a retry of an append that met no entry
+READERS = 16  # entries that are read at a time from a remote store
+WINDOW = 1_024  # the largest number of entries held in memory if a long log has no readable snapshot
+AHEAD = 256  # numbers after a free one that are probed, in a store that cannot list from a name on
 
 Decide = Callable[[RunState, StoredObject | None], Body]
 
 
 def creation(run: ObjectStore) -> Entry:
-    """Entry 0 of a run; its body is `RunCreated`.
+    """Read entry 0 of a run; its body is `RunCreated`.
 
     Raises:
         Missing: there is no run.
-        Corrupt: it cannot be read.
+        Corrupt: the entry cannot be read.
     """
     return decode(run.get(entry_path(0)), 0, run.get).entry
 
 
 class Log:
-    """One process's view of a run's log. Safe to use from threads; `state` is a value that nobody changes."""
+    """One process's view of a run's log. It is safe to use from threads; `state` is an immutable value."""
 
     def __init__(self, store: ObjectStore) -> None:
-        """From the newest snapshot and what follows it.
+        """Open the log: load the newest snapshot, and fold the entries after it.
 
         Raises:
             Corrupt: an entry is missing, damaged or refused.
@@ -86,7 +85,7 @@ class Log:
         self._keeping: list[threading.Thread] = []
         self._state = newest_snapshot(store)
         self._ahead: dict[int, bytes] = {}
-        self._drafts: dict[str, _Draft] = {}  # appends under way, by id
+        self._drafts: dict[str, _Draft] = {}  # appends in progress, by id
         due, listed = None, self._listed()
         for start in range(0, len(listed), WINDOW):
             self._read_ahead(listed[start : start + WINDOW])
@@ -98,22 +97,22 @@ class Log:
 
     @property
     def state(self) -> RunState:
-        """What the log says, as far as it was read."""
+        """The run's state after the newest entry that was read."""
         return self._state
 
     def follow(self) -> list[Written]:
-        """Read what is new; returns it.
+        """Read and return the new entries.
 
         Raises:
-            Corrupt: as the constructor.
+            Corrupt: an entry is missing, damaged or refused.
         """
         return self._follow()[0]
 
     def read(self, n: int) -> Written | None:
-        """Entry `n`, which may be an old one; None if there is none.
+        """Read entry `n`, which may be an old one; None if it does not exist.
 
         Raises:
-            Corrupt: it is damaged, and cannot be read from its segment either.
+            Corrupt: the entry is damaged, and its segment does not have it either.
         """
         path = entry_path(n)
         try:
@@ -124,15 +123,15 @@ class Log:
             return self._healed(n, str(error))
 
     def create(self, body: RunCreated) -> None:
-        """Append entry 0; `Conflict` if the run exists."""
+        """Append entry 0; raise `Conflict` if the run exists."""
         self._append("creator", 0, lambda state, stored: body)
 
     def claim(self, role: Role, under: int | None = None, **who: object) -> Writer:
-        """Take a role from whoever had it.
+        """Claim a role, and so depose its previous owner.
 
         Args:
-            under: the supervisor's claim it is taken under; without one, that of the newest on the same cluster.
-            who: what `Claimed` says of it: `who`, `cluster`, `host`, `process`.
+            under: the supervisor's claim under which the role is claimed; by default the newest one.
+            who: fields of `Claimed`: `who`, `cluster`, `host`, `process`.
 
         Raises:
             Deposed: the run has another supervisor now.
@@ -145,14 +144,14 @@ class Log:
         return Writer(self, role, self._append(role, None, claimed).n)
 
     def settle(self) -> None:
-        """Wait until snapshots and segments are written."""
+        """Wait until pending snapshots and segments are written."""
         for thread in self._keeping:
             thread.join()
 
     # --- appending ----------------------------------------------------------------------------------------------
 
     def _append(self, role: Role, claim: int | None, body: Decide, attached: Attached | None = None) -> Entry:
-        """See `Writer.append`. Without a `claim` the entry claims for itself."""
+        """Append an entry, as `Writer.append` describes. If `claim` is None, the entry is itself the claim."""
         draft = _Draft(role, claim, body, attached)
         self._drafts[draft.id] = draft
         try:
@@ -164,12 +163,12 @@ class Log:
         unanswered, due = 0, None
         for tried in range(TRIES):
             with self._lock:
-                if draft.folded is not None:  # it came after all, and another thread has read it
+                if draft.folded is not None:  # the entry was written after all, and another thread has read it
                     return draft.folded.entry
                 n = self._state.n + 1
                 written, lost = self._tried(draft, n)
                 if written is not None and written is draft.written:
-                    self._state = replace(draft.after, sha256=written.sha256)  # as it was decided
+                    self._state = replace(draft.after, sha256=written.sha256)  # already folded by `decide`
                 elif written is not None:
                     self._fold(written)
                 due = self._state if written is not None and is_due(n) else None
@@ -184,20 +183,20 @@ class Log:
         raise Unreachable(f"{self.store.uri}: an entry could not be appended in {TRIES} tries: {lost}") from lost
 
     def _tried(self, draft: _Draft, n: int) -> tuple[Written | None, Exception]:
-        """The entry that has number `n` after one try, if one has; else why this one has not."""
+        """Try once to write entry `n`; return the entry that now has this number (if any), and the error of the try."""
         try:
             return self._write(draft, n), Exception()
         except (Conflict, Unreachable) as error:
             found = self.read(n)
             if found is None and isinstance(error, Refused):
-                raise  # not for want of news
+                raise  # the state is current, so reading cannot help
             if isinstance(error, Unreachable) and self._is_near and found and found.entry.id == draft.id:
-                with contextlib.suppress(Conflict):  # which says that its name is synced now
+                with contextlib.suppress(Conflict):  # this conflict proves that the entry's name is synced
                     self._write(draft, n)
             return found, error
 
     def _write(self, draft: _Draft, n: int) -> Written:
-        """Create entry `n`, after all that it names."""
+        """Create entry `n`, after all objects that it names."""
         attached = draft.attached
         if attached is None or draft.stored is not None:
             entry, encoded = self._encoded(self._proposed(draft, n, draft.stored))
@@ -208,7 +207,7 @@ class Log:
         return draft.written
 
     def _write_both(self, draft: _Draft, n: int, attached: Attached) -> tuple[Entry, Encoded]:
-        """Write what is attached, and entry `n` that names it. What is refused is not written."""
+        """Write the attached object, and entry `n` that names it. If the entry is refused, nothing is written."""
         unhashed = self._proposed(draft, n, StoredObject(attached.path, attached.size, ""))
         made: list[tuple[StoredObject, Entry, Encoded]] = []
 
@@ -221,20 +220,20 @@ class Log:
         try:
             self.store.create_naming(entry_path(n), content, attached.path, attached.data)
         except (Conflict, Unreachable) as error:
-            if made and (isinstance(error, Conflict) or not self._is_near):  # a disk that failed may not have it yet
+            if made and (isinstance(error, Conflict) or not self._is_near):  # a failed local write may not be durable
                 draft.stored = made[0][0]
             raise
         return made[0][1:]
 
     def _encoded(self, entry: Entry) -> tuple[Entry, Encoded]:
-        """An entry and its bytes; its index object is there."""
+        """Encode an entry, and store its index object if it has one."""
         encoded = encode(entry)
         if encoded.index is not None:
             self.store.put(encoded.index.path, encoded.index_data)
         return entry, encoded
 
     def _proposed(self, draft: _Draft, n: int, stored: StoredObject | None) -> Entry:
-        """Entry `n` as the append would have it, once the fold agrees."""
+        """Build entry `n` of an append; raise `Refused` if the rules do not allow it."""
         body = draft.body(self._state, stored)
         claim = n if draft.claim is None else draft.claim
         draft.after = decide(self._state, n, draft.role, claim, body)
@@ -247,7 +246,7 @@ class Log:
         return decode(data, n, self.store.get)
 
     def _follow(self, last: float = math.inf) -> tuple[list[Written], RunState | None]:
-        """Read what is new up to entry `last`; returns it, and the newest state for which a snapshot is due."""
+        """Read the new entries up to `last`; return them, and the newest state for which a snapshot is due."""
         found, due = [], None
         with self._lock:
             while self._state.n < last and (written := self.read(self._state.n + 1)) is not None:
@@ -265,28 +264,31 @@ class Log:
             raise Corrupt(f"{entry_path(written.entry.n)} cannot stand where it stands: {error}") from error
 
     def _healed(self, n: int, why: str) -> Written:
-        """Entry `n` from its segment, if the entry after it says that it is the one."""
+        """Read entry `n` from its segment, if its hash is the one that the next entry names; else raise `Corrupt`."""
         found = healed(self.store, n, n + 1)
         if found is None:
             raise Corrupt(f"{why}; no segment has it: `rollflow repair` says what can be done")
         return self._decoded(found[0], n)
 
     def _listed(self) -> list[int]:
-        """The entries that follow the snapshot, where each read is a request."""
+        """List the numbers of the entries after the snapshot; empty in a local store, which needs no read-ahead."""
         if self._is_near:
             return []
         paths = self.store.list(FOLDER, after=entry_path(self._state.n) if self._state.n >= 0 else "")
         return [n for path in paths if (n := entry_number(path)) is not None]
 
     def _read_ahead(self, numbers: Sequence[int]) -> None:
-        """Get these entries, several at a time."""
+        """Prefetch these entries, several at a time."""
         with ThreadPoolExecutor(READERS) as readers:
             self._ahead |= zip(numbers, readers.map(self.store.get, map(entry_path, numbers)), strict=True)
 
     def _goes_on(self) -> bool:
-        """Whether there is an entry behind the end. Then the one in between was written a moment ago, or is lost."""
+        """Check for an entry beyond the end, and fold the one before it: it was just written, or is in a segment.
+
+        Return whether an entry was folded.
+        """
         n = self._state.n + 1
-        if self._is_near:  # to list a folder of a long run takes longer than some probes
+        if self._is_near:  # listing the folder of a long run takes longer than some probes
             beyond = next((m for m in range(n + 1, n + AHEAD) if self.store.exists(entry_path(m))), -1)
         else:
             beyond = min((m for m in self._ahead if m > n), default=-1)
@@ -300,7 +302,7 @@ class Log:
         return self.store.local_path(FOLDER) is not None
 
     def _keep(self, state: RunState | None) -> None:
-        """Take the snapshot that is due, in the background."""
+        """Write a snapshot of `state` in the background, if it is not None."""
         if state is None:
             return
         self._keeping = [thread for thread in self._keeping if thread.is_alive()]
@@ -315,7 +317,7 @@ class Log:
 
 @dataclass(slots=True)
 class Attached:
-    """A data object that an entry is to name, at a path that was never used before."""
+    """A data object to be stored with an entry that names it, at a path that was never used."""
 
     path: str
     data: Sequence[memoryview]
@@ -328,44 +330,44 @@ class Attached:
 
 @dataclass(slots=True)
 class _Draft:
-    """One append, through all its tries."""
+    """The progress of one append through all its tries."""
 
     role: Role
     claim: int | None
     body: Decide
     attached: Attached | None
-    stored: StoredObject | None = None  # what was attached, once it is durable
-    after: RunState = field(default_factory=RunState)  # the state that it was last decided to make
-    written: Written | None = None  # it, once it is created
-    folded: Written | None = None  # it, as it was read
+    stored: StoredObject | None = None  # the attached object, once it is durable
+    after: RunState = field(default_factory=RunState)  # the state after this entry, by its last try
+    written: Written | None = None  # the entry of the last completed write
+    folded: Written | None = None  # the entry, if it was read from the log
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """A role that was claimed. Once another claims it, every append ends with `Deposed`, and so does `check`."""
+    """The writer of a claimed role. After another process claims the role, `append` and `check` raise `Deposed`."""
 
     log: Log
     role: Role
     claim: int
 
     def append(self, body: Decide, attached: Attached | None = None) -> Entry:
-        """Append the entry that `body` makes from the state and from what was `attached`; it is called again after each
-        lost race.
+        """Append an entry. `body` builds it from the state and the attached object, again after each lost race.
 
         Raises:
-            Deposed: the role has another claim.
-            Refused: the state does not allow it; so may `body` itself raise.
-            StoreFailed, Unreachable: nothing was committed, or it is not known: read the log again.
+            Deposed: another process has claimed the role.
+            Refused: the rules do not allow the entry; `body` may raise this, too.
+            StoreFailed: nothing was committed.
+            Unreachable: it is unknown whether the entry was committed: read the log again.
         """
         return self.log._append(self.role, self.claim, body, attached)
 
     def valid(self) -> bool:
-        """Whether nobody has claimed the role since, as far as the log was read."""
+        """Return whether this claim is the role's newest in the entries read so far."""
         return self.log.state.newest_claim(self.role) == self.claim
 
     def check(self) -> None:
-        """Read what is new; raise `Deposed` if somebody has claimed the role since."""
+        """Read new entries; raise `Deposed` if another process has claimed the role."""
         self.log.follow()
         if not self.valid():
             raise deposed(self.log.state, self.role)

@@ -1,11 +1,11 @@
-"""Snapshots make a start cheap, segments make damage curable. Neither decides anything.
+"""Snapshots, which make opening a log fast, and segments, which make a damaged entry repairable.
 
-    log_snapshots/<n>-<hash of entry n>.json     the state after entry n, sealed: a cache
+    log_snapshots/<n>-<hash of entry n>.json     the state after entry n, sealed
     log_segments/<first>.jsonl                   EVERY entries from `first` on, verbatim
 
-Both are written after every EVERY-th entry, in the background, by the process that appended it; or by the next process
-that starts and finds them missing. A snapshot that cannot be read, or was made by another version of the fold, is
-ignored. Only the newest few snapshots stay.
+Both are written after every EVERY-th entry, in the background, by the process that appended the entry, or by the next
+process that opens the log and finds them missing. A snapshot that cannot be read, or is of another version of the fold,
+is ignored. Only the newest snapshots are kept. No decision of a run depends on either.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ NAME = re.compile(rf"{SNAPSHOTS}/(\d{{10}})-([0-9a-f]{{16}})\.json")
 
 
 def is_due(n: int) -> bool:
-    """Whether a snapshot is taken after entry `n`."""
+    """Return whether a snapshot is written after entry `n`."""
     return n % EVERY == EVERY - 1
 
 
 def snapshot_path(n: int, sha256: str) -> str:
-    """Where the snapshot after entry `n` lies."""
+    """Return the path of the snapshot after entry `n`."""
     return f"{SNAPSHOTS}/{n:010d}-{sha256[:16]}.json"
 
 
 def segment_path(n: int) -> str:
-    """Where the segment lies that has entry `n`."""
+    """Return the path of the segment that contains entry `n`."""
     return f"{SEGMENTS}/{n - n % EVERY:010d}.jsonl"
 
 
 def to_bytes(state: RunState) -> bytes:
-    """A sealed snapshot."""
+    """Encode a state as a sealed snapshot."""
     return sealed({"fold": FOLD, "state": _STATE.dump_python(state, mode="json")})
 
 
 def from_bytes(data: bytes) -> RunState:
-    """The state of a snapshot; ValueError if it is not one this version reads."""
+    """Decode a snapshot; raise `ValueError` if this version of rollflow cannot read it."""
     tree = opened(data)
     if tree.get("fold") != FOLD:
         raise ValueError("it is of another version's fold")
@@ -57,9 +57,9 @@ def from_bytes(data: bytes) -> RunState:
 
 
 def newest_snapshot(run: ObjectStore) -> RunState:
-    """The state of the newest snapshot that can be trusted; that of an empty log if there is none.
+    """Return the state of the newest valid snapshot, or that of an empty log.
 
-    It is trusted if its entry is there with the same hash: a snapshot of a log that was changed is ignored.
+    A snapshot is valid if its entry exists with the same hash; a snapshot of an altered log is ignored.
     """
     for path in sorted(run.list(SNAPSHOTS), reverse=True):
         if (name := NAME.fullmatch(path)) is None:
@@ -73,7 +73,7 @@ def newest_snapshot(run: ObjectStore) -> RunState:
 
 
 def keep_snapshot(run: ObjectStore, state: RunState) -> None:
-    """Write the snapshot of a state, and remove old ones. A failure costs a later start some time."""
+    """Write the snapshot of a state, and remove old ones. If this fails, a later start only takes longer."""
     with contextlib.suppress(RollflowError, OSError):
         run.put(snapshot_path(state.n, state.sha256), to_bytes(state))
         for old in sorted(run.list(SNAPSHOTS))[:-KEPT]:
@@ -94,7 +94,7 @@ def _write_segment(run: ObjectStore, last: int) -> None:
 
 
 def healed(run: ObjectStore, first: int, end: int) -> list[bytes] | None:
-    """Entries `first` to `end - 1` as their segments have them, if entry `end` says that they are the ones."""
+    """Read entries `first` to `end - 1` from their segments; None unless their hash chain leads to entry `end`."""
     found: list[bytes] = []
     with contextlib.suppress(Missing, Corrupt, ValueError, KeyError):
         prev = opened(run.get(entry_path(end)))["prev"]
@@ -109,7 +109,7 @@ def healed(run: ObjectStore, first: int, end: int) -> list[bytes] | None:
 
 
 def from_segment(run: ObjectStore, n: int) -> bytes:
-    """Entry `n` as its segment has it; `Missing` if there is none."""
+    """Read entry `n` from its segment; raise `Missing` if there is none."""
     lines = run.get(segment_path(n)).split(b"\n")
     if len(lines) != EVERY:
         raise Missing(f"{segment_path(n)} is cut")

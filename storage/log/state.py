@@ -1,4 +1,4 @@
-"""The state of a run: what its log says, up to some entry. `rules` says how an entry changes it.
+"""The state of a run after some entry of its log. `rules` describes how an entry changes the state.
 
 The size of the state does not grow with the number of versions.
 """
@@ -16,29 +16,29 @@ from rollflow.storage.log.entries import Group, Role
 from rollflow.storage.log.retention import Kind, Retention
 from rollflow.storage.records import Cursor, GroupKey, StoredObject
 
-FOLD = 3  # raised with any change of the rules or the state: older snapshots are not read
-NOBODY = -1  # stands for the claim's entry
+FOLD = 3  # raised with any change of the rules or the state, so that older snapshots are not read
+NOBODY = -1  # used instead of a claim's entry if a role was never claimed
 
 
 class Refused(Conflict):
-    """An entry that cannot follow: nothing was changed, and it is not appended."""
+    """The rules do not allow an entry: nothing was changed, and the entry is not appended."""
 
 
 class Deposed(Refused):
-    """The role has another claim now: this writer stops."""
+    """Another process has claimed the role: this writer must stop."""
 
 
 class Superseded(Deposed):
-    """A role cannot be claimed any more: its supervisor is not the newest."""
+    """A role cannot be claimed, because its supervisor is not the newest."""
 
 
 class TooOld(Refused, Stale):
-    """A group that is older than the asynchronous ratio allows."""
+    """A group is older than async_ratio allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who has a role."""
+    """The owner of a role."""
 
     entry: int
     under: int | None
@@ -49,7 +49,7 @@ class Claim:
 
 
 class ConfigPlace(NamedTuple):
-    """The entry that has a config, and the first version that is trained under it."""
+    """The entry of a config, and the first version that is trained under it."""
 
     entry: int
     version: int
@@ -57,68 +57,68 @@ class ConfigPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A batch that no version was trained on yet."""
+    """A committed batch that waits to be trained on."""
 
     entry: int
     file: StoredObject
     rows: int
     groups: tuple[Group, ...]
     surplus_tokens: int
-    behind: Mapping[int, int]  # prompt -> how often it was left behind before
+    behind: Mapping[int, int]  # prompt -> how often it was discarded as slow before
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counts over the whole run. Staleness is that of a group's oldest sample."""
+    """Counts over the whole run. The staleness of a group is that of its oldest sample."""
 
     groups: Counter[str] = field(default_factory=Counter)  # fate -> dispatches
     tokens: Counter[str] = field(default_factory=Counter)  # fate -> response tokens
-    staleness: Counter[int] = field(default_factory=Counter)  # of the groups that were trained on
-    surplus_tokens: int = 0  # of batches that were trained on
+    staleness: Counter[int] = field(default_factory=Counter)  # staleness -> groups that were trained on
+    surplus_tokens: int = 0  # tokens of extra responses of the batches that were trained on
     rows: int = 0  # trajectories that were trained on
 
     def copy(self) -> Totals:
-        """Another one to change."""
+        """Return a copy that can be changed."""
         counters = Counter(self.groups), Counter(self.tokens), Counter(self.staleness)
         return Totals(*counters, self.surplus_tokens, self.rows)
 
     def count(self, fate: str, tokens: int) -> None:
-        """One more dispatch has its fate."""
+        """Count the fate of one more dispatch."""
         self.groups[fate] += 1
         self.tokens[fate] += tokens
 
 
 @dataclass(slots=True)
 class RunState:
-    """What the log says, up to entry `n`."""
+    """The state of a run after entry `n`."""
 
     n: int = -1
-    sha256: str = ""  # of entry n
+    sha256: str = ""  # the hash of entry n
     run_id: str = ""
     configs: tuple[ConfigPlace, ...] = ()  # all configs of the run in order; the last one is in force
-    fixed: str = ""  # hash of the part of the config that never changes
-    formed: dict[str, Any] = field(default_factory=dict)  # the keys by which batches are formed -> their values
+    fixed: str = ""  # hash of the config keys that never change
+    formed: dict[str, Any] = field(default_factory=dict)  # the config keys by which batches are formed, with values
     alpha: float = 0.0
     group_size: int = 1
     retention: Retention = field(default_factory=Retention)
     claims: dict[str, Claim] = field(default_factory=dict)  # role -> its newest claim
     version: int = -1  # the newest policy version
-    published: int = -1  # its entry
+    published: int = -1  # the entry of the newest version
     next_batch: int = 0
-    issued: list[int] = field(default_factory=list)  # source -> its first position that was never dispatched
-    filtered: list[int] = field(default_factory=list)  # source -> its groups that went for good
+    issued: list[int] = field(default_factory=list)  # per source: the first position that was never dispatched
+    filtered: list[int] = field(default_factory=list)  # per source: the number of filtered groups
     open: dict[int, int] = field(default_factory=dict)  # prompt -> attempt, in the order of issue
-    behind: dict[int, int] = field(default_factory=dict)  # open prompt -> how often it was left behind
+    behind: dict[int, int] = field(default_factory=dict)  # open prompt -> how often it was discarded as slow
     waiting: dict[int, Waiting] = field(default_factory=dict)  # batch number -> the batch
-    holes: list[int] = field(default_factory=list)  # batches to form again, in order
+    holes: list[int] = field(default_factory=list)  # voided batches to form again, in order
     voids: int = 0
-    not_finite: int = 0  # batches voided as such since the newest version
-    redraws: dict[int, int] = field(default_factory=dict)  # prompt that is not trained on -> such batches it was in
+    not_finite: int = 0  # batches that were voided as not finite since the newest version
+    redraws: dict[int, int] = field(default_factory=dict)  # untrained prompt -> not-finite batches that had it
     held: dict[int, dict[Kind, int]] = field(default_factory=dict)  # version -> kind -> entry, while it may be pruned
     totals: Totals = field(default_factory=Totals)
 
     def config_of(self, version: int) -> int:
-        """Return the entry of the config that `version` was trained under; for a version to come, the one in force."""
+        """Return the entry of the config under which `version` was trained, or (for a future version) will be."""
         return next(place.entry for place in reversed(self.configs) if place.version <= max(version, 0))
 
     def config_at(self, n: int) -> int:
@@ -127,7 +127,7 @@ class RunState:
 
     @property
     def cursor(self) -> Cursor:
-        """How far each source was issued."""
+        """The progress of each prompt source."""
         return Cursor(tuple(self.issued), tuple(self.filtered))
 
     @property
@@ -137,7 +137,7 @@ class RunState:
 
     @property
     def releasable(self) -> list[tuple[int, Kind]]:
-        """What may be pruned, and was not."""
+        """The versions and kinds of objects that may be pruned and were not."""
         return [
             (version, kind)
             for version, kinds in self.held.items()
@@ -146,11 +146,11 @@ class RunState:
         ]
 
     def newest_claim(self, role: Role) -> int:
-        """The entry by which `role` is claimed; `NOBODY` if it never was."""
+        """Return the entry of the newest claim of `role`; `NOBODY` if there is none."""
         return self.claims[role].entry if role in self.claims else NOBODY
 
     def copy(self) -> RunState:
-        """Another one to change."""
+        """Return a copy that can be changed."""
         other = copy.copy(self)
         for name in ("claims", "formed", "open", "behind", "waiting", "redraws"):
             setattr(other, name, dict(getattr(self, name)))

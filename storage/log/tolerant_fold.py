@@ -1,12 +1,12 @@
-"""A second fold over a log, for the audit: it names an entry that it cannot fold, and goes on.
+"""A tolerant fold over a log, for the audit: it reports an entry that it cannot fold, and continues.
 
-`apply` is the rule. What it refuses is named. Then:
+`apply` decides, and every entry that it refuses is reported. Then:
 
-- An entry that names another hash than that of the entry before it, or a wrong head, is folded nevertheless.
+- An entry with a wrong hash of the entry before it, or with a wrong version or batch number, is folded nevertheless.
 - An entry with groups that are too old, or with tokens of versions that did not exist, is folded as if they were fresh.
-- Any other refused entry is skipped, as every reader of the run would have done.
-- After an entry that is lost (missing or damaged, and in no segment) there is no state to judge by. What follows is
-  read, but not folded.
+- Any other refused entry is skipped, as every reader of the run would do.
+- After a lost entry (missing or damaged, and in no segment) the state is unknown, so later entries are read but not
+  folded.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from rollflow.storage.log.state import Refused, RunState, TooOld
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
 
-MOST = 5  # refused entries that are named from the first on that is passed over: it may be the cause of all others
+MOST = 5  # refused entries that are reported after the first skipped one, which may be the cause of the others
 REFUSALS = (
     Refused,
     KeyError,
     TypeError,
     ValueError,
     ArithmeticError,
-)  # those but the first by what no role would write
+)  # all but `Refused` come from contents that no role writes
 
 
 @dataclass(slots=True)
 class Refold:
-    """A fold that is given the entries in order, from the one after `state` on."""
+    """A tolerant fold over the entries after `state`, in order."""
 
     store: ObjectStore
     state: RunState
     add: Callable[[ViolationKind, str, str], None]
-    lost: bool = False  # an entry that the state depends on cannot be read
-    sound: bool = True  # all that was read could be folded; what was damaged and is healed could
-    _refused: list[int] = field(default_factory=list)  # the first entry that is passed over, and those behind it
-    _broken: list[int] = field(default_factory=list)  # entries that name another one before them
-    _unlinked: bool = False  # nothing is known of the hash that the next entry must name
+    lost: bool = False  # an entry on which the state depends cannot be read
+    sound: bool = True  # all entries so far could be folded (damaged ones from their segments)
+    _refused: list[int] = field(default_factory=list)  # the first skipped entry, and the refused ones after it
+    _broken: list[int] = field(default_factory=list)  # entries with a wrong hash of the entry before them
+    _unlinked: bool = False  # the hash that the next entry must name is unknown
 
     @property
     def missed(self) -> bool:
-        """Whether an entry is lost or was passed over, so that the state is not the one that others were written by."""
+        """True if an entry is lost or was skipped, so that this state differs from the state of the run's writers."""
         return self.lost or bool(self._refused)
 
     def over(self, found: Iterable[tuple[int, bytes | Hole | Corrupt]]) -> Iterator[tuple[Written, bytes, bool]]:
-        """Entries that can be read, as parsed and as bytes, and whether they are to be believed.
+        """Fold entries; yield each readable one, parsed and as bytes, and whether it is trusted.
 
-        The first one that is passed over is not. Behind it a refusal says nothing: it may be what was missed.
+        The first skipped entry is not trusted. A later refused entry is: the skipped one may be the reason.
         """
         for n, one in found:
             if isinstance(one, Hole):
@@ -72,10 +72,10 @@ class Refold:
             yield written, one if isinstance(one, bytes) else b"", self._fold(written)
 
     def close(self) -> None:
-        """Say what is known at the log's end only.
+        """Report what can only be decided at the log's end: broken links and the number of refused entries.
 
-        A broken link is the fault of the entry before it, which is not what the next one followed; but of the entry
-        itself if the one after it does not know it either, or there is none.
+        A broken link between two entries is reported for the first one. It is reported for the second one if the link
+        after that is broken, too, or if the log ends there.
         """
         for n in self._broken:
             own = n + 1 in self._broken or n == self.state.n
@@ -98,7 +98,7 @@ class Refold:
         for n, data in zip(range(hole.first, hole.end), found, strict=True):
             try:
                 written = decode(data, n, self.store.get)
-            except Corrupt:  # its index is gone
+            except Corrupt:  # its index object is missing or altered
                 self._lose(Hole(n, n + 1))
                 continue
             yield written, data, self._fold(written)
@@ -108,7 +108,7 @@ class Refold:
         self.lost, self.sound, self._unlinked = True, False, True
 
     def _fold(self, written: Written) -> bool:
-        """Fold an entry, if it can be; returns whether it is to be believed."""
+        """Fold an entry if possible; return whether the entry is trusted."""
         entry = written.entry
         if self._unlinked:
             self.state, self._unlinked = replace(self.state, sha256=entry.prev), False
@@ -126,7 +126,7 @@ class Refold:
         return after is not None or missed
 
     def _folded_nevertheless(self, entry: Entry) -> RunState | None:
-        """The state after an entry that was refused for what can be overlooked; None: it is passed over."""
+        """Return the state after a refused entry whose fault can be ignored; None if the entry is skipped."""
         state, where = self.state, entry_path(entry.n)
         try:
             after = decide(state, entry.n, entry.role, entry.claim, entry.body)
@@ -146,12 +146,12 @@ class Refold:
 
 
 def _wants(error: Corrupt) -> bool:
-    """Whether an entry cannot be read because its index object is not there."""
+    """Return whether an entry cannot be read because its index object is missing."""
     return isinstance(error.__cause__, ValueError) and isinstance(error.__cause__.__cause__, Missing)
 
 
 def _as_if_fresh(state: RunState, entry: Entry) -> RunState | None:
-    """The state after a commit whose groups are too old, or too new, if nothing else is wrong with it."""
+    """Return the state after a commit as if its groups were fresh; None if something else is wrong with it."""
     lifted = state.copy()
     lifted.alpha = math.inf
     assert isinstance(entry.body, BatchCommitted)
@@ -165,7 +165,7 @@ def _as_if_fresh(state: RunState, entry: Entry) -> RunState | None:
 
 
 def _kind(state: RunState, entry: Entry, error: Exception) -> ViolationKind:
-    """The kind of violation that a refused entry counts as."""
+    """Return the kind of violation for a refused entry."""
     if isinstance(error, TooOld):
         return "stale"
     match entry.body:
@@ -190,7 +190,7 @@ def _kind_of_commit(state: RunState, body: BatchCommitted) -> ViolationKind:
     upcoming = list(state.cursor.upcoming)
     for prompt in body.issued:
         if prompt != upcoming[prompt % len(upcoming)]:
-            return "missing"  # one that was skipped
+            return "missing"  # a prompt was skipped
         upcoming[prompt % len(upcoming)] += len(upcoming)
     there = all(0 <= group.started <= group.newest <= state.version for group in body.groups)
     return "lineage" if there else "stale"

@@ -9,11 +9,11 @@ from rollflow.storage.objects.base import Data, ObjectStore, Stat
 
 
 def open_store(uri: str, patience: float | None = None) -> ObjectStore:
-    """The store that `uri` names: `s3://bucket/prefix`, `memory://name`, or a local folder.
+    """Open the store that `uri` names: `s3://bucket/prefix`, `memory://name`, or a local folder.
 
-    `patience`: how long one that does not answer is asked again (seconds); by default for some minutes.
+    `patience` is how long a request to a silent store is retried (seconds); by default some minutes.
 
-    Backends are imported only when they are asked for, so a local run never loads s3fs.
+    A backend is imported only when it is used, so a local run never loads s3fs.
     """
     scheme, sep, rest = uri.partition("://")
     if not sep or scheme == "file":

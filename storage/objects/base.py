@@ -1,18 +1,18 @@
 """The object store contract: what every backend guarantees and nothing more.
 
-A store is a flat map from relative paths ("log/0000000007.json") to immutable-by-habit
-byte strings. Guarantees, each tested once for all backends in `tests/contracts/test_objects.py`:
+A store is a flat map from relative paths ("log/0000000007.json") to byte strings, which rollflow rarely replaces.
+`tests/contracts/test_objects.py` tests each guarantee once for all backends:
 
-- `create` is atomic put-if-absent: of any number of racing writers exactly one returns, the others get
-  `Conflict`; a reader sees nothing or the whole object.
+- `create` is an atomic put-if-absent: of any number of racing writers exactly one succeeds, and the others get
+  `Conflict`. A reader sees nothing or the whole object.
 - `put` replaces atomically: a reader sees the old bytes or the new ones.
-- What a completed write wrote survives a power cut, as far as the backend can tell.
-- A read after a completed write sees that write (no cached listings, no cached existence).
-- Content may be given in pieces (a header and views of tensors); they are written one after the other, uncopied.
-- A store is a value (root and flags): picklable, cheap to build, safe to use from threads.
+- A completed write survives a power cut, as far as the backend can ensure it.
+- A read after a completed write sees that write: neither listings nor existence are cached.
+- Content may be given as several buffers (a header and views of tensors); they are written in order, without a copy.
+- A store is a value (root and flags): it can be pickled, is cheap to build and is safe to use from threads.
 
-Paths are relative, use "/", and have no empty, "." or ".." part: none leads out of its store.
-A bad one raises `ValueError`.
+Paths are relative, use "/", and have no empty, "." or ".." part, so no path leads out of its store. Any other path
+raises `ValueError`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 
 Data = bytes | memoryview | Sequence[bytes | memoryview]
 
-ABANDONED_SECONDS = 7 * 24 * 3600.0  # a writer that has been silent for so long is dead
-CHUNK = 1 << 20  # bytes hashed and written at a time, while they are in the processor's cache
+ABANDONED_SECONDS = 7 * 24 * 3600.0  # a writer that was silent for this long counts as dead
+CHUNK = 1 << 20  # bytes that are hashed and written at a time, so that they stay in the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What the store knows of an object without reading it."""
+    """The metadata of an object, which a store gives without reading the object."""
 
     size: int  # bytes
     modified: float  # seconds since the epoch, by the store's clock
@@ -39,22 +39,22 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """What a writer has begun and not finished: no object yet, and never one if the writer was killed."""
+    """A write that was begun and not finished; if its writer was killed, it never becomes an object."""
 
     name: str
     size: int  # bytes
-    touched: float  # seconds since the epoch, by the store's clock: when it last grew
-    token: str = ""  # the backend's own
+    touched: float  # when it last grew: seconds since the epoch, by the store's clock
+    token: str = ""  # the backend's id of the write
 
 
 def pieces(data: Data) -> list[memoryview]:
-    """The buffers of `data` as views of bytes, in order."""
+    """Return the buffers of `data` as views of bytes, in order."""
     parts = [data] if isinstance(data, bytes | bytearray | memoryview) else data
     return [memoryview(part).cast("B") for part in parts]
 
 
 def digest(parts: Sequence[memoryview]) -> str:
-    """The sha256 of the pieces as one."""
+    """Return the sha256 of the concatenated buffers."""
     found = hashlib.sha256()
     for part in parts:
         found.update(part)
@@ -70,26 +70,26 @@ def checked(path: str) -> str:
 
 
 class ObjectStore(ABC):
-    """Named byte strings with atomic create. See the module's docstring for the guarantees."""
+    """A store of named byte strings with atomic create. The module's docstring lists the guarantees."""
 
-    patience: float | None = None  # how long one that does not answer is asked again (seconds); None: some minutes
+    patience: float | None = None  # how long a request to a silent store is retried (seconds); None: some minutes
 
     @property
     @abstractmethod
     def uri(self) -> str:
-        """Where this store lies, as a person would write it (`s3://bucket/prefix`, `/a/folder`)."""
+        """The address of this store, as a user writes it (`s3://bucket/prefix`, `/a/folder`)."""
 
     @abstractmethod
     def child(self, prefix: str) -> ObjectStore:
-        """The same store, rooted at `prefix`."""
+        """Return the same store, rooted at `prefix`."""
 
     @abstractmethod
     def put(self, path: str, data: Data) -> str:
-        """Write or replace an object; returns the sha256 of its bytes.
+        """Write or replace an object; return the sha256 of its bytes.
 
         Raises:
-            StoreFailed: the store takes no more writes; the object is as it was before.
-            Unreachable: it is not known whether this call has written it, or not whether that outlasts a power cut.
+            StoreFailed: the store refuses writes; the object is unchanged.
+            Unreachable: it is unknown whether this call wrote the object, or whether the write survives a power cut.
         """
 
     @abstractmethod
@@ -97,23 +97,23 @@ class ObjectStore(ABC):
         """Write an object that must not exist yet.
 
         Raises:
-            Conflict: an object of that name exists (and was not written by this very call).
-            StoreFailed: the store takes no more writes; there is no such object.
-            Unreachable: it is not known whether this call has written it.
+            Conflict: an object of that name exists, and this call did not write it.
+            StoreFailed: the store refuses writes; the object does not exist.
+            Unreachable: it is unknown whether this call wrote the object.
         """
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
-        """Write `file`, then `create` the object `path` that names it; returns the sha256 of `data`.
+        """Write `file`, then `create` the object `path` that names it; return the sha256 of `data`.
 
-        `path` is never there without the whole `file`, even after a power cut.
+        `path` never exists without the whole `file`, even after a power cut.
 
         Args:
-            content: what `path` holds, from the sha256 of `data`.
-            file: a name that was never used before; a call that fails may leave a part of the file behind.
+            content: a function from the sha256 of `data` to the content of `path`.
+            file: a path that was never used; a call that fails may leave a part of the file behind.
 
         Raises:
-            Conflict, StoreFailed, Unreachable: as `create`. Where `content` has answered, a Conflict leaves the whole
-                `file` there for good.
+            Conflict, StoreFailed, Unreachable: as `create`. If `content` was called before a Conflict, the whole `file`
+                is stored durably.
         """
         sha256 = self.put(file, data)
         self.create(path, content(sha256))
@@ -121,74 +121,76 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def get(self, path: str) -> bytes:
-        """The whole object.
+        """Read the whole object.
 
         Raises:
-            Missing: there is none.
-            Unreachable: it cannot be read now, which says nothing about it. So may every method that reads.
-            Corrupt: its bytes are not those that were written, time and again (where the store can tell).
+            Missing: the object does not exist.
+            Unreachable: the object cannot be read now and may be undamaged. Every method that reads may raise this.
+            Corrupt: repeated reads gave other bytes than were written (if the store can detect it).
         """
 
     @abstractmethod
     def fetch(self, path: str, file: Path) -> str:
-        """Copy the object into a new local file, piece by piece; returns its sha256. Raises as `get`."""
+        """Copy the object into a new local file in chunks; return its sha256. Raises as `get`."""
 
     @abstractmethod
     def stat(self, path: str) -> Stat:
-        """Size and age of the object.
+        """Return the size of the object and the time of its last write.
 
         Raises:
-            Missing: there is none.
+            Missing: the object does not exist.
         """
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether the object exists now."""
+        """Return whether the object exists now."""
 
     @abstractmethod
     def list(self, prefix: str = "", after: str = "") -> Iterator[str]:
-        """Paths of all objects below the folder `prefix` ("" for all), relative to the store, sorted; only those that
-        sort behind `after`."""
+        """List the paths of all objects below the folder `prefix` ("" for all), relative to the store and sorted.
+
+        Only paths after `after` in that order are listed.
+        """
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """Names of the folders right below the folder `prefix`, sorted; a store may know them without listing all."""
+        """List the names of the folders directly below `prefix`, sorted; some backends need not list all objects."""
         depth = prefix.count("/") + 1
         parts = (path.split("/") for path in self.list(prefix))
         return sorted({part[depth] for part in parts if len(part) > depth + 1})
 
     @abstractmethod
     def delete(self, path: str) -> None:
-        """Remove an object, if there is one. After a power cut it may be there again."""
+        """Remove an object if it exists. After a power cut it may exist again."""
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """What is being written at the moment, and what killed writers left of that."""
+        """List writes that are in progress, and those that killed writers left unfinished."""
         return iter(())
 
     def discard(self, left: Unfinished) -> None:  # noqa: B027 - nothing to do for a backend whose writers leave nothing
-        """Remove what a killed writer left; a writer that is known to live keeps it."""
+        """Remove an unfinished write of a killed writer; that of a living writer stays."""
 
     @abstractmethod
     def check(self) -> None:
-        """Prove with one probe object that the store can be written, read and deleted from.
+        """Check with one probe object that the store can be written, read and deleted from.
 
         Raises:
-            ConfigError: it cannot; the message names the address, the reason and the cure.
+            ConfigError: the store cannot be used; the message names the address, the reason and the fix.
         """
 
     @property
     def waits(self) -> str:
-        """The request that this process has waited for, if for long, in words; "" if nothing is late."""
+        """A description of the request that this process has long been waiting for; "" if none is late."""
         return ""
 
     def local_path(self, path: str) -> Path | None:
-        """Where the object lies as a file on this machine, or None if it has to be fetched."""
+        """Return the object's file on this machine, or None if it has to be fetched."""
         return None
 
 
 def first_missing(store: ObjectStore, path: Callable[[int], str], start: int = 0) -> int:
-    """The first number at or after `start` whose object does not exist, where existing numbers are contiguous.
+    """Return the first number from `start` on whose object does not exist; existing numbers must be contiguous.
 
-    Probes names in growing strides, then halves: no listing, and few requests for a long chain.
+    The search doubles its strides, then bisects: it needs no listing, and few requests for a long sequence.
     """
     if not store.exists(path(start)):
         return start

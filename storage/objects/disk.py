@@ -1,4 +1,4 @@
-"""What the backends share about this machine's disk: its errors as rollflow's errors, and files as memory."""
+"""Helpers for files on this machine: turn OS errors into rollflow's errors, map, hash and write files."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ CURES = {
 
 NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
-AHEAD = 4 << 20  # bytes that are written before the disk is told to begin
-MOST_PARTS = 512  # of one `writev`; POSIX promises 16, Linux and macOS take 1024
+AHEAD = 4 << 20  # bytes per write; after each the kernel is asked to begin writing to the disk
+MOST_PARTS = 512  # buffers of one `writev`; POSIX guarantees 16, Linux and macOS accept 1024
 SYNC_FILE_RANGE_WRITE = 2
 
 
 def _early() -> Callable[[int, int, int, int], int] | None:
-    """Linux's `sync_file_range`, which makes nothing durable but lets a later `fsync` find most of its work done."""
+    """Load Linux's `sync_file_range`, which starts the writing that `fsync` later waits for; None on other systems."""
     try:
         found = ctypes.CDLL(None).sync_file_range
     except (AttributeError, OSError):
@@ -49,7 +49,7 @@ _sync_file_range = _early()
 
 @contextmanager
 def explained(target: Path) -> Iterator[None]:
-    """Turn a full disk (or quota) into `StoreFailed`; other errors pass."""
+    """Turn the errors in `CURES` (a full disk, for example) into `StoreFailed`; other errors pass through."""
     try:
         yield
     except OSError as error:
@@ -63,7 +63,7 @@ def explained(target: Path) -> Iterator[None]:
 
 @contextmanager
 def found(target: Path) -> Iterator[None]:
-    """Turn a file that is not there into `Missing`. One that cannot be read now may still be good: `Unreachable`."""
+    """Turn the error of a missing file into `Missing`, and other read errors into `Unreachable` (it may be intact)."""
     try:
         yield
     except NO_FILE as error:
@@ -73,7 +73,7 @@ def found(target: Path) -> Iterator[None]:
 
 
 def mapped(path: Path) -> memoryview:
-    """The bytes of a file, uncopied: pages come when they are looked at, and writes to them stay in this process.
+    """Memory-map a file: pages are loaded when they are read, and writes to them stay in this process.
 
     Raises as `found`.
     """
@@ -84,26 +84,24 @@ def mapped(path: Path) -> memoryview:
 
 
 def sha256_of(path: Path) -> str:
-    """Of the bytes of a file, few of which are in memory at a time. Raises as `found`."""
+    """Hash a file, reading it in chunks. Raises as `found`."""
     with found(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_out(file: int, parts: Sequence[memoryview]) -> None:
-    """Write the parts to a new file, one after the other. The disk begins to write meanwhile, so that `fsync` ends
-    sooner.
-    """
+    """Write buffers to a new file in order, and let the disk start early, so that a later `fsync` takes less time."""
     start = 0
     for group in _groups(parts):
         size = sum(map(len, group))
         _write_all(file, group)
         if _sync_file_range is not None:
-            _sync_file_range(file, start, size, SYNC_FILE_RANGE_WRITE)  # a hint: its failure is `fsync`'s to report
+            _sync_file_range(file, start, size, SYNC_FILE_RANGE_WRITE)  # only a hint: `fsync` reports any failure
         start += size
 
 
 def _groups(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The parts in groups of about `AHEAD` bytes, larger ones cut, as many as one call takes."""
+    """Split the parts into groups of at most `MOST_PARTS` buffers and about `AHEAD` bytes; larger parts are cut."""
     group, room = list[memoryview](), AHEAD
     for part in parts:
         for start in range(0, len(part), AHEAD):
@@ -117,7 +115,7 @@ def _groups(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _write_all(file: int, parts: list[memoryview]) -> None:
-    """`writev`, which may write less than it was given."""
+    """Write all parts; one `writev` call may write less than all."""
     while parts:
         written = os.writev(file, parts)
         while parts and written >= len(parts[0]):
@@ -128,9 +126,9 @@ def _write_all(file: int, parts: list[memoryview]) -> None:
 
 @contextmanager
 def hashed(parts: Sequence[memoryview]) -> Iterator[Callable[[], str]]:
-    """Their sha256, once it is asked for; what is long is hashed in a thread while the block runs.
+    """Yield a function that returns the sha256 of `parts`; long data is hashed in a thread while the block runs.
 
-    Hashing and writing both leave Python's lock to others.
+    Hashing and writing both release Python's global lock.
     """
     if sum(map(len, parts)) < CHUNK:
         yield cache(partial(digest, parts))

@@ -1,11 +1,11 @@
-"""A folder as an object store: whole files only, and of racing creators exactly one wins.
+"""A local folder as an object store: readers see whole files only, and exactly one of several racing creators succeeds.
 
-An object is written to a temporary file and synced there, then gets its name in one step: `create` by a
-hard link, which fails if the name is taken, `put` by a rename, which replaces. The folder is synced after,
-so what was reported as written survives a power cut. Temporary files lie in `.tmp`, which is no part of
-the store. A writer holds a lock on its file, so that a file of a killed writer can be told from one being written.
+An object is written to a temporary file and synced, then gets its name in one step: `create` uses a hard link, which
+fails if the name exists; `put` uses a rename, which replaces. Then the folder is synced, so a completed write survives
+a power cut. Temporary files lie in `.tmp`, which is not part of the store. A writer locks its temporary file; a file
+without a lock was left by a killed writer.
 
-A name is an object or a folder of objects, not both.
+A name is either an object or a folder of objects.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from rollflow.storage.objects.base import (
 from rollflow.storage.objects.disk import NO_FILE, explained, found, hashed, write_out
 
 SCRATCH = ".tmp"
-TURN = "turn"  # other names in there are hexadecimal
+TURN = "turn"  # the lock file of `_rename_once`; all other names in `.tmp` are hexadecimal
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
 @dataclass(frozen=True)
 class LocalStore(ObjectStore):
-    """Objects as files below `root`; the folder is made by the first write."""
+    """A store whose objects are files below `root`; the first write creates the folder."""
 
     root: Path
-    scratch: Path | None = field(default=None, compare=False)  # a child shares its parent's
-    _synced: set[Path] = field(default_factory=set, init=False, compare=False, repr=False)  # folders, by name
+    scratch: Path | None = field(default=None, compare=False)  # the folder of temporary files; a child shares it
+    _synced: set[Path] = field(default_factory=set, init=False, compare=False, repr=False)  # names that are synced
 
     @property
     def uri(self) -> str:
@@ -80,7 +80,7 @@ class LocalStore(ObjectStore):
             _sync_name(target)
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
-        """See the contract. `file` gets its name before it is synced; nobody looks for it yet: one sync serves both."""
+        """Write both with one sync: `file` gets its name before it is synced, since no reader knows that name yet."""
         target, named, parts = self._free(path), self.local_path(file), pieces(data)
         with explained(target), hashed(parts) as sha256, self._written(parts) as (body, body_file):
             self._make_room(named)
@@ -129,7 +129,7 @@ class LocalStore(ObjectStore):
             return iter(sorted(name for name in names if name > after))
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """Also a folder that was made for an object that is not there yet."""
+        """List folders; one may have been created for an object that is still being written."""
         top = self.local_path(prefix)
         try:
             return sorted(one.name for one in os.scandir(top) if one.is_dir() and one.name != SCRATCH)
@@ -143,7 +143,7 @@ class LocalStore(ObjectStore):
 
     def unfinished(self) -> Iterator[Unfinished]:
         for path in sorted(self._scratch.glob(f"[!{TURN[0]}]*")):
-            with contextlib.suppress(FileNotFoundError):  # its writer has just finished
+            with contextlib.suppress(FileNotFoundError):  # the writer has finished in the meantime
                 found = path.stat()
                 yield Unfinished(f"{SCRATCH}/{path.name}", found.st_size, found.st_mtime)
 
@@ -175,27 +175,27 @@ class LocalStore(ObjectStore):
         return self.scratch or self.root / SCRATCH
 
     def __reduce__(self) -> tuple[object, ...]:
-        """What is synced, each process finds out."""
+        """Pickle without `_synced`: each process has to sync folders itself."""
         return LocalStore, (self.root, self.scratch)
 
     def _make_room(self, target: Path) -> None:
-        """The folders above `target`, still to be synced."""
+        """Create the folders above `target`; `_sync_above` syncs them."""
         _make_folder(self.root)
         if not target.parent.is_dir():
             self._synced.difference_update(target.parents)
             target.parent.mkdir(parents=True, exist_ok=True)
 
     def _sync_above(self, target: Path) -> None:
-        """Sync the names of the folders above `target`, up to the root: of each once, whoever made it."""
+        """Sync the names of all folders above `target`, each once per process."""
         folder = target.parent
         if folder not in self._synced and folder != folder.parent:
             self._sync_above(folder)
-            with contextlib.suppress(PermissionError):  # above the root
+            with contextlib.suppress(PermissionError):  # a folder above the store's root
                 _sync_folder(folder.parent)
             self._synced.add(folder)
 
     def _free(self, path: str) -> Path:
-        """Where `path` lies, if nothing is there."""
+        """Return the file of `path`; raise `Conflict` if it exists."""
         target = self.local_path(path)
         if target.exists():
             raise _taken(target)
@@ -203,7 +203,7 @@ class LocalStore(ObjectStore):
 
     @contextlib.contextmanager
     def _written(self, parts: Sequence[memoryview]) -> Iterator[tuple[Path, int]]:
-        """A temporary file that holds `parts` and is still to be synced, gone afterwards; and its descriptor."""
+        """Yield a temporary file with `parts`, not yet synced, and its descriptor; remove it afterwards."""
         _make_folder(self._scratch)
         temporary = self._scratch / uuid.uuid4().hex
         try:
@@ -212,7 +212,7 @@ class LocalStore(ObjectStore):
                 write_out(file.fileno(), parts)
                 yield temporary, file.fileno()
         finally:
-            with contextlib.suppress(OSError):  # it may have another name; what is left here is swept
+            with contextlib.suppress(OSError):  # it may have been renamed; a leftover is removed later
                 temporary.unlink()
 
     def _name_once(self, temporary: Path, file: int, target: Path) -> None:
@@ -228,7 +228,7 @@ class LocalStore(ObjectStore):
                 raise
 
     def _rename_once(self, temporary: Path, file: int, target: Path) -> None:
-        """For file systems without hard links: creators take turns. One that is killed loses its turn."""
+        """Rename under a lock, for file systems without hard links. The kernel releases a killed process's lock."""
         with open(self._scratch / TURN, "ab") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
             if target.exists():
@@ -244,16 +244,16 @@ def _chunks(source: Path) -> Iterator[bytes]:
 
 
 def _lock(file: int) -> None:
-    """Lock a file: as its writer, or to find out that it has no living writer.
+    """Lock a file, either as its writer or to check that no writer of it lives.
 
     Raises:
-        BlockingIOError: somebody else holds it.
+        BlockingIOError: another process holds the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if isinstance(error, BlockingIOError):
-            raise  # else this file system has no locks, and only age tells
+            raise  # any other error: this file system has no locks, so only a file's age shows that it was abandoned
 
 
 def _files(top: Path) -> Iterator[Path]:
@@ -265,28 +265,28 @@ def _files(top: Path) -> Iterator[Path]:
 
 
 def _unless_gone(error: OSError) -> None:
-    """A folder may vanish under a listing; one that cannot be read must not look empty."""
+    """Ignore a folder that vanished during the listing; raise for one that cannot be read, so it never looks empty."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 
 def _make_folder(folder: Path) -> None:
-    """`mkdir -p`, each new name synced."""
+    """Create a folder and its parents, and sync each new name."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
     try:
         folder.mkdir()
     except FileExistsError:
-        return  # a racing writer made it
+        return  # another writer created it
     _sync_folder(folder.parent)
 
 
 @contextlib.contextmanager
 def _unless_done(file: int, target: Path) -> Iterator[None]:
-    """A link or a rename may report a failure and have done its work: what counts is whether `file` lies there.
+    """Ignore the error of a link or a rename that has succeeded nevertheless: `file` now is at `target`.
 
-    A network file system repeats a request whose answer was lost, and answers that the name is taken.
+    A network file system repeats a request whose answer was lost, and then reports that the name exists.
     """
     try:
         yield
@@ -296,7 +296,7 @@ def _unless_done(file: int, target: Path) -> Iterator[None]:
 
 
 def _lies_at(file: int, target: Path) -> bool:
-    """Whether the name is that of an open file."""
+    """Return whether `target` names the open file `file`."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(target))
     except NO_FILE:
@@ -308,13 +308,13 @@ def _lies_at(file: int, target: Path) -> bool:
 
 
 def _taken(target: Path) -> Conflict:
-    """Whoever gave it its name may have been killed before it was synced: what others build on is."""
+    """Return a `Conflict` for a name that exists, after syncing it: its writer may have been killed before its sync."""
     _sync_name(target)
     return Conflict(f"{target} exists")
 
 
 def _sync_name(created: Path) -> None:
-    """Others may have read it already: where this fails, nobody can say that nothing was written."""
+    """Sync the folder of a new name. On failure the write is unknown, since others may have read it: `Unreachable`."""
     try:
         _sync_folder(created.parent)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""An object store in this process's memory, for tests and simulation: one name is one store.
+"""An object store in this process's memory, for tests and simulation. A name identifies a store.
 
-Two stores of the same name see the same objects at once, from any thread. Another process has its own.
+Two stores of the same name share their objects, from any thread. Another process has stores of its own.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rollflow.storage.errors import ConfigError, Conflict, Missing
 from rollflow.storage.objects.base import Data, ObjectStore, Stat, checked, digest, pieces
 from rollflow.storage.objects.disk import explained
 
-_OBJECTS: dict[str, tuple[bytes, float]] = {}  # "name/path" -> content and time of its write, for the whole process
+_OBJECTS: dict[str, tuple[bytes, float]] = {}  # "name/path" -> content and time of the write
 _LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
 class MemoryStore(ObjectStore):
-    """Objects of this process below `name` ("name" or "name/prefix")."""
+    """The objects of this process below `name` ("name" or "name/prefix")."""
 
     name: str
 

@@ -1,15 +1,15 @@
-"""Folders in which a node keeps what it fetched or checked: made once for all its processes, whole or not there.
+"""A node's cache of folders with fetched or checked files, shared by all processes of the node.
 
-    held already? --no--> the store's lock --> made meanwhile? --no--> room --> `fill` beside it --> its name --> hold
+    present? --no--> lock the store's cache --> present now? --no--> make room --> `fill` a temporary folder --> rename
 
-- However many processes of a node ask for a folder at a time, one fills it and the others wait.
-- A folder has its name only when it is whole. What a killed process left is removed by the next one that fills.
-- What a living process holds stays. Of the rest, over all stores, the longest unused go first. If the disk has no room
-  for one more folder, all of the rest go.
-- Nothing is synced. So what is older than the node's last start is not used: a power cut may have cut it short.
+- If several processes of a node request a folder, one process fills it and the others wait.
+- A folder gets its name only when it is complete. The next process that fills removes what a killed process left.
+- A folder stays while a living process holds it. Of the others, over all stores, the least recently used are removed
+  first. If the disk has no room for a new folder, all of them are removed.
+- Nothing is synced. So a folder from before the node's last boot is not used: a power cut may have truncated it.
 
-Locks are the kernel's (`flock`): when a process dies, whatever the reason, its locks are free. The folder must be on a
-disk of the node, or on a file system with such locks.
+Locks are the kernel's (`flock`), which releases the locks of a dead process. The cache folder must be on a local disk,
+or on a file system with such locks.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from pathlib import Path
 from rollflow.storage.errors import StoreFailed, Unreachable
 from rollflow.storage.objects.disk import explained
 
-KEPT = 3  # the most folders, unless more are held
-FILLING = ".filling-"  # what a folder is called until it is whole
+KEPT = 3  # the largest number of folders, unless more are held
+FILLING = ".filling-"  # prefix of the names of incomplete folders
 LOCK = ".lock"
-WAIT_SECONDS = 900.0  # for another process of this node that fills, while the store answers
+WAIT_SECONDS = 900.0  # how long to wait for another process of this node that fills, if the store answers
 POLL_SECONDS = 0.02
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Held:
-    """A folder that stays while this object lives."""
+    """A lease on a cached folder: the folder stays while this object lives."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder = folder
         self.release = weakref.finalize(self, os.close, descriptor)
 
     def for_good(self) -> Path:
-        """The folder, which stays from now on while this process lives."""
+        """Keep the folder until this process ends, and return it."""
         self.release.detach()
         return self.folder
 
 
 class NodeCache:
-    """The folders of one store in the cache of a node. See the module's docstring."""
+    """The cached folders of one store on this node."""
 
     def __init__(self, cache: Path, store: str, patience: float | None = None) -> None:
-        """`cache` is the node's, for all stores; `store` says whose folders these are.
+        """Open the cache of the store `store` in the node's folder `cache`, which all stores share.
 
-        `patience`: seconds that whoever fills a folder may wait for the store, in addition.
+        `patience`: additional seconds that a filling process may wait for the store.
         """
         self._cache, self._store = cache, store
         self._wait = WAIT_SECONDS + (patience or 0.0)
@@ -68,16 +68,16 @@ class NodeCache:
         return self._cache / hashlib.sha256(f"{self._store} {boot}".encode()).hexdigest()[:16]
 
     def hold(self, name: str, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> Held:
-        """The folder `name`: as it is if it is `whole`, or filled anew.
+        """Return the folder `name` and hold it; it is filled unless it exists and is `whole`.
 
         Raises:
-            Unreachable: another process of this node was at it for too long, or the cache cannot be used now.
-            StoreFailed: there is no room on this node's disk.
-            Whatever `fill` raises; then there is no such folder.
+            Unreachable: another process of this node takes too long to fill it, or the cache cannot be used now.
+            StoreFailed: this node's disk is full.
+            Any error of `fill`; then the folder does not exist.
         """
         try:
             return self._hold(self._mine / name, fill, whole)
-        except OSError as error:  # too many open files, for example: the folder may still be good
+        except OSError as error:  # too many open files, for example: the folder may be intact
             raise Unreachable(f"{self._cache} cannot be used now ({error.strerror or error})") from error
 
     def _hold(self, folder: Path, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> Held:
@@ -118,22 +118,21 @@ class NodeCache:
             yield
 
     def _make_room(self, folder: Path, most: int) -> bool:
-        """Make room for one more folder: what nobody holds goes, the longest unused first; and what killed processes
-        left.
+        """Remove leftovers of killed processes, and unheld folders (least recently used first) beyond `most`.
 
-        Returns whether a whole folder went.
+        Return whether a complete folder was removed.
         """
         for store in self._cache.iterdir():
             _sweep(store, locked=store == self._mine)
         with contextlib.suppress(FileNotFoundError):
-            _rename_away(folder)  # not whole, whoever holds it
+            _rename_away(folder)  # it is incomplete, even if a process holds it
         present = sorted(self._cache.glob("*/[!.]*"), key=_used)
         removable = filter(_remove, present)
         return len([*islice(removable, max(len(present) - most, 0))]) > 0
 
 
 def _sweep(store: Path, *, locked: bool) -> None:
-    """Remove what killed processes left unfinished. (A process that is filling a folder has its store's lock.)"""
+    """Remove incomplete folders of killed processes. A living process that fills holds the lock of its store."""
     with contextlib.suppress(FileNotFoundError), (store / LOCK).open("rb") as lock:
         if locked or _lock(lock.fileno(), fcntl.LOCK_EX):
             for left in store.glob(f"{FILLING}*"):
@@ -141,13 +140,13 @@ def _sweep(store: Path, *, locked: bool) -> None:
 
 
 def _present(folder: Path, whole: Callable[[Path], bool]) -> Held | None:
-    """The folder, held, if it is there and whole."""
+    """Hold the folder if it exists and is complete; else return None."""
     try:
         descriptor = _shared(folder)
     except FileNotFoundError:
         return None
     held = Held(folder, descriptor)
-    if _same(folder, descriptor) and whole(folder):  # else it was removed before it was locked
+    if _same(folder, descriptor) and whole(folder):  # not the same: it was removed before it was locked
         os.utime(folder)
         return held
     held.release()
@@ -155,7 +154,7 @@ def _present(folder: Path, whole: Callable[[Path], bool]) -> Held | None:
 
 
 def _shared(folder: Path) -> int:
-    """A descriptor that holds `folder`; whoever removes it has it locked for a moment only."""
+    """Open `folder` with a shared lock; a process that removes it holds its exclusive lock only briefly."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
@@ -166,7 +165,7 @@ def _remove(folder: Path) -> bool:
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        return True  # gone already
+        return True  # another process has removed it
     try:
         removable = _lock(descriptor, fcntl.LOCK_EX) and _same(folder, descriptor)
         if removable:
@@ -177,14 +176,14 @@ def _remove(folder: Path) -> bool:
 
 
 def _rename_away(folder: Path) -> None:
-    """One step, after which nothing has that name."""
+    """Free the folder's name in one step, then remove its files."""
     gone = folder.with_name(f"{FILLING}{folder.name}-{os.getpid()}")
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Take a lock if nobody is in the way."""
+    """Try to take a lock without waiting; return whether it was taken."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

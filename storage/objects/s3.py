@@ -1,12 +1,12 @@
-"""An S3 bucket as an object store: every answer comes from the service, and a lost answer is looked up.
+"""An S3 bucket as an object store. Nothing is cached, and a write whose answer was lost is checked with a read.
 
-`create` is a conditional write (`If-None-Match: *`) that carries a token of its own in the object's metadata.
-A write can succeed while its answer is lost; the repeated one is then refused, as if somebody else had been
-first. So a failed write reads the token back: its own token means success, whatever the answer was, and for
-`create` any other means `Conflict`, even over the same bytes.
+`create` is a conditional write (`If-None-Match: *`) that stores a unique token in the object's metadata. A write can
+succeed although its answer is lost; the repeated write is then refused, as if another process had been first. So a
+failed write reads the token back: its own token means success, whatever the answer was. For `create` any other token
+means `Conflict`, even if the bytes are the same.
 
-The sha256 of the bytes stands in the metadata, too. Every read is checked against it: bytes that do not fit are read
-again, and are `Corrupt` if they never fit. Nothing is cached. `s3_requests` says how requests are repeated.
+The metadata also holds the sha256 of the bytes, and every read is checked against it. Bytes that do not match are read
+again, and are `Corrupt` if they never match. `s3_requests` describes how requests are retried.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from rollflow.storage.objects.s3_requests import (
 )
 
 WRITER, SHA256 = "rollflow-writer", "rollflow-sha256"
-READS = 3  # times an object is read before its bytes count as wrong
+READS = 3  # reads of an object before its bytes count as corrupt
 FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
 SKEWED = "RequestTimeTooSkewed"
 
 
 @dataclass(frozen=True)
 class S3Store(ObjectStore):
-    """Objects below `root` ("bucket" or "bucket/prefix"); a request is repeated for `patience` seconds."""
+    """The objects below `root` ("bucket" or "bucket/prefix"). Requests are retried for `patience` seconds."""
 
     root: str
-    patience: float | None = field(default=None, compare=False)  # None: as `s3_requests.PATIENT` has it
+    patience: float | None = field(default=None, compare=False)  # None: the time of `s3_requests.PATIENT`
 
     @property
     def uri(self) -> str:
@@ -113,7 +113,7 @@ class S3Store(ObjectStore):
         below = f"{self._key(prefix)}/" if prefix else top
         with self._named(prefix):
             keys = [*self._keys(below, after)]
-        # A key with a trailing slash is a folder drawn by a console.
+        # A key with a trailing slash is an empty folder that a web console created.
         return iter(sorted(key.removeprefix(top) for key in keys if not key.endswith("/")))
 
     def folders(self, prefix: str) -> Sequence[str]:
@@ -128,7 +128,7 @@ class S3Store(ObjectStore):
             self._call("delete_object", Key=self._key(path))
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """Uploads in parts. One without any part takes no room, and is left out."""
+        """List multipart uploads; one without any part occupies no storage and is left out."""
         with self._named("uploads"):
             pages = self._pages("list_multipart_uploads", ["KeyMarker", "UploadIdMarker"], Prefix=self._prefix)
             for upload in [upload for page in pages for upload in page.get("Uploads", ())]:
@@ -148,7 +148,7 @@ class S3Store(ObjectStore):
                 for page in self._pages("list_parts", ["PartNumberMarker"], **which)
                 for part in page.get("Parts", ())
             ]
-        except FileNotFoundError:  # it has just ended
+        except FileNotFoundError:  # the upload has ended in the meantime
             return []
 
     def discard(self, left: Unfinished) -> None:
@@ -160,7 +160,7 @@ class S3Store(ObjectStore):
         return self._connection.late
 
     def check(self) -> None:
-        """See the contract; takes at most about 15 s, even if nobody answers."""
+        """Check the store as the contract says; this takes at most about 15 s, even if the service is silent."""
         if not self._bucket:
             raise ConfigError(f"store.uri = {self.uri!r} names no bucket; write s3://bucket/prefix")
         try:
@@ -203,7 +203,10 @@ class S3Store(ObjectStore):
         here.wait(lambda: here.upload(self._target(path), parts, Metadata=metadata, **condition))
 
     def _read(self, path: str, begin: Callable[[], object], take: Callable[[bytes], object]) -> str:
-        """Read until the bytes are those that were written; returns their sha256."""
+        """Read the object until its bytes match the stored sha256; return that sha256.
+
+        `begin` is called before each attempt, and `take` with each part.
+        """
         here = self._connection
         for _ in range(READS):
             read = hashlib.sha256()
@@ -219,13 +222,13 @@ class S3Store(ObjectStore):
             except OSError as error:
                 if code_of(error) not in REFUSED:
                     raise
-                continue  # it was replaced between two parts
+                continue  # the object was replaced between two parts
             if metadata.get(SHA256, read.hexdigest()) == read.hexdigest():
                 return read.hexdigest()
         raise Corrupt(f"{self.uri}/{path} is not what was written (sha256 differs in {READS} reads)")
 
     def _writer(self, path: str) -> str | None:
-        """The token of whoever wrote the object ("" for none), or None if there is no object."""
+        """Return the token of the object's writer ("" if it has none); None if there is no object."""
         try:
             head = self._call("head_object", Key=self._key(path))
         except FileNotFoundError:
@@ -259,7 +262,7 @@ class S3Store(ObjectStore):
 
     @property
     def _prefix(self) -> str:
-        """What every key begins with: "" or "prefix/"."""
+        """The start of every key: "" or "prefix/"."""
         prefix = self.root.partition("/")[2]
         return prefix and f"{prefix}/"
 
@@ -271,7 +274,7 @@ class S3Store(ObjectStore):
 
     @contextmanager
     def _named(self, path: str) -> Iterator[None]:
-        """Turn the failures of a request into rollflow's errors."""
+        """Turn the errors of a request into rollflow's errors."""
         try:
             yield
         except FAILURES as error:
@@ -282,7 +285,7 @@ class S3Store(ObjectStore):
 
 
 def _explained(error: Exception, store: S3Store, path: str) -> RollflowError | None:
-    """What a failed request means to its caller; None where the error itself says it."""
+    """Return the error that a failed request means for its caller; None if the original error is clear enough."""
     where, code = f"store.uri = {store.uri!r}", code_of(error)
     bucket = store.root.partition("/")[0]
     if isinstance(error, WRONG):

@@ -1,14 +1,14 @@
-"""Requests to S3: each one is repeated until it is answered in full, within bounds.
+"""Requests to S3. Each request is retried within limits until it is answered in full.
 
-A request is sent again, after a random pause that doubles, if it was throttled, failed on the server's side, was cut
-off on the way, ran into its deadline, or if its body arrived short. Only this module repeats requests (botocore and
-s3fs are told to try once), so that a request has one deadline and one count. A caller must see to it that a repeated
-request is idempotent, or recognises its own first try.
+A request is retried, after a random pause whose limit doubles, if it was throttled, failed in the server, lost its
+connection, ran into its deadline, or if its body arrived incomplete. Only this module retries (botocore and s3fs are
+configured to try once), so a request has one deadline and one retry count. A caller must ensure that a repeated
+request is idempotent, or recognise its own first attempt.
 
-An object larger than a part travels in parts, several at a time, never whole in memory on the way.
+An object larger than `PART_BYTES` is transferred in parts, several at a time. It is never held in memory as a whole.
 
-The connection belongs to one process and one set of AWS variables. Credentials, region and endpoint
-(`AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`) come by the usual AWS ways only.
+A connection belongs to one process and one set of AWS variables. Credentials, region and endpoint
+(`AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`) come from the standard AWS variables and files only.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from s3fs.errors import translate_boto_error
 
 Answer = TypeVar("Answer")
 
-PART_BYTES = 8 * 2**20  # S3 takes no smaller part than 5 MiB, and no more than 10,000 of them
-AT_ONCE = 8  # parts on their way, per process
-LATE_SECONDS = 5.0  # without an answer, and a request is worth a word
+PART_BYTES = 8 * 2**20  # S3 accepts parts of at least 5 MiB, and at most 10,000 of them
+AT_ONCE = 8  # parts that a process transfers at a time
+LATE_SECONDS = 5.0  # a request without an answer for this long is reported as late
 
-WRONG = botocore.exceptions.FlexibleChecksumError  # a body that does not fit the service's own checksum
+WRONG = botocore.exceptions.FlexibleChecksumError  # the body does not match the service's checksum
 LOST = (*s3fs.core.S3_RETRYABLE_ERRORS, botocore.exceptions.ConnectionError, TimeoutError, ConnectionError, WRONG)
 FAILURES = (OSError, botocore.exceptions.BotoCoreError, *LOST)
 REFUSED = {"PreconditionFailed", "412"}
@@ -63,27 +63,27 @@ UNSERVED = {
     "504",
 }
 
-BUSY = (429, 500, 502, 503, 504)  # whatever the service calls it
+BUSY = (429, 500, 502, 503, 504)  # HTTP statuses to retry, whatever error code the service gives
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How often and how long a request is tried. `seconds` bounds the tries together, but for the last one."""
+    """The retry limits of a request. No try begins later than `seconds` after the first one (apart from the pause)."""
 
     tries: int = 12
     seconds: float = 180.0
-    try_seconds: float = 60.0  # one try, its whole body included
+    try_seconds: float = 60.0  # one try, including the whole body
     connect_seconds: float = 5.0
-    silence_seconds: float = 20.0  # from one byte to the next
-    pause_seconds: float = 0.2  # the longest pause after the first try
+    silence_seconds: float = 20.0  # between two reads of an answer
+    pause_seconds: float = 0.2  # the upper limit of the pause after the first try
     longest_pause_seconds: float = 10.0
 
     def lasting(self, seconds: float) -> Patience:
-        """The same patience, but for `seconds`, however many tries that takes."""
+        """Return the same limits with `seconds` as the time, and no limit on the number of tries."""
         return replace(self, tries=sys.maxsize, seconds=seconds)
 
     def pause(self, tried: int) -> float:
-        """A random pause after `tried` failures, so that many clients do not come back together."""
+        """Draw a random pause after `tried` failures, so that many clients do not retry at the same moment."""
         return random.uniform(0.0, min(self.longest_pause_seconds, self.pause_seconds * 2.0 ** min(tried - 1, 30)))
 
 
@@ -92,7 +92,7 @@ HASTY = Patience(tries=1, try_seconds=10.0, connect_seconds=3.0, silence_seconds
 
 
 def connection(patience: Patience | None = None) -> Connection:
-    """This process's connection: one made before a fork has no thread behind it any more."""
+    """Return this process's connection. It is keyed by process id, since its thread does not survive a fork."""
     variables = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
     return _connection(os.getpid(), variables, patience or PATIENT)
 
@@ -103,12 +103,12 @@ def _connection(pid: int, variables: tuple[tuple[str, str], ...], patience: Pati
 
 
 class Connection:
-    """Asks the service: from this thread (`call`, `wait`), or in the loop of the connection (the other methods)."""
+    """Sends requests: blocking from any thread (`call`, `wait`), or in the connection's event loop (other methods)."""
 
     def __init__(self, patience: Patience) -> None:
         self.patience = patience
         timeouts = {"connect_timeout": patience.connect_seconds, "read_timeout": patience.silence_seconds}
-        region = os.environ.get("AWS_REGION")  # botocore reads AWS_DEFAULT_REGION alone
+        region = os.environ.get("AWS_REGION")  # botocore itself reads AWS_DEFAULT_REGION only
         self._filesystem = s3fs.S3FileSystem(
             client_kwargs={"region_name": region} if region else {},
             use_listings_cache=False,
@@ -120,26 +120,26 @@ class Connection:
             },
         )
         self._gate = asyncio.Semaphore(AT_ONCE)
-        self._asked: dict[object, tuple[float, str]] = {}  # requests under way: since when (monotonic), which
+        self._asked: dict[object, tuple[float, str]] = {}  # pending requests: start (monotonic) and method
 
     def wait(self, work: Callable[..., Coroutine[Any, Any, Answer]], *arguments: Any) -> Answer:
-        """Run `work` in the connection's loop; blocks this thread."""
+        """Run `work` in the connection's event loop, and block this thread until it ends."""
         found: Answer = sync(self._filesystem.loop, work, *arguments)
         return found
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """One request, answered; blocks this thread."""
+        """Send one request, and block this thread until it is answered."""
         return self.wait(functools.partial(self.ask, method, **arguments))
 
     @property
     def late(self) -> str:
-        """The request that has been under way for longest, if that is long. Any thread may ask."""
+        """A description of the longest pending request if it is late, else ""; may be read from any thread."""
         now = time.monotonic()
         began, method = min(list(self._asked.values()), default=(now, ""))
         return f"object storage: {method} for {now - began:.0f} s" if now - began > LATE_SECONDS else ""
 
     async def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """One request, repeated until it is answered; a body is read into `Body`."""
+        """Send one request, and retry until it is answered; a streamed body is read into `Body`."""
         token = object()
         self._asked[token] = time.monotonic(), method
         try:
@@ -162,7 +162,7 @@ class Connection:
             await asyncio.sleep(self.patience.pause(tried))
 
     async def _answer(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        client = await self._filesystem.set_session()  # the one that is open
+        client = await self._filesystem.set_session()  # reuses the open session
         try:
             answer: dict[str, Any] = await getattr(client, method)(**arguments)
         except botocore.exceptions.ClientError as error:
@@ -176,7 +176,7 @@ class Connection:
         return {**answer, "Body": body}
 
     async def upload(self, target: dict[str, str], parts: Sequence[memoryview], **described: Any) -> None:
-        """Write an object; `described` are arguments of the write (`Metadata`, `IfNoneMatch`)."""
+        """Write an object; `described` are further arguments of the request (`Metadata`, `IfNoneMatch`)."""
         condition = {name: value for name, value in described.items() if name != "Metadata"}
         if sum(map(len, parts)) <= PART_BYTES:
             await self.ask("put_object", **target, Body=b"".join(parts), **described)
@@ -198,20 +198,20 @@ class Connection:
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     async def _abort(self, upload: dict[str, str]) -> None:
-        """Best effort: an upload that is never aborted is found by its age (`collect`)."""
+        """Try to abort an upload. If that fails, garbage collection finds the upload by its age."""
         try:
             await self.ask("abort_multipart_upload", **upload)
         except FAILURES:
             return
 
     async def download(self, target: dict[str, str], take: Callable[[bytes], object]) -> dict[str, str]:
-        """Hand the object's bytes to `take`, in order; returns its metadata."""
+        """Pass the object's bytes to `take` in order; return its metadata."""
         try:
             first = await self.ask("get_object", **target, Range=f"bytes=0-{PART_BYTES - 1}")
         except OSError as error:
             if code_of(error) not in ("InvalidRange", "416"):
                 raise
-            first = await self.ask("get_object", **target)  # an empty object has no range
+            first = await self.ask("get_object", **target)  # a range of an empty object is invalid
         await asyncio.to_thread(take, first["Body"])
         size = int(first.get("ContentRange", "/0").rpartition("/")[2])
         rest = (self._range(target, start, size, first["ETag"]) for start in range(PART_BYTES, size, PART_BYTES))
@@ -229,7 +229,7 @@ class Connection:
         return dict(first["Metadata"])
 
     async def _range(self, target: dict[str, str], start: int, size: int, etag: str) -> bytes:
-        """Bytes of the very object that the first part came from; if a `put` has replaced it, the service refuses."""
+        """Read a part of the same object as the first part; the service refuses if a `put` has replaced it."""
         stop = min(start + PART_BYTES, size)
         async with self._gate:
             answer = await self.ask("get_object", **target, Range=f"bytes={start}-{stop - 1}", IfMatch=etag)
@@ -243,7 +243,7 @@ async def _ended(tasks: Any) -> None:
 
 
 def cuts(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """The bytes of `parts` in runs of `size` (the last one shorter), uncopied."""
+    """Split the bytes of `parts` into runs of `size` (the last may be shorter), without copying."""
     run: list[memoryview] = []
     room = size
     for part in parts:
@@ -258,17 +258,17 @@ def cuts(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
 
 
 def code_of(error: BaseException | None) -> str:
-    """The service's own word for a failure, or "" where it gave no answer."""
+    """Return the service's error code, or "" if there was no answer."""
     response = getattr(getattr(error, "__cause__", None), "response", None)
     return str(response["Error"].get("Code", "")) if response else ""
 
 
 def _status_of(error: BaseException) -> int | None:
-    """The HTTP status of a failure; None where there was no answer."""
+    """Return the HTTP status of a failure; None if there was no answer."""
     response = getattr(error.__cause__, "response", None)
     return response["ResponseMetadata"].get("HTTPStatusCode") if response else None
 
 
 def passing(error: Exception) -> bool:
-    """Whether the same request may well be answered a little later."""
+    """Return whether a retry of the same request may succeed."""
     return isinstance(error, LOST) or code_of(error) in UNSERVED or _status_of(error) in BUSY
