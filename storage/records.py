@@ -74,7 +74,7 @@ class Cursor:
     def __post_init__(self) -> None:
         """Raise `ValueError` if the two tuples have different lengths."""
         if len(self.issued) != len(self.filtered):
-            raise ValueError(f"a cursor of {len(self.issued)} sources counts what {len(self.filtered)} had filtered")
+            raise ValueError(f"a cursor of {len(self.issued)} sources has filtered counts of {len(self.filtered)}")
 
     @property
     def sources(self) -> int:

@@ -207,7 +207,7 @@ class _Audit:
             told = RecordedConfig.of(decode(self.store.get(entry_path(before)), before, self.store.get).entry)
             if differences(told.config, body.config) != body.changes:
                 self.report.add(
-                    "lineage", entry_path(n), f"its changes are not those from the config of entry {before}"
+                    "lineage", entry_path(n), f"its list of changes does not match the config of entry {before}"
                 )
 
     def _take_config(self, body: RunCreated | ConfigChanged, n: int) -> None:
@@ -215,7 +215,7 @@ class _Audit:
         self.expecting.take_config(body.config)
         self.responses = self.fold.state.group_size + self._extra_responses(body.config, n)
         if hashlib.sha256(json.dumps(body.config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
-            self.report.add("altered", entry_path(n), "the config is not the one whose hash stands beside it")
+            self.report.add("altered", entry_path(n), "the config does not match its recorded hash")
 
     def _extra_responses(self, config: Mapping[str, Any], n: int) -> int:
         """Return the config's number of extra responses per prompt; 0 if it has no such key."""
@@ -224,7 +224,9 @@ class _Audit:
         if isinstance(extra, int) and extra >= 0:
             return extra
         self.report.add(
-            "lineage", entry_path(n), f"its config says rollout = {rollout!r}, no number of extra responses"
+            "lineage",
+            entry_path(n),
+            f"its config says rollout = {rollout!r}, without a valid number of extra responses",
         )
         return 0
 
@@ -340,7 +342,7 @@ class _Audit:
         """Compare the hash of entry `n` with those in snapshots and older audits."""
         witness = self.witnesses.pop(n, None)
         if witness and not sha256.startswith(witness.sha256) and audit_checkpoints.is_sound(self.store, witness):
-            self.report.add("altered", entry_path(n), f"{witness.path} was made of another entry {n}")
+            self.report.add("altered", entry_path(n), f"{witness.path} was made from another entry {n}")
 
     def _hear_the_others(self) -> None:
         """Report if the log ends before an entry that snapshots or older audits have seen."""

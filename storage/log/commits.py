@@ -43,7 +43,7 @@ def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
     """Check that a discarded dispatch was started under an existing version, and has no negative length."""
     if not 0 <= discard.started_version <= after.version or discard.response_tokens < 0:
         what = f"started under version {discard.started_version}, with {discard.response_tokens} tokens"
-        yield "lineage", f"dispatch {_name(discard.key)} was discarded as {discard.reason}, {what}: it cannot be"
+        yield "lineage", f"dispatch {_name(discard.key)} was discarded as {discard.reason}, {what}: this is impossible"
 
 
 def _check_against(discard: Discard, after: RunState, limits: Limits) -> Iterator[Found]:
@@ -51,7 +51,7 @@ def _check_against(discard: Discard, after: RunState, limits: Limits) -> Iterato
     name = _name(discard.key)
     if discard.reason not in limits.reasons:
         known = ", ".join(sorted(limits.reasons)) or "none"
-        yield "lineage", f"dispatch {name} was discarded as {discard.reason}; with this config there is only: {known}"
+        yield "lineage", f"dispatch {name} was discarded as {discard.reason}; this config allows only: {known}"
     if discard.reason in LEFT_BEHIND and discard.started_version >= after.next_batch - after.alpha:
         what = f"batch {after.next_batch} would still take version {discard.started_version}"
         yield "lineage", f"dispatch {name} was discarded as {discard.reason}, and at async_ratio {after.alpha:g} {what}"

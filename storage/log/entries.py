@@ -167,7 +167,7 @@ class Entry:
     prev: str  # sha256 of entry n - 1; "" for entry 0
     id: str  # the id of the append, the same through all its tries
     role: Role
-    claim: int  # the entry that claimed the role; a claim names itself
+    claim: int  # the entry that claimed the role; a claim must name itself
     version: int  # the newest version after this entry; -1 if there is none
     batch: int  # the number of the next batch after this entry
     at: float  # seconds since the epoch, by its writer's clock

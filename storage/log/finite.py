@@ -37,7 +37,7 @@ def _tensors(data: bytes | memoryview | mmap.mmap) -> Iterator[tuple[str, str, i
     """List name, type, first byte and end of each tensor."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
-        raise ValueError("its header is cut")
+        raise ValueError("its header is truncated")
     try:
         header = json.loads(bytes(data[8 : 8 + size]))
         for name, tensor in header.items():

@@ -137,7 +137,7 @@ class _Names:
                 break
         if not fold.sound:
             fold.close()
-            raise Corrupt(f"nothing is garbage by a log that does not fold: {wrong[-1]}")
+            raise Corrupt(f"garbage cannot be identified, because the log does not fold: {wrong[-1]}")
         names.live = {claim.entry for claim in fold.state.claims.values()}
         names.superseded = claims - names.live
         return names

@@ -33,10 +33,10 @@ def _recheck_first(run: ObjectStore, begun: Audited) -> list[Violation]:
     except (Missing, Corrupt, Refused, KeyError, TypeError, ValueError) as error:
         return [Violation("altered", path, f"it cannot be read any more: {error}")]
     if written.sha256 != begun.first:
-        return [Violation("altered", path, f"{audit_path(begun.state.n)} was made of another entry 0")]
+        return [Violation("altered", path, f"{audit_path(begun.state.n)} was made from another entry 0")]
     rules = ["run_id", "fixed", *(["alpha", "group_size", "retention"] if len(begun.state.configs) == 1 else [])]
     if any(getattr(first, name) != getattr(begun.state, name) for name in rules):
-        return [Violation("altered", audit_path(begun.state.n), "it goes by other rules than entry 0 says")]
+        return [Violation("altered", audit_path(begun.state.n), "its rules differ from those of entry 0")]
     return []
 
 
@@ -55,8 +55,8 @@ def _recheck_newest(run: ObjectStore, begun: Audited) -> list[Violation]:
             found.append(Violation(kind, entry_path(n), f"it was audited, and cannot be read any more: {error}"))
             continue
         if n in named and hashlib.sha256(data).hexdigest() != named[n]:
-            found.append(Violation("altered", entry_path(n), f"entry {n + 1} follows another entry {n}: this one"))
+            found.append(Violation("altered", entry_path(n), f"entry {n + 1} names another hash for this entry"))
         named[n - 1] = prev
     if 0 in named and named[0] != begun.first:
-        found.append(Violation("altered", entry_path(0), "entry 1 follows another entry 0"))
+        found.append(Violation("altered", entry_path(0), "entry 1 names another hash for entry 0"))
     return found

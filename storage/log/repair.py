@@ -35,9 +35,9 @@ class Cure:
 
     def __str__(self) -> str:
         if self.data is not None:
-            return f"{self.what}: write it again from its segment"
-        lost = "what it committed has then not happened, and is done again"
-        return f"{self.what}: set it aside, so that the log ends with entry {self.n - 1}; {lost}"
+            return f"{self.what}: restore it from its segment"
+        lost = "what it committed is undone, and will be done again"
+        return f"{self.what}: move it away, so that the log ends with entry {self.n - 1}; {lost}"
 
 
 def cures(run: ObjectStore) -> list[Cure]:
@@ -61,9 +61,9 @@ def cures(run: ObjectStore) -> list[Cure]:
         try:
             state = apply(state, written)
         except Refused as error:
-            what = f"{entry_path(n)} cannot stand where it stands ({error})"
+            what = f"{entry_path(n)} is refused by the log's rules ({error})"
             if n < last:
-                raise Corrupt(f"{what}, and {_count_following(n, numbers)}: there is no cure") from error
+                raise Corrupt(f"{what}, and {_count_following(n, numbers)}: it cannot be repaired") from error
             found.append(Cure(n, what))
     return found
 
@@ -105,5 +105,5 @@ def _entry(run: ObjectStore, n: int, numbers: Sequence[int]) -> tuple[Written | 
         return None, Cure(n, what)
     found = healed(run, n, n + 1)
     if found is None:
-        raise Corrupt(f"{what}, no segment has it, and {_count_following(n, numbers)}: there is no cure")
+        raise Corrupt(f"{what}, no segment has it, and {_count_following(n, numbers)}: it cannot be repaired")
     return decode(found[0], n, run.get), Cure(n, what, found[0])

@@ -117,9 +117,15 @@ def _values(batch: TrajectoryBatch, tokens: _Tokens, version: int) -> Iterator[F
     """Check that token versions lie between start and commit, and that log-probs and rewards are finite."""
     started_R = batch.table["started_version"].to_numpy()
     if (tokens.version_C < started_R[tokens.row_C]).any() or (tokens.version_C > version).any():
-        yield "stale", f"a token's policy version lies outside [its trajectory's start, {version}, the newest of then]"
+        yield (
+            "stale",
+            f"a token's policy version lies outside [its trajectory's start, {version}, the newest at its commit]",
+        )
     if started_R.size and started_R.max() > version:
-        yield "stale", f"a trajectory was started under version {started_R.max()}, the newest of then was {version}"
+        yield (
+            "stale",
+            f"a trajectory was started under version {started_R.max()}, the newest at its commit was {version}",
+        )
     if not (np.isfinite(tokens.logprob_C) & (tokens.logprob_C <= HIGHEST_LOGPROB)).all():
         yield "lineage", "a behaviour log-probability is positive or not finite"
     if not np.isfinite(batch.table["reward"].to_numpy()).all():

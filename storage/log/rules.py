@@ -79,10 +79,10 @@ def apply(state: RunState, written: Written) -> RunState:
     """
     entry = written.entry
     _need(entry.n == state.n + 1, f"entry {entry.n} cannot follow entry {state.n}")
-    _need(entry.prev == state.sha256, f"entry {entry.n} follows another entry {state.n} than the one that is there")
+    _need(entry.prev == state.sha256, f"entry {entry.n} names a hash that is not that of entry {state.n}")
     after = decide(state, entry.n, entry.role, entry.claim, entry.body)
-    told = (entry.version, entry.batch)
-    _need(told == (after.version, after.next_batch), f"it says version and batch {told}, and means others")
+    head, expected = (entry.version, entry.batch), (after.version, after.next_batch)
+    _need(head == expected, f"its version and next batch are {head}, expected {expected}")
     after.sha256 = written.sha256
     return after
 
@@ -133,8 +133,8 @@ def deposed(state: RunState, role: Role) -> Deposed:
 
 
 def _create(s: RunState, body: RunCreated) -> None:
-    _need(s.n == 0, "a run is created once")
-    _need(body.sources > 0, "a run has prompt sources")
+    _need(s.n == 0, "a run can be created only once")
+    _need(body.sources > 0, "a run needs prompt sources")
     s.run_id, s.configs, s.fixed = body.run_id, (ConfigPlace(0, 0),), _hash_fixed(body.config)
     _configure(s, body.config)
     s.issued, s.filtered = [0] * body.sources, [0] * body.sources
@@ -142,18 +142,21 @@ def _create(s: RunState, body: RunCreated) -> None:
 
 def _change(s: RunState, body: ConfigChanged) -> None:
     _need(body.version == s.version + 1, f"a config cannot hold from version {body.version}, {s.version + 1} is next")
-    _need(bool(body.changes), "it changes nothing")
-    _need(_hash_fixed(body.config) == s.fixed, f"{', '.join(FIXED)} never change")
+    _need(bool(body.changes), "it lists no changed key")
+    _need(_hash_fixed(body.config) == s.fixed, f"{', '.join(FIXED)} can never change")
     versions = body.config.get("versions", s.version)
-    _need(versions >= s.version, f"the config says versions = {versions}, version {s.version} is published")
+    _need(versions >= s.version, f"the config says versions = {versions}, but version {s.version} is published")
     formed, every = s.formed, (s.retention.keep_every, s.retention.state_every)
     _configure(s, body.config)
-    _need(every == (s.retention.keep_every, s.retention.state_every), "store.keep_every and store.state_every stay")
+    _need(
+        every == (s.retention.keep_every, s.retention.state_every),
+        "store.keep_every and store.state_every cannot change",
+    )
     for number, batch in s.waiting.items():
         differing = [key for key in FORMED if formed[key] != s.formed[key]]
-        _need(not differing, f"batch {number} waits, formed by another {', '.join(differing)}")
+        _need(not differing, f"batch {number} waits, and was formed with another {', '.join(differing)}")
         oldest = min(group.started for group in batch.groups)
-        _need(oldest >= number - s.alpha, f"batch {number} waits, and async_ratio = {s.alpha:g} makes it too old")
+        _need(oldest >= number - s.alpha, f"batch {number} waits, and is too old for async_ratio = {s.alpha:g}")
     s.configs = (*s.configs, ConfigPlace(s.n, body.version))
     s.claims = {role: claim for role, claim in s.claims.items() if role == "supervisor"}
     _forget_kept(s)
@@ -196,17 +199,17 @@ def _number(section: Mapping[str, object], key: str) -> int:
 
 
 def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:
-    _need(claim == s.n, "a claim names itself")
+    _need(claim == s.n, "a claim must name itself")
     newest, under = s.claims.get("supervisor"), None if role == "supervisor" else s.newest_claim("supervisor")
     elsewhere = under is not None and newest is not None and body.cluster != newest.cluster
     if body.under != under or under == NOBODY or elsewhere:
-        raise Superseded(f"a {role} is claimed under the newest supervisor, which is {_who(s, 'supervisor')}")
+        raise Superseded(f"a {role} must be claimed under the newest supervisor: {_who(s, 'supervisor')}")
     s.claims[role] = Claim(s.n, body.under, body.who, body.cluster, body.host, body.process)
 
 
 def _commit(s: RunState, body: BatchCommitted) -> None:
     number = body.number
-    _need(number == s.next_batch or number in s.holes, f"batch {number} is not to be formed")
+    _need(number == s.next_batch or number in s.holes, f"batch {number} cannot be formed now")
     _need(len(body.groups) > 0, f"batch {number} has no group")
     _need(body.rows == len(body.groups) * s.group_size, f"batch {number} has {body.rows} rows for its groups")
     for prompt in body.issued:
@@ -233,12 +236,12 @@ def _check_fresh(s: RunState, number: int, group: Group) -> None:
             f"{number - s.alpha:g} at async_ratio {s.alpha:g}"
         )
     if not 0 <= group.started <= group.newest <= s.version:
-        raise Refused(f"group {group.key} has tokens of versions that are not there")
+        raise Refused(f"group {group.key} has tokens of versions that do not exist")
 
 
 def _void(s: RunState, body: BatchVoided) -> None:
     waiting = s.waiting.get(body.number)
-    _need(waiting is not None and waiting.entry == body.entry, f"batch {body.number} is trained on, or made again")
+    _need(waiting is not None and waiting.entry == body.entry, f"batch {body.number} was trained on or formed again")
     assert waiting is not None
     for group in waiting.groups:
         s.totals.count(DiscardReason.CORRUPT, group.tokens)
@@ -257,7 +260,7 @@ def _publish(s: RunState, body: VersionPublished) -> None:
     _need(number == s.version + 1, f"version {number} cannot follow version {s.version}")
     _need(bool(body.weights), f"version {number} has no weights")
     if number == 0:
-        _need(body.batch_entry is None, "version 0 was trained on nothing")
+        _need(body.batch_entry is None, "version 0 cannot name a batch")
     else:
         batch = s.waiting.pop(number - 1, None)
         _need(batch is not None and batch.entry == body.batch_entry, f"version {number} was not trained on its batch")
@@ -266,7 +269,7 @@ def _publish(s: RunState, body: VersionPublished) -> None:
         for group in batch.groups if s.redraws else ():
             s.redraws.pop(group.prompt, None)
     stateful = bool(body.state) or not s.retention.stores_state(number)
-    _need(stateful, f"version {number} has no learner state, from which later ones are to be trained again")
+    _need(stateful, f"version {number} needs the learner's state, to train later versions again")
     s.version, s.published, s.not_finite = number, s.n, 0
     s.held[number] = dict.fromkeys(KINDS if body.state else KINDS[:1], s.n)
     _forget_kept(s)
@@ -275,7 +278,7 @@ def _publish(s: RunState, body: VersionPublished) -> None:
 def _prune(s: RunState, body: Pruned) -> None:
     for version, kind in body.objects:
         _need(kind in s.held.get(version, {}), f"version {version} has no {kind} that can be pruned")
-        _need(not s.retention.needed(kind, version, s.version), f"the {kind} of version {version} are needed")
+        _need(not s.retention.needed(kind, version, s.version), f"the {kind} of version {version} must stay")
         del s.held[version][kind]
     s.held = {version: kinds for version, kinds in s.held.items() if kinds}
 
@@ -333,7 +336,7 @@ def _forget_kept(s: RunState) -> None:
 
 def _who(state: RunState, role: Role) -> str:
     claim = state.claims.get(role)
-    return f"{claim.who or role}, process {claim.process} on {claim.host}" if claim else "nobody"
+    return f"{claim.who or role}, process {claim.process} on {claim.host}" if claim else "none"
 
 
 def _need(holds: bool, why: str) -> None:

@@ -261,7 +261,7 @@ class Log:
             if (draft := self._drafts.get(written.entry.id)) is not None:
                 draft.folded = written
         except Refused as error:
-            raise Corrupt(f"{entry_path(written.entry.n)} cannot stand where it stands: {error}") from error
+            raise Corrupt(f"{entry_path(written.entry.n)} is refused by the log's rules: {error}") from error
 
     def _healed(self, n: int, why: str) -> Written:
         """Read entry `n` from its segment, if its hash is the one that the next entry names; else raise `Corrupt`."""

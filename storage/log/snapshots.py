@@ -52,7 +52,7 @@ def from_bytes(data: bytes) -> RunState:
     """Decode a snapshot; raise `ValueError` if this version of rollflow cannot read it."""
     tree = opened(data)
     if tree.get("fold") != FOLD:
-        raise ValueError("it is of another version's fold")
+        raise ValueError("it is of another version of the fold")
     return _STATE.validate_python(tree["state"])
 
 

@@ -79,7 +79,7 @@ class Refold:
         """
         for n in self._broken:
             own = n + 1 in self._broken or n == self.state.n
-            what = f"entry {n} follows another entry {n - 1} than the one that is there"
+            what = f"entry {n} names a hash that is not that of entry {n - 1}"
             self.add("altered", entry_path(n if own else n - 1), what if own else f"{what}: this one")
         if len(self._refused) > MOST:
             count, last = len(self._refused), self._refused[-1]
@@ -131,16 +131,16 @@ class Refold:
         try:
             after = decide(state, entry.n, entry.role, entry.claim, entry.body)
         except REFUSALS as error:
-            kind, what = _kind(state, entry, error), f"it cannot stand where it stands: {error}"
+            kind, what = _kind(state, entry, error), f"it is refused by the log's rules: {error}"
             fresh = _as_if_fresh(state, entry) if kind == "stale" else None
             if fresh is None or self._refused:
                 self._refused.append(entry.n)
             if len(self._refused) <= MOST:
                 self.add(kind, where, what)
             return fresh
-        told = (entry.version, entry.batch)
-        if told != (after.version, after.next_batch) and not self._refused:
-            what = f"it says version and batch {told}, and means {(after.version, after.next_batch)}"
+        head, expected = (entry.version, entry.batch), (after.version, after.next_batch)
+        if head != expected and not self._refused:
+            what = f"its version and next batch are {head}, expected {expected}"
             self.add("lineage", where, what)
         return after
 

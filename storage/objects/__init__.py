@@ -22,7 +22,9 @@ def open_store(uri: str, patience: float | None = None) -> ObjectStore:
         try:
             return LocalStore(Path(rest if sep else uri).expanduser().absolute())
         except RuntimeError as error:
-            raise ConfigError(f"store.uri = {uri!r} is a folder of nobody here ({error}); name a folder") from None
+            raise ConfigError(
+                f"store.uri = {uri!r} names the home folder of an unknown user ({error}); name a folder"
+            ) from None
     root = rest.strip("/")
     if root and any(part in ("", ".", "..") for part in root.split("/")):
         raise ConfigError(f"store.uri = {uri!r} has an empty, '.' or '..' part; write it without")

@@ -173,8 +173,8 @@ class S3Store(ObjectStore):
             ) from error
         except OSError as error:
             raise ConfigError(
-                f"store.uri = {self.uri!r} refuses what a run asks for ({error}); check AWS_REGION, the address and "
-                "what that service can do"
+                f"store.uri = {self.uri!r} refuses a request that a run needs ({error}); check AWS_REGION, the address "
+                "and the features of the service"
             ) from error
 
     def _probe(self, name: str) -> None:
@@ -298,7 +298,9 @@ def _explained(error: Exception, store: S3Store, path: str) -> RollflowError | N
     if isinstance(error, FileNotFoundError) and code:
         return Missing(f"there is no object {store.uri}/{path}")
     if code in FULL:
-        return StoreFailed(f"{where} takes no more ({error}); nothing was committed: free space, then resume the run")
+        return StoreFailed(
+            f"{where} accepts no more writes ({error}); nothing was committed: free space, then resume the run"
+        )
     if code == SKEWED:
         return ConfigError(f"{where} refuses this machine's clock ({error}); set the clock, then resume the run")
     if isinstance(error, PermissionError):

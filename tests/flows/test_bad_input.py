@@ -397,7 +397,7 @@ def test_invalid_path_is_refused(path: str, capsys: pytest.CaptureFixture[str]) 
     assert f"{path!r} cannot be read: "[1:] in said
     if path.startswith("~"):
         for arguments in (["check", RECIPE, "--set", f"store.uri={path}"], ["status", path]):
-            assert f"{path}' is a folder of nobody here" in refused(capsys, *arguments)
+            assert f"{path}' names the home folder of an unknown user" in refused(capsys, *arguments)
 
 
 def test_existing_run_id_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

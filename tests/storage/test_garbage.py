@@ -232,7 +232,7 @@ def test_by_a_damaged_log_nothing_is_garbage(run: LocalStore, segments: bool, mo
     if segments:
         assert [orphan.path for orphan in orphans(run, store_clock(run))] == sorted(left)
     else:
-        with pytest.raises(Corrupt, match="nothing is garbage by a log that does not fold: log/"):
+        with pytest.raises(Corrupt, match="garbage cannot be identified, because the log does not fold: log/"):
             orphans(run, store_clock(run))
 
 

@@ -405,7 +405,7 @@ def test_two_entries_that_were_swapped_and_one_that_was_inserted_are_found(store
     store.put(entry_path(6), sixth)
     another = replace(decode(fifth, 5, store.get).entry, id="another")
     store.put(entry_path(5), encode(another).data)
-    with pytest.raises(Corrupt, match=r"0000000006.json cannot stand where it stands"):
+    with pytest.raises(Corrupt, match=r"0000000006.json is refused by the log's rules"):
         Log(store)
 
 
@@ -558,7 +558,7 @@ def test_what_a_segment_has_is_written_again(store: MemoryStore) -> None:
     store.delete(entry_path(9))
     found = cures(store)
     assert [cure.n for cure in found] == [5, 9]
-    assert all("write it again from its segment" in str(cure) for cure in found)
+    assert all("restore it from its segment" in str(cure) for cure in found)
     repair(store, found)
     assert entries(store) == whole
     assert cures(store) == []
@@ -591,7 +591,7 @@ def test_damage_that_nothing_vouches_for_has_no_cure(store: MemoryStore) -> None
     for path in (*store.list("log_snapshots"), *store.list("log_segments")):
         store.delete(path)
     store.put(entry_path(5), flipped(store.get(entry_path(5))))
-    with pytest.raises(Corrupt, match=r"0000000005.json .* entries follow it: there is no cure"):
+    with pytest.raises(Corrupt, match=r"0000000005.json .* entries follow it: it cannot be repaired"):
         cures(store)
 
 

@@ -177,10 +177,10 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "a scheduler prunes": (by("scheduler", "pruned"), "a scheduler does not append pruned"),
     "a creator claims": (claimed("creator", lambda rich: None), "a creator does not append claimed"),
     "a scheduler creates": (lambda rich: ("scheduler", 0, {**rich.model.created}), "does not append run-created"),
-    "a run is created again": (lambda rich: ("creator", 0, {**rich.model.created}), "a run is created once"),
+    "a run is created again": (lambda rich: ("creator", 0, {**rich.model.created}), "a run can be created only once"),
     # claims
-    "a claim of the entry before": (claimed("supervisor", lambda rich: None, -1), "a claim names itself"),
-    "a claim of the entry behind": (claimed("supervisor", lambda rich: None, 1), "a claim names itself"),
+    "a claim of the entry before": (claimed("supervisor", lambda rich: None, -1), "a claim must name itself"),
+    "a claim of the entry behind": (claimed("supervisor", lambda rich: None, 1), "a claim must name itself"),
     "a supervisor under one": (claimed("supervisor", lambda rich: rich.newest), "claimed under the newest supervisor"),
     "under an old supervisor": (
         claimed("scheduler", lambda rich: rich.old),
@@ -193,9 +193,9 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     ),
     "another role's claim": (by("learner", "pruned", "scheduler"), r"another learner now \(.*\); this one stops"),
     # batches
-    "a batch too far": (batch(lambda body: {"number": 10}), "batch 10 is not to be formed"),
-    "a batch that waits": (batch(lambda body: {"number": 8}), "batch 8 is not to be formed"),
-    "a batch that was trained on": (batch(lambda body: {"number": 5}), "batch 5 is not to be formed"),
+    "a batch too far": (batch(lambda body: {"number": 10}), "batch 10 cannot be formed now"),
+    "a batch that waits": (batch(lambda body: {"number": 8}), "batch 8 cannot be formed now"),
+    "a batch that was trained on": (batch(lambda body: {"number": 5}), "batch 5 cannot be formed now"),
     "a batch of nothing": (batch(lambda body: {"groups": [], "rows": 0}), "batch 7 has no group"),
     "a row too many": (batch(lambda body: {"rows": 7}), "batch 7 has 7 rows for its groups"),
     "a row too few": (batch(lambda body: {"rows": 5}), "batch 7 has 5 rows"),
@@ -216,12 +216,12 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "a group of the voided batch": (instead(fated("corrupt")), "is not open"),
     "a group that was never issued": (instead(lambda rich: (1_000, 0)), "is not open"),
     "a group that is too old": (group(2, -2), "version 4, batch 7 allows 5 at async_ratio 2"),
-    "tokens of before the start": (group(3, -1), "tokens of versions that are not there"),
-    "tokens of the future": (group(3, 1), "tokens of versions that are not there"),
+    "tokens of before the start": (group(3, -1), "tokens of versions that do not exist"),
+    "tokens of the future": (group(3, 1), "tokens of versions that do not exist"),
     # voids
-    "a void of another entry": (void(6, lambda rich: 1), "batch 6 is trained on, or made again"),
-    "a void of what was trained on": (void(5, of(5)), "batch 5 is trained on, or made again"),
-    "a void of a hole": (void(7, of(6)), "batch 7 is trained on, or made again"),
+    "a void of another entry": (void(6, lambda rich: 1), "batch 6 was trained on or formed again"),
+    "a void of what was trained on": (void(5, of(5)), "batch 5 was trained on or formed again"),
+    "a void of a hole": (void(7, of(6)), "batch 7 was trained on or formed again"),
     # versions
     "a version too far": (publish(number=9), "version 9 cannot follow version 6"),
     "a version again": (publish(number=6), "version 6 cannot follow version 6"),
@@ -275,10 +275,10 @@ def refused(rich: Rich, change: Change) -> Refused:
     [
         ({"n": 30}, "entry 30 cannot follow entry"),
         ({"n": 3}, "entry 3 cannot follow entry"),
-        ({"prev": "0" * 64}, "follows another entry"),
-        ({"version": 7}, r"it says version and batch \(7, 9\), and means others"),
-        ({"batch": 8}, r"it says version and batch \(6, 8\), and means others"),
-        ({"claim": 1}, "a claim names itself"),
+        ({"prev": "0" * 64}, "names a hash"),
+        ({"version": 7}, r"its version and next batch are \(7, 9\), expected"),
+        ({"batch": 8}, r"its version and next batch are \(6, 8\), expected"),
+        ({"claim": 1}, "a claim must name itself"),
     ],
 )
 def test_an_entry_must_stand_where_it_stands(rich: Rich, change: dict[str, Any], why: str) -> None:
@@ -315,7 +315,7 @@ def test_a_log_begins_with_the_creation_of_a_run_that_has_prompts() -> None:
 @pytest.mark.parametrize("role", ["scheduler", "learner"])
 @pytest.mark.parametrize("under", [None, -1, 0])
 def test_without_a_supervisor_nobody_is_there_to_claim_under(role: Role, under: int | None) -> None:
-    with pytest.raises(Deposed, match="which is nobody"):
+    with pytest.raises(Deposed, match="newest supervisor: none"):
         decided(created(CREATION), (role, 1, {"kind": "claimed", "under": under}))
 
 
@@ -393,5 +393,5 @@ def test_a_group_of_before_the_first_version_is_refused_however_large_alpha_is()
     learner.publish()
     scheduler.dispatch(-1)
     scheduler.dispatch(-1)
-    with pytest.raises(Refused, match="tokens of versions that are not there"):
+    with pytest.raises(Refused, match="tokens of versions that do not exist"):
         scheduler.commit()

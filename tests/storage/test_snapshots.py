@@ -118,7 +118,7 @@ def test_a_snapshot_of_another_fold_is_not_read(store: Counting) -> None:
     (newest,) = store.list("log_snapshots")
     tree = opened(store.get(newest))
     assert tree["fold"] == FOLD
-    with pytest.raises(ValueError, match="another version's fold"):
+    with pytest.raises(ValueError, match="another version of the fold"):
         snapshots.from_bytes(sealed(tree | {"fold": FOLD + 1}))
     with pytest.raises(ValueError, match="it was altered"):
         snapshots.from_bytes(json.dumps(tree).encode())

@@ -61,10 +61,10 @@ def test_a_batch_is_committed_once(run: ObjectStore) -> None:
     first, writer = ready(run)
     entry, data = first.commit(writer, staged())
     before = run.get(entry_path(entry.n))
-    with pytest.raises(Conflict, match="batch 0 is not to be formed"):
+    with pytest.raises(Conflict, match="batch 0 cannot be formed now"):
         first.commit(writer, staged())
     second, other = scheduling(run)
-    with pytest.raises(Conflict, match="batch 0 is not to be formed"):
+    with pytest.raises(Conflict, match="batch 0 cannot be formed now"):
         second.commit(other, staged())
     with pytest.raises(Deposed):
         first.commit(writer, staged(1, 1))
@@ -372,5 +372,5 @@ def test_a_cursor_by_hand() -> None:
     assert cursor.upcoming == (6, 3)
     assert [index for index in range(9) if cursor.covers(index)] == [0, 1, 2, 4]
     assert not Cursor().covers(0)
-    with pytest.raises(ValueError, match="a cursor of 2 sources counts what 1 had filtered"):
+    with pytest.raises(ValueError, match="a cursor of 2 sources has filtered counts of 1"):
         Cursor((3, 1), (0,))

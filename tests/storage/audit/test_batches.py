@@ -145,7 +145,7 @@ def test_a_trajectory_without_a_token_that_was_started_too_late(run: MemoryStore
     late = {"started_version": 3, "loss_mask": (False, False, False)}
     path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **late)])
     assert found(run) == {("lineage", path), ("stale", path)}
-    assert "a trajectory was started under version 3, the newest of then was 2" in {
+    assert "a trajectory was started under version 3, the newest at its commit was 2" in {
         v.what for v in audit(run).violations
     }
 

@@ -137,7 +137,7 @@ def test_a_newest_entry_that_follows_another_one(run: MemoryStore) -> None:
     n = len(read(run)) - 1
     resealed(run, n, prev="0" * 64)
     assert found(run) == {("altered", entry_path(n))}
-    assert audit(run).violations[0].what == f"entry {n} follows another entry {n - 1} than the one that is there"
+    assert audit(run).violations[0].what == f"entry {n} names a hash that is not that of entry {n - 1}"
 
 
 def test_an_entry_altered_with_what_it_follows(run: MemoryStore) -> None:
@@ -199,10 +199,10 @@ def test_a_first_entry_that_is_lost_says_nothing_of_the_run(run: MemoryStore) ->
 )
 def test_a_config_that_no_role_would_write_says_nothing_of_the_run(run: MemoryStore, wrong: dict[str, object]) -> None:
     changed(run, 0, lambda body: replace(body, config=body.config | wrong))
-    with pytest.raises(Corrupt, match="cannot stand where it stands"):
+    with pytest.raises(Corrupt, match="is refused by the log's rules"):
         audit(run)
     changed(run, 0, lambda body: replace(body, config={}))
-    with pytest.raises(Corrupt, match="cannot stand where it stands"):
+    with pytest.raises(Corrupt, match="is refused by the log's rules"):
         audit(run)
 
 

@@ -155,7 +155,7 @@ def test_of_entries_that_are_refused_behind_another_one_the_first_few_are_named(
     n = published(run, 1).n
     rewritten(run, [one for one in read(run) if one.n != n])
     violations = audit(run).violations
-    named = [violation for violation in violations if violation.what.startswith("it cannot stand where it stands")]
+    named = [violation for violation in violations if violation.what.startswith("it is refused by the log's rules")]
     [last] = [violation for violation in violations if "refused entries, of which 3 are named" in violation.what]
     assert [violation.kind for violation in named] == [
         "stale",

@@ -112,8 +112,8 @@ def test_alpha_edited_in_the_config(run: MemoryStore) -> None:
     assert found(run) == {("altered", entry_path(0))}
     whats = [violation.what for violation in audit(run).violations]
     assert whats == [
-        "the config is not the one whose hash stands beside it",
-        "entry 1 follows another entry 0 than the one that is there: this one",
+        "the config does not match its recorded hash",
+        "entry 1 names a hash that is not that of entry 0: this one",
     ]
 
 
