@@ -184,9 +184,9 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "a supervisor under one": (claimed("supervisor", lambda rich: rich.newest), "claimed under the newest supervisor"),
     "under an old supervisor": (
         claimed("scheduler", lambda rich: rich.old),
-        "newest supervisor, which is a supervisor",
+        "newest supervisor: a supervisor",
     ),
-    "under none": (claimed("learner", lambda rich: None), "a learner is claimed under the newest supervisor"),
+    "under none": (claimed("learner", lambda rich: None), "a learner must be claimed under the newest supervisor"),
     "a role of before": (
         by("scheduler", "batch-committed", "supervisor"),
         r"another scheduler now \(scheduler, process 0",
@@ -229,10 +229,10 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "of another batch": (publish(batch_entry=1), "version 7 was not trained on its batch"),
     "of no batch": (publish(batch_entry=None), "version 7 was not trained on its batch"),
     # retention: keep_last is 1, and alpha makes it 3; every fourth stays, and the state of every other version
-    "the newest weights": (prune((6, "weights")), "the weights of version 6 are needed"),
-    "the newest state": (prune((6, "state")), "the state of version 6 are needed"),
-    "weights within alpha": (prune((4, "weights")), "version 4 are needed"),
-    "the weights of a base": (prune((2, "weights")), "version 2 are needed"),
+    "the newest weights": (prune((6, "weights")), "the weights of version 6 must stay"),
+    "the newest state": (prune((6, "state")), "the state of version 6 must stay"),
+    "weights within alpha": (prune((4, "weights")), "version 4 must stay"),
+    "the weights of a base": (prune((2, "weights")), "version 2 must stay"),
     "never published": (prune((7, "weights")), f"version 7 has no weights {NEVER}"),
     "no such version": (prune((-1, "state")), f"version -1 has no state {NEVER}"),
     "never stored": (prune((5, "state")), f"version 5 has no state {NEVER}"),
@@ -305,7 +305,7 @@ def created(config: dict[str, Any], sources: int = 1) -> RunState:
 def test_a_log_begins_with_the_creation_of_a_run_that_has_prompts() -> None:
     with pytest.raises(Refused, match="the first entry of a log is the run's creation"):
         decided(RunState(), ("supervisor", 0, {"kind": "claimed"}))
-    with pytest.raises(Refused, match="a run has prompt sources"):
+    with pytest.raises(Refused, match="a run needs prompt sources"):
         created(CREATION, sources=0)
     state = created(CREATION, sources=2)
     assert (state.n, state.run_id, state.alpha, state.group_size) == (0, "test", 1.5, 4)
@@ -332,7 +332,7 @@ def test_version_0_is_trained_on_nothing_and_version_1_on_a_batch(rich: Rich) ->
     state = decided(state, ("learner", 2, {"kind": "claimed", "under": 1}))
     version = {"kind": "version-published", "number": 0, "batch_entry": None, "weights": weights}
     stateless, version = version, version | {"state": weights}
-    with pytest.raises(Refused, match="version 0 was trained on nothing"):
+    with pytest.raises(Refused, match="version 0 cannot name a batch"):
         decided(state, ("learner", 2, version | {"batch_entry": 0}))
     with pytest.raises(Refused, match="version 1 cannot follow version -1"):
         decided(state, ("learner", 2, version | {"number": 1}))
