@@ -68,7 +68,7 @@ def wrong_command(verb: str, rest: str) -> str | None:
 
 
 @each_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     assert [wrong for link in LINK.findall(page.read_text()) if (wrong := broken_link(page, link))] == []
 
 
@@ -101,5 +101,5 @@ def test_the_configuration_page_is_current() -> None:
 
 
 @pytest.mark.parametrize("section", [RunConfig, Hardware])
-def test_every_key_says_what_it_means(section: type[Section]) -> None:
+def test_every_key_has_a_description(section: type[Section]) -> None:
     assert [line for line in describe_keys(section) if ": " not in line.partition("  # ")[2]] == []

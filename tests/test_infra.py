@@ -50,7 +50,7 @@ def test_secrets_are_new_each_time() -> None:
     assert all(len(value) >= 48 for name, value in first.items() if name != "S3_KEY")
 
 
-def test_secrets_are_the_owners_alone(tmp_path: Path) -> None:
+def test_secrets_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     """And a file of secrets is never replaced: the databases were made with them."""
     file = tmp_path / "env"
     first = subprocess.run([INFRA / "secrets.sh", file], umask=0o022)
@@ -73,7 +73,7 @@ def test_compose_accepts_the_file() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_services_name_what_exists() -> None:
+def test_services_refer_to_existing_files() -> None:
     services = read(secrets())
     own = [service for service in services.values() if service["image"].startswith("rollflow:")]
     assert {service["build"]["target"] for service in own} == {"cpu"}
@@ -111,7 +111,7 @@ def client(script: ModuleType) -> Any:
 
 
 @pytest.mark.long
-def test_bucket_is_made_once_and_versioned(bucket: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bucket_is_created_once_and_versioned(bucket: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert [bucket.main(), bucket.main()] == [0, 0]
     assert client(bucket).get_bucket_versioning(Bucket="team")["Status"] == "Enabled"
     assert client(bucket).list_object_versions(Bucket="team").get("Versions", []) == []
@@ -137,7 +137,7 @@ def slow_writes(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_server_that_lets_two_win_is_refused(
+def test_server_with_two_winners_is_refused(
     bucket: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with slow_writes(monkeypatch):
@@ -147,7 +147,7 @@ def test_server_that_lets_two_win_is_refused(
 
 
 @pytest.mark.long
-def test_bucket_waits_for_a_server_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_script_waits_for_a_starting_server(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollflow.flows.services.process import free_port
 
     port = free_port()
@@ -189,7 +189,7 @@ def test_stages_have_parents() -> None:
     assert {stage.parent for stage in found.values()} - found.keys() == {"scratch", "debian:12-slim"}
 
 
-def test_image_context_is_what_the_wheel_needs() -> None:
+def test_image_context_has_the_wheels_files() -> None:
     """Nothing of a clone gets into the image by chance: no secrets, no environment, no runs."""
     lines = (REPOSITORY / ".dockerignore").read_text().split()
     assert lines[0] == "*"
@@ -202,7 +202,7 @@ def test_image_context_is_what_the_wheel_needs() -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_parse(name: str) -> None:
+def test_shell_scripts_parse(name: str) -> None:
     shell = "bash" if name.endswith(".sbatch") else "sh"
     assert (INFRA / name).read_text().startswith("#!")
     assert subprocess.run([shell, "-n", INFRA / name], capture_output=True).returncode == 0

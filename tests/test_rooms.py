@@ -136,20 +136,20 @@ def circle(sources: Sources) -> list[str]:
     return []
 
 
-def test_every_room_says_what_it_imports() -> None:
+def test_every_folder_declares_its_imports() -> None:
     rooms = {room(module) for module in tree()}
     assert rooms == set(MAY)
 
 
-def test_no_arrow_points_up() -> None:
+def test_no_import_points_upwards() -> None:
     assert wrong(tree()) == []
 
 
-def test_no_circle() -> None:
+def test_imports_have_no_cycle() -> None:
     assert circle(tree()) == []
 
 
-def test_flows_has_few_files_of_its_own() -> None:
+def test_flows_has_few_files_at_its_root() -> None:
     own = {file.stem for file in (ROOT / "flows").glob("*.py")} - {"__init__"}
     assert len(own) <= OWN_FILES, sorted(own)
 
@@ -178,12 +178,12 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("module", "line"), PLANTED)
-def test_a_planted_arrow_is_found(module: str, line: str) -> None:
+def test_planted_upward_import_is_found(module: str, line: str) -> None:
     (found,) = wrong({**tree(), module: f"{tree()[module]}\n{line}\n"})
     assert found.startswith(f"{module} imports ")
 
 
-def test_a_planted_circle_is_found() -> None:
+def test_planted_import_cycle_is_found() -> None:
     line = "def late() -> None:\n    from rollflow.tasks.rollout.scheduler import RolloutScheduler\n"
     found = circle({**tree(), "tasks/rollout/limits": f"{tree()['tasks/rollout/limits']}\n{line}"})
     assert {"tasks/rollout/limits", "tasks/rollout/scheduler"} <= set(found)

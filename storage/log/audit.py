@@ -18,8 +18,8 @@ object is checked again, and counts only if no later entry voids or prunes the o
 The audit also compares batches with the caller's expectations (`expected`): the prompts that they answer, and the
 limits of the run's config.
 
-An audit begins where the newest clean audit ended (`audit_checkpoints`). It checks entry 0 and the newest entries
-again (`recheck`), but reads no older object again. A deep audit begins with entry 0. It reads every object that must exist,
+An audit begins where the newest clean audit ended (`audit_checkpoints`). It checks entry 0 and the newest entries again
+(`recheck`), but reads no older object again. A deep audit begins with entry 0. It reads every object that must exist,
 and every other object that exists and is not pruned.
 """
 

@@ -100,7 +100,7 @@ PLACES: Mapping[str, Callable[[Attached], tuple[Machine, list[str]]]] = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_supervisor_trains_on_the_nodes(attached: Attached, name: str) -> None:
+def test_attached_run_trains_on_the_nodes(attached: Attached, name: str) -> None:
     machine, command = PLACES[name](attached)
     run = attached.run(machine, *command)
     used: dict[str, set[str]] = {one: set() for one in NAMES}
@@ -118,7 +118,7 @@ def test_a_supervisor_trains_on_the_nodes(attached: Attached, name: str) -> None
     assert audit.wait(LONG_SECONDS) == 0, machine.output()
 
 
-def test_a_cluster_is_refused_in_one_sentence(attached: Attached) -> None:
+def test_refused_cluster_gives_one_sentence(attached: Attached) -> None:
     """Within seconds, by `check` as by `run`; without token, with another one, without TLS, and from no node."""
     desk, address = attached.desk, attached.address
     own = attached.environments["desk"]
@@ -144,7 +144,7 @@ def test_a_cluster_is_refused_in_one_sentence(attached: Attached) -> None:
             assert sentence in machine.output(4), machine.output()
 
 
-def test_every_node_is_asked_by_doctor(attached: Attached) -> None:
+def test_doctor_checks_every_node(attached: Attached) -> None:
     command = rollflow("doctor", "--cluster", "recipe.toml", "--set", f"cluster.address={attached.address}")
     asked = attached.run(attached.desk, *command)
     assert asked.wait(LONG_SECONDS) in (0, 1), attached.desk.output()  # a small machine has little room on its disk

@@ -85,7 +85,7 @@ def version(compose: Compose) -> int:
     return int(json.loads(done.stdout)["version"]) if done.returncode == 0 else -1
 
 
-def test_run_outlives_the_loss_of_postgres(compose: Compose) -> None:
+def test_run_survives_the_loss_of_postgres(compose: Compose) -> None:
     run = compose.begin("ray", ["rollflow", "run", "/home/rollflow/home/drill.toml", "--run-id", "drill"])
 
     def reached(wanted: int) -> bool:

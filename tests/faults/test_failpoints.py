@@ -109,7 +109,7 @@ def killed(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, aft
     [{}, {(1, 0): "cut"}, {(2, 0): "gone"}, {(1, 0): "not finite", (2, 0): "not finite"}],
     ids=["sound", "cut", "gone", "not finite"],
 )
-def test_killed_around_every_write(tmp_path: Path, damage: Mapping[tuple[int, int], Damage]) -> None:
+def test_kill_around_every_write_is_survived(tmp_path: Path, damage: Mapping[tuple[int, int], Damage]) -> None:
     at = 1
     while survives(tmp_path / f"{at}-before", at, damage, after=False):
         assert survives(tmp_path / f"{at}-after", at, damage, after=True)
@@ -148,7 +148,7 @@ def work(root: Path, role: Literal["scheduler", "learner"]) -> None:
                 actor.prune()
 
 
-def test_processes_that_are_killed_at_any_moment_leave_a_whole_log(tmp_path: Path) -> None:
+def test_kills_at_any_moment_leave_an_intact_log(tmp_path: Path) -> None:
     store, draw = LocalStore(tmp_path), random.Random(0)
     create_run(store)
     Supervisor(store)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak]
 VERSIONS = 600  # enough for the second supervisor to begin before the first one ends
 
 
-def test_a_run_that_is_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
+def test_run_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
     """As after a partition: the old supervisor, its learner and its scheduler are alive when the new ones begin."""
     recipe = RECIPE.format(seed=3, versions=VERSIONS, engine="timed", timing=TIMING["timed"])
     old = Victim(tmp_path / "old", recipe)

@@ -40,7 +40,7 @@ def actors_on(head: RayHead) -> list[str]:
     return [one for one in titles if "Actor" in one or "verifiers.worker" in one]
 
 
-def test_a_run_that_nobody_watches_frees_its_actors_and_goes_on(tmp_path: Path, others: RayHead) -> None:
+def test_unwatched_run_frees_its_actors_and_is_resumed(tmp_path: Path, others: RayHead) -> None:
     recipe = RECIPE.format(seed=3, versions=VERSIONS, engine="timed", timing=TIMING["timed"])
     set_to = (f"cluster.address={others.address}", f"cluster.lease_seconds={LEASE_SECONDS:g}")
     victim = Victim(tmp_path / "home", recipe, *(f"--set={one}" for one in set_to))

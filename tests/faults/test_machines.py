@@ -109,7 +109,7 @@ def actors(machine: Machine) -> set[str]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("train", [ALONE, SPREAD], ids=["alone", "spread"])
-def test_a_run_on_machines_without_a_common_disk(machines: Machines, prefect_database: Path, train: str) -> None:
+def test_run_on_machines_without_a_shared_disk(machines: Machines, prefect_database: Path, train: str) -> None:
     """The engine on the machine without the learner proves its weights at every update: its log-probs are probed.
 
     A learner whose ranks are spread loses one of them with that machine.

@@ -38,7 +38,7 @@ def actors_on(node: RayNode) -> list[str]:
     return [title for title in titles if title.startswith("ray::") and "Actor" in title]
 
 
-def test_the_other_node_goes_on(tmp_path: Path, two_nodes: tuple[RayHead, RayNode]) -> None:
+def test_run_survives_the_death_of_a_node(tmp_path: Path, two_nodes: tuple[RayHead, RayNode]) -> None:
     head, node = two_nodes
     recipe = RECIPE.format(seed=1, versions=VERSIONS, engine="timed", timing=TIMING["timed"])
     victim = Victim(tmp_path / "home", recipe, "--set", f"cluster.address={head.address}")

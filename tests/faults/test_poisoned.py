@@ -111,7 +111,7 @@ def killed_behind_voids(home: Path, recipe: str, kills: int) -> Path:
     return home / "store/runs/chaos"
 
 
-def test_a_synchronous_run_quarantines_the_same_whoever_is_killed(tmp_path: Path) -> None:
+def test_killed_synchronous_run_quarantines_the_same_batches(tmp_path: Path) -> None:
     """Bit for bit: the same batches, the same prompts drawn again, the same versions."""
     recipe = RECIPE.format(alpha=0)
     whole, broken = (killed_behind_voids(tmp_path / name, recipe, n) for name, n in (("whole", 0), ("broken", 2)))
@@ -119,5 +119,5 @@ def test_a_synchronous_run_quarantines_the_same_whoever_is_killed(tmp_path: Path
     assert sampled(broken, VERSIONS) == sampled(whole, VERSIONS)
 
 
-def test_an_asynchronous_run_goes_on_behind_them(tmp_path: Path) -> None:
+def test_asynchronous_run_continues_after_quarantines(tmp_path: Path) -> None:
     quarantined(killed_behind_voids(tmp_path / "run", RECIPE.format(alpha=2), 1))

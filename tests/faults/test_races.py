@@ -109,7 +109,7 @@ def test_two_schedulers_race_for_every_batch(tmp_path: Path) -> None:
     check_story(store)
 
 
-def test_of_all_supervisors_only_the_newest_goes_on(tmp_path: Path) -> None:
+def test_only_the_newest_supervisor_continues(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     describe(store)
     won = race(tmp_path, supervisor, ROUNDS // 2, racers=4)
@@ -142,7 +142,7 @@ def _holder(store: LocalStore, role: str) -> Writer:
     return Writer(Log(store), claim.role, claim.claim)
 
 
-def test_a_void_a_beginning_and_a_commit_race(tmp_path: Path) -> None:
+def test_racing_void_start_and_commit_stay_consistent(tmp_path: Path) -> None:
     """Either the commit comes before the claim, and who begins counts it in, or it fails: no dispatch has two fates."""
     for number in range(20):
         store = LocalStore(tmp_path / str(number))

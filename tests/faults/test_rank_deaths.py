@@ -81,7 +81,7 @@ def _warns(*given: Any) -> None:
     run_rank(*given)
 
 
-def test_what_a_rank_warns_of_is_heard_in_the_first_ones_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_of_a_rank_is_logged_by_the_first_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.tasks.learners.ranked.run_rank", _warns)
     heard, made = Warnings("learner"), ranked(folder, 3, 60.0)
     try:
@@ -115,7 +115,7 @@ TROUBLE: dict[str, tuple[Callable[[RankedLearner], None], float, str]] = {
 
 
 @pytest.mark.parametrize("trouble", TROUBLE)
-def test_the_rank_that_is_to_blame_is_named_and_all_end(folder: Path, trouble: str) -> None:
+def test_failed_rank_is_named_and_all_ranks_end(folder: Path, trouble: str) -> None:
     cause, seconds, why = TROUBLE[trouble]
     made = ranked(folder, 3, seconds)
     made.step(batch(0), 0)
@@ -148,9 +148,7 @@ class Killing(StoreFeed):
 
 
 @pytest.mark.parametrize("learner", ["torch", pytest.param("deepspeed", marks=pytest.mark.soak)])
-def test_a_run_goes_on_to_the_same_bits_where_a_rank_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str
-) -> None:
+def test_run_with_a_killed_rank_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str) -> None:
     """The learner's actor raises, and its keeper starts another one."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     train = {"learner": learner, "ranks": 2}
@@ -181,9 +179,7 @@ class Waiting(Killing):
         return found
 
 
-def test_a_rank_that_dies_while_a_batch_is_waited_for_is_named_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_dies_during_a_wait_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was on its way is published all the same."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     run = prepare_small(tmp_path, versions=2, train={"ranks": 2})
@@ -194,13 +190,13 @@ def test_a_rank_that_dies_while_a_batch_is_waited_for_is_named_then(
     assert run.policies.newest() == 1
 
 
-def test_a_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.tasks.learners.ranked.run_rank", _exit)
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 ended with code 7 while the ranks started"):
         ranked(folder, 2, 60.0)
 
 
-def test_ranks_wait_as_long_as_the_first_one_reads_its_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_while_the_first_one_loads_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks do together has a bound, which must not count that: of a large policy it takes minutes."""
     met, store = Event(), first_store()
 
@@ -246,7 +242,7 @@ def _never(rank: int, meeting: Meeting) -> StartedRank:
     raise NotImplementedError
 
 
-def test_ranks_end_with_a_learner_that_nobody_has(folder: Path) -> None:
+def test_ranks_end_with_a_deleted_learner(folder: Path) -> None:
     made = ranked(folder, 2, 60.0)
     found = pids(made)
     assert [psutil.Process(pid).name() for pid in found] == ["rank 1 of 2"]  # so whoever looks can tell

@@ -41,9 +41,7 @@ STOPPED = f"did not come to the others within {RANK_SECONDS:g} s"
 
 
 @pytest.mark.parametrize(("keys", "kills"), KINDS.values(), ids=KINDS)
-def test_a_run_of_which_ranks_and_learner_are_killed_is_bit_identical(
-    tmp_path: Path, keys: str, kills: Counter[str]
-) -> None:
+def test_run_with_killed_ranks_and_learner_is_bit_identical(tmp_path: Path, keys: str, kills: Counter[str]) -> None:
     """In parts each rank stores files of every version; some are killed in the middle of that."""
     versions = 8 * kills.total()  # some four pass from one kill to the next
     recipe = RECIPE.replace("versions = 100", f"versions = {versions}") + keys

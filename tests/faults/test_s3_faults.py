@@ -51,7 +51,7 @@ def store() -> S3Store:
     return S3Store(f"{BUCKET}/{uuid.uuid4().hex}")
 
 
-def test_every_operation_does_what_it_does_without_faults(store: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_operations_succeed_despite_faults(store: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
     contents = {f"a/{n}": os.urandom(size) for n, size in enumerate([0, 1, 1000, PART_BYTES, 3 * PART_BYTES + 5])}
     for path, data in contents.items():
         assert store.put(f"put/{path}", data) == hashlib.sha256(data).hexdigest()
@@ -70,7 +70,7 @@ def test_every_operation_does_what_it_does_without_faults(store: S3Store, proxy:
     assert all(proxy.faults[kind] for kind in KINDS)
 
 
-def test_exactly_one_of_racing_writers_creates(store: S3Store, proxy: FaultyProxy) -> None:
+def test_one_of_racing_writers_creates(store: S3Store, proxy: FaultyProxy) -> None:
     """Whatever is lost on the way: one writer knows that it won, and what is read is what it wrote."""
 
     def won(path: str, me: bytes) -> bool:
@@ -99,7 +99,7 @@ class Fetching(Pipeline):
         return await super().fetch(version)
 
 
-def test_a_run_ends_and_its_audit_is_clean(store: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_run_on_a_faulty_s3_ends_with_a_clean_audit(store: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
     """A lost answer is not a lost entry, and never two."""
     pipeline = Fetching(store, versions=8, train_seconds=0.05)  # type: ignore[arg-type]
     pipeline.cache = tmp_path

@@ -64,7 +64,7 @@ def weights(run: RunContext, version: int) -> list[str]:
         pytest.param({"ranks": 2, "learner": "deepspeed"}, id="DeepSpeed", marks=SOAK),
     ],
 )
-def test_they_train_what_forked_ones_train(place: Path, train: dict[str, Any]) -> None:
+def test_spread_ranks_equal_forked_ranks(place: Path, train: dict[str, Any]) -> None:
     near = prepare_small(place, "near", versions=2, train=train)
     far = prepare_small(place, "far", versions=2, train={**train, "spread": True})
     train_small(near)
@@ -117,7 +117,7 @@ TROUBLE: list[Any] = [
 
 
 @pytest.mark.parametrize(("do", "seconds", "sentence"), TROUBLE)
-def test_one_that_is_gone_is_named_and_the_next_learner_goes_on(
+def test_dead_spread_rank_is_named_and_the_run_continues(
     place: Path, do: Callable[[RankedLearner], None], seconds: float, sentence: str
 ) -> None:
     train = {"ranks": 2, "spread": True, "rank_seconds": seconds}
@@ -143,7 +143,7 @@ class Owner:
         return os.getpid()
 
 
-def test_none_outlives_its_owner(place: Path) -> None:
+def test_no_spread_rank_outlives_its_owner(place: Path) -> None:
     run = prepare_small(place, versions=2, train={"ranks": 3, "spread": True})
     owner = ray.remote(Owner).remote()
     pid = ray.get(owner.begin.remote(run), timeout=HANG_SECONDS)
@@ -152,7 +152,7 @@ def test_none_outlives_its_owner(place: Path) -> None:
     until(lambda: not processes())
 
 
-def test_a_stranger_gives_no_orders(place: Path) -> None:
+def test_caller_without_the_secret_is_refused(place: Path) -> None:
     """Who calls where a rank should is asked for a secret."""
     run = prepare_small(place, versions=2, train={"ranks": 2, "spread": True})
     started = SpreadRank(run, partial(place_in_turn, run.config), 1, Meeting("127.0.0.1", first_store().port))
@@ -205,7 +205,7 @@ print("right")
 """
 
 
-def test_gpus_of_ranks_are_taken_together() -> None:
+def test_gpus_of_ranks_are_reserved_together() -> None:
     """On GPUs that Ray only counts: ranks of a second learner get all of theirs, or a sentence."""
     done = subprocess.run([sys.executable, "-c", WITH_GPUS], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.stdout.strip().endswith("right"), done.stderr[-2000:]

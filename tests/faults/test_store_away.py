@@ -49,7 +49,7 @@ def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]
 
 
 @pytest.mark.soak
-def test_a_run_goes_on_by_itself(
+def test_run_continues_when_the_store_is_back(
     tmp_path: Path, server: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = RECIPE.format(seed=1, versions=60, engine="timed", timing=TIMING["timed"])
@@ -89,7 +89,7 @@ async def call(method: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(
     "kind", [partial(RolloutActor, address=""), LearnerActor, RewardActor], ids=["rollout", "learner", "reward"]
 )
-async def test_an_actor_tells_what_it_waits_for(kind: Any, proxy: FaultyProxy, tmp_path: Path) -> None:
+async def test_actor_reports_what_it_waits_for(kind: Any, proxy: FaultyProxy, tmp_path: Path) -> None:
     """It was started while storage is away; its flow takes one that does not answer for stuck."""
     proxy.fall_silent()
     actor = kind(RunContext(f"s3://{BUCKET}/none", tmp_path, patience=60.0))
@@ -118,7 +118,7 @@ class Away(MemoryStore):
         super().create(path, data)
 
 
-def test_a_note_is_kept_until_it_can_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovery_is_kept_until_it_can_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.storage.run_records.recoveries.AGAIN_SECONDS", 0.01)
     run = Away(uuid.uuid4().hex)
     notes, made = Notes(run), [Recovery("learner", f"killed {n}", 1.0, 2.0, 3.0) for n in range(3)]

@@ -114,7 +114,9 @@ def goes_on(run: LocalStore, objects: set[Path]) -> None:
     assert Log(run).state.version == 1
 
 
-def test_a_disk_that_takes_no_more(learner: tuple[PolicyStore, Writer], run: LocalStore, objects: set[Path]) -> None:
+def test_full_disk_fails_a_publish_with_a_fix(
+    learner: tuple[PolicyStore, Writer], run: LocalStore, objects: set[Path]
+) -> None:
     said = said_under(
         lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (MEBIBYTE, MEBIBYTE)), lambda: publish(*learner)
     )
@@ -126,7 +128,9 @@ def test_a_disk_that_takes_no_more(learner: tuple[PolicyStore, Writer], run: Loc
     goes_on(run, objects)
 
 
-def test_a_disk_that_takes_no_entry(learner: tuple[PolicyStore, Writer], run: LocalStore, objects: set[Path]) -> None:
+def test_disk_full_at_an_entry_commits_nothing(
+    learner: tuple[PolicyStore, Writer], run: LocalStore, objects: set[Path]
+) -> None:
     log = learner[0].log
     said = said_under(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)), lambda: log.claim("learner"))
     assert said.startswith(
@@ -135,9 +139,7 @@ def test_a_disk_that_takes_no_entry(learner: tuple[PolicyStore, Writer], run: Lo
     goes_on(run, objects)
 
 
-def test_a_store_that_may_not_be_written(
-    learner: tuple[PolicyStore, Writer], run: LocalStore, objects: set[Path]
-) -> None:
+def test_read_only_store_is_refused(learner: tuple[PolicyStore, Writer], run: LocalStore, objects: set[Path]) -> None:
     def demoted() -> None:
         if os.getuid() == 0:
             os.setuid(NOBODY)
@@ -157,7 +159,7 @@ def test_a_store_that_may_not_be_written(
     goes_on(run, objects)
 
 
-def test_a_bucket_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_bucket_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with s3_server("gone") as endpoint:
         use(endpoint, monkeypatch)
         run = S3Store("gone/run")
@@ -179,7 +181,7 @@ def test_a_bucket_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
 
 
-def test_a_clock_that_the_service_does_not_believe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skewed_clock_is_refused_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server("clock") as endpoint, FaultyProxy(endpoint) as proxy:
         use(proxy.endpoint, monkeypatch)
         proxy.answer("PUT", 403, "RequestTimeTooSkewed")
@@ -187,7 +189,7 @@ def test_a_clock_that_the_service_does_not_believe(monkeypatch: pytest.MonkeyPat
             S3Store("clock/run").put("a", b"")
 
 
-def test_a_clock_that_jumps_by_hours_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_jump_of_hours_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """No order is read off a wall clock: the run ends, its audit is clean, and what is kept is the same."""
     straight, real = MemoryStore(uuid.uuid4().hex), time.time
     run_virtual(Pipeline(straight, versions=12).run())
@@ -206,7 +208,7 @@ def kept(run: ObjectStore) -> set[int]:
     return {v for v in range(policies.newest() + 1) if run.exists(policies.find(v).weights[0].path)}
 
 
-def test_a_run_of_another_version_of_rollflow(tmp_path: Path) -> None:
+def test_run_of_another_rollflow_version_is_refused(tmp_path: Path) -> None:
     logged, described = LocalStore(tmp_path / "logged"), LocalStore(tmp_path / "described")
     Log(logged).create(RunCreated("another", {"async_ratio": 0, "group_size": 1}, "0" * 64, 1, format=FORMAT + 1))
     described.put("run.json", b"{}")

@@ -27,7 +27,7 @@ from tests.support.small_run import GROUPS, SIZE, prepare_small, train_small
 from tests.support.waiting import until
 
 
-def test_a_kill_counts_when_the_process_is_gone_and_only_once() -> None:
+def test_kill_counts_once_when_the_process_is_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
         process = psutil.Process(child.pid)
         assert kill(process)  # a zombie until this process asks how it ended: gone all the same
@@ -35,7 +35,7 @@ def test_a_kill_counts_when_the_process_is_gone_and_only_once() -> None:
         assert not kill(process)
 
 
-def test_everything_is_killed_with_what_is_started_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_of_everything_includes_new_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     environment = {**os.environ, "ROLLFLOW_HOME": str(tmp_path)}
     children = [subprocess.Popen(sleep, env=environment) for _ in range(2)]
@@ -55,13 +55,13 @@ def test_everything_is_killed_with_what_is_started_meanwhile(tmp_path: Path, mon
             child.wait()
 
 
-def test_flow_runs_are_told_apart_by_the_tags_that_they_are_given() -> None:
+def test_flow_runs_are_identified_by_their_tags() -> None:
     config = RunConfig()
     given = [tags(config, "r", role)[-1] for role in ("rollout", "reward", "train", "supervisor")]
     assert given == [*victims.STAGES.values(), victims.SUPERVISOR]
 
 
-def test_a_kill_that_was_not_survived_is_in_the_table(tmp_path: Path) -> None:
+def test_fatal_kill_is_in_the_table(tmp_path: Path) -> None:
     """Else the roles' rows would show only what went well."""
 
     class Stuck(Victim):
@@ -102,7 +102,7 @@ def test_a_kill_that_was_not_survived_is_in_the_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_a_lost_batch_held_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trajectories_of_a_lost_batch_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the audit it is one object."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     context = prepare_small(tmp_path)
@@ -121,7 +121,7 @@ def test_what_a_lost_batch_held_is_lost(tmp_path: Path, monkeypatch: pytest.Monk
     assert (after.right, after.lost) == (False, GROUPS * SIZE)
 
 
-def test_another_roles_recovery_is_not_the_roles_own() -> None:
+def test_recovery_of_another_role_does_not_count() -> None:
     assert set(ROLES) - set(RECORDED_AS) == {"reward worker"}
     assert is_record_of("engine", "engine-1")
     assert is_record_of("scheduler", "rollout")

@@ -127,7 +127,7 @@ def test_user_data_is_valid_shell(plan: dict[str, Any], tmp_path: Path) -> None:
 @needs_terraform
 @group
 @pytest.mark.soak
-def test_credentials_are_made_once_and_shared(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
+def test_credentials_are_created_once_and_shared(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
     bodies = user_data(plan)
     early = fetch(bodies["rollout"], tmp_path / "early")
     assert early.returncode != 0, "there is no authority yet"
@@ -156,7 +156,7 @@ def test_credentials_are_made_once_and_shared(plan: dict[str, Any], tmp_path: Pa
 @needs_terraform
 @group
 @pytest.mark.soak
-def test_head_makes_no_authority_when_it_may_not_read_it(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
+def test_head_without_read_access_creates_no_authority(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
     aws = tmp_path / "bin" / "aws"
     aws.write_text(aws.read_text().replace("try:\n", "if 'authority' in secret: sys.exit('AccessDenied')\ntry:\n", 1))
     done = fetch(user_data(plan)["head"], tmp_path / "head")
@@ -168,7 +168,7 @@ def test_head_makes_no_authority_when_it_may_not_read_it(plan: dict[str, Any], t
 @needs_terraform
 @group
 @pytest.mark.soak
-def test_services_take_the_options_they_are_given(plan: dict[str, Any]) -> None:
+def test_services_accept_their_options(plan: dict[str, Any]) -> None:
     text = "\n".join([*user_data(plan).values(), (SOURCE / "modules/control/control.sh.tftpl").read_text()])
     for command in ("ray start", "prefect server start", "prefect worker start", "mlflow server"):
         calls = [part for line in text.splitlines() for part in line.split(command)[1:]]
@@ -186,7 +186,7 @@ def test_services_take_the_options_they_are_given(plan: dict[str, Any]) -> None:
         assert given <= known, command
 
 
-def test_passwords_reach_files_of_their_owner_alone(tmp_path: Path) -> None:
+def test_password_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     control = imported(SOURCE / "modules" / "control" / "control_secrets.py")
     database = {"username": "rollflow", "password": "p@s/s:w%rd #1"}
     files = control.environment_files("db.internal:5432", database, "an-auth-string")
@@ -289,7 +289,7 @@ def test_passwords_open_a_real_database(
 
 
 @pytest.mark.long
-def test_gpus_in_use_and_waited_for_are_counted() -> None:
+def test_used_and_requested_gpus_are_counted() -> None:
     from ray.autoscaler.v2 import schema
 
     demand = imported(SOURCE / "modules" / "ray" / "gpu_demand.py")

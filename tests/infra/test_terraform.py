@@ -31,7 +31,7 @@ pytestmark = pytest.mark.xdist_group("terraform")
 needs_terraform = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-def test_files_exist() -> None:
+def test_all_modules_exist() -> None:
     modules = {path.parent.name for path in FILES if path.parent.parent.name == "modules"}
     assert modules >= {"bucket", "network", "ray", "control", "access", "budget"}
 
@@ -75,7 +75,7 @@ class TestPlan:
             tagged = {one["resource_type"] for one in template["tag_specifications"] if "rollflow" in one["tags"]}
             assert tagged == {"instance", "volume", "network-interface"}, address
 
-    def test_everything_stored_is_encrypted(self, plan: dict[str, Any]) -> None:
+    def test_stored_data_is_encrypted(self, plan: dict[str, Any]) -> None:
         (bucket,) = resources(plan, "aws_s3_bucket_server_side_encryption_configuration").values()
         assert bucket["rule"][0]["apply_server_side_encryption_by_default"][0]["sse_algorithm"] == "AES256"
         (database,) = resources(plan, "aws_db_instance").values()
@@ -89,7 +89,7 @@ class TestPlan:
         for address, template in templates.items():
             assert [one["ebs"][0]["encrypted"] for one in template["block_device_mappings"]] == ["true"], address
 
-    def test_everything_on_the_way_is_encrypted(self, plan: dict[str, Any]) -> None:
+    def test_traffic_is_encrypted(self, plan: dict[str, Any]) -> None:
         (database,) = resources(plan, "aws_db_parameter_group").values()
         assert {one["name"]: one["value"] for one in database["parameter"]} == {"rds.force_ssl": "1"}
         (policy,) = resources(plan, "aws_s3_bucket_policy").values()
@@ -98,7 +98,7 @@ class TestPlan:
         assert statement["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
         assert len(statement["Resource"]) == 2
 
-    def test_nothing_is_public(self, plan: dict[str, Any]) -> None:
+    def test_no_resource_is_public(self, plan: dict[str, Any]) -> None:
         (block,) = resources(plan, "aws_s3_bucket_public_access_block").values()
         settings = ("block_public_acls", "block_public_policy", "ignore_public_acls", "restrict_public_buckets")
         assert all(block[name] for name in settings)
@@ -115,7 +115,7 @@ class TestPlan:
         for subnet in resources(plan, "aws_subnet").values():
             assert subnet["map_public_ip_on_launch"] is False
 
-    def test_only_groups_of_the_deployment_may_come_in(self, plan: dict[str, Any]) -> None:
+    def test_only_own_security_groups_may_connect(self, plan: dict[str, Any]) -> None:
         rules = resources(plan, "aws_vpc_security_group_ingress_rule")
         assert {rule["from_port"] for rule in rules.values()} == {1024, 5432}
         for address, rule in rules.items():
@@ -126,7 +126,7 @@ class TestPlan:
                 assert not group.get("ingress"), "a rule is a resource of its own"
         assert not resources(plan, "aws_security_group_rule")
 
-    def test_bucket_keeps_and_expires(self, plan: dict[str, Any]) -> None:
+    def test_bucket_keeps_and_expires_versions(self, plan: dict[str, Any]) -> None:
         (versioning,) = resources(plan, "aws_s3_bucket_versioning").values()
         assert versioning["versioning_configuration"][0]["status"] == "Enabled"
         (lifecycle,) = resources(plan, "aws_s3_bucket_lifecycle_configuration").values()
@@ -167,7 +167,7 @@ class TestPlan:
             assert not statement["not_actions"], address
             assert not statement["not_resources"], address
 
-    def test_roles_may_do_no_more_than_they_need(self, plan: dict[str, Any]) -> None:
+    def test_roles_have_minimal_permissions(self, plan: dict[str, Any]) -> None:
         actions: dict[str, set[str]] = {}
         for address, statement in statements(plan):
             actions.setdefault(address, set()).update(statement["actions"])
@@ -192,7 +192,7 @@ class TestPlan:
             "GpusWanted",
         }
 
-    def test_secrets_stand_nowhere_in_the_plan(self, plan: dict[str, Any]) -> None:
+    def test_plan_contains_no_secrets(self, plan: dict[str, Any]) -> None:
         text = json.dumps(plan)
         for secret in PLANTED.values():
             assert secret not in text
@@ -203,7 +203,7 @@ class TestPlan:
             assert "rollflow-ray-credentials /run/rollflow-ray $address rollflow/ray-token" in body, address
             assert not [secret for secret in PLANTED.values() if secret in body], address
 
-    def test_settings_are_what_rollflow_reads(self, plan: dict[str, Any], tmp_path: Path) -> None:
+    def test_settings_can_be_read_by_rollflow(self, plan: dict[str, Any], tmp_path: Path) -> None:
         file = tmp_path / "settings.toml"
         file.write_text(plan["planned_values"]["outputs"]["settings"]["value"])
         settings = load_settings(file)

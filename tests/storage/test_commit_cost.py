@@ -22,9 +22,7 @@ from rollflow.storage.objects.local import LocalStore
 from tests.support.batches import group, ready, staged
 
 
-def test_a_commit_is_decided_once_and_is_what_its_readers_fold(
-    run: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_state_equals_its_readers_fold(run: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, writer = ready(run)
     decided = list[Any]()
     decide = log_module.decide
@@ -42,7 +40,7 @@ def test_a_commit_is_decided_once_and_is_what_its_readers_fold(
     assert batches.log.state == Log(run).state
 
 
-def test_a_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed, digest = list[int](), disk.digest
 
     def counted(parts: Sequence[memoryview]) -> str:
@@ -57,7 +55,7 @@ def test_a_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert hashed == [5, 3_000_000]
 
 
-def test_long_columns_are_those_of_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_columns_equal_the_groups_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Joined in Arrow's memory or in Python's, a batch is the same file; some groups add nothing to a column."""
     one = group(0).trajectories[0]
     silent = replace(one, tokens=(), loss_mask=(), logprobs=(), versions=(), reason="")
@@ -90,7 +88,7 @@ def synced_by(work: Callable[[], object], root: Path, monkeypatch: pytest.Monkey
     return synced
 
 
-def test_a_commit_waits_for_both_files_and_the_folder_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_syncs_both_files_and_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = LocalStore(tmp_path / "run")
     batches, writer = ready(run, async_ratio=1.0)
     batches.commit(writer, staged())
@@ -101,7 +99,7 @@ def test_a_commit_waits_for_both_files_and_the_folder_of_each(tmp_path: Path, mo
     assert folders == ["trajectories", "log"]
 
 
-def test_the_name_of_a_folder_is_synced_once_whoever_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_name_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = LocalStore(tmp_path / "run")
     (run.root / "a/b").mkdir(parents=True)  # by somebody who was killed then
     folders = [name for name in synced_by(lambda: run.put("a/b/c", b"1"), run.root, monkeypatch) if ".tmp" not in name]

@@ -38,7 +38,7 @@ def entry(body: Body, n: int = 7) -> Entry:
     return Entry(n, "", "id", "learner", 3, 2, 4, 1.5, body)
 
 
-def test_an_entry_has_an_index_when_it_is_longer_than_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_above_the_size_limit_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entries_module.LARGEST == 256 * 1024
     one = entry(VersionPublished(1, 5, (FILE,), (FILE,), metrics={"loss": 0.5}))
     size = len(encode(one).data)
@@ -55,7 +55,7 @@ def test_an_entry_has_an_index_when_it_is_longer_than_the_largest(monkeypatch: p
     assert (read.entry, read.sha256) == (one, split.sha256)
 
 
-def test_an_entry_is_the_json_that_other_readers_know() -> None:
+def test_entry_json_is_stable() -> None:
     """Every field stands in it, also one that has its default: a reader of its own needs no defaults."""
     tree = json.loads(encode(entry(BatchCommitted(3, FILE, 6, (Group(4, 1, 2, 3, 9),), (8,)))).data)
     tree.pop("seal")
@@ -85,7 +85,7 @@ def test_an_entry_is_the_json_that_other_readers_know() -> None:
     assert json.loads(encode(entry(Claimed())).data)["body"] == claimed
 
 
-def test_a_figure_that_json_does_not_have_is_not_written() -> None:
+def test_entry_with_a_nan_is_not_written() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         encode(entry(VersionPublished(1, 5, (FILE,), metrics={"loss": float("nan")})))
 
@@ -108,7 +108,7 @@ def resealed(change: Callable[[dict[str, Any]], None]) -> bytes:
     return sealed(tree)
 
 
-def test_what_was_voided_before_there_was_a_cause_was_damaged() -> None:
+def test_old_void_without_a_cause_means_damaged() -> None:
     """And a reader passes over what it does not know, so that one of then reads what is written now."""
     older, newer = (resealed(lambda tree, at=at: at(tree["body"])) for at in (lambda b: b.pop("cause"), knows_more))
     for data in (older, newer):
@@ -136,7 +136,7 @@ def knows_more(body: dict[str, Any]) -> None:
         (b"[" * 100_000, "not an entry of a log"),
     ],
 )
-def test_what_is_not_an_entry_is_corrupt(data: bytes, why: str) -> None:
+def test_malformed_entry_is_corrupt(data: bytes, why: str) -> None:
     with pytest.raises(Corrupt, match=why) as caught:
         decode(data, 7, MemoryStore(uuid.uuid4().hex).get)
     assert "log/0000000007.json" in str(caught.value)
@@ -148,7 +148,7 @@ WHOLE = encode(entry(BatchCommitted(3, FILE, 8, (Group(1, 0, 2, 3, 11),), (5, 6)
 
 @settings(max_examples=500, deadline=None)
 @given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
-def test_no_byte_of_an_entry_can_change_unseen(place: int, value: int) -> None:
+def test_every_changed_byte_of_an_entry_is_detected(place: int, value: int) -> None:
     """Neither a count nor a prompt: an altered entry is corrupt, and never another error."""
     data = bytearray(WHOLE)
     data[place] = value
@@ -160,6 +160,6 @@ def test_no_byte_of_an_entry_can_change_unseen(place: int, value: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, len(WHOLE) - 1))
-def test_an_entry_that_was_cut_is_corrupt(length: int) -> None:
+def test_truncated_entry_is_corrupt(length: int) -> None:
     with pytest.raises(Corrupt, match=entry_path(7)):
         decode(WHOLE[:length], 7, lambda path: b"")

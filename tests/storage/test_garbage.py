@@ -56,7 +56,7 @@ def left_by(actors: Actors, run: LocalStore) -> list[str]:
     return paths
 
 
-def test_what_a_live_claim_left_unnamed_stays_and_goes_at_once_when_it_is_superseded(run: LocalStore) -> None:
+def test_unnamed_object_is_garbage_once_its_claim_is_superseded(run: LocalStore) -> None:
     actors = Actors.begin(run).train(2)
     left = left_by(actors, run)
     for path in left:
@@ -79,7 +79,7 @@ def test_what_a_live_claim_left_unnamed_stays_and_goes_at_once_when_it_is_supers
     assert audit(run, deep=True).violations == []
 
 
-def test_only_as_old_as_was_asked_for(run: LocalStore) -> None:
+def test_younger_orphans_are_not_listed(run: LocalStore) -> None:
     actors = Actors.begin(run).train(1)
     left = left_by(actors, run)
     age(run, left[0], 3)
@@ -88,7 +88,7 @@ def test_only_as_old_as_was_asked_for(run: LocalStore) -> None:
     assert [orphan.path for orphan in orphans(run, store_clock(run), 2 * DAY)] == left[:1]
 
 
-def test_what_a_pruned_entry_names_and_is_still_there(run: LocalStore) -> None:
+def test_pruned_object_that_still_exists_is_garbage(run: LocalStore) -> None:
     """Killed between the entry and the deletion, as often as there are versions."""
     actors = Actors.begin(run)
     for _ in range(9):
@@ -114,7 +114,7 @@ def test_what_a_pruned_entry_names_and_is_still_there(run: LocalStore) -> None:
 @pytest.mark.long
 @given(st.lists(st.sampled_from(["lives", "before", "after"]), min_size=1, max_size=12))
 @settings(deadline=None, max_examples=50)
-def test_what_killed_learners_did_not_remove_goes_with_the_next_pruning_or_is_garbage(ends: list[str]) -> None:
+def test_leftovers_of_killed_learners_are_pruned_or_garbage(ends: list[str]) -> None:
     """Killed before the entry that gives objects up, or after it: in the end what is needed is there, and no more."""
     store = MemoryStore(uuid.uuid4().hex)
     begin(store, keep_last=2, keep_every=4, state_every=2)
@@ -144,7 +144,7 @@ def needed(store: ObjectStore) -> set[str]:
     return found
 
 
-def test_what_an_evaluation_still_needs_is_no_garbage(run: LocalStore) -> None:
+def test_version_in_evaluation_is_no_garbage(run: LocalStore) -> None:
     """A learner that put a version's pruning off, and died, leaves it to the next one."""
     begin(run, keep_last=2, keep_every=100)
     policies, writer = train(run, 8)
@@ -156,13 +156,13 @@ def test_what_an_evaluation_still_needs_is_no_garbage(run: LocalStore) -> None:
     assert run.exists(weights)
 
 
-def test_what_is_not_needed_and_was_not_pruned_stays(run: LocalStore) -> None:
+def test_unneeded_object_stays_until_it_is_pruned(run: LocalStore) -> None:
     Actors.begin(run).train(9, prune=False)
     assert Log(run).state.releasable
     assert orphans(run, store_clock(run)) == []
 
 
-def test_the_file_of_a_voided_batch_stays(run: LocalStore) -> None:
+def test_voided_batch_file_is_no_garbage(run: LocalStore) -> None:
     actors = Actors.begin(run)
     actors.ahead()
     actors.learner.log.follow()
@@ -173,7 +173,7 @@ def test_the_file_of_a_voided_batch_stays(run: LocalStore) -> None:
     assert orphans(run, store_clock(run)) == []
 
 
-def test_what_cannot_be_told_stays(run: LocalStore) -> None:
+def test_object_of_unknown_origin_is_no_garbage(run: LocalStore) -> None:
     """No claim, a claim that no entry is, and an entry that is no claim."""
     actors = Actors.begin(run).train(1)
     published = actors.learner.log.state.published
@@ -196,7 +196,7 @@ def test_what_cannot_be_told_stays(run: LocalStore) -> None:
     assert orphans(run, store_clock(run)) == []
 
 
-def test_index_objects_that_no_entry_names_go_after_a_week(run: LocalStore) -> None:
+def test_unnamed_index_object_is_garbage_after_a_week(run: LocalStore) -> None:
     actors = Actors.begin(run)
     for _ in range(12_000):
         actors.scheduler.dispatch(0)
@@ -215,7 +215,7 @@ def test_index_objects_that_no_entry_names_go_after_a_week(run: LocalStore) -> N
 
 
 @pytest.mark.parametrize("segments", [True, False])
-def test_by_a_damaged_log_nothing_is_garbage(run: LocalStore, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_log_has_no_garbage(run: LocalStore, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless its segments have all that was damaged."""
     monkeypatch.setattr("rollflow.storage.log.snapshots.EVERY", 4)
     actors = Actors.begin(run).train(4)
@@ -236,7 +236,7 @@ def test_by_a_damaged_log_nothing_is_garbage(run: LocalStore, segments: bool, mo
             orphans(run, store_clock(run))
 
 
-def test_a_refused_entry_makes_no_garbage(run: LocalStore) -> None:
+def test_log_with_a_refused_entry_has_no_garbage(run: LocalStore) -> None:
     actors = Actors.begin(run).train(2)
     left_by(actors, run)
     new = Supervisor(run)
@@ -248,7 +248,7 @@ def test_a_refused_entry_makes_no_garbage(run: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_an_entry_that_is_whole_and_cannot_follow_makes_no_garbage(run: LocalStore, follows: bool) -> None:
+def test_log_with_a_misplaced_entry_has_no_garbage(run: LocalStore, follows: bool) -> None:
     """Under its supervisor a learner's claim deposes the one before it; under none it is refused."""
     actors = Actors.begin(run).train(2)
     left_by(actors, run)
@@ -275,7 +275,7 @@ class Listed(MemoryStore):
         return iter(found)
 
 
-def test_what_is_named_after_the_listing_counts_as_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_named_after_the_listing_is_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer named it, and was superseded, both after its file was listed."""
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store).train(1)
@@ -294,7 +294,7 @@ def test_what_is_named_after_the_listing_counts_as_named(monkeypatch: pytest.Mon
     assert orphans(watched, store_clock(watched)) == []
 
 
-def test_collecting_beside_a_run_whose_roles_depose_each_other_takes_nothing_that_is_needed() -> None:
+def test_collection_during_depositions_keeps_needed_objects() -> None:
     """What deposed roles left is gone in the end, and all that an entry needs is there."""
     store, stop, freed = MemoryStore(uuid.uuid4().hex), threading.Event(), list[int]()
     actors = Actors.begin(store)
@@ -324,7 +324,7 @@ def test_collecting_beside_a_run_whose_roles_depose_each_other_takes_nothing_tha
     assert set(store.list("policies")) == needed(store)
 
 
-def test_what_killed_writers_left_goes_after_a_week(run: LocalStore) -> None:
+def test_unfinished_writes_are_garbage_after_a_week(run: LocalStore) -> None:
     Actors.begin(run).train(1)
     scratch = run.root / ".tmp"
     for name, days in (("a", 8), ("b", 6), ("c", 40)):
@@ -341,7 +341,7 @@ def test_what_killed_writers_left_goes_after_a_week(run: LocalStore) -> None:
     assert [path.name for path in scratch.iterdir()] == ["b"]
 
 
-def test_an_upload_that_nobody_ends_goes_and_a_live_one_beside_it_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_upload_is_removed_and_a_live_one_completes(monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server(BUCKET) as endpoint:
         use(endpoint, monkeypatch)
         run, other = S3Store(f"{BUCKET}/runs/mine"), S3Store(f"{BUCKET}/runs/mine-too")

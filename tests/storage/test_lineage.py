@@ -29,7 +29,7 @@ def groups_of(store: MemoryStore, number: int) -> list[GroupKey]:
     return [group.key for group in body.groups]
 
 
-def test_each_fate_of_a_dispatch(store: MemoryStore) -> None:
+def test_fates_names_each_fate_of_a_dispatch(store: MemoryStore) -> None:
     """Left behind, then in a batch that was voided, then open, and trained on at last; and one that was filtered."""
     actors = Actors.begin(store).train(2)
     stale, gone = actors.scheduler.dispatch(2), actors.scheduler.dispatch(2)
@@ -65,7 +65,7 @@ def test_each_fate_of_a_dispatch(store: MemoryStore) -> None:
     assert fates(log, 10_000) == {}
 
 
-def test_what_is_in_flight_is_so_since_the_newest_batch_whatever_was_formed_again(store: MemoryStore) -> None:
+def test_in_flight_fate_names_the_newest_batch(store: MemoryStore) -> None:
     """Batch 0 is damaged, and formed last; two batches that wait are newer."""
     actors = Actors.begin(store)
     actors.ahead(3)
@@ -80,7 +80,7 @@ def test_what_is_in_flight_is_so_since_the_newest_batch_whatever_was_formed_agai
     assert fates(log, left.prompt) == {left: InFlight(2)}
 
 
-def test_every_dispatch_of_a_run_has_the_fate_that_the_state_counts(store: MemoryStore) -> None:
+def test_fates_agree_with_the_states_counts(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     actors.ahead(2)
     for turn in range(6):
@@ -123,16 +123,14 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("first", [0, 1, AT_ONCE])
-def test_a_stretch_of_a_log_is_read_from_its_first_entry_to_its_last(store: MemoryStore, first: int) -> None:
+def test_written_yields_the_whole_range_of_entries(store: MemoryStore, first: int) -> None:
     log = Actors.begin(store).train(40).learner.log
     for last in (first, first + AT_ONCE - 1, first + AT_ONCE, log.state.n):
         assert [one.entry.n for one in written(log, first, last)] == list(range(first, last + 1))
 
 
 @pytest.mark.parametrize("reason", [DiscardReason.FILTERED, DiscardReason.STALE])
-def test_a_log_is_read_as_far_as_the_last_fate_of_a_prompt(
-    store: MemoryStore, read: list[str], reason: DiscardReason
-) -> None:
+def test_fates_reads_no_further_than_the_last_fate(store: MemoryStore, read: list[str], reason: DiscardReason) -> None:
     """In vain, or trained on at its second attempt: nothing can come behind."""
     actors = Actors.begin(store)
     key = actors.scheduler.dispatch(0)
@@ -146,7 +144,7 @@ def test_a_log_is_read_as_far_as_the_last_fate_of_a_prompt(
 
 
 @pytest.mark.parametrize("prune", [True, False])
-def test_every_version_is_found(store: MemoryStore, prune: bool) -> None:
+def test_find_version_finds_every_version(store: MemoryStore, prune: bool) -> None:
     actors = Actors.begin(store)
     actors.ahead(2)
     actors.train(20, prune=prune)
@@ -158,7 +156,7 @@ def test_every_version_is_found(store: MemoryStore, prune: bool) -> None:
             find_version(log, version)
 
 
-def test_a_version_is_found_in_as_many_reads_as_the_log_has_bits(store: MemoryStore, read: list[str]) -> None:
+def test_find_version_needs_logarithmic_reads(store: MemoryStore, read: list[str]) -> None:
     Actors.begin(store).train(40)
     log = Log(Watched(store.name))
     bits = log.state.n.bit_length()
@@ -171,7 +169,7 @@ def test_a_version_is_found_in_as_many_reads_as_the_log_has_bits(store: MemorySt
         assert all(path.startswith("log/") for path in read)
 
 
-def test_a_version_behind_a_lost_entry(store: MemoryStore) -> None:
+def test_find_version_with_a_lost_entry_raises(store: MemoryStore) -> None:
     Actors.begin(store).train(9)
     log = Log(store)
     forget(store)

@@ -76,7 +76,7 @@ def train(store: MemoryStore | LocalStore, versions: int) -> tuple[Supervisor, S
     return supervisor, scheduler, learner
 
 
-def test_what_is_appended_is_read_by_all_in_one_order(store: MemoryStore) -> None:
+def test_all_readers_see_one_order_of_entries(store: MemoryStore) -> None:
     supervisor, scheduler, learner = train(store, 5)
     for log in (supervisor.log, scheduler.log, learner.log):
         log.follow()
@@ -93,7 +93,7 @@ def test_a_run_is_created_once(store: MemoryStore) -> None:
         create_run(store)
 
 
-def test_a_loser_of_a_race_reads_and_decides_again_and_its_data_is_written_once(store: MemoryStore) -> None:
+def test_lost_race_is_decided_again_and_writes_data_once(store: MemoryStore) -> None:
     create_run(store)
     supervisor = Supervisor(store)
     scheduler = Scheduler(store, supervisor.writer.claim)
@@ -108,7 +108,7 @@ def test_a_loser_of_a_race_reads_and_decides_again_and_its_data_is_written_once(
     assert Log(store).state == scheduler.log.state
 
 
-def test_a_deposed_role_learns_it_when_it_asks(store: MemoryStore) -> None:
+def test_check_raises_for_a_deposed_role(store: MemoryStore) -> None:
     create_run(store)
     supervisor = Supervisor(store).writer
     learner = Log(store).claim("learner", supervisor.claim)
@@ -121,7 +121,7 @@ def test_a_deposed_role_learns_it_when_it_asks(store: MemoryStore) -> None:
     supervisor.check()  # nobody has claimed that
 
 
-def test_a_deposed_role_appends_nothing_more(store: MemoryStore) -> None:
+def test_deposed_role_cannot_append(store: MemoryStore) -> None:
     create_run(store)
     supervisor = Supervisor(store)
     scheduler, learner = Scheduler(store, supervisor.writer.claim), Learner(store, supervisor.writer.claim)
@@ -136,7 +136,7 @@ def test_a_deposed_role_appends_nothing_more(store: MemoryStore) -> None:
     assert another.writer.valid()
 
 
-def test_a_supervisors_restart_deposes_no_healthy_role_and_lets_no_old_one_begin(store: MemoryStore) -> None:
+def test_supervisor_restart_deposes_no_healthy_role(store: MemoryStore) -> None:
     create_run(store)
     old = Supervisor(store)
     scheduler, learner = Scheduler(store, old.writer.claim), Learner(store, old.writer.claim)
@@ -192,7 +192,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Failing]:
 
 
 @pytest.mark.parametrize("fault", ["before", "after"])
-def test_an_append_whose_answer_is_lost_is_there_once(failing: Failing, fault: str) -> None:
+def test_append_with_a_lost_answer_is_stored_once(failing: Failing, fault: str) -> None:
     create_run(failing)
     supervisor = Supervisor(failing)
     scheduler, learner = Scheduler(failing, supervisor.writer.claim), Learner(failing, supervisor.writer.claim)
@@ -218,7 +218,7 @@ def test_an_append_whose_answer_is_lost_is_there_once(failing: Failing, fault: s
     assert len(entries(failing)) == 4 + 21  # the creation, three claims, eleven versions, ten batches
 
 
-def test_killed_at_any_write_a_successor_goes_on(failing: Failing) -> None:
+def test_successor_continues_after_a_kill_at_any_write(failing: Failing) -> None:
     """Whatever write was the last one: what was committed counts once, what was not, never."""
     create_run(failing)
     supervisor = Supervisor(failing)
@@ -269,7 +269,7 @@ def replayed(store: MemoryStore) -> object:
 
 
 @pytest.mark.many
-def test_many_writers_and_readers_see_one_order_and_nobody_starves(tmp_path: Path) -> None:
+def test_many_writers_and_readers_agree_and_none_starves(tmp_path: Path) -> None:
     """Two of each role and ten readers, on a folder: the roles of each pair depose each other all the time."""
     store = LocalStore(tmp_path)
     create_run(store)
@@ -350,7 +350,7 @@ def flipped(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["altered", "missing", "cut"])
-def test_damage_in_the_middle_is_read_from_the_segment(store: MemoryStore, how: str) -> None:
+def test_damaged_entry_is_read_from_its_segment(store: MemoryStore, how: str) -> None:
     train(store, 6)
     newest, path = Log(store).state, entry_path(5)
     whole = store.get(path)
@@ -367,7 +367,7 @@ def test_damage_in_the_middle_is_read_from_the_segment(store: MemoryStore, how: 
     assert log.state == newest
 
 
-def test_without_a_segment_a_missing_entry_stops_everybody(store: MemoryStore) -> None:
+def test_missing_entry_without_a_segment_stops_all_readers(store: MemoryStore) -> None:
     train(store, 6)
     for path in (*store.list("log_snapshots"), *store.list("log_segments")):
         store.delete(path)
@@ -377,7 +377,7 @@ def test_without_a_segment_a_missing_entry_stops_everybody(store: MemoryStore) -
 
 
 @pytest.mark.parametrize("how", ["altered", "cut", "forged"])
-def test_a_damaged_head_stops_everybody(store: MemoryStore, how: str) -> None:
+def test_damaged_newest_entry_stops_all_readers(store: MemoryStore, how: str) -> None:
     """Nothing vouches for the newest entry but its own seal, and the fold."""
     *_, learner = train(store, 3)
     n = learner.log.claim("supervisor", who="the last").claim
@@ -393,7 +393,7 @@ def test_a_damaged_head_stops_everybody(store: MemoryStore, how: str) -> None:
         Log(store)
 
 
-def test_two_entries_that_were_swapped_and_one_that_was_inserted_are_found(store: MemoryStore) -> None:
+def test_swapped_and_inserted_entries_are_detected(store: MemoryStore) -> None:
     train(store, 6)
     for path in (*store.list("log_snapshots"), *store.list("log_segments")):
         store.delete(path)
@@ -412,9 +412,7 @@ def test_two_entries_that_were_swapped_and_one_that_was_inserted_are_found(store
 # --- snapshots -------------------------------------------------------------------------------------------------
 
 
-def test_a_start_reads_the_newest_snapshot_and_what_follows_it(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_reads_the_newest_snapshot_and_later_entries(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     *_, learner = train(store, 12)
     newest = learner.log.state
     read: list[str] = []
@@ -426,9 +424,7 @@ def test_a_start_reads_the_newest_snapshot_and_what_follows_it(
 
 
 @pytest.mark.parametrize("how", ["altered", "another fold", "of another log", "not JSON"])
-def test_a_snapshot_that_cannot_be_trusted_is_as_good_as_none(
-    store: MemoryStore, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_snapshot_is_ignored(store: MemoryStore, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     *_, learner = train(store, 6)
     newest = learner.log.state
     for path in list(store.list("log_snapshots")):
@@ -448,7 +444,7 @@ def test_a_snapshot_that_cannot_be_trusted_is_as_good_as_none(
     assert Log(store).state == newest
 
 
-def test_a_snapshot_that_was_not_written_is_taken_by_who_starts(store: MemoryStore) -> None:
+def test_start_writes_a_missing_snapshot(store: MemoryStore) -> None:
     *_, learner = train(store, 6)
     segments = list(store.list("log_segments"))
     assert len(segments) == (learner.log.state.n + 1) // 4
@@ -459,7 +455,7 @@ def test_a_snapshot_that_was_not_written_is_taken_by_who_starts(store: MemorySto
     assert list(store.list("log_segments")) == segments
 
 
-def test_a_state_comes_back_from_a_snapshot_as_it_was(store: MemoryStore) -> None:
+def test_snapshot_restores_the_same_state(store: MemoryStore) -> None:
     _, scheduler, learner = train(store, 3)
     scheduler.log.follow()
     for _ in range(3):
@@ -480,7 +476,7 @@ def test_a_state_comes_back_from_a_snapshot_as_it_was(store: MemoryStore) -> Non
 # --- what an entry is ------------------------------------------------------------------------------------------
 
 
-def test_a_long_entry_has_its_lists_in_an_index_object(store: MemoryStore) -> None:
+def test_long_entry_moves_its_lists_to_an_index_object(store: MemoryStore) -> None:
     create_run(store)
     supervisor = Supervisor(store)
     learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
@@ -504,7 +500,7 @@ def test_a_long_entry_has_its_lists_in_an_index_object(store: MemoryStore) -> No
         Log(store)
 
 
-def test_an_entry_is_read_as_it_was_written() -> None:
+def test_entry_is_read_as_written() -> None:
     file = StoredObject("trajectories/x.arrow", 3, "ab")
     discard = Discard(GroupKey(4, 1), DiscardReason.STALE, 2, 9)
     body = BatchCommitted(3, file, 8, (Group(1, 0, 2, 3, 11),), (5, 6), (discard,), 4)
@@ -514,7 +510,7 @@ def test_an_entry_is_read_as_it_was_written() -> None:
     assert json.loads(encoded.data)["body"]["discards"] == [[[4, 1], "stale", 2, 9]]
 
 
-def test_an_entry_has_the_oldest_start_and_the_newest_token_of_a_group() -> None:
+def test_entry_has_a_groups_oldest_start_and_newest_version() -> None:
     def trajectory(sample: int, started: int, versions: tuple[int, ...]) -> Trajectory:
         chosen = tuple(version >= 0 for version in versions)
         quiet = (0.0,) * len(versions)
@@ -531,7 +527,7 @@ def test_an_entry_has_the_oldest_start_and_the_newest_token_of_a_group() -> None
     assert packed(replace(group, surplus_tokens=7)).surplus_tokens == 7
 
 
-def test_who_knows_no_role_appends_nothing(store: MemoryStore) -> None:
+def test_writer_without_the_role_cannot_append(store: MemoryStore) -> None:
     create_run(store)
     log = Log(store)
     supervisor = log.claim("supervisor")
@@ -544,14 +540,14 @@ def test_who_knows_no_role_appends_nothing(store: MemoryStore) -> None:
 # --- repair ----------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_log_needs_no_cure(store: MemoryStore) -> None:
+def test_intact_log_needs_no_repair(store: MemoryStore) -> None:
     train(store, 3)
     assert cures(store) == []
     with pytest.raises(Missing):
         cures(MemoryStore(uuid.uuid4().hex))
 
 
-def test_what_a_segment_has_is_written_again(store: MemoryStore) -> None:
+def test_repair_restores_entries_from_segments(store: MemoryStore) -> None:
     train(store, 6)
     whole = entries(store)
     store.put(entry_path(5), flipped(whole[5]))
@@ -565,7 +561,7 @@ def test_what_a_segment_has_is_written_again(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("how", ["altered", "forged"])
-def test_a_damaged_head_is_set_aside_once_a_person_agrees(store: MemoryStore, how: str) -> None:
+def test_repair_moves_a_damaged_newest_entry_away(store: MemoryStore, how: str) -> None:
     _, scheduler, learner = train(store, 3)
     scheduler.log.follow()
     before = scheduler.log.state
@@ -586,7 +582,7 @@ def test_a_damaged_head_is_set_aside_once_a_person_agrees(store: MemoryStore, ho
     assert Log(store).state.next_batch == 4
 
 
-def test_damage_that_nothing_vouches_for_has_no_cure(store: MemoryStore) -> None:
+def test_damage_without_an_intact_copy_cannot_be_repaired(store: MemoryStore) -> None:
     train(store, 6)
     for path in (*store.list("log_snapshots"), *store.list("log_segments")):
         store.delete(path)

@@ -44,7 +44,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 # --- appending ----------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_answers_reads_and_no_writes_is_not_asked_for_ever(store: Counting, pauses: list[float]) -> None:
+def test_append_gives_up_if_the_store_answers_no_writes(store: Counting, pauses: list[float]) -> None:
     """Each try has taken the store's own patience already."""
     log = claims(store, 2)
     Counting.broken["log"] = [Unreachable("no answer") for _ in range(99)]
@@ -55,7 +55,7 @@ def test_a_store_that_answers_reads_and_no_writes_is_not_asked_for_ever(store: C
     assert log.claim("supervisor").claim == 2
 
 
-def test_an_append_that_nobody_answers_waits_longer_each_time_and_ends(
+def test_unanswered_append_backs_off_and_ends(
     store: Counting, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_module, "TRIES", 11)
@@ -67,7 +67,7 @@ def test_an_append_that_nobody_answers_waits_longer_each_time_and_ends(
     assert log.state.n == 1
 
 
-def test_a_pause_is_drawn_from_its_upper_half(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_pause_is_random_in_its_upper_half(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[float, float]] = []
 
     def uniform(low: float, high: float) -> float:
@@ -81,7 +81,7 @@ def test_a_pause_is_drawn_from_its_upper_half(store: Counting, monkeypatch: pyte
     assert drawn == [(0.5, 1.0)]
 
 
-def test_after_an_entry_of_another_an_append_goes_on_at_once(store: Counting, pauses: list[float]) -> None:
+def test_append_retries_at_once_after_another_entry(store: Counting, pauses: list[float]) -> None:
     log, other = claims(store, 2), Log(store)
     for _ in range(5):
         other.claim("supervisor")
@@ -89,7 +89,7 @@ def test_after_an_entry_of_another_an_append_goes_on_at_once(store: Counting, pa
     assert pauses == []
 
 
-def test_who_is_refused_writes_nothing_and_is_not_asked_again(store: Counting, pauses: list[float]) -> None:
+def test_refused_append_writes_nothing_and_is_not_retried(store: Counting, pauses: list[float]) -> None:
     log, asked = claims(store, 2), 0
 
     def body(state: RunState, _: StoredObject | None) -> Body:
@@ -105,7 +105,7 @@ def test_who_is_refused_writes_nothing_and_is_not_asked_again(store: Counting, p
     assert Counting.writes == before
 
 
-def test_data_is_written_once_whatever_becomes_of_the_entry(store: Counting, pauses: list[float]) -> None:
+def test_data_is_written_once_over_all_tries(store: Counting, pauses: list[float]) -> None:
     """Where the view was too old, where another was first, and where nobody answered."""
     create_run(store)
     supervisor = Supervisor(store)
@@ -122,7 +122,7 @@ def test_data_is_written_once_whatever_becomes_of_the_entry(store: Counting, pau
     )
 
 
-def test_a_batch_that_is_refused_is_not_written(store: Counting) -> None:
+def test_refused_batch_is_not_written(store: Counting) -> None:
     create_run(store)
     supervisor = Supervisor(store)
     learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
@@ -134,7 +134,7 @@ def test_a_batch_that_is_refused_is_not_written(store: Counting) -> None:
     assert Counting.writes["trajectories"] == 0
 
 
-def test_a_batch_that_another_entry_was_faster_than_is_written_on_a_local_disk(tmp_path: Path) -> None:
+def test_batch_that_lost_a_race_is_kept_on_a_local_disk(tmp_path: Path) -> None:
     """There a name that is taken is seen before anything is written."""
     run = LocalStore(tmp_path)
     create_run(run)
@@ -148,7 +148,7 @@ def test_a_batch_that_another_entry_was_faster_than_is_written_on_a_local_disk(t
     assert Log(run).state.waiting[0].file.path == path
 
 
-def test_a_claim_says_who_claims(store: Counting) -> None:
+def test_claim_records_its_owner(store: Counting) -> None:
     create_run(store)
     log = Log(store)
     writer = log.claim("supervisor", who="me", cluster="ours", host="here", process=4)
@@ -164,7 +164,7 @@ def test_a_claim_says_who_claims(store: Counting) -> None:
 # --- following ----------------------------------------------------------------------------------------------------
 
 
-def test_following_returns_what_is_new_in_order(store: Counting) -> None:
+def test_follow_returns_new_entries_in_order(store: Counting) -> None:
     log, other = claims(store, 2), Log(store)
     assert other.follow() == []
     for _ in range(3):
@@ -178,9 +178,7 @@ def test_following_returns_what_is_new_in_order(store: Counting) -> None:
 
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("lost", [3, 4, 5])
-def test_a_missing_entry_is_read_from_its_segment_by_who_starts(
-    store: Counting, tmp_path: Path, local: bool, lost: int
-) -> None:
+def test_start_reads_a_missing_entry_from_its_segment(store: Counting, tmp_path: Path, local: bool, lost: int) -> None:
     run = LocalStore(tmp_path) if local else store
     newest = claims(run, 10).state
     for path in list(run.list("log_snapshots")):
@@ -195,7 +193,7 @@ def test_a_missing_entry_is_read_from_its_segment_by_who_starts(
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_what_stands_behind_a_hole_is_found_and_named(store: Counting, tmp_path: Path, local: bool) -> None:
+def test_entry_after_a_gap_is_found_and_named(store: Counting, tmp_path: Path, local: bool) -> None:
     run = LocalStore(tmp_path) if local else store
     claims(run, 10)
     for path in [*run.list("log_snapshots"), entry_path(8)]:
@@ -208,9 +206,7 @@ def test_what_stands_behind_a_hole_is_found_and_named(store: Counting, tmp_path:
     assert Log(run).state.n == 7
 
 
-def test_who_starts_while_others_append_reads_what_they_append(
-    store: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_reads_entries_appended_meanwhile(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     other, listed = claims(store, 1), Counting.list
 
     def busy(self: Counting, prefix: str = "", after: str = "") -> Iterator[str]:
@@ -224,7 +220,7 @@ def test_who_starts_while_others_append_reads_what_they_append(
     assert other.state.n == 2  # and no segment has any of them
 
 
-def test_the_only_entry_is_read_and_the_newest_one_must_stay(store: Counting) -> None:
+def test_missing_only_entry_is_corrupt(store: Counting) -> None:
     create_run(store)
     log = Log(store)
     assert log.state.n == 0
@@ -233,9 +229,7 @@ def test_the_only_entry_is_read_and_the_newest_one_must_stay(store: Counting) ->
         log.read(0)
 
 
-def test_a_local_log_is_looked_at_behind_its_end_as_far_as_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_log_is_probed_beyond_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert log_module.AHEAD == 256
     monkeypatch.setattr(log_module, "AHEAD", 4)
     run = LocalStore(tmp_path)
@@ -248,7 +242,7 @@ def test_a_local_log_is_looked_at_behind_its_end_as_far_as_it_says(
 
 
 @pytest.mark.parametrize("where", ["folder", "memory"])
-def test_who_starts_has_read_all_however_little_follows_a_snapshot(where: str, store: Counting, tmp_path: Path) -> None:
+def test_start_reads_all_entries_after_a_snapshot(where: str, store: Counting, tmp_path: Path) -> None:
     run: ObjectStore = LocalStore(tmp_path) if where == "folder" else store
     create_run(run)
     for count in range(1, 8):
@@ -259,7 +253,7 @@ def test_who_starts_has_read_all_however_little_follows_a_snapshot(where: str, s
 
 
 @pytest.mark.parametrize("kind", [MemoryStore, LocalStore])
-def test_after_a_lost_race_only_the_entry_is_tried_again(
+def test_lost_race_retries_only_the_entry(
     kind: type[MemoryStore] | type[LocalStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another entry came once the data was written, which stays."""
@@ -297,9 +291,7 @@ class Answerless(MemoryStore):
         raise Unreachable("no answer")
 
 
-def test_an_entry_that_is_found_at_the_last_try_was_appended(
-    monkeypatch: pytest.MonkeyPatch, pauses: list[float]
-) -> None:
+def test_entry_found_at_the_last_try_counts_as_appended(monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> None:
     monkeypatch.setattr(Answerless, "asked", 0)
     store = MemoryStore(uuid.uuid4().hex)
     create_run(store)
@@ -320,22 +312,20 @@ class Late(LocalStore):
         return super().get(path)
 
 
-def test_an_entry_that_is_written_while_its_neighbours_are_read_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entry_written_during_a_start_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Late, "asked", 0)
     claims(LocalStore(tmp_path), 7)
     assert (Log(Late(tmp_path)).state.n, Late.asked) == (6, 2)
 
 
-def test_where_a_log_is_listed_an_entry_behind_its_end_is_seen_however_far_it_is(store: Counting) -> None:
+def test_listed_log_sees_any_entry_beyond_its_end(store: Counting) -> None:
     claims(store, 3)
     store.put(entry_path(2 + 2 * log_module.AHEAD), b"far")
     with pytest.raises(Corrupt, match=r"0000000003.json is missing, log/0000000514.json is there"):
         Log(store)
 
 
-def test_an_entry_that_was_altered_and_one_that_is_not_of_its_segment_are_not_healed(store: Counting) -> None:
+def test_entry_with_a_wrong_segment_is_not_repaired(store: Counting) -> None:
     log = claims(store, 10)
     store.put(entry_path(5), store.get(entry_path(5))[:-1])
     whole = log.read(5)

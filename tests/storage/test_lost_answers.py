@@ -47,7 +47,7 @@ class Late(MemoryStore):
             super().create(*self.late.pop())
 
 
-def test_an_append_that_another_thread_has_read_is_known_to_who_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_read_by_another_thread_returns_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Late()
     begin(store, 1.0)
     train(store, 1)
@@ -67,7 +67,7 @@ def test_an_append_that_another_thread_has_read_is_known_to_who_made_it(monkeypa
     assert [one.entry for one in log.state.waiting.values()] == [entry.n]
 
 
-def test_what_a_disk_may_not_have_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsynced_entry_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader's look at an entry proves nothing of its disk."""
     store = LocalStore(tmp_path / "store")
     create_run(store)
@@ -95,7 +95,7 @@ def test_what_a_disk_may_not_have_is_synced_before_it_counts(tmp_path: Path, mon
     assert "log" in synced
 
 
-def test_what_is_synced_is_for_each_process_to_find_out(tmp_path: Path) -> None:
+def test_synced_folders_are_not_pickled(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     store.create("a/b", b"x")
     sent = pickle.loads(pickle.dumps(store))  # noqa: S301 - as Ray hands it on
@@ -103,7 +103,7 @@ def test_what_is_synced_is_for_each_process_to_find_out(tmp_path: Path) -> None:
     assert (bool(store._synced), sent._synced) == (True, set())
 
 
-def test_an_entry_whose_index_is_gone_is_named_though_a_segment_has_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_with_a_missing_index_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries_module, "LARGEST", 600)
     store = MemoryStore(uuid.uuid4().hex)
     Actors.begin(store).train(30)

@@ -97,9 +97,7 @@ def answered(told: Connection) -> bool:
 
 
 @pytest.mark.long
-def test_processes_that_ask_at_once_fetch_once(
-    cache: Path, processes: list[multiprocessing.process.BaseProcess]
-) -> None:
+def test_concurrent_processes_fetch_once(cache: Path, processes: list[multiprocessing.process.BaseProcess]) -> None:
     told = [start(processes, holder, cache, "1") for _ in range(4)]
     assert all(map(answered, told))
     assert fills(cache) == 1
@@ -107,9 +105,7 @@ def test_processes_that_ask_at_once_fetch_once(
 
 
 @pytest.mark.long
-def test_what_a_killed_process_fetched_by_half_is_never_used(
-    cache: Path, processes: list[multiprocessing.process.BaseProcess]
-) -> None:
+def test_half_fetched_folder_is_never_used(cache: Path, processes: list[multiprocessing.process.BaseProcess]) -> None:
     assert answered(start(processes, half_filler, cache, "s3://one"))
     waiting = start(processes, holder, cache, "1")
     assert not waiting.poll(1.0), "it waits for the one that fetches"
@@ -118,7 +114,7 @@ def test_what_a_killed_process_fetched_by_half_is_never_used(
     assert names(cache) == {"1"}
 
 
-def test_what_a_killed_process_fetched_by_half_goes_with_the_next_fetch_of_any_run(
+def test_half_fetched_folder_is_removed_by_the_next_fetch(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
     """Its own run may have ended: nobody would fetch for that one again."""
@@ -132,7 +128,7 @@ def test_what_a_killed_process_fetched_by_half_goes_with_the_next_fetch_of_any_r
     assert (left[0] / HALVES[0]).exists()
 
 
-def test_what_a_living_process_holds_stays_and_the_rest_is_bounded(
+def test_held_folders_stay_and_others_are_limited(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
     assert answered(start(processes, holder, cache, "old"))
@@ -152,7 +148,7 @@ def test_what_a_living_process_holds_stays_and_the_rest_is_bounded(
     assert whole(kept.folder)
 
 
-def test_more_may_be_held_than_are_kept(cache: Path) -> None:
+def test_more_folders_may_be_held_than_kept(cache: Path) -> None:
     held = [hold(cache, str(number)) for number in range(KEPT + 3)]
     assert all(whole(one.folder) for one in held)
     held.clear()
@@ -160,7 +156,7 @@ def test_more_may_be_held_than_are_kept(cache: Path) -> None:
     assert len(names(cache)) == KEPT
 
 
-def test_what_cannot_be_fetched_leaves_nothing(cache: Path) -> None:
+def test_failed_fetch_leaves_nothing(cache: Path) -> None:
     def wrong(folder: Path) -> None:
         (folder / "first").write_text("wrong")
         raise Corrupt("its bytes are not those that were committed")
@@ -171,7 +167,7 @@ def test_what_cannot_be_fetched_leaves_nothing(cache: Path) -> None:
     assert whole(hold(cache).folder)
 
 
-def test_a_disk_without_room_for_all_that_is_kept_takes_what_is_needed(cache: Path) -> None:
+def test_full_disk_drops_kept_folders_for_a_new_one(cache: Path) -> None:
     """What nobody holds goes before a fetch fails for want of room; what is held stays."""
     held = hold(cache, "held")
     hold(cache, "unused")
@@ -190,14 +186,14 @@ def test_a_disk_without_room_for_all_that_is_kept_takes_what_is_needed(cache: Pa
     assert whole(second.folder)
 
 
-def test_a_folder_that_is_not_whole_is_made_anew_whoever_holds_it(cache: Path) -> None:
+def test_incomplete_folder_is_filled_again_even_if_held(cache: Path) -> None:
     held = hold(cache)
     (held.folder / "second").unlink()
     assert whole(hold(cache).folder)
     assert fills(cache) == 2
 
 
-def test_what_was_there_before_the_node_started_last_is_not_used(
+def test_folder_from_before_the_last_boot_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it was synced."""
@@ -208,7 +204,7 @@ def test_what_was_there_before_the_node_started_last_is_not_used(
     assert fills(cache) == 2
 
 
-def test_others_wait_as_long_as_who_fetches_may_wait_for_storage(
+def test_waiters_wait_as_long_as_the_fetch_may_take(
     cache: Path, processes: list[multiprocessing.process.BaseProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_of_a_node, "WAIT_SECONDS", 0.0)
@@ -223,11 +219,11 @@ def test_others_wait_as_long_as_who_fetches_may_wait_for_storage(
         assert whole(waiting.result(timeout=HANG_SECONDS).folder)
 
 
-def test_stores_do_not_mix(cache: Path) -> None:
+def test_stores_have_separate_folders(cache: Path) -> None:
     assert hold(cache, store="s3://one").folder != hold(cache, store="s3://two").folder
 
 
-def test_no_path_travels_with_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_context_pickles_without_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "there"))
     packed = pickle.dumps(RunContext("s3://bucket/runs/one", tmp_path / "here"))
     assert str(tmp_path).encode() not in packed
@@ -236,7 +232,7 @@ def test_no_path_travels_with_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert arrived.cache.is_relative_to(tmp_path / "there")
 
 
-def test_each_node_finds_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_node_has_its_own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("ROLLFLOW_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -88,7 +88,7 @@ def forge(run: Path, n: int, change: Callable[[Any], None]) -> None:
         (run / entry_path(following)).write_bytes(data)
 
 
-def test_it_is_short_and_knows_nothing_of_rollflow() -> None:
+def test_own_reader_is_short_and_imports_no_rollflow() -> None:
     source = Path(own_reader.__file__).read_text()
     nodes = list(ast.walk(ast.parse(source)))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -97,7 +97,7 @@ def test_it_is_short_and_knows_nothing_of_rollflow() -> None:
     assert len(source.splitlines()) <= 60
 
 
-def test_a_run_that_went_well_has_no_violation(run: Path) -> None:
+def test_good_run_has_no_violation(run: Path) -> None:
     assert violations(run) == []
     assert list((run / "log_index").iterdir())
     assert numbers(run, "batch-voided")
@@ -106,20 +106,20 @@ def test_a_run_that_went_well_has_no_violation(run: Path) -> None:
 # --- faults: of the log -------------------------------------------------------------------------------------------
 
 
-def test_alpha_that_was_altered_in_the_config_is_found(run: Path) -> None:
+def test_alpha_altered_in_the_config_is_found(run: Path) -> None:
     path = run / entry_path(0)
     path.write_bytes(path.read_bytes().replace(b'"async_ratio":2.5', b'"async_ratio":9.5'))
     assert violations(run) == ["0: it was altered", "1: it does not follow"]
 
 
-def test_alpha_that_was_altered_and_sealed_again_is_found(run: Path) -> None:
+def test_alpha_altered_and_resealed_is_found(run: Path) -> None:
     one = tree(run, 0)
     one["body"]["config"]["async_ratio"] = 9.5
     (run / entry_path(0)).write_bytes(sealed(one))
     assert violations(run) == ["1: it does not follow"]
 
 
-def test_a_run_that_is_said_to_be_of_another_alpha_is_found_by_what_it_trained_on(run: Path) -> None:
+def test_wrong_alpha_is_found_by_the_trained_groups(run: Path) -> None:
     """With a chain that fits: some batch was started earlier than no asynchrony allows."""
     forge(run, 0, lambda body: body["config"].update(async_ratio=0))
     found = violations(run)
@@ -132,7 +132,7 @@ def test_a_missing_entry_is_found(run: Path) -> None:
     assert violations(run)[0] == "5: it does not follow"
 
 
-def test_entries_that_were_swapped_are_found(run: Path) -> None:
+def test_swapped_entries_are_found(run: Path) -> None:
     one, other = run / entry_path(5), run / entry_path(6)
     swapped = other.read_bytes(), one.read_bytes()
     one.write_bytes(swapped[0])
@@ -140,7 +140,7 @@ def test_entries_that_were_swapped_are_found(run: Path) -> None:
     assert {"5: it does not follow", "6: it does not follow"} <= set(violations(run))
 
 
-def test_an_entry_that_was_inserted_is_found(run: Path) -> None:
+def test_inserted_entry_is_found(run: Path) -> None:
     newest = len(list((run / "log").iterdir())) - 1
     for n in reversed(range(5, newest + 1)):
         (run / entry_path(n)).rename(run / entry_path(n + 1))
@@ -148,13 +148,13 @@ def test_an_entry_that_was_inserted_is_found(run: Path) -> None:
     assert "5: it does not follow" in violations(run)
 
 
-def test_a_newest_entry_that_was_altered_is_found(run: Path) -> None:
+def test_altered_newest_entry_is_found(run: Path) -> None:
     path = run / entry_path(len(list((run / "log").iterdir())) - 1)
     path.write_bytes(path.read_bytes().replace(b'"role":"', b'"role":"x'))
     assert len(violations(run)) == 1
 
 
-def test_an_index_that_was_altered_is_found(run: Path) -> None:
+def test_altered_index_is_found(run: Path) -> None:
     path = next((run / "log_index").iterdir())
     path.write_bytes(path.read_bytes() + b" ")
     (found,) = violations(run)
@@ -195,7 +195,7 @@ def test_a_group_in_two_batches_is_found(run: Path) -> None:
     assert any(why.endswith(f"prompt {prompt} is trained on again") for why in found)
 
 
-def test_a_prompt_that_is_trained_on_again_under_another_attempt_is_found(run: Path) -> None:
+def test_prompt_trained_on_in_two_attempts_is_found(run: Path) -> None:
     first, second = numbers(run, "batch-committed")[:2]
     (prompt, attempt, *_), *_ = tree(run, first)["body"]["groups"]
     forge(run, second, lambda body: body["groups"].__setitem__(0, [prompt, attempt + 1, 1, 1, 7]))
@@ -210,33 +210,33 @@ def test_a_dispatch_with_two_fates_is_found(run: Path) -> None:
     assert f"{n}: (0, 0) is in a batch, and was stale" in violations(run)
 
 
-def test_a_prompt_that_was_issued_twice_is_found(run: Path) -> None:
+def test_prompt_issued_twice_is_found(run: Path) -> None:
     first, second = numbers(run, "batch-committed")[:2]
     prompt = tree(run, first)["body"]["issued"][0]
     forge(run, second, lambda body: body["issued"].append(prompt))
     assert f"{second}: ({prompt}, 0) is open, and was in a batch" in violations(run)
 
 
-def test_a_void_of_what_was_trained_on_is_found(run: Path) -> None:
+def test_void_of_a_trained_batch_is_found(run: Path) -> None:
     (n,) = numbers(run, "batch-voided")
     forge(run, n, lambda body: body.update(number=1))
     assert violations(run)
 
 
-def test_a_version_that_was_trained_on_another_batch_is_found(run: Path) -> None:
+def test_version_trained_on_another_batch_is_found(run: Path) -> None:
     n = numbers(run, "version-published")[2]
     other = numbers(run, "batch-committed")[0]
     forge(run, n, lambda body: body.update(batch_entry=other))
     assert violations(run) == [f"{n}: not of the batch before"]
 
 
-def test_a_version_that_was_trained_on_nothing_is_found(run: Path) -> None:
+def test_version_without_a_batch_is_found(run: Path) -> None:
     n = numbers(run, "version-published")[2]
     forge(run, n, lambda body: body.update(batch_entry=None))
     assert violations(run) == [f"{n}: not of the batch before"]
 
 
-def test_a_version_that_was_passed_over_is_found(run: Path) -> None:
+def test_skipped_version_is_found(run: Path) -> None:
     n = numbers(run, "version-published")[-1]
     forge(run, n, lambda body: body.update(number=body["number"] + 1))
     assert f"{n}: not of the batch before" in violations(run)
@@ -255,7 +255,7 @@ def with_rows(run: Path, change: Callable[[TrajectoryBatch], TrajectoryBatch]) -
     return int(tree(run, n)["body"]["number"])
 
 
-def test_one_sample_that_is_older_than_its_group_says_is_found(run: Path) -> None:
+def test_sample_older_than_its_group_is_found(run: Path) -> None:
     def older(batch: TrajectoryBatch) -> TrajectoryBatch:
         first, *others = batch.groups()
         *fresh, last = first.trajectories
@@ -267,19 +267,19 @@ def test_one_sample_that_is_older_than_its_group_says_is_found(run: Path) -> Non
     assert violations(run) == [f"batch {number}: a row is stale"]
 
 
-def test_a_group_with_fewer_samples_than_it_should_have_is_found(run: Path) -> None:
+def test_group_with_too_few_samples_is_found(run: Path) -> None:
     number = with_rows(run, lambda batch: TrajectoryBatch(batch.table.slice(1)))
     assert violations(run) == [f"batch {number}: its rows are not those of its groups"]
 
 
-def test_a_batch_file_that_was_altered_is_found(run: Path) -> None:
+def test_altered_batch_file_is_found(run: Path) -> None:
     n = numbers(run, "batch-committed")[-1]
     path = run / tree(run, n)["body"]["file"]["path"]
     path.write_bytes(path.read_bytes()[:-1])
     assert violations(run) == [f"batch {tree(run, n)['body']['number']}: it is not the file that was committed"]
 
 
-def test_batches_that_are_no_arrow_files_are_proved_by_their_groups(tmp_path: Path) -> None:
+def test_batches_of_another_format_are_checked_by_groups(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     create_run(store, ALPHA)
     supervisor = Supervisor(store)

@@ -24,7 +24,7 @@ from tests.support.log_runs import of_kind
 from tests.support.together import together
 
 
-def test_one_learner_wins(run: ObjectStore) -> None:
+def test_one_of_two_learners_publishes(run: ObjectStore) -> None:
     """Two learners race for every version: exactly one publishes it, and its own objects are the ones named."""
     batches, scheduler = ready(run)
     for version in range(1, 21):
@@ -49,7 +49,7 @@ def test_one_learner_wins(run: ObjectStore) -> None:
         assert waited.number == version - 1
 
 
-def test_a_version_is_found_as_it_was_published(run: ObjectStore) -> None:
+def test_version_is_found_as_published(run: ObjectStore) -> None:
     begin(run)
     policies, writer = train(run, 3)
     other = PolicyStore(Log(run))
@@ -66,7 +66,7 @@ def test_a_version_is_found_as_it_was_published(run: ObjectStore) -> None:
             other.find(version)
 
 
-def test_all_versions_since_one_are_told_in_order(run: ObjectStore) -> None:
+def test_since_yields_versions_in_order(run: ObjectStore) -> None:
     begin(run)
     policies, _ = train(run, 4)
     for first in range(6):
@@ -74,7 +74,7 @@ def test_all_versions_since_one_are_told_in_order(run: ObjectStore) -> None:
     assert list(policies.since(2)) == [policies.find(2), policies.find(3)]
 
 
-def test_a_version_that_was_published_meanwhile_is_found_and_told(run: ObjectStore) -> None:
+def test_version_published_meanwhile_is_found(run: ObjectStore) -> None:
     begin(run)
     train(run, 1)
     early, late = PolicyStore(Log(run)), PolicyStore(Log(run))
@@ -83,7 +83,7 @@ def test_a_version_that_was_published_meanwhile_is_found_and_told(run: ObjectSto
     assert late.find(1).number == 1
 
 
-def test_a_version_of_a_batch_that_was_voided_meanwhile_is_refused(run: ObjectStore) -> None:
+def test_version_of_a_voided_batch_is_refused(run: ObjectStore) -> None:
     batches, writer = ready(run)
     batches.commit(writer, staged())
     policies, learner = learning(run)
@@ -124,7 +124,7 @@ RULES = st.fixed_dictionaries(
 @pytest.mark.long
 @given(RULES, st.integers(1, 20))
 @settings(deadline=None, max_examples=50)
-def test_exactly_what_is_needed_stays(rules: dict[str, int], versions: int) -> None:
+def test_prune_keeps_exactly_the_needed_objects(rules: dict[str, int], versions: int) -> None:
     """After every version: no more, and no less."""
     run = MemoryStore(uuid.uuid4().hex)
     begin(run, **rules)
@@ -147,7 +147,7 @@ def test_retention_by_hand(run: ObjectStore) -> None:
     assert all(policies.find(version).number == version for version in range(11))
 
 
-def test_what_goes_is_named_before_it_goes(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_appends_its_entry_before_deleting(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(memory, keep_last=1, keep_every=100)
     policies, writer = train(memory, 4)
     named: list[bool] = []
@@ -163,7 +163,7 @@ def test_what_goes_is_named_before_it_goes(memory: MemoryStore, monkeypatch: pyt
     assert len(of_kind(memory, Pruned)) == 1
 
 
-def test_what_an_evaluation_still_needs_is_not_pruned(memory: MemoryStore) -> None:
+def test_version_in_evaluation_is_not_pruned(memory: MemoryStore) -> None:
     """Whoever learns next must wait as well."""
     begin(memory, keep_last=2, keep_every=100)
     train(memory, 8)
@@ -178,7 +178,7 @@ def test_what_an_evaluation_still_needs_is_not_pruned(memory: MemoryStore) -> No
     assert present(policies)["weights"] == {0, 5, 6, 7}
 
 
-def test_what_waited_for_an_evaluation_goes_at_the_end_of_the_run(run: ObjectStore) -> None:
+def test_evaluated_version_is_pruned_at_the_runs_end(run: ObjectStore) -> None:
     """The learner has ended by then: its supervisor prunes."""
     begin(run, keep_last=1, keep_every=100)
     policies, learner = train(run, 6)
@@ -194,7 +194,7 @@ def test_what_waited_for_an_evaluation_goes_at_the_end_of_the_run(run: ObjectSto
     assert orphans(run, now=store_clock(run) + 1e9) == []
 
 
-def test_each_version_that_waits_is_asked_for_once(memory: MemoryStore) -> None:
+def test_in_use_is_called_once_per_version(memory: MemoryStore) -> None:
     """Each question is requests of the store, and the learner waits for the answers."""
     begin(memory, keep_last=1, keep_every=100)
     _, writer = train(memory, 8)
@@ -210,7 +210,7 @@ def test_each_version_that_waits_is_asked_for_once(memory: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"rotten", None], ids=["damaged", "missing"])
-def test_an_entry_that_cannot_be_read_holds_up_no_other_version(memory: MemoryStore, damage: bytes | None) -> None:
+def test_unreadable_entry_does_not_block_other_prunings(memory: MemoryStore, damage: bytes | None) -> None:
     """Its own objects stay until it can be read again."""
     begin(memory, keep_last=1, keep_every=100)
     policies, writer = train(memory, 8)
@@ -229,7 +229,7 @@ def test_an_entry_that_cannot_be_read_holds_up_no_other_version(memory: MemorySt
     assert present(policies) == required(policies.retention, 7)
 
 
-def test_a_deposed_learner_prunes_nothing(run: ObjectStore) -> None:
+def test_deposed_learner_prunes_nothing(run: ObjectStore) -> None:
     begin(run, keep_last=1, keep_every=100)
     policies, writer = train(run, 4)
     learning(run)
@@ -238,7 +238,7 @@ def test_a_deposed_learner_prunes_nothing(run: ObjectStore) -> None:
     assert present(policies)["weights"] == {0, 1, 2, 3}
 
 
-def test_weights_are_local_files(run: ObjectStore, tmp_path: Path) -> None:
+def test_weights_folder_has_local_files(run: ObjectStore, tmp_path: Path) -> None:
     begin(run)
     policies, writer = train(run, 1)
     version = policies.find(0)
@@ -251,7 +251,7 @@ def test_weights_are_local_files(run: ObjectStore, tmp_path: Path) -> None:
         policies.check_kept(version)
 
 
-def test_a_cache_of_fetched_weights_stays_small(memory: MemoryStore, tmp_path: Path) -> None:
+def test_cache_of_fetched_weights_stays_small(memory: MemoryStore, tmp_path: Path) -> None:
     begin(memory)
     policies, _ = train(memory, 8)
     for version in range(8):

@@ -78,7 +78,7 @@ def test_the_rich_run_is_rich(rich: Rich) -> None:
         decided(rich.state, entry)
 
 
-def test_a_supervisor_may_prune_as_a_learner_does(rich: Rich) -> None:
+def test_supervisor_may_prune(rich: Rich) -> None:
     _, _, body = rich.entry("pruned")
     assert not rich.model.why_not("supervisor", rich.newest, body)
     assert decided(rich.state, ("supervisor", rich.newest, body)).releasable == []
@@ -242,7 +242,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_is_refused_changes_nothing(rich: Rich, name: str) -> None:
+def test_refused_entry_changes_nothing(rich: Rich, name: str) -> None:
     change, why = REFUSALS[name]
     role, claim, body = change(rich)
     before = snapshots.to_bytes(rich.state)
@@ -252,7 +252,7 @@ def test_what_is_refused_changes_nothing(rich: Rich, name: str) -> None:
     assert rich.model.why_not(role, claim, body)
 
 
-def test_a_refusal_says_what_its_catcher_does(rich: Rich) -> None:
+def test_refusal_has_the_type_for_its_catcher(rich: Rich) -> None:
     """A deposed role stops, a group that is too old is issued again, and anything else is an error."""
     kinds = {name: type(refused(rich, change)) for name, (change, _) in REFUSALS.items()}
     assert {name for name, kind in kinds.items() if kind is TooOld} == {"a group that is too old"}
@@ -281,7 +281,7 @@ def refused(rich: Rich, change: Change) -> Refused:
         ({"claim": 1}, "a claim must name itself"),
     ],
 )
-def test_an_entry_must_stand_where_it_stands(rich: Rich, change: dict[str, Any], why: str) -> None:
+def test_misplaced_entry_is_refused(rich: Rich, change: dict[str, Any], why: str) -> None:
     state = rich.state
     _, claim, body = rich.entry("claimed")
     entry = Entry(state.n + 1, state.sha256, "id", "supervisor", claim, 6, 9, 0.0, BODY.validate_python(body))
@@ -302,7 +302,7 @@ def created(config: dict[str, Any], sources: int = 1) -> RunState:
     return decide(RunState(), 0, "creator", 0, RunCreated("test", config, "", sources))
 
 
-def test_a_log_begins_with_the_creation_of_a_run_that_has_prompts() -> None:
+def test_log_begins_with_a_creation_with_sources() -> None:
     with pytest.raises(Refused, match="the first entry of a log is the run's creation"):
         decided(RunState(), ("supervisor", 0, {"kind": "claimed"}))
     with pytest.raises(Refused, match="a run needs prompt sources"):
@@ -314,18 +314,18 @@ def test_a_log_begins_with_the_creation_of_a_run_that_has_prompts() -> None:
 
 @pytest.mark.parametrize("role", ["scheduler", "learner"])
 @pytest.mark.parametrize("under", [None, -1, 0])
-def test_without_a_supervisor_nobody_is_there_to_claim_under(role: Role, under: int | None) -> None:
+def test_role_cannot_be_claimed_without_a_supervisor(role: Role, under: int | None) -> None:
     with pytest.raises(Deposed, match="newest supervisor: none"):
         decided(created(CREATION), (role, 1, {"kind": "claimed", "under": under}))
 
 
-def test_a_role_that_nobody_claimed_appends_nothing() -> None:
+def test_unclaimed_role_cannot_append() -> None:
     for claim in (-1, 0):
         with pytest.raises(Deposed):
             decided(created(CREATION), ("learner", claim, {"kind": "pruned", "objects": []}))
 
 
-def test_version_0_is_trained_on_nothing_and_version_1_on_a_batch(rich: Rich) -> None:
+def test_version_0_has_no_batch_and_version_1_has_one(rich: Rich) -> None:
     weights = [{"path": "w", "size": 1, "sha256": "0"}]
     state = created(CREATION)
     state = decided(state, ("supervisor", 1, {"kind": "claimed"}))
@@ -350,9 +350,7 @@ def test_version_0_is_trained_on_nothing_and_version_1_on_a_batch(rich: Rich) ->
     [(0, {}, (5, 10, 1)), (0.5, {"keep_last": 1}, (1, 10, 1)), (2.5, {"keep_last": 2, "keep_every": 3}, (3, 3, 1)),
      (2, {"keep_last": 4, "state_every": 7, "uri": "memory://x"}, (4, 10, 7)), (6, {}, (7, 10, 1))],
 )  # fmt: skip
-def test_retention_is_what_the_config_says_and_never_less_than_alpha_needs(
-    alpha: float, store: dict[str, Any], window: tuple[int, int, int]
-) -> None:
+def test_retention_follows_config_and_alpha(alpha: float, store: dict[str, Any], window: tuple[int, int, int]) -> None:
     kept = created({"async_ratio": alpha, "group_size": 1, "store": store}).retention
     assert (kept.keep_last, kept.keep_every, kept.state_every) == window
     assert created({"async_ratio": 1, "group_size": 1}).retention == Retention()
@@ -362,7 +360,7 @@ def test_retention_is_what_the_config_says_and_never_less_than_alpha_needs(
     (0, 0, True), (0, 1, False), (0.5, 0, True), (0.5, 1, False), (1, 1, True), (1, 2, False),
     (2.5, 2, True), (2.5, 3, False),
 ])  # fmt: skip
-def test_a_group_is_as_old_as_alpha_allows_and_no_older(alpha: float, ahead: int, taken: bool) -> None:
+def test_group_older_than_alpha_is_refused(alpha: float, ahead: int, taken: bool) -> None:
     """Version 0 is the newest one: batch `ahead` is so many versions behind what it trains."""
     store = MemoryStore(uuid.uuid4().hex)
     create_run(store, 9, keep_last=1)
@@ -385,7 +383,7 @@ def test_a_group_is_as_old_as_alpha_allows_and_no_older(alpha: float, ahead: int
             decided(state, entry)
 
 
-def test_a_group_of_before_the_first_version_is_refused_however_large_alpha_is() -> None:
+def test_group_from_before_version_0_is_refused() -> None:
     store = MemoryStore(uuid.uuid4().hex)
     create_run(store, 9)
     supervisor = Supervisor(store)

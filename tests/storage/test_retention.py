@@ -24,7 +24,7 @@ def bases(rules: Retention, latest: int) -> set[int]:
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_what_is_needed_is_what_is_kept_and_what_that_is_trained_again_from(rules: Retention) -> None:
+def test_needed_objects_are_kept_versions_and_their_bases(rules: Retention) -> None:
     for latest in range(LONG):
         versions = range(latest + 1)
         states = bases(rules, latest) | {0, latest}
@@ -34,12 +34,12 @@ def test_what_is_needed_is_what_is_kept_and_what_that_is_trained_again_from(rule
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_every_so_many_versions_store_their_state(rules: Retention) -> None:
+def test_every_kth_version_stores_its_state(rules: Retention) -> None:
     assert [v for v in range(LONG) if rules.stores_state(v)] == list(range(0, LONG, rules.state_every))
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_everything_is_released_once_within_the_window_or_never(rules: Retention) -> None:
+def test_object_is_released_within_the_window_or_never(rules: Retention) -> None:
     needed = [
         {(v, kind) for v in range(latest + 1) for kind in KINDS if rules.needed(kind, v, latest)}
         for latest in range(LONG)
@@ -52,7 +52,7 @@ def test_everything_is_released_once_within_the_window_or_never(rules: Retention
         gone |= released
 
 
-def test_by_default_five_versions_stay_and_every_tenth_and_every_state_is_stored() -> None:
+def test_default_retention_by_hand() -> None:
     assert Retention() == Retention(keep_last=5, keep_every=10, state_every=1)
     assert [v for v in range(31) if Retention().needed("weights", v, 30)] == [0, 9, 10, 19, 20, 25, 26, 27, 28, 29, 30]
     assert [v for v in range(31) if Retention().needed("state", v, 30)] == [0, 9, 19, 25, 26, 27, 28, 29, 30]

@@ -32,7 +32,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
     return Counting(uuid.uuid4().hex)
 
 
-def test_the_newest_snapshots_and_every_segment_are_there_and_verbatim(store: Counting) -> None:
+def test_newest_snapshots_and_all_segments_exist(store: Counting) -> None:
     log = claims(store, 22)
     assert (snapshots.KEPT, len(entries(store))) == (3, 22)
     hashes = [log.read(n).sha256 for n in (11, 15, 19)]  # type: ignore[union-attr]
@@ -45,9 +45,7 @@ def test_the_newest_snapshots_and_every_segment_are_there_and_verbatim(store: Co
         snapshots.from_segment(store, 20)
 
 
-def test_a_snapshot_is_taken_beside_the_append_by_a_thread_that_holds_up_no_exit(
-    store: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snapshot_is_written_by_a_daemon_thread(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, bool, RunState]] = []
 
     def seal(log: Log, state: RunState) -> None:
@@ -60,9 +58,7 @@ def test_a_snapshot_is_taken_beside_the_append_by_a_thread_that_holds_up_no_exit
     assert [state.n for _, _, state in seen] == [3, 7]
 
 
-def test_who_settles_waits_for_every_snapshot_that_is_under_way(
-    store: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settle_waits_for_all_pending_snapshots(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two is the slower one."""
     done: list[int] = []
     gate = threading.Event()
@@ -81,7 +77,7 @@ def test_who_settles_waits_for_every_snapshot_that_is_under_way(
     assert sorted(done) == [3, 7]
 
 
-def test_a_segment_that_is_there_stays_as_it_is(store: Counting) -> None:
+def test_existing_segment_is_not_rewritten(store: Counting) -> None:
     claims(store, 9)
     store.put(snapshots.segment_path(0), b"first")
     snapshots.keep_segments(store, 3)
@@ -90,9 +86,7 @@ def test_a_segment_that_is_there_stays_as_it_is(store: Counting) -> None:
         snapshots.from_segment(store, 2)
 
 
-def test_a_segment_that_was_not_written_is_written_with_the_next_one(
-    store: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_segment_is_written_with_the_next_one(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     """But where one of its entries is lost: that holds up no other."""
     monkeypatch.setitem(Counting.broken, "log_segments", [StoreFailed("full") for _ in range(3)])
     log = claims(store, 9)
@@ -105,7 +99,7 @@ def test_a_segment_that_was_not_written_is_written_with_the_next_one(
     assert snapshots.from_segment(store, 5) == store.get(entry_path(5))
 
 
-def test_without_room_for_a_snapshot_the_run_goes_on(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_for_a_snapshot_does_not_stop_the_run(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("log_snapshots", "log_segments"):
         monkeypatch.setitem(Counting.broken, folder, [StoreFailed("full") for _ in range(9)])
     log = claims(store, 10)
@@ -113,7 +107,7 @@ def test_without_room_for_a_snapshot_the_run_goes_on(store: Counting, monkeypatc
     assert Log(store).state == log.state
 
 
-def test_a_snapshot_of_another_fold_is_not_read(store: Counting) -> None:
+def test_snapshot_of_another_fold_is_ignored(store: Counting) -> None:
     claims(store, 6)
     (newest,) = store.list("log_snapshots")
     tree = opened(store.get(newest))
@@ -127,7 +121,7 @@ def test_a_snapshot_of_another_fold_is_not_read(store: Counting) -> None:
 @pytest.mark.parametrize(
     "junk", [b"", b"7", b"null", b'"text"', b"[]", b"{}", sealed({}), sealed({"fold": 1, "state": 3})]
 )
-def test_the_newest_snapshot_that_can_be_read_is_taken(store: Counting, junk: bytes) -> None:
+def test_newest_readable_snapshot_is_used(store: Counting, junk: bytes) -> None:
     newest = claims(store, 14).state
     store.put("log_snapshots/notes.txt", b"of a person")
     _, seventh, eleventh = (path for path in store.list("log_snapshots") if path.endswith(".json"))
@@ -141,7 +135,7 @@ def test_the_newest_snapshot_that_can_be_read_is_taken(store: Counting, junk: by
     assert Log(store).state == newest
 
 
-def test_a_log_without_entries_has_the_state_of_no_run(store: Counting) -> None:
+def test_empty_log_has_the_empty_state(store: Counting) -> None:
     state = Log(store).state
     assert state == RunState()
     assert (state.n, state.sha256, state.version, state.published, state.next_batch) == (-1, "", -1, -1, 0)
@@ -151,7 +145,7 @@ def test_a_log_without_entries_has_the_state_of_no_run(store: Counting) -> None:
 ROLES: tuple[Role, ...] = ("supervisor", "scheduler", "learner")
 
 
-def test_a_role_that_nobody_has_is_nobodys(store: Counting) -> None:
+def test_unclaimed_role_has_the_claim_nobody(store: Counting) -> None:
     state = claims(store, 3).state
     assert [state.newest_claim(role) for role in ROLES] == [2, -1, -1]
 
@@ -168,7 +162,7 @@ class Crowded(MemoryStore):
 
 
 @pytest.mark.parametrize("window", [4, 1_024])
-def test_what_follows_the_snapshot_is_read_several_at_a_time(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+def test_entries_after_a_snapshot_are_read_in_parallel(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     """As far as it is held: a log that no snapshot stands for is read in parts."""
     store = Crowded(uuid.uuid4().hex)
     create_run(store)

@@ -26,7 +26,7 @@ ROWS = st.one_of(*(st.tuples(st.just(kind), st.lists(number, max_size=9)) for ki
 
 
 @given(ROWS, st.slices(9), st.integers(-9, 8))
-def test_it_reads_like_the_tuple_it_was_made_of(row: tuple[type[Flat[Any]], list[Any]], cut: slice, place: int) -> None:
+def test_array_reads_like_a_tuple(row: tuple[type[Flat[Any]], list[Any]], cut: slice, place: int) -> None:
     kind, numbers = row
     flat, plain = kind.of(numbers), tuple(numbers)
     assert (len(flat), tuple(flat), flat == plain, plain == flat) == (len(plain), plain, True, True)
@@ -45,14 +45,14 @@ def test_it_reads_like_the_tuple_it_was_made_of(row: tuple[type[Flat[Any]], list
 
 
 @given(st.lists(INTS, max_size=5), st.lists(INTS, max_size=5))
-def test_it_equals_only_what_has_the_same_numbers(one: list[int], other: list[int]) -> None:
+def test_array_equals_only_the_same_numbers(one: list[int], other: list[int]) -> None:
     assert (Int32s.of(one) == Int32s.of(other)) == (one == other) == (Int32s.of(one) == tuple(other))
     assert Int32s.of(one) != "".join(map(str, one))
     assert Int32s.of(one) != object()
     assert Int32s.of(one) != ["a"] * max(1, len(one))
 
 
-def test_the_bytes_are_those_that_arrow_keeps() -> None:
+def test_array_has_the_bytes_of_arrow() -> None:
     for kind, arrow in ((Int32s, pa.int32()), (Float32s, pa.float32())):
         numbers = [3, -1, 7]
         assert kind.of(numbers).data == pa.array(numbers, arrow).buffers()[1].to_pybytes()[:12]
@@ -67,13 +67,13 @@ def test_numbers_are_rounded_to_the_type() -> None:
             Int32s.of(wrong)  # type: ignore[arg-type]
 
 
-def test_the_same_number_many_times_or_never() -> None:
+def test_same_repeats_a_number() -> None:
     assert Int32s.same(-1, 3) == (-1, -1, -1)
     assert Int32s.same(5, 0) == Int32s.same(5, -2) == Int32s() == ()
     assert repr(Int32s.same(7, 2)) == "Int32s.of([7, 7])"
 
 
-def test_a_place_may_be_numpys_too() -> None:
+def test_index_may_be_a_numpy_integer() -> None:
     """An environment of one's own looks into its response with what it has found there."""
     flat = Int32s.of([4, 9, 7])
     assert flat[np.argmax(flat.array)] == 9
@@ -82,20 +82,20 @@ def test_a_place_may_be_numpys_too() -> None:
         flat["1"]  # type: ignore[call-overload]
 
 
-def test_a_piece_does_not_carry_the_whole() -> None:
+def test_slice_does_not_pickle_the_whole_array() -> None:
     whole = Int32s.same(1, 100_000)
     for piece in (whole[5:7], whole[::50_000], Int32s.joined([whole[:1], whole[-1:]])):
         assert len(pickle.dumps(piece)) < 200
         assert sys.getsizeof(piece.data) < 200
 
 
-def test_of_many_lengths_not_all_are_kept() -> None:
+def test_packer_cache_is_bounded() -> None:
     for count in range(3 * LENGTHS):
         _packer(count, "i")
     assert _packer.cache_info().currsize <= LENGTHS
 
 
-def test_the_array_is_the_numbers_where_they_are() -> None:
+def test_array_property_is_a_view() -> None:
     found = Int32s.of([1, 2, 3]).array
     assert found.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="read-only"):

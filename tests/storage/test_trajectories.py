@@ -36,7 +36,7 @@ def again(run: ObjectStore, writer: Writer) -> tuple[TrajectoryStore, Writer]:
     return TrajectoryStore(log), Writer(log, writer.role, writer.claim)
 
 
-def test_a_batch_comes_back_as_it_was(run: ObjectStore) -> None:
+def test_batch_is_read_as_committed(run: ObjectStore) -> None:
     batches, writer = ready(run)
     entry, data = batches.commit(writer, staged())
     body, other = entry.body, TrajectoryStore(Log(run))
@@ -56,7 +56,7 @@ def test_a_batch_comes_back_as_it_was(run: ObjectStore) -> None:
     assert (state.cursor, state.in_flight, state.next_batch) == (Cursor((3,), (0,)), (GroupKey(2, 1),), 1)
 
 
-def test_a_batch_is_committed_once(run: ObjectStore) -> None:
+def test_batch_number_is_committed_once(run: ObjectStore) -> None:
     """Whoever commits it again has changed nothing: not the one who did, nor one who has another claim."""
     first, writer = ready(run)
     entry, data = first.commit(writer, staged())
@@ -73,7 +73,7 @@ def test_a_batch_is_committed_once(run: ObjectStore) -> None:
     assert list(run.list("trajectories")) == [file_of(second, 0).path]
 
 
-def test_a_file_without_its_entry_is_no_batch(run: ObjectStore) -> None:
+def test_file_without_an_entry_is_no_batch(run: ObjectStore) -> None:
     """Killed between the two writes: nothing happened, and the next commit goes through."""
     first, writer = ready(run)
     run.put(f"trajectories/00000000-{writer.claim}-0a1b2c3d.arrow", b"half a fi")
@@ -85,7 +85,7 @@ def test_a_file_without_its_entry_is_no_batch(run: ObjectStore) -> None:
     assert second.committed(entry.n).number == 0
 
 
-def test_an_entry_of_another_kind_commits_no_batch(run: ObjectStore) -> None:
+def test_entry_of_another_kind_commits_no_batch(run: ObjectStore) -> None:
     batches, writer = ready(run)
     for n in (0, writer.claim, writer.claim + 1):
         with pytest.raises(Corrupt, match=f"entry {n} of .* commits no batch"):
@@ -107,7 +107,7 @@ def test_stale_groups_are_refused_before_anything_is_written(run: ObjectStore) -
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[:-9], lambda d: d + b"x", lambda d: bytes([d[0] ^ 1]) + d[1:]])
-def test_damaged_batches_are_named(run: ObjectStore, damage: Callable[[bytes], bytes]) -> None:
+def test_damaged_batch_error_names_the_file(run: ObjectStore, damage: Callable[[bytes], bytes]) -> None:
     batches, writer = ready(run)
     batches.commit(writer, staged())
     file = file_of(batches, 0)
@@ -146,7 +146,7 @@ REWARD = SCHEMA.get_field_index("reward")
         (arrow_file(GOOD.set_column(REWARD, SCHEMA.field(REWARD), pa.nulls(4, pa.float32()))), "holds nulls"),
     ],
 )
-def test_foreign_files_are_corrupt_not_fatal(data: bytes | pa.Buffer, message: str) -> None:
+def test_foreign_file_is_corrupt(data: bytes | pa.Buffer, message: str) -> None:
     with pytest.raises(Corrupt, match=message):
         TrajectoryBatch.from_bytes(data)
 
@@ -157,7 +157,7 @@ def test_foreign_files_are_corrupt_not_fatal(data: bytes | pa.Buffer, message: s
     st.integers(0, 4000),
     st.integers(0, 4000),
 )
-def test_any_damage_is_corrupt_or_harmless(flips: list[tuple[int, int]], start: int, cut: int) -> None:
+def test_any_damage_is_detected_or_harmless(flips: list[tuple[int, int]], start: int, cut: int) -> None:
     """Whatever bytes arrive, the answer is a batch that can be read through or `Corrupt`; never another error."""
     data = bytearray(arrow_file(GOOD).to_pybytes())
     for place, value in flips:
@@ -194,7 +194,7 @@ def test_a_voided_batch_is_formed_again(run: ObjectStore) -> None:
     assert other.committed(second.n).groups[0].key == GroupKey(0, 1)
 
 
-def test_a_rejected_batch_is_voided_although_it_is_whole(run: ObjectStore) -> None:
+def test_rejected_batch_is_voided_although_intact(run: ObjectStore) -> None:
     batches, writer = ready(run)
     _, learner = learning(run)
     entry, _ = batches.commit(writer, staged())
@@ -208,7 +208,7 @@ def test_a_rejected_batch_is_voided_although_it_is_whole(run: ObjectStore) -> No
     assert run.exists(batches.committed(entry.n).file.path)
 
 
-def test_it_is_known_how_often_a_prompt_is_to_be_drawn_anew(memory: MemoryStore) -> None:
+def test_state_counts_the_redraws_of_a_prompt(memory: MemoryStore) -> None:
     """Until it is trained on or filtered; and how many batches of one version were rejected."""
     batches, writer = ready(memory)
     policies, learner = learning(memory)
@@ -239,9 +239,7 @@ def test_it_is_known_how_often_a_prompt_is_to_be_drawn_anew(memory: MemoryStore)
     assert known() == ({}, 1)
 
 
-def test_what_was_discarded_for_a_batch_counts_however_often_it_was_formed(
-    run: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_discards_include_those_of_voided_commits(run: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch 1 of three is damaged twice; each time there is more that was given up for it."""
     batches, writer = ready(run, async_ratio=2)
     for number in range(3):
@@ -259,7 +257,7 @@ def test_what_was_discarded_for_a_batch_counts_however_often_it_was_formed(
         assert other.discards(other.log.state.waiting[number].entry) == staged(number).discards
 
 
-def test_what_was_discarded_for_a_batch_is_found_in_one_read_where_none_was_voided(memory: MemoryStore) -> None:
+def test_discards_need_one_read_without_a_void(memory: MemoryStore) -> None:
     batches, writer = ready(memory, async_ratio=5)
     for number in range(5):
         batches.commit(writer, staged(number))
@@ -268,7 +266,7 @@ def test_what_was_discarded_for_a_batch_is_found_in_one_read_where_none_was_void
     assert batches.discards(batches.log.state.waiting[4].entry) == staged(4).discards
 
 
-def test_racing_voids_of_one_batch_are_one(run: ObjectStore) -> None:
+def test_racing_voids_append_one_entry(run: ObjectStore) -> None:
     batches, scheduler = ready(run, async_ratio=9)
     _, learner = learning(run)
     for number in range(10):
@@ -281,7 +279,7 @@ def test_racing_voids_of_one_batch_are_one(run: ObjectStore) -> None:
     assert batches.log.state.holes == list(range(10))
 
 
-def test_who_was_deposed_voids_nothing(run: ObjectStore) -> None:
+def test_deposed_role_voids_nothing(run: ObjectStore) -> None:
     batches, writer = ready(run)
     batches.commit(writer, staged())
     scheduling(run)
@@ -291,7 +289,7 @@ def test_who_was_deposed_voids_nothing(run: ObjectStore) -> None:
     assert batches.waiting(0) is not None
 
 
-def test_a_batch_that_was_trained_on_is_not_voided(run: ObjectStore) -> None:
+def test_trained_batch_is_not_voided(run: ObjectStore) -> None:
     batches, writer = ready(run)
     batches.commit(writer, staged())
     file = file_of(batches, 0)
@@ -302,7 +300,7 @@ def test_a_batch_that_was_trained_on_is_not_voided(run: ObjectStore) -> None:
     assert of_kind(run, BatchVoided) == []
 
 
-def test_what_a_void_lost_the_race_to_stays(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_void_that_loses_a_race_changes_nothing(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner trains on the batch between the look at its file and the entry."""
     batches, writer = ready(memory)
     batches.commit(writer, staged())
@@ -319,7 +317,7 @@ def test_what_a_void_lost_the_race_to_stays(memory: MemoryStore, monkeypatch: py
     assert (batches.log.state.version, batches.log.state.voids) == (1, 0)
 
 
-def test_bytes_from_elsewhere_are_checked_against_the_commit(run: ObjectStore) -> None:
+def test_verify_compares_bytes_with_the_commit(run: ObjectStore) -> None:
     batches, writer = ready(run)
     _, data = batches.commit(writer, staged())
     file, whole = file_of(batches, 0), content(data).to_pybytes()
@@ -329,7 +327,7 @@ def test_bytes_from_elsewhere_are_checked_against_the_commit(run: ObjectStore) -
             verify(file, other)
 
 
-def test_a_void_that_a_scheduler_has_not_heard_of_gives_no_dispatch_two_fates(run: ObjectStore) -> None:
+def test_unseen_void_gives_no_dispatch_two_fates(run: ObjectStore) -> None:
     """Its own groups are open as before, and count; those of the voided batch are open again."""
     batches, writer = ready(run, async_ratio=2)
     _, learner = learning(run)
@@ -349,7 +347,7 @@ def test_a_void_that_a_scheduler_has_not_heard_of_gives_no_dispatch_two_fates(ru
     assert (batches.log.state.holes, sorted(batches.log.state.waiting)) == ([], [0, 1, 2])
 
 
-def test_a_void_leaves_what_was_issued_and_filtered_by_source(run: ObjectStore) -> None:
+def test_void_keeps_the_cursor(run: ObjectStore) -> None:
     """Two sources, batch 1 of three is lost: its group and what was in flight is open, the filtered ones are not."""
     batches, writer = ready(run, async_ratio=2, sources=2)
     groups, filtered = ((0, 1), (2,), (6,)), ((3,), (4, 5), (8,))  # by batch

@@ -83,7 +83,7 @@ def committed(run: ObjectStore) -> tuple[TrajectoryStore, Writer, PolicyVersion]
     return batches, writer, version
 
 
-def test_a_process_out_of_descriptors_condemns_nothing(tmp_path: Path) -> None:
+def test_process_out_of_descriptors_quarantines_nothing(tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
     batches, writer, _ = committed(run)
     command = [sys.executable, "-c", OUT_OF_DESCRIPTORS, str(tmp_path), str(writer.claim)]
@@ -112,7 +112,7 @@ def failing(code: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.ENFILE, errno.EIO, errno.EACCES, errno.ETIMEDOUT])
 @pytest.mark.parametrize("what", ["open", "pyarrow", "stat"])
-def test_a_file_that_cannot_be_read_now_may_be_good(
+def test_unreadable_file_is_unreachable_not_corrupt(
     code: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = open_store(str(tmp_path))
@@ -137,7 +137,7 @@ def test_a_file_that_cannot_be_read_now_may_be_good(
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "folder"])
-def test_what_is_truly_not_there_is_quarantined(damage: str, tmp_path: Path) -> None:
+def test_missing_batch_file_is_quarantined(damage: str, tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
     batches, writer, _ = committed(run)
     file = file_of(batches, 0)
@@ -153,7 +153,7 @@ def test_what_is_truly_not_there_is_quarantined(damage: str, tmp_path: Path) -> 
     assert batches.log.state.voids == 1
 
 
-def test_a_full_disk_is_still_told_apart_from_a_bad_source(tmp_path: Path) -> None:
+def test_full_disk_and_bad_source_give_different_errors(tmp_path: Path) -> None:
     """`fetch` reads one file and writes another: which one fails says what to do."""
     run = open_store(str(tmp_path / "run"))
     run.put("a", b"x" * 10)
@@ -181,7 +181,7 @@ def run_fetch_to_full(run: ObjectStore) -> None:
         run.fetch("a", Path(f"/nowhere/{uuid.uuid4().hex}"))
 
 
-def test_a_file_of_this_machine_is_no_object_of_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_file_error_is_not_an_s3_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Certificates that cannot be read on the way to S3 do not make an object missing."""
     store = S3Store("bucket/run")
     monkeypatch.setattr(S3Store, "_call", failing(errno.ENOENT))
@@ -193,9 +193,7 @@ def test_a_file_of_this_machine_is_no_object_of_s3(monkeypatch: pytest.MonkeyPat
     ("status", "code"),
     [(503, "XMinioServerNotInitialized"), (503, "SlowDownRead"), (500, "XMinioBackendDown"), (504, "")],
 )
-def test_a_service_that_says_so_in_words_of_its_own_is_asked_again(
-    status: int, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_code_of_a_busy_service_is_retried(status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.storage.objects.s3_requests.PATIENT", Patience(tries=3, pause_seconds=0.01))
     with FaultyProxy("http://127.0.0.1:9") as proxy:
         use(proxy.endpoint, monkeypatch)
@@ -208,7 +206,7 @@ def test_a_service_that_says_so_in_words_of_its_own_is_asked_again(
 
 
 @pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (400, "AuthorizationHeaderMalformed")])
-def test_what_no_repetition_would_change_is_asked_once(status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permanent_error_is_not_retried(status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with FaultyProxy("http://127.0.0.1:9") as proxy:
         use(proxy.endpoint, monkeypatch)
         proxy.answer("GET", status, code)
@@ -217,7 +215,7 @@ def test_what_no_repetition_would_change_is_asked_once(status: int, code: str, m
         assert proxy.seen("GET") == 1
 
 
-def test_a_wrong_region_is_told_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_region_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with FaultyProxy("http://127.0.0.1:9") as proxy:
         use(proxy.endpoint, monkeypatch)
         proxy.answer("PUT", 400, "AuthorizationHeaderMalformed")

@@ -47,7 +47,7 @@ def break_next(monkeypatch: pytest.MonkeyPatch) -> Break:
     return lambda: state.update(armed=True, linked=False)
 
 
-def test_what_has_its_name_is_not_told_as_not_written(local: LocalStore, break_next: Break) -> None:
+def test_named_object_is_not_reported_as_unwritten(local: LocalStore, break_next: Break) -> None:
     break_next()
     with pytest.raises(Unreachable, match=r"a/record is there.*Input/output error"):
         local.create("a/record", b"x")
@@ -59,7 +59,7 @@ def test_what_has_its_name_is_not_told_as_not_written(local: LocalStore, break_n
     assert local.get("b/file") == b"y"
 
 
-def test_what_is_left_beside_it_does_not_undo_it(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_cleanup_does_not_fail_a_create(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -70,7 +70,7 @@ def test_what_is_left_beside_it_does_not_undo_it(local: LocalStore, monkeypatch:
     assert len([*local.unfinished()]) == 1
 
 
-def test_an_append_that_has_its_name_is_read_again_and_stands_once(local: LocalStore, break_next: Break) -> None:
+def test_unsynced_append_is_read_again_and_stored_once(local: LocalStore, break_next: Break) -> None:
     create_run(local)
     claim = Supervisor(local).writer.claim
     learner, scheduler = Learner(local, claim), Scheduler(local, claim)
@@ -100,7 +100,7 @@ class Losing(LocalStore):
         return super().create_naming(path, content, file, data)
 
 
-def test_a_file_that_a_disk_has_lost_is_written_again_with_its_entry(tmp_path: Path) -> None:
+def test_lost_file_is_written_again_with_its_entry(tmp_path: Path) -> None:
     """An entry of a second try must not name what the first one never wrote."""
     sound = LocalStore(tmp_path / "store")
     create_run(sound)
@@ -141,9 +141,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     monkeypatch.setattr(local_backend.os, "stat", failing)
 
 
-def test_a_link_that_is_there_is_ones_own_whatever_its_answer(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_link_counts_despite_an_error(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     lost_answers(monkeypatch, "link")
     local.create("a/record", b"x")
     local.create_naming("a/other", str.encode, "b/file", b"y")
@@ -152,7 +150,7 @@ def test_a_link_that_is_there_is_ones_own_whatever_its_answer(
     assert [*local.unfinished()] == []
 
 
-def test_what_has_got_no_name_is_told_as_not_written(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unnamed_object_is_reported_as_unwritten(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     local.check()
     lost_answers(monkeypatch, "link", done=False)
     with pytest.raises(StoreFailed, match="nothing was committed"):
@@ -160,9 +158,7 @@ def test_what_has_got_no_name_is_told_as_not_written(local: LocalStore, monkeypa
     assert not local.exists("record")
 
 
-def test_a_name_that_another_one_took_meanwhile_is_a_conflict(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_taken_meanwhile_is_a_conflict(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(source: Path, target: Path) -> None:
         target.write_bytes(b"another one's")
         raise OSError(errno.EIO, "Input/output error")
@@ -173,7 +169,9 @@ def test_a_name_that_another_one_took_meanwhile_is_a_conflict(
 
 
 @pytest.mark.parametrize("told", [errno.EIO, errno.EEXIST])
-def test_where_nobody_can_look_it_is_not_known(local: LocalStore, monkeypatch: pytest.MonkeyPatch, told: int) -> None:
+def test_create_that_cannot_be_checked_is_unreachable(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch, told: int
+) -> None:
     link = os.link
 
     def linking(source: Path, target: Path) -> None:
@@ -186,9 +184,7 @@ def test_where_nobody_can_look_it_is_not_known(local: LocalStore, monkeypatch: p
         local.create("a/record", b"x")
 
 
-def test_a_rename_that_is_done_is_ones_own_whatever_its_answer(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_rename_counts_despite_an_error(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a file system has no hard links, creators take turns and rename."""
 
     def unsupported(source: Path, target: Path) -> None:
@@ -201,7 +197,7 @@ def test_a_rename_that_is_done_is_ones_own_whatever_its_answer(
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_a_put_whose_answer_is_lost_says_what_lies_there(
+def test_put_with_a_lost_answer_checks_the_object(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch, *, done: bool
 ) -> None:
     local.put("a/object", b"old")
@@ -215,7 +211,7 @@ def test_a_put_whose_answer_is_lost_says_what_lies_there(
     assert local.get("a/object") == b"old"
 
 
-def test_a_put_that_nobody_can_look_at_may_have_happened(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_that_cannot_be_checked_is_unreachable(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     local.put("a/object", b"old")
     with monkeypatch.context() as patch:
         lost_answers(patch, "replace")
@@ -225,7 +221,7 @@ def test_a_put_that_nobody_can_look_at_may_have_happened(local: LocalStore, monk
     assert local.get("a/object") == b"new"
 
 
-def test_a_put_that_has_its_name_is_not_told_as_not_written(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_put_is_not_reported_as_unwritten(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder cannot be synced: it is there, and nobody can say for how long."""
     local.put("a/object", b"old")
     with monkeypatch.context() as patch:
@@ -235,9 +231,7 @@ def test_a_put_that_has_its_name_is_not_told_as_not_written(local: LocalStore, m
     assert local.get("a/object") == b"new"
 
 
-def test_a_put_below_a_folder_that_cannot_be_synced_leaves_all_as_it_was(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_put_with_an_unsyncable_folder_changes_nothing(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     local.put("object", b"old")
     failing_folder(monkeypatch, local.root)
     with pytest.raises(StoreFailed, match="nothing was committed"):
@@ -257,9 +251,7 @@ def failing_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(local_backend.os, "fsync", failing)
 
 
-def test_an_append_by_a_link_whose_answer_is_lost_stands_once(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_append_with_a_lost_link_answer_is_stored_once(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     create_run(local)
     claim = Supervisor(local).writer.claim
     learner, scheduler = Learner(local, claim), Scheduler(local, claim)

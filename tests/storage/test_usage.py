@@ -24,7 +24,7 @@ BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
 BURNT = 0.6  # what is seen of 0.7: user and system time are each told in whole ticks of ten milliseconds, rounded down
 
 
-def test_a_role_goes_on_when_its_process_or_who_looks_is_replaced(tmp_path: Path) -> None:
+def test_role_total_survives_replaced_processes(tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
     first, second = Usage(), Usage()
     first.note([Cost("learner", "a:1:1", 10.0), Cost("scheduler", "a:2:1", 5.0)])
@@ -37,7 +37,7 @@ def test_a_role_goes_on_when_its_process_or_who_looks_is_replaced(tmp_path: Path
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", "null", '{"learner": 3}', '{"learner": {"a": "much"}}'])
-def test_what_is_damaged_is_passed_over(damaged: str, tmp_path: Path) -> None:
+def test_damaged_usage_object_is_skipped(damaged: str, tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
     usage = Usage()
     usage.note([Cost("learner", "a:1:1", 3.0)])
@@ -46,7 +46,7 @@ def test_what_is_damaged_is_passed_over(damaged: str, tmp_path: Path) -> None:
     assert read_usage(run).totals() == {"learner": 3.0}
 
 
-def test_an_actor_tells_its_own_and_what_it_started_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_reports_its_own_and_its_childrens_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "LOOK_SECONDS", -1.0)
     clock = CpuClock("engine", "engine core")
     before = {cost.role: cost.seconds for cost in clock.read()}
@@ -62,7 +62,7 @@ def test_an_actor_tells_its_own_and_what_it_started_has_used(monkeypatch: pytest
 
 
 @pytest.mark.long
-def test_a_command_counts_its_services_with_what_they_waited_for(tmp_path: Path) -> None:
+def test_command_counts_its_services_and_their_children(tmp_path: Path) -> None:
     ended = BURN.format(seconds=0.7)
     lines = ["import subprocess, sys, time", f"subprocess.run([sys.executable, '-c', {ended!r}])", "time.sleep(600)"]
     (tmp_path / "burn.py").write_text("\n".join(lines))
@@ -76,13 +76,13 @@ def test_a_command_counts_its_services_with_what_they_waited_for(tmp_path: Path)
     assert len(seen.seen["command"]) == len(seen.seen[SERVER]) == 1
 
 
-def test_a_service_that_is_gone_between_two_looks_costs_nothing(tmp_path: Path) -> None:
+def test_vanished_service_adds_no_usage(tmp_path: Path) -> None:
     service = Runner(tmp_path / "log", {}, module="burn")
     assert service.pid == -1
     assert {cost.role for cost in session_costs({SERVER: service, RAY: service}, "none")} == {"command"}
 
 
-def test_a_process_keeps_its_name_when_the_clock_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_id_survives_a_clock_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it began is told by a clock that may be set; it would count twice."""
     seen, booted = Usage(), psutil.boot_time()
     for step in (0.0, 3600.0, -3600.0):
@@ -91,7 +91,7 @@ def test_a_process_keeps_its_name_when_the_clock_steps(monkeypatch: pytest.Monke
     assert len(seen.seen["command"]) == 1
 
 
-def test_a_process_that_is_ending_has_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ending_process_has_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel takes its memory away before it counts as ended, which lasts where it had much."""
     monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [])
     with Runner(tmp_path / "log", {}, module="http.server", arguments=["0", "--bind", "127.0.0.1"]) as service:
@@ -99,6 +99,6 @@ def test_a_process_that_is_ending_has_no_command_line(tmp_path: Path, monkeypatc
         assert {cost.role for cost in session_costs({RAY: service}, "none")} == {"command", RAY}
 
 
-def test_the_share_of_those_who_watch_is_told() -> None:
+def test_share_of_observers_is_reported() -> None:
     seconds = {"engine core": 160.0, "learner": 30.0, "prefect server": 5.0, "command": 3.0, "runner": 2.0}
     assert cpu_line(seconds) == "200 s: engine core 80%, learner 15%, prefect server 2%; watching 5.0%"

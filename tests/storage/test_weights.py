@@ -58,7 +58,7 @@ def whole(folder: Path) -> bool:
     return {f"weights/{f.name}": f.read_bytes() for f in folder.iterdir()} == SHARDS
 
 
-def test_several_engines_fetch_at_once(run: ObjectStore, version: PolicyVersion, tmp_path: Path) -> None:
+def test_several_engines_fetch_concurrently(run: ObjectStore, version: PolicyVersion, tmp_path: Path) -> None:
     """Each gets whole weights at any moment, and nothing else stays in the cache."""
     barrier, right = threading.Barrier(6), []
 
@@ -75,7 +75,7 @@ def test_several_engines_fetch_at_once(run: ObjectStore, version: PolicyVersion,
     assert len(lying(tmp_path / "cache")) == 1
 
 
-def test_damaged_weights_never_serve(run: ObjectStore, version: PolicyVersion, tmp_path: Path) -> None:
+def test_damaged_weights_are_never_served(run: ObjectStore, version: PolicyVersion, tmp_path: Path) -> None:
     run.put(version.weights[3].path, SHARDS["weights/model-3.safetensors"][:-1] + b"x")
     with pytest.raises(Corrupt, match=r"model-3\.safetensors is not what its entry committed"):
         opened(run).weights_folder(version, tmp_path / "cache")
@@ -94,7 +94,7 @@ def test_a_damaged_cache_is_fetched_again(tmp_path: Path) -> None:
         assert whole(opened(run).weights_folder(version, tmp_path))
 
 
-def test_bytes_are_read_once_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_read_once_per_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hashed on their way, not afterwards; whoever else asks finds them checked. So it is with a store's own files."""
     hashed = []
     check = policies._check
@@ -107,7 +107,7 @@ def test_bytes_are_read_once_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         hashed.clear()
 
 
-def test_another_version_lets_the_last_one_go(tmp_path: Path) -> None:
+def test_next_version_releases_the_last_one(tmp_path: Path) -> None:
     """What was asked for last stays, however much others fetch meanwhile."""
     run = open_store(f"memory://{uuid.uuid4().hex}")
     version = published(run)
@@ -123,7 +123,7 @@ def test_another_version_lets_the_last_one_go(tmp_path: Path) -> None:
     assert lying(tmp_path) == [f"{number:08d}-{version.sha256[:12]}" for number in (7, 10, 11)]
 
 
-def test_other_weights_of_one_number_have_a_folder_of_their_own(tmp_path: Path) -> None:
+def test_other_weights_of_a_number_have_their_own_folder(tmp_path: Path) -> None:
     """A run that was removed and begun again under its name has other weights under the same numbers."""
     run = open_store(f"memory://{uuid.uuid4().hex}")
     version = published(run)
@@ -146,7 +146,7 @@ def fetched(run: ObjectStore, version: PolicyVersion, cache: Path, start: Barrie
 
 
 @pytest.mark.slow
-def test_a_node_asks_the_service_once_for_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_requests_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many of its processes want them at once."""
     reads: Counter[str] = Counter()
     with s3_server("once", reads=reads) as endpoint, multiprocessing.get_context("spawn").Manager() as manager:

@@ -34,7 +34,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("length", [5, 50])
-def test_a_second_audit_reads_only_what_is_new(store: MemoryStore, watched: Watched, length: int) -> None:
+def test_second_audit_reads_only_new_entries(store: MemoryStore, watched: Watched, length: int) -> None:
     """The same reads after fifty versions as after five."""
     actors = Actors.begin(store).train(length)
     with Counted(watched) as whole:
@@ -63,7 +63,7 @@ def test_a_second_audit_reads_only_what_is_new(store: MemoryStore, watched: Watc
     assert third.reads["log"] <= 1 + again + 3
 
 
-def test_what_is_new_follows_what_was_audited(store: MemoryStore) -> None:
+def test_new_entries_must_follow_the_audited_ones(store: MemoryStore) -> None:
     """Chained in itself, it follows another entry than the one at which the audit ended."""
     actors = Actors.begin(store).train(1)
     assert audit(store).clean
@@ -79,9 +79,7 @@ def test_what_is_new_follows_what_was_audited(store: MemoryStore) -> None:
     assert (report.since, [(v.kind, v.where) for v in report.violations]) == (n, [("altered", entry_path(n - 1))])
 
 
-def test_a_batch_that_waited_is_counted_when_it_is_trained_on_and_not_read_again(
-    store: MemoryStore, watched: Watched
-) -> None:
+def test_waiting_batch_is_counted_later_without_a_read(store: MemoryStore, watched: Watched) -> None:
     actors = Actors.begin(store)
     actors.ahead(2)
     assert audit(watched).trajectories == 0
@@ -93,7 +91,7 @@ def test_a_batch_that_waited_is_counted_when_it_is_trained_on_and_not_read_again
     assert audit(watched, deep=True).staleness == {0: 2 * G}
 
 
-def test_an_audit_that_found_something_leaves_nothing(store: MemoryStore, watched: Watched) -> None:
+def test_audit_with_violations_stores_nothing(store: MemoryStore, watched: Watched) -> None:
     Actors.begin(store).train(2)
     path = file_of(store, 1)
     data = store.get(path)
@@ -106,7 +104,7 @@ def test_an_audit_that_found_something_leaves_nothing(store: MemoryStore, watche
     assert len(list(store.list("audits"))) == 1
 
 
-def test_what_a_plain_audit_finds_takes_back_no_other_one(store: MemoryStore) -> None:
+def test_plain_audit_withdraws_no_other_audit(store: MemoryStore) -> None:
     """It is new: what was audited before was found whole. The next one begins there again."""
     actors = Actors.begin(store).train(2)
     assert audit(store).clean
@@ -118,7 +116,7 @@ def test_what_a_plain_audit_finds_takes_back_no_other_one(store: MemoryStore) ->
         assert (report.clean, report.since, list(store.list("audits"))) == (False, end, kept)
 
 
-def test_a_deep_audit_that_finds_nothing_takes_back_no_other_one(store: MemoryStore) -> None:
+def test_clean_deep_audit_withdraws_no_other_audit(store: MemoryStore) -> None:
     actors = Actors.begin(store).train(1)
     assert audit(store).clean
     kept = list(store.list("audits"))
@@ -127,9 +125,7 @@ def test_a_deep_audit_that_finds_nothing_takes_back_no_other_one(store: MemorySt
 
 
 @pytest.mark.parametrize("how", ["cannot be read", "its entry cannot"])
-def test_where_the_newest_audit_cannot_be_trusted_the_one_before_it_is(
-    store: MemoryStore, watched: Watched, how: str
-) -> None:
+def test_audit_before_an_invalid_one_is_used(store: MemoryStore, watched: Watched, how: str) -> None:
     actors = Actors.begin(store).train(1)
     assert audit(store).clean
     first = len(read(store))
@@ -148,7 +144,7 @@ def test_where_the_newest_audit_cannot_be_trusted_the_one_before_it_is(
     assert (report.since, {(v.kind, v.where) for v in report.violations}) == (first, wrong)
 
 
-def test_a_deep_audit_reads_what_an_earlier_one_has_read(store: MemoryStore) -> None:
+def test_deep_audit_reads_everything_again(store: MemoryStore) -> None:
     Actors.begin(store).train(3)
     assert audit(store).clean
     path = file_of(store, 1)
@@ -162,7 +158,7 @@ def test_a_deep_audit_reads_what_an_earlier_one_has_read(store: MemoryStore) -> 
 
 
 @pytest.mark.parametrize("how", ["altered", "other rules", "other fold", "of another entry"])
-def test_an_audit_that_cannot_be_trusted_is_none(store: MemoryStore, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_stored_audit_is_ignored(store: MemoryStore, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actors = Actors.begin(store).train(3)
     if how.startswith("other "):
         monkeypatch.setattr(audit_checkpoints, "RULES" if how == "other rules" else "FOLD", 0)
@@ -186,7 +182,7 @@ def test_only_the_newest_audits_stay(store: MemoryStore) -> None:
     assert len(list(store.list("audits"))) == audit_checkpoints.KEPT
 
 
-def test_only_so_many_bytes_are_read_at_once(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_read_at_a_time_are_limited(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before one more is begun as many have ended as there is no room for beside it; one alone may be larger."""
     monkeypatch.setattr(objects, "MOST_BYTES", 10)
     ended: list[objects.Looked] = []
@@ -201,7 +197,7 @@ def test_only_so_many_bytes_are_read_at_once(store: MemoryStore, monkeypatch: py
     assert [looked.size for looked in ended] == [6, 4, 1, 5, 20, 3]
 
 
-def test_only_so_many_objects_wait_to_be_read(store: MemoryStore) -> None:
+def test_pending_objects_are_limited(store: MemoryStore) -> None:
     ended: list[objects.Looked] = []
     before = []
     stored = StoredObject("one", 1, store.put("one", b"1"))

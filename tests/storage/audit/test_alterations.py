@@ -79,7 +79,7 @@ def test_unaltered_run_is_clean(finished: Finished) -> None:
 
 
 @pytest.mark.parametrize("one", ALTERATIONS, ids=[f"{one.part}: {one.what}" for one in ALTERATIONS])
-def test_alteration_is_found_as_the_table_says(one: Alteration, forger: Forger, finished: Finished) -> None:
+def test_alteration_is_found_as_documented(one: Alteration, forger: Forger, finished: Finished) -> None:
     before = {path: forger.store.get(path) for path in forger.store.list()}
     one.forge(forger)
     assert {path: forger.store.get(path) for path in forger.store.list()} != before, "nothing was altered"
@@ -91,7 +91,7 @@ def test_alteration_is_found_as_the_table_says(one: Alteration, forger: Forger, 
 
 
 @pytest.mark.parametrize("one", UNSEEN)
-def test_replay_finds_what_the_table_says(one: Alteration, forger: Forger) -> None:
+def test_replay_finds_alterations_as_documented(one: Alteration, forger: Forger) -> None:
     """Replay what the audit does not find; a run that a replay cannot read counts as found."""
     one.forge(forger)
     forget(forger.store)
@@ -107,6 +107,6 @@ def test_number_of_alterations_does_not_shrink() -> None:
     assert len({(one.part, one.what) for one in ALTERATIONS}) == len(ALTERATIONS) >= 73
 
 
-def test_documentation_has_the_table() -> None:
+def test_documentation_has_the_alterations_table() -> None:
     """See `alterations_of_log`: `python -m tests.support.alterations_of_log` prints it."""
     assert table() in PAGE.read_text()

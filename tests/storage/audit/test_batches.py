@@ -15,7 +15,7 @@ from tests.support.audited import VERSIONS, file_of, found, of_first
 from tests.support.log_runs import Actors, G, changed, committed, rebatched
 
 
-def test_a_group_with_one_of_its_four_samples(run: MemoryStore) -> None:
+def test_group_with_one_of_four_samples_is_missing(run: MemoryStore) -> None:
     path = rebatched(run, 3, lambda groups: [replace(groups[0], trajectories=groups[0].trajectories[:1]), groups[1]])
     assert found(run) == {("missing", path)}
     report = audit(run)
@@ -24,7 +24,7 @@ def test_a_group_with_one_of_its_four_samples(run: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize(("samples", "told"), [((0, 0, 0, 0), "{0: 4}"), ((3, 1, 2, 3), "{3: 2}")])
-def test_one_sample_several_times(run: MemoryStore, samples: tuple[int, ...], told: str) -> None:
+def test_repeated_sample_is_a_duplicate(run: MemoryStore, samples: tuple[int, ...], told: str) -> None:
     def again(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
         made = groups[1].trajectories
         return [groups[0], replace(groups[1], trajectories=tuple(made[sample] for sample in samples))]
@@ -36,13 +36,13 @@ def test_one_sample_several_times(run: MemoryStore, samples: tuple[int, ...], to
 
 @pytest.mark.parametrize("sample", [-1, 4])
 @pytest.mark.parametrize("rollout", [{"extra_responses": 0}, {}])
-def test_a_sample_that_was_not_asked_for(store: MemoryStore, sample: int, rollout: dict[str, int]) -> None:
+def test_unrequested_sample_is_altered(store: MemoryStore, sample: int, rollout: dict[str, int]) -> None:
     Actors.begin(store, rollout=rollout).train(2)
     path = rebatched(store, 1, lambda groups: [of_first(groups[0], sample=sample), groups[1]])
     assert found(store) == {("altered", path)}
 
 
-def test_one_sample_more(run: MemoryStore) -> None:
+def test_additional_sample_is_found(run: MemoryStore) -> None:
     path = rebatched(run, 3, lambda groups: [all_five(groups[0]), groups[1]])
     assert found(run) == {("altered", path)}
 
@@ -53,7 +53,7 @@ def all_five(group: TrajectoryGroup) -> TrajectoryGroup:
     return replace(group, trajectories=(replace(first, sample=0), *others, replace(first, sample=4)))
 
 
-def test_of_surplus_responses_any_four_are_a_group(store: MemoryStore) -> None:
+def test_any_four_of_the_surplus_responses_are_clean(store: MemoryStore) -> None:
     Actors.begin(store, rollout={"extra_responses": 1}).train(2)
     rebatched(store, 1, lambda groups: [of_first(group, sample=4) for group in groups])
     assert found(store) == set()
@@ -73,13 +73,13 @@ def test_of_surplus_responses_any_four_are_a_group(store: MemoryStore) -> None:
     ],
     ids=["tokens", "started later", "started earlier", "newest"],
 )
-def test_false_counts_and_versions_in_an_entry(run: MemoryStore, false: Callable[[Group], Group]) -> None:
+def test_wrong_counts_and_versions_in_an_entry_are_found(run: MemoryStore, false: Callable[[Group], Group]) -> None:
     entry = committed(run, 3)
     changed(run, entry.n, lambda body: replace(body, groups=(body.groups[0], false(body.groups[1]))))
     assert found(run) == {("lineage", file_of(run, 3))}
 
 
-def test_a_false_started_version_in_a_file(run: MemoryStore) -> None:
+def test_wrong_started_version_in_a_file_is_found(run: MemoryStore) -> None:
     """Later than its tokens, and than its entry says; then earlier than that."""
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
     assert found(run) == {("lineage", path), ("stale", path)}
@@ -87,14 +87,14 @@ def test_a_false_started_version_in_a_file(run: MemoryStore) -> None:
     assert found(run) == {("lineage", path)}
 
 
-def test_one_trajectory_that_is_older_than_the_others_and_than_alpha_allows(run: MemoryStore) -> None:
+def test_single_stale_trajectory_is_found(run: MemoryStore) -> None:
     """Its entry says nothing of it."""
     path = rebatched(run, 5, lambda groups: [of_first(groups[0], started_version=1), groups[1]])
     assert found(run) == {("lineage", path), ("stale", path)}
     assert "batch 5 has a trajectory of staleness 4, async_ratio is 3" in {v.what for v in audit(run).violations}
 
 
-def test_a_false_started_version_in_file_and_entry(run: MemoryStore) -> None:
+def test_wrong_start_in_file_and_entry_is_found(run: MemoryStore) -> None:
     """Both say the same; the tokens are older."""
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
     changed(run, committed(run, 3).n, lambda body: replace(body, groups=(body.groups[0], said(body, started=2))))
@@ -111,7 +111,7 @@ def of_all(group: TrajectoryGroup, **change: object) -> TrajectoryGroup:
     return replace(group, trajectories=tuple(replace(t, **change) for t in group.trajectories))  # type: ignore[arg-type]
 
 
-def test_tokens_of_a_version_that_did_not_exist(run: MemoryStore) -> None:
+def test_tokens_of_a_future_version_are_stale(run: MemoryStore) -> None:
     """In the file; then in the entry, too."""
 
     def later(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
@@ -136,12 +136,12 @@ def test_tokens_of_a_version_that_did_not_exist(run: MemoryStore) -> None:
         ({"loss_mask": (False, True)}, "altered"),
     ],
 )
-def test_values_that_cannot_be(run: MemoryStore, change: dict[str, object], kind: str) -> None:
+def test_impossible_values_are_found(run: MemoryStore, change: dict[str, object], kind: str) -> None:
     path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **change)])
     assert found(run) == {(kind, path)}
 
 
-def test_a_trajectory_without_a_token_that_was_started_too_late(run: MemoryStore) -> None:
+def test_late_trajectory_without_tokens_is_stale(run: MemoryStore) -> None:
     late = {"started_version": 3, "loss_mask": (False, False, False)}
     path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **late)])
     assert found(run) == {("lineage", path), ("stale", path)}
@@ -150,12 +150,12 @@ def test_a_trajectory_without_a_token_that_was_started_too_late(run: MemoryStore
     }
 
 
-def test_a_mask_that_is_false_where_the_entry_counts(run: MemoryStore) -> None:
+def test_altered_loss_mask_is_found(run: MemoryStore) -> None:
     path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], loss_mask=(False, False, True))])
     assert found(run) == {("lineage", path)}
 
 
-def test_a_group_without_a_token_has_none_newer_than_its_start(run: MemoryStore) -> None:
+def test_group_without_tokens_has_its_start_as_newest(run: MemoryStore) -> None:
     """The last one of its batch."""
     none = {"tokens": (1, 2), "loss_mask": (False, False), "logprobs": (0.0, 0.0), "versions": (-1, -1)}
     rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], **none)])
@@ -166,7 +166,7 @@ def test_a_group_without_a_token_has_none_newer_than_its_start(run: MemoryStore)
     assert found(run) == set()
 
 
-def test_a_batch_file_swapped_with_anothers(run: MemoryStore) -> None:
+def test_swapped_batch_files_are_found(run: MemoryStore) -> None:
     one, other = file_of(run, 2), file_of(run, 3)
     first, second = run.get(one), run.get(other)
     run.put(one, second)
@@ -174,7 +174,7 @@ def test_a_batch_file_swapped_with_anothers(run: MemoryStore) -> None:
     assert found(run) == {("altered", one), ("altered", other)}
 
 
-def test_entries_that_name_each_others_files(run: MemoryStore) -> None:
+def test_entries_with_swapped_files_are_found(run: MemoryStore) -> None:
     """Size and hash are right; what is in them is not what the entries say."""
     second, third = committed(run, 2), committed(run, 3)
     assert isinstance(second.body, BatchCommitted)
@@ -186,7 +186,7 @@ def test_entries_that_name_each_others_files(run: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize(("how", "kind"), [("flipped", "altered"), ("cut", "altered"), ("gone", "missing")])
-def test_a_damaged_batch_file(run: MemoryStore, how: str, kind: str) -> None:
+def test_damaged_batch_file_is_altered(run: MemoryStore, how: str, kind: str) -> None:
     path = file_of(run, 4)
     data = bytearray(run.get(path))
     if how == "flipped":
@@ -197,7 +197,7 @@ def test_a_damaged_batch_file(run: MemoryStore, how: str, kind: str) -> None:
     assert found(run) == {(kind, path)}
 
 
-def test_bytes_that_were_never_a_batch(run: MemoryStore) -> None:
+def test_file_that_is_no_batch_is_altered(run: MemoryStore) -> None:
     entry = committed(run, 3)
     file = StoredObject(file_of(run, 3), 5, run.put(file_of(run, 3), b"words"))
     changed(run, entry.n, lambda body: replace(body, file=file))

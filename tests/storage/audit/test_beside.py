@@ -20,13 +20,13 @@ from tests.support.log_runs import Actors, G, RealScheduler, committed, create, 
 from tests.support.pipeline import Damage, Pipeline
 
 
-def test_a_run_that_was_only_created(store: MemoryStore) -> None:
+def test_created_run_is_clean(store: MemoryStore) -> None:
     create(store)
     report = audit(store)
     assert (report.violations, report.versions, report.entries) == ([], 0, 1)
 
 
-def test_a_run_in_the_middle(store: MemoryStore) -> None:
+def test_unfinished_run_is_clean(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     assert audit(store).violations == []
     actors.ahead(2)
@@ -38,7 +38,7 @@ def test_a_run_in_the_middle(store: MemoryStore) -> None:
     assert (report.versions, report.fates) == (1, {"trained": 2, "committed, waiting": 4})
 
 
-def test_a_batch_that_was_voided_and_made_again(store: MemoryStore) -> None:
+def test_voided_and_reformed_batch_is_clean(store: MemoryStore) -> None:
     actors = Actors.begin(store).train(2)
     actors.ahead()
     path = file_of(store, 2)
@@ -58,7 +58,7 @@ def test_a_batch_that_was_voided_and_made_again(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize(("damage", "corrupt"), [({(2, 0): "cut", (2, 1): "gone"}, 8), ({(0, 0): "flipped"}, 4)])
-def test_what_the_pipeline_quarantines_is_named_and_no_violation(
+def test_quarantined_batch_is_listed_without_violation(
     store: MemoryStore, damage: dict[tuple[int, int], Damage], corrupt: int
 ) -> None:
     run_virtual(Pipeline(store, async_ratio=2.0, damage=damage).run())
@@ -72,7 +72,7 @@ def test_what_the_pipeline_quarantines_is_named_and_no_violation(
     assert report.fates["trained"] == 6 * 4
 
 
-def test_what_deposed_writers_left(store: MemoryStore) -> None:
+def test_leftovers_of_deposed_writers_are_clean(store: MemoryStore) -> None:
     actors = Actors.begin(store).train(2)
     store.put(f"policies/00000003/{actors.learner.writer.claim}/weights.safetensors", b"half")
     Supervisor(store)
@@ -82,7 +82,7 @@ def test_what_deposed_writers_left(store: MemoryStore) -> None:
     assert audit(store).violations == []
 
 
-def test_a_run_that_prunes_while_it_is_read(store: MemoryStore, watched: Watched) -> None:
+def test_pruning_during_an_audit_is_clean(store: MemoryStore, watched: Watched) -> None:
     """What was needed when the log was read is pruned and gone when it is looked for."""
     actors = Actors.begin(store).train(3)
     gone = weights_of(store, 2)
@@ -103,7 +103,7 @@ def test_a_run_that_prunes_while_it_is_read(store: MemoryStore, watched: Watched
     assert {(v.kind, v.where) for v in audit(watched, deep=True).violations} == {("missing", weights_of(store, 6))}
 
 
-def test_a_batch_that_is_voided_while_it_is_read(store: MemoryStore, watched: Watched) -> None:
+def test_void_during_an_audit_is_clean(store: MemoryStore, watched: Watched) -> None:
     actors = Actors.begin(store).train(2)
     actors.ahead()
     path = file_of(store, 2)
@@ -130,9 +130,7 @@ def appended(store: MemoryStore, entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("of", ["batch", "weights"])
-def test_an_entry_that_comes_meanwhile_and_is_refused_excuses_nothing(
-    store: MemoryStore, watched: Watched, of: str
-) -> None:
+def test_refused_entry_during_an_audit_excuses_nothing(store: MemoryStore, watched: Watched, of: str) -> None:
     """Neither a void of a batch that was trained on, nor a pruning of what is needed."""
     Actors.begin(store).train(2)
     last, batch = published(store, 2), committed(store, 1).n
@@ -149,7 +147,7 @@ def test_an_entry_that_comes_meanwhile_and_is_refused_excuses_nothing(
     assert {(v.kind, v.where) for v in audit(watched).violations} == {("altered", path)}
 
 
-def test_what_is_voided_meanwhile_is_excused_behind_a_lost_entry_too(store: MemoryStore, watched: Watched) -> None:
+def test_void_during_an_audit_counts_after_a_lost_entry(store: MemoryStore, watched: Watched) -> None:
     """By what was folded there is no such batch."""
     actors = Actors.begin(store).train(2)
     actors.ahead()
@@ -168,7 +166,7 @@ def test_what_is_voided_meanwhile_is_excused_behind_a_lost_entry_too(store: Memo
     assert {(v.kind, v.where) for v in audit(watched).violations} == {("gap", gap)}
 
 
-def test_a_batch_that_was_voided_although_it_is_whole_counts_for_nothing(store: MemoryStore) -> None:
+def test_intact_voided_batch_is_not_counted(store: MemoryStore) -> None:
     """Who voided it could not read it then."""
     actors = Actors.begin(store).train(2)
     actors.ahead()
@@ -179,7 +177,7 @@ def test_a_batch_that_was_voided_although_it_is_whole_counts_for_nothing(store: 
     assert report.staleness.total() == report.trajectories
 
 
-def test_an_object_that_is_put_back_while_the_audit_runs(store: MemoryStore, watched: Watched) -> None:
+def test_object_restored_during_an_audit_is_clean(store: MemoryStore, watched: Watched) -> None:
     """Who holds bytes with the committed hash puts them back: looked at again, the batch counts."""
     Actors.begin(store).train(2)
     path = file_of(store, 1)
@@ -198,7 +196,7 @@ def test_an_object_that_is_put_back_while_the_audit_runs(store: MemoryStore, wat
     assert (report.violations, report.trajectories) == ([], 2 * 2 * G)
 
 
-def test_an_entry_that_is_written_while_its_neighbours_are_read_is_no_gap(store: MemoryStore, watched: Watched) -> None:
+def test_entry_written_during_an_audit_is_no_gap(store: MemoryStore, watched: Watched) -> None:
     """It was not there when it was asked for, the one behind it was: it is asked for again."""
     Actors.begin(store).train(4)
     forget(store)
@@ -215,7 +213,7 @@ def test_an_entry_that_is_written_while_its_neighbours_are_read_is_no_gap(store:
 
 
 @pytest.mark.parametrize("what", ["weights", "entry"])
-def test_what_cannot_be_read_now_is_no_violation(store: MemoryStore, watched: Watched, what: str) -> None:
+def test_unreachable_object_is_no_violation(store: MemoryStore, watched: Watched, what: str) -> None:
     Actors.begin(store).train(2)
     path = entry_path(5) if what == "entry" else weights_of(store, 2)
 
@@ -230,7 +228,7 @@ def test_what_cannot_be_read_now_is_no_violation(store: MemoryStore, watched: Wa
 
 
 @pytest.mark.parametrize("what", ["weights", "entry", "batch"])
-def test_what_a_store_reads_wrong_time_and_again_is_altered(store: MemoryStore, watched: Watched, what: str) -> None:
+def test_repeatedly_wrong_read_is_altered(store: MemoryStore, watched: Watched, what: str) -> None:
     Actors.begin(store).train(2)
     path = {"entry": entry_path(5), "weights": weights_of(store, 2), "batch": file_of(store, 1)}[what]
 
@@ -245,7 +243,7 @@ def test_what_a_store_reads_wrong_time_and_again_is_altered(store: MemoryStore, 
 
 
 @pytest.mark.long
-def test_audits_beside_a_run_that_goes_on_accuse_nobody(store: MemoryStore) -> None:
+def test_audits_of_a_running_run_are_clean(store: MemoryStore) -> None:
     actors, stop = Actors.begin(store), threading.Event()
     reports: list[AuditReport] = []
 

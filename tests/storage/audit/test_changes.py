@@ -149,7 +149,7 @@ def test_damaged_log_still_has_its_configs() -> None:
         max_size=14,
     )
 )
-def test_drawn_runs_audit_clean(steps: list[tuple[str, int]]) -> None:
+def test_random_runs_audit_clean(steps: list[tuple[str, int]]) -> None:
     """Whatever is trained, changed and restarted, the audit is clean and each version has its own config."""
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, 2.0, versions=99)

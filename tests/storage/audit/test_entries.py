@@ -33,7 +33,7 @@ from tests.support.log_runs import (
 
 @pytest.mark.parametrize("segments", [True, False])
 @pytest.mark.parametrize("how", ["missing", "altered", "cut"])
-def test_a_damaged_entry(store: MemoryStore, how: str, segments: bool) -> None:
+def test_damaged_entry_is_found(store: MemoryStore, how: str, segments: bool) -> None:
     """It is named; with its segment the rest is judged as ever, without it, as far as that goes."""
     Actors.begin(store).train(VERSIONS)
     if not segments:
@@ -65,7 +65,7 @@ def test_several_missing_entries_are_read_from_their_segments(store: MemoryStore
     assert audit(store).versions == 0
 
 
-def test_a_segment_that_has_another_entry_heals_nothing(store: MemoryStore) -> None:
+def test_segment_with_another_entry_repairs_nothing(store: MemoryStore) -> None:
     """It is whole, and follows the one before; the entry behind it does not know it."""
     Actors.begin(store).train(VERSIONS)
     lines = store.get("log_segments/0000000004.jsonl").split(b"\n")
@@ -76,7 +76,7 @@ def test_a_segment_that_has_another_entry_heals_nothing(store: MemoryStore) -> N
     assert audit(store).versions == 0
 
 
-def test_one_missing_entry_is_named_and_two_are_both(run: MemoryStore) -> None:
+def test_each_missing_entry_is_named(run: MemoryStore) -> None:
     run.delete(entry_path(5))
     what = "log/0000000005.json missing, log/0000000006.json is there"
     assert [violation.what for violation in audit(run).violations] == [what]
@@ -105,9 +105,7 @@ def test_long_hole_in_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert found(store) == {("gap", entry_path(6))}
 
 
-def test_where_a_log_is_listed_a_long_hole_is_found_by_any_audit(
-    run: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listed_log_shows_a_long_gap_to_any_audit(run: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.storage.log.reading.AHEAD", 4)
     for n in range(6, 12):
         run.delete(entry_path(n))
@@ -115,51 +113,51 @@ def test_where_a_log_is_listed_a_long_hole_is_found_by_any_audit(
 
 
 @pytest.mark.parametrize("name", ["99", "notes", "0000000099.json~", "²", "00000000099"])
-def test_what_is_no_entry_by_its_name_is_none(run: MemoryStore, name: str) -> None:
+def test_file_with_a_foreign_name_is_no_entry(run: MemoryStore, name: str) -> None:
     run.put(f"log/{name}.json", b"?")
     assert found(run) == set()
     assert Log(run).state.version == VERSIONS
 
 
-def test_behind_a_name_that_is_no_entrys_there_may_be_entries(run: MemoryStore) -> None:
+def test_entries_after_a_foreign_name_are_read(run: MemoryStore) -> None:
     run.delete(entry_path(6))
     run.put(f"{entry_path(6)}.aside", b"?")
     assert found(run) == {("gap", entry_path(6))}
 
 
-def test_an_entry_altered_and_resealed(run: MemoryStore) -> None:
+def test_altered_and_resealed_entry_is_found(run: MemoryStore) -> None:
     n = committed(run, 2).n
     resealed(run, n, at=0.0)
     assert found(run) == {("altered", entry_path(n))}
 
 
-def test_a_newest_entry_that_follows_another_one(run: MemoryStore) -> None:
+def test_newest_entry_with_a_wrong_hash_is_found(run: MemoryStore) -> None:
     n = len(read(run)) - 1
     resealed(run, n, prev="0" * 64)
     assert found(run) == {("altered", entry_path(n))}
     assert audit(run).violations[0].what == f"entry {n} names a hash that is not that of entry {n - 1}"
 
 
-def test_an_entry_altered_with_what_it_follows(run: MemoryStore) -> None:
+def test_entry_altered_with_its_link_is_found(run: MemoryStore) -> None:
     resealed(run, 6, prev="0" * 64)
     assert found(run) == {("altered", entry_path(6))}
 
 
-def test_swapped_entries(run: MemoryStore) -> None:
+def test_swapped_entries_are_altered(run: MemoryStore) -> None:
     fifth, sixth = run.get(entry_path(5)), run.get(entry_path(6))
     run.put(entry_path(5), sixth)
     run.put(entry_path(6), fifth)
     assert found(run) == {("altered", entry_path(5)), ("altered", entry_path(6))}
 
 
-def test_swapped_and_resealed_entries(run: MemoryStore) -> None:
+def test_swapped_and_resealed_entries_are_found(run: MemoryStore) -> None:
     entries = read(run)
     for n, other in ((5, 6), (6, 5)):
         resealed(run, n, **{name: getattr(entries[other], name) for name in ("id", "role", "claim", "body")})
     assert found(run) >= {("gap", entry_path(5)), ("altered", entry_path(6))}  # batch 1 before batch 0
 
 
-def test_swapped_entries_in_a_new_chain(run: MemoryStore) -> None:
+def test_swapped_entries_in_a_new_chain_are_found(run: MemoryStore) -> None:
     """A version before the batch that it was trained on."""
     entries = read(run)
     n = committed(run, 2).n
@@ -169,7 +167,7 @@ def test_swapped_entries_in_a_new_chain(run: MemoryStore) -> None:
     assert ("gap", entry_path(n)) in found(run)
 
 
-def test_a_first_entry_that_is_lost_says_nothing_of_the_run(run: MemoryStore) -> None:
+def test_lost_entry_0_stops_the_audit(run: MemoryStore) -> None:
     data = run.get(entry_path(0))
     run.put(entry_path(0), data[:-9])
     with pytest.raises(Corrupt, match=r"log/0000000000.json is not an entry"):
@@ -197,7 +195,7 @@ def test_a_first_entry_that_is_lost_says_nothing_of_the_run(run: MemoryStore) ->
     ],
     ids=str,
 )
-def test_a_config_that_no_role_would_write_says_nothing_of_the_run(run: MemoryStore, wrong: dict[str, object]) -> None:
+def test_invalid_config_in_entry_0_stops_the_audit(run: MemoryStore, wrong: dict[str, object]) -> None:
     changed(run, 0, lambda body: replace(body, config=body.config | wrong))
     with pytest.raises(Corrupt, match="is refused by the log's rules"):
         audit(run)
@@ -207,7 +205,7 @@ def test_a_config_that_no_role_would_write_says_nothing_of_the_run(run: MemorySt
 
 
 @pytest.mark.parametrize(("how", "kind"), [("gone", "missing"), ("altered", "altered")])
-def test_an_index_object(store: MemoryStore, how: str, kind: str) -> None:
+def test_damaged_index_object_is_found(store: MemoryStore, how: str, kind: str) -> None:
     actors = Actors.begin(store)
     for _ in range(12_000):
         actors.scheduler.dispatch(0)
@@ -225,7 +223,7 @@ def test_an_index_object(store: MemoryStore, how: str, kind: str) -> None:
     assert found(store) == {(kind, path)}
 
 
-def test_behind_a_lost_entry_nothing_is_folded_that_could_be(store: MemoryStore) -> None:
+def test_entries_after_a_lost_one_are_not_folded(store: MemoryStore) -> None:
     """Without a pruning all that follows can follow; it is not known that it is right."""
     Actors.begin(store).train(9)
     forget(store)
@@ -235,13 +233,13 @@ def test_behind_a_lost_entry_nothing_is_folded_that_could_be(store: MemoryStore)
     assert audit(store).versions == lost.version < 9
 
 
-def test_behind_a_lost_entry_the_others_are_still_chained(run: MemoryStore) -> None:
+def test_hash_chain_is_checked_after_a_lost_entry(run: MemoryStore) -> None:
     resealed(run, 9, at=0.0)
     run.delete(entry_path(5))
     assert found(run) == {("gap", entry_path(5)), ("altered", entry_path(9))}
 
 
-def test_a_newest_entry_that_is_damaged_is_there_for_who_has_seen_it(store: MemoryStore) -> None:
+def test_damaged_newest_entry_is_reported(store: MemoryStore) -> None:
     """It is damaged, and not gone besides."""
     actors = Actors.begin(store).train(1)
     actors.ahead()
@@ -253,7 +251,7 @@ def test_a_newest_entry_that_is_damaged_is_there_for_who_has_seen_it(store: Memo
     assert audit(store).entries == n + 1
 
 
-def test_behind_a_lost_entry_it_is_still_known_what_retention_needs(run: MemoryStore) -> None:
+def test_retention_is_checked_after_a_lost_entry(run: MemoryStore) -> None:
     gap, newest = entry_path(published(run, 1).n), weights_of(run, VERSIONS)
     run.delete(gap)
     run.delete(newest)
@@ -261,7 +259,7 @@ def test_behind_a_lost_entry_it_is_still_known_what_retention_needs(run: MemoryS
 
 
 @pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_whatever_object_is_damaged_is_named(run: MemoryStore, how: str) -> None:
+def test_each_damaged_object_is_named(run: MemoryStore, how: str) -> None:
     """But for the newest entry, when it is gone, and nobody else has seen it."""
     newest = len(read(run)) - 1
     for path in list(run.list()):
@@ -288,7 +286,7 @@ def test_whatever_object_is_damaged_is_named(run: MemoryStore, how: str) -> None
     [None, [], "none", {"extra_responses": None}, {"extra_responses": "two"}, {"extra_responses": -4}],
     ids=str,
 )
-def test_a_config_that_says_no_number_of_responses_is_one_finding(run: MemoryStore, rollout: object) -> None:
+def test_config_without_extra_responses_is_one_violation(run: MemoryStore, rollout: object) -> None:
     """All else is judged as if a group had none to spare."""
     changed_config(run, rollout=rollout)
     assert found(run) == {("lineage", entry_path(0))}
@@ -297,7 +295,7 @@ def test_a_config_that_says_no_number_of_responses_is_one_finding(run: MemorySto
 
 
 @pytest.mark.parametrize("pin", [{"kept": "prompts/0"}, {"kept": 7, "size": 1, "sha256": ""}], ids=str)
-def test_a_file_of_prompts_that_is_not_described_is_one_finding(run: MemoryStore, pin: dict[str, object]) -> None:
+def test_undescribed_prompt_file_is_one_violation(run: MemoryStore, pin: dict[str, object]) -> None:
     changed(run, 0, lambda body: replace(body, prompts=(pin,)))
     assert found(run) == {("lineage", entry_path(0))}
 

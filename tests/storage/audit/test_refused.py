@@ -32,7 +32,7 @@ from tests.support.log_runs import (
 )
 
 
-def test_an_inserted_commit_of_groups_that_have_their_fates(run: MemoryStore) -> None:
+def test_inserted_commit_of_finished_groups_is_found(run: MemoryStore) -> None:
     again = committed(run, VERSIONS)
     assert isinstance(again.body, BatchCommitted)
     at = len(read(run))
@@ -51,7 +51,7 @@ def test_an_inserted_commit_of_groups_that_have_their_fates(run: MemoryStore) ->
     ],
     ids=["a group twice", "a prompt issued twice", "trained on and discarded"],
 )
-def test_a_commit_that_gives_a_dispatch_two_fates(
+def test_commit_with_a_second_fate_is_a_duplicate(
     run: MemoryStore, change: Callable[[BatchCommitted], dict[str, object]]
 ) -> None:
     entry = committed(run, VERSIONS)
@@ -70,9 +70,7 @@ def test_a_commit_that_gives_a_dispatch_two_fates(
         (3, {"started": 4, "newest": 4}),
     ],
 )
-def test_a_commit_of_versions_that_were_not_there_is_folded_as_if_it_were_fresh(
-    run: MemoryStore, number: int, said: dict[str, int]
-) -> None:
+def test_commit_of_future_versions_is_folded_as_fresh(run: MemoryStore, number: int, said: dict[str, int]) -> None:
     """Its entry is named, and its file, which has others; nothing that follows is."""
     n, whole = committed(run, number).n, audit(run)
     changed(run, n, lambda body: replace(body, groups=(body.groups[0], body.groups[1]._replace(**said))))
@@ -80,7 +78,7 @@ def test_a_commit_of_versions_that_were_not_there_is_folded_as_if_it_were_fresh(
     assert audit(run).fates == whole.fates
 
 
-def test_a_commit_with_a_wrong_count_is_not_taken_for_a_stale_one(run: MemoryStore) -> None:
+def test_commit_with_a_wrong_count_is_not_stale(run: MemoryStore) -> None:
     """Its groups were begun and ended under version 0, the newest of then."""
     n = committed(run, 0).n
     changed(run, n, lambda body: replace(body, rows=body.rows + 1))
@@ -88,7 +86,7 @@ def test_a_commit_with_a_wrong_count_is_not_taken_for_a_stale_one(run: MemorySto
     assert {kind for kind, where in found(run) if where == entry_path(n)} == {"lineage"}
 
 
-def test_a_batch_that_is_committed_again_with_other_groups(run: MemoryStore) -> None:
+def test_batch_committed_twice_is_a_duplicate(run: MemoryStore) -> None:
     """Its number is taken, though every dispatch in it is a new one."""
     last, at, state = committed(run, VERSIONS), len(read(run)), Log(run).state
     assert isinstance(last.body, BatchCommitted)
@@ -98,7 +96,7 @@ def test_a_batch_that_is_committed_again_with_other_groups(run: MemoryStore) -> 
     assert ("duplicate", entry_path(at)) in found(run)
 
 
-def test_a_batch_that_is_formed_again_with_a_wrong_count_is_no_duplicate(store: MemoryStore) -> None:
+def test_reformed_batch_with_a_wrong_count_is_no_duplicate(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     actors.ahead(2)
     actors.learner.log.follow()
@@ -112,7 +110,7 @@ def test_a_batch_that_is_formed_again_with_a_wrong_count_is_no_duplicate(store: 
     assert found(store) == {("lineage", entry_path(n))}
 
 
-def test_a_second_attempt_that_is_trained_on_twice(store: MemoryStore) -> None:
+def test_attempt_trained_on_twice_is_a_duplicate(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     actors.scheduler.dispatch(0)
     actors.scheduler.discard(0, DiscardReason.FAILED)
@@ -126,14 +124,14 @@ def test_a_second_attempt_that_is_trained_on_twice(store: MemoryStore) -> None:
     assert ("duplicate", entry_path(at)) in found(store)
 
 
-def test_an_inserted_commit_in_the_middle(run: MemoryStore) -> None:
+def test_inserted_commit_in_the_middle_is_found(run: MemoryStore) -> None:
     """The very same commit once more: its number is taken. What follows folds as ever."""
     again = committed(run, 2)
     inserted(run, again.n + 1, again)
     assert found(run) == {("duplicate", entry_path(again.n + 1))}
 
 
-def test_an_inserted_commit_that_skips_a_prompt_or_a_number(run: MemoryStore) -> None:
+def test_inserted_commit_with_a_skipped_number_is_found(run: MemoryStore) -> None:
     state, last = Log(run).state, committed(run, VERSIONS)
     assert isinstance(last.body, BatchCommitted)
     keys = [group._replace(prompt=state.cursor.upcoming[0] + 2) for group in last.body.groups[:1] * 2]
@@ -147,9 +145,7 @@ def test_an_inserted_commit_that_skips_a_prompt_or_a_number(run: MemoryStore) ->
     assert ("gap", entry_path(at)) in found(run)
 
 
-def test_of_entries_that_are_refused_behind_another_one_the_first_few_are_named(
-    run: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_few_refused_entries_are_named(run: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without version 1 there is none that can follow."""
     monkeypatch.setattr("rollflow.storage.log.tolerant_fold.MOST", 3)
     n = published(run, 1).n
@@ -172,7 +168,7 @@ def test_of_entries_that_are_refused_behind_another_one_the_first_few_are_named(
     assert elsewhere == {("stale", file_of(run, 2))}  # as its entry is; and what was pruned is not missed
 
 
-def test_what_is_pruned_behind_an_entry_that_is_passed_over_is_not_missed(store: MemoryStore) -> None:
+def test_object_pruned_after_a_skipped_entry_is_not_missing(store: MemoryStore) -> None:
     """It is refused, too: version 1 is not there, so that no other one is."""
     Actors.begin(store).train(9)
     n = published(store, 1).n
@@ -182,7 +178,7 @@ def test_what_is_pruned_behind_an_entry_that_is_passed_over_is_not_missed(store:
     assert [where for kind, where in violations if kind == "missing"] == []
 
 
-def test_each_commit_that_is_too_old_is_named(store: MemoryStore) -> None:
+def test_each_stale_commit_is_named(store: MemoryStore) -> None:
     """They stop nothing that follows."""
     lagging(store)
     changed(store, 0, lambda body: other_alpha(body, 0.5))
@@ -191,7 +187,7 @@ def test_each_commit_that_is_too_old_is_named(store: MemoryStore) -> None:
     assert len(stale) > MOST
 
 
-def test_an_inserted_version(run: MemoryStore) -> None:
+def test_inserted_version_is_found(run: MemoryStore) -> None:
     entry, at = published(run, VERSIONS), published(run, VERSIONS).n + 1
     inserted(run, at, replace(entry, version=VERSIONS + 1, body=replace(entry.body, number=VERSIONS + 1)))  # type: ignore[arg-type]
     assert found(run) == {("lineage", entry_path(at))}
@@ -203,7 +199,7 @@ def test_an_inserted_version(run: MemoryStore) -> None:
     assert audit(run).trajectories == whole.trajectories  # the batch that it names waits as ever
 
 
-def test_a_version_that_is_published_again_stands_for_no_other_one(run: MemoryStore) -> None:
+def test_version_published_twice_replaces_no_other(run: MemoryStore) -> None:
     """The weights of the one that counts are gone; another entry names some that are there."""
     entry, lost, there = published(run, VERSIONS), weights_of(run, VERSIONS), weights_of(run, VERSIONS - 1)
     inserted(run, entry.n + 1, replace(entry, body=replace(entry.body, weights=(stored(run, there),))))  # type: ignore[arg-type]
@@ -218,7 +214,7 @@ def stored(run: ObjectStore, path: str) -> StoredObject:
     return StoredObject(path, len(data), hashlib.sha256(data).hexdigest())
 
 
-def test_an_inserted_void_of_a_batch_that_was_trained_on(run: MemoryStore) -> None:
+def test_inserted_void_of_a_trained_batch_is_found(run: MemoryStore) -> None:
     """It excuses nothing of the batch, which is counted as ever."""
     entry, path = committed(run, 2), file_of(run, 2)
     whole, at = audit(run), published(run, 3).n + 1
@@ -232,7 +228,7 @@ def test_an_inserted_void_of_a_batch_that_was_trained_on(run: MemoryStore) -> No
 
 
 @pytest.mark.parametrize("head", [{"version": 99}, {"version": 0}, {"batch": 99}])
-def test_whatever_entry_says_another_head_all_else_is_judged_as_ever(run: MemoryStore, head: dict[str, int]) -> None:
+def test_wrong_head_of_an_entry_is_one_violation(run: MemoryStore, head: dict[str, int]) -> None:
     """What is needed, too: a version that is not there makes none superfluous."""
     entries, lost, damaged = read(run), weights_of(run, VERSIONS), file_of(run, 5)
     run.delete(lost)
@@ -246,7 +242,7 @@ def test_whatever_entry_says_another_head_all_else_is_judged_as_ever(run: Memory
             assert replace(audit(run), violations=[]) == replace(fair, violations=[])
 
 
-def test_an_entry_that_is_passed_over_says_nothing_of_the_newest_version(run: MemoryStore) -> None:
+def test_skipped_entry_does_not_set_the_newest_version(run: MemoryStore) -> None:
     """Nor does its file stand for more than its own commit could have seen."""
     entry, lost = committed(run, 2), weights_of(run, VERSIONS)
     at = entry.n + 1
@@ -255,7 +251,7 @@ def test_an_entry_that_is_passed_over_says_nothing_of_the_newest_version(run: Me
     assert found(run) == {("duplicate", entry_path(at)), ("missing", lost)}
 
 
-def test_the_objects_of_a_version_that_is_passed_over_are_looked_at(run: MemoryStore) -> None:
+def test_objects_of_a_skipped_version_are_checked(run: MemoryStore) -> None:
     entry, at = published(run, VERSIONS), published(run, VERSIONS).n + 1
     assert isinstance(entry.body, VersionPublished)
     gone = replace(entry.body.weights[0], path="policies/00000007/3/gone.safetensors")
@@ -263,7 +259,7 @@ def test_the_objects_of_a_version_that_is_passed_over_are_looked_at(run: MemoryS
     assert found(run) == {("lineage", entry_path(at)), ("missing", gone.path)}
 
 
-def test_a_role_that_was_deposed_goes_on(run: MemoryStore) -> None:
+def test_entry_of_a_deposed_role_is_found(run: MemoryStore) -> None:
     """Whole, chained, and by a claim that holds no more."""
     Scheduler(run, Log(run).state.newest_claim("supervisor"))
     forget(run)
@@ -272,7 +268,7 @@ def test_a_role_that_was_deposed_goes_on(run: MemoryStore) -> None:
     assert found(run) == {("lineage", entry_path(at))}
 
 
-def test_a_second_creation_says_nothing_of_the_run(run: MemoryStore) -> None:
+def test_second_creation_is_ignored(run: MemoryStore) -> None:
     """It would have a sample pass that was not asked for."""
     path = rebatched(run, 3, lambda groups: [of_first(groups[0], sample=4), groups[1]])
     first = read(run)[0]
@@ -282,7 +278,7 @@ def test_a_second_creation_says_nothing_of_the_run(run: MemoryStore) -> None:
     assert found(run) == {("lineage", entry_path(1)), ("altered", path)}
 
 
-def test_an_empty_batch(run: MemoryStore) -> None:
+def test_empty_batch_is_found(run: MemoryStore) -> None:
     """Its entry and its file agree; the fold refuses it."""
     entry = committed(run, VERSIONS)
     path = file_of(run, VERSIONS)
@@ -292,7 +288,7 @@ def test_an_empty_batch(run: MemoryStore) -> None:
     assert found(run) == {("lineage", entry_path(entry.n))}
 
 
-def test_nor_does_one_behind_it_that_claims_what_nobody_published(run: MemoryStore) -> None:
+def test_entry_after_a_skipped_one_sets_no_newest_version(run: MemoryStore) -> None:
     """Under version 10**6 no other one would be needed."""
     entry, lost = committed(run, 2), weights_of(run, VERSIONS)
     at = entry.n + 1

@@ -42,7 +42,7 @@ from tests.support.log_runs import (
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_a_whole_run_is_clean_and_counted(where: str, store: MemoryStore, tmp_path: Path) -> None:
+def test_whole_run_is_clean_and_counted(where: str, store: MemoryStore, tmp_path: Path) -> None:
     run: ObjectStore = store if where == "memory" else LocalStore(tmp_path)
     actors = lagging(run)
     actors.scheduler.dispatch(VERSIONS)
@@ -70,7 +70,7 @@ def test_a_dispatch_without_a_fate_is_in_flight(store: MemoryStore) -> None:
     assert audit(store).fates == {"committed, waiting": 2, "in flight": 1}
 
 
-def test_the_table_for_a_person_shows_it(run: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_table_shows_the_report(run: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     run.delete(file_of(run, 3))
     print_report(audit(run), dict.fromkeys(DOMAINS, 0.5))
     shown = capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_the_table_for_a_person_shows_it(run: MemoryStore, capsys: pytest.Captur
     assert "missing trajectories/00000003-" in shown.replace("\n", " ")
 
 
-def test_a_long_run_is_counted_by_spans_of_versions() -> None:
+def test_long_run_is_counted_by_version_ranges() -> None:
     report, doubled = AuditReport(), {1: 1, SPANS + 1: 2, 2 * SPANS + 1: 4, 4 * SPANS + 1: 8}
     for version in range(1, 4 * SPANS + 2):
         report.trained(version, Rows(Counter({version % 2: 3}), Counter({"sums": 1})))
@@ -88,12 +88,12 @@ def test_a_long_run_is_counted_by_spans_of_versions() -> None:
     assert report.trajectories == 3 * (4 * SPANS + 1) == report.staleness.total()
 
 
-def test_no_run_there(store: MemoryStore) -> None:
+def test_audit_without_a_run_is_refused(store: MemoryStore) -> None:
     with pytest.raises(Missing, match="there is no run at memory://"):
         audit(store)
 
 
-def test_the_hash_of_a_real_config_is_that_of_what_the_log_holds(store: MemoryStore) -> None:
+def test_config_hash_equals_that_of_the_log(store: MemoryStore) -> None:
     """As JSON comes back, the config has the hash that the settings gave it."""
     options = {"min_digits": 2, "rate": 1e-30, "names": ["ä", "b"]}
     prompts = (ReasoningGymPrompts(share=1 / 3), ReasoningGymPrompts(family="basic_arithmetic", options=options))
@@ -105,7 +105,7 @@ def test_the_hash_of_a_real_config_is_that_of_what_the_log_holds(store: MemorySt
 # --- the run's config ------------------------------------------------------------------------------------------
 
 
-def test_alpha_edited_in_the_config(run: MemoryStore) -> None:
+def test_edited_alpha_is_found(run: MemoryStore) -> None:
     body = read(run)[0].body
     assert isinstance(body, RunCreated)
     resealed(run, 0, body=other_alpha(body, 3.5))
@@ -117,12 +117,12 @@ def test_alpha_edited_in_the_config(run: MemoryStore) -> None:
     ]
 
 
-def test_alpha_edited_and_chained_anew(run: MemoryStore) -> None:
+def test_edited_alpha_in_a_new_chain_is_found(run: MemoryStore) -> None:
     changed(run, 0, lambda body: other_alpha(body, 3.5))
     assert found(run) == {("altered", entry_path(0))}
 
 
-def test_alpha_edited_and_hashed_and_chained_anew(run: MemoryStore) -> None:
+def test_edited_alpha_with_new_hashes_is_found(run: MemoryStore) -> None:
     """The fold and the rows tell: the bound comes from storage, and the trajectories are older than it allows."""
 
     def stricter(body: RunCreated) -> RunCreated:
@@ -136,7 +136,7 @@ def test_alpha_edited_and_hashed_and_chained_anew(run: MemoryStore) -> None:
     assert found(run) == wrong
 
 
-def test_a_prepared_object_that_is_not_there(store: MemoryStore) -> None:
+def test_missing_prepared_object_is_found(store: MemoryStore) -> None:
     kept = StoredObject("prompts/ab.jsonl", 3, store.put("prompts/ab.jsonl", b"abc"))
     policy = StoredObject("policy/config.json", 2, store.put("policy/config.json", b"{}"))
     Actors.begin(store).train(1)
@@ -153,26 +153,26 @@ def test_a_prepared_object_that_is_not_there(store: MemoryStore) -> None:
 # --- objects of versions ---------------------------------------------------------------------------------------
 
 
-def test_a_newest_version_whose_weights_are_gone(run: MemoryStore) -> None:
+def test_missing_newest_weights_are_found(run: MemoryStore) -> None:
     path = weights_of(run, VERSIONS)
     run.delete(path)
     assert found(run) == {("missing", path)}
 
 
-def test_a_newest_version_without_weights(run: MemoryStore) -> None:
+def test_newest_version_without_weights_is_found(run: MemoryStore) -> None:
     entry = published(run, VERSIONS)
     changed(run, entry.n, lambda body: replace(body, weights=()))
     kinds = {(kind, where) for kind, where in found(run) if where == entry_path(entry.n)}
     assert kinds == {("missing", entry_path(entry.n))}
 
 
-def test_altered_weights(run: MemoryStore) -> None:
+def test_altered_weights_are_found(run: MemoryStore) -> None:
     path = weights_of(run, 4)
     run.put(path, run.get(path)[:-1] + b"?")
     assert found(run) == {("altered", path)}
 
 
-def test_what_retention_needs_is_gone_and_nobody_has_pruned_it(store: MemoryStore) -> None:
+def test_unpruned_missing_object_is_found(store: MemoryStore) -> None:
     Actors.begin(store).train(9, prune=False)
     forget(store)
     state = Log(store).state
@@ -189,7 +189,7 @@ def test_what_retention_needs_is_gone_and_nobody_has_pruned_it(store: MemoryStor
     assert found(store) == {("altered", weights_of(store, 5)), ("missing", weights_of(store, 4))}
 
 
-def test_a_pruned_object_that_is_needed(run: MemoryStore) -> None:
+def test_pruned_object_that_is_needed_is_found(run: MemoryStore) -> None:
     entries = read(run)
     last = entries[-1]
     learner = max(entry.claim for entry in entries if entry.role == "learner")
@@ -202,14 +202,14 @@ def test_a_pruned_object_that_is_needed(run: MemoryStore) -> None:
 # --- a log that others have seen otherwise ---------------------------------------------------------------------
 
 
-def test_a_log_that_was_cut_after_an_audit(run: MemoryStore) -> None:
+def test_log_truncated_after_an_audit_is_found(run: MemoryStore) -> None:
     assert audit(run).clean
     end = len(read(run)) - 1
     run.delete(entry_path(end))
     assert found(run) == {("gap", entry_path(end))}
 
 
-def test_of_those_who_have_seen_a_log_that_was_cut_the_one_who_saw_most_of_it_is_named(store: MemoryStore) -> None:
+def test_newest_witness_of_a_truncated_log_is_named(store: MemoryStore) -> None:
     Actors.begin(store).train(VERSIONS)
     seen = list(store.list("log_snapshots"))
     assert [int(path[14:24]) for path in seen] == [7, 11, 15]
@@ -222,7 +222,7 @@ def test_of_those_who_have_seen_a_log_that_was_cut_the_one_who_saw_most_of_it_is
 
 
 @pytest.mark.parametrize("seen_by", ["audits", "log_snapshots"])
-def test_a_log_that_was_written_anew_since(run: MemoryStore, seen_by: str) -> None:
+def test_rewritten_log_is_found(run: MemoryStore, seen_by: str) -> None:
     """Every hash is right, and the fold finds nothing: but for those who have seen it before."""
     if seen_by == "audits":
         assert audit(run).clean
@@ -242,7 +242,7 @@ def test_a_log_that_was_written_anew_since(run: MemoryStore, seen_by: str) -> No
 
 
 @pytest.mark.parametrize("junk", [b"", b"[]", sealed({}), sealed({"fold": FOLD}), sealed({"fold": FOLD, "state": 3})])
-def test_a_witness_that_cannot_be_read_says_nothing(run: MemoryStore, junk: bytes) -> None:
+def test_unreadable_witness_proves_nothing(run: MemoryStore, junk: bytes) -> None:
     run.put(snapshots.snapshot_path(7, "f" * 64), junk)
     run.put(snapshots.snapshot_path(9_000, "f" * 64), junk)
     run.put(audit_checkpoints.audit_path(8), junk)
@@ -251,9 +251,7 @@ def test_a_witness_that_cannot_be_read_says_nothing(run: MemoryStore, junk: byte
 
 
 @pytest.mark.parametrize("error", [Missing, Corrupt])
-def test_a_witness_that_the_store_cannot_give_says_nothing(
-    store: MemoryStore, watched: Watched, error: type[Exception]
-) -> None:
+def test_unreachable_witness_proves_nothing(store: MemoryStore, watched: Watched, error: type[Exception]) -> None:
     """It is gone since it was listed, or its bytes are wrong."""
     Actors.begin(store).train(1)
     assert audit(store).clean
@@ -268,7 +266,7 @@ def test_a_witness_that_the_store_cannot_give_says_nothing(
     assert (report.violations, report.since) == ([], 0)
 
 
-def test_a_witness_under_anothers_name_says_nothing(store: MemoryStore) -> None:
+def test_witness_with_a_wrong_name_proves_nothing(store: MemoryStore) -> None:
     """Neither one of a later entry, nor one of another hash."""
     Actors.begin(store).train(2)
     [*_, path] = store.list("log_snapshots")
