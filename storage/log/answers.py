@@ -146,7 +146,7 @@ def _check_tokens(table: _Table, asked: Asked) -> Iterator[Found]:
     if ((np.diff(chosen_version) < 0) & (np.diff(chosen_row) == 0)).any():
         yield "stale", "a token comes from an older version than the token before it"
     if unknown := set(table.endings) - set(ENDINGS):
-        yield "lineage", f"a trajectory has the ending {min(unknown)!r}; what is trained on has one of {[*ENDINGS]}"
+        yield "lineage", f"a trajectory has the ending {min(unknown)!r}; expected one of {[*ENDINGS]}"
     if asked.stops and not (asked.limits and asked.limits.made_up):
         yield from _check_stops(table, asked.stops)
 
@@ -174,11 +174,11 @@ def _check_responses(table: _Table, limits: Limits, *, known: bool) -> Iterator[
     cut_R = np.array([ending == Ending.LENGTH for ending in table.endings], dtype=bool)
     if (known or limits.single_turn) and (response_R[cut_R] < limits.max_new_tokens).any():
         least, most = response_R[cut_R].min(), limits.max_new_tokens
-        yield "lineage", f"a response of {least} tokens was cut for its length, max_new_tokens is {most}"
+        yield "lineage", f"a response of {least} tokens has the ending `length`, but max_new_tokens is {most}"
     if (response_R < 1).any():
         yield "lineage", "a trajectory has no response"
     if limits.single_turn and (table.response_T & ~table.mask_T).any():
-        yield "lineage", "a token of a response counts as not chosen by the policy, in an environment of one turn"
+        yield "lineage", "a token of a response is not the policy's, but the environment has one turn"
 
 
 def _check_times(batch: TrajectoryBatch, table: _Table, limits: Limits) -> Iterator[Found]:
@@ -198,7 +198,7 @@ def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
     started_R = batch.table["started_version"].to_numpy()
     spoken = np.unique(table.row_T[table.mask_T])
     if (started_R[spoken] != oldest_R[spoken]).any():
-        yield "stale", "a trajectory was not started under the version of its oldest token, as the config says"
+        yield "stale", "a trajectory was not started under the version of its oldest token, as the config requires"
 
 
 def _check_rewards(batch: TrajectoryBatch, limits: Limits) -> Iterator[Found]:

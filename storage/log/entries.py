@@ -238,7 +238,7 @@ def decode(data: bytes, n: int, read: Callable[[str], bytes]) -> Written:
         why = f"{error.error_count()} fields are wrong" if isinstance(error, ValidationError) else str(error)
         raise Corrupt(f"{name} is not an entry of a log: {why}") from error
     if entry.n != n:
-        raise Corrupt(f"{name} is entry {entry.n}, under another name")
+        raise Corrupt(f"{name} contains entry {entry.n}")
     return Written(entry, hashlib.sha256(data).hexdigest())
 
 

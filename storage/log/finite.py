@@ -44,7 +44,7 @@ def _tensors(data: bytes | memoryview | mmap.mmap) -> Iterator[tuple[str, str, i
             if name != "__metadata__":
                 start, end = tensor["data_offsets"]
                 if not 0 <= start <= end <= len(data) - 8 - size:
-                    raise ValueError(f"tensor {name} lies outside of it")
+                    raise ValueError(f"tensor {name} lies outside the file")
                 yield name, str(tensor["dtype"]), 8 + size + start, 8 + size + end
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its header is invalid: {error!r}") from error

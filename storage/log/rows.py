@@ -79,7 +79,7 @@ def _samples(batch: TrajectoryBatch, rules: Rules) -> Iterator[Found]:
         elif samples.total() < rules.group_size:
             yield "missing", f"{where} has {samples.total()} of {rules.group_size} samples: {sorted(samples)}"
         elif samples.total() > rules.group_size or min(samples) < 0 or max(samples) >= rules.responses:
-            yield "altered", f"{where} has samples that were not asked for: {sorted(samples)}"
+            yield "altered", f"{where} has samples that were not requested: {sorted(samples)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,7 +267,7 @@ class Log:
         """Read entry `n` from its segment, if its hash is the one that the next entry names; else raise `Corrupt`."""
         found = healed(self.store, n, n + 1)
         if found is None:
-            raise Corrupt(f"{why}; no segment has it: `rollflow repair` says what can be done")
+            raise Corrupt(f"{why}; no segment has it: `rollflow repair` lists the possible repairs")
         return self._decoded(found[0], n)
 
     def _listed(self) -> list[int]:

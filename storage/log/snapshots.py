@@ -112,7 +112,7 @@ def from_segment(run: ObjectStore, n: int) -> bytes:
     """Read entry `n` from its segment; raise `Missing` if there is none."""
     lines = run.get(segment_path(n)).split(b"\n")
     if len(lines) != EVERY:
-        raise Missing(f"{segment_path(n)} is cut")
+        raise Missing(f"{segment_path(n)} is truncated")
     return lines[n % EVERY]
 
 

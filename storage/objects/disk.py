@@ -69,7 +69,7 @@ def found(target: Path) -> Iterator[None]:
     except NO_FILE as error:
         raise Missing(f"there is no object {target}") from error
     except OSError as error:
-        raise Unreachable(f"{target} cannot be read now ({error.strerror or error}); nothing is known of it") from error
+        raise Unreachable(f"{target} cannot be read now ({error.strerror or error}); it may be intact") from error
 
 
 def mapped(path: Path) -> memoryview:

@@ -319,7 +319,7 @@ def _sync_name(created: Path) -> None:
         _sync_folder(created.parent)
     except OSError as error:
         raise Unreachable(
-            f"{created} is there, and is not known to outlast a power cut ({error.strerror or error}): read it again"
+            f"{created} exists, but may not survive a power cut ({error.strerror or error}): read it again"
         ) from error
 
 

@@ -190,7 +190,7 @@ class S3Store(ObjectStore):
                 raise
         else:
             raise ConfigError(
-                f"store.uri = {self.uri!r} lies on a service that ignores If-None-Match, so two learners could "
+                f"store.uri = {self.uri!r} is on a service that ignores If-None-Match, so two learners could "
                 "commit one version; use a service with conditional writes"
             )
         finally:
@@ -311,5 +311,5 @@ def _explained(error: Exception, store: S3Store, path: str) -> RollflowError | N
     if isinstance(error, botocore.exceptions.BotoCoreError):
         return ConfigError(f"{where} cannot be used ({error}); set the AWS credentials (AWS_PROFILE) and the address")
     if isinstance(error, OSError) and not code and error.errno not in CURES:
-        return Unreachable(f"{store.uri}/{path} cannot be asked for now ({error}); nothing is known of it")
+        return Unreachable(f"{store.uri}/{path} cannot be read now ({error}); it may be intact")
     return None

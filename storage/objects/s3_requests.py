@@ -172,7 +172,7 @@ class Connection:
         async with answer["Body"] as stream:
             body = await stream.read()
         if len(body) != answer["ContentLength"]:
-            raise ConnectionError(f"{len(body)} bytes came of {answer['ContentLength']}")
+            raise ConnectionError(f"received {len(body)} of {answer['ContentLength']} bytes")
         return {**answer, "Body": body}
 
     async def upload(self, target: dict[str, str], parts: Sequence[memoryview], **described: Any) -> None:

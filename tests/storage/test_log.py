@@ -400,7 +400,7 @@ def test_swapped_and_inserted_entries_are_detected(store: MemoryStore) -> None:
     fifth, sixth = store.get(entry_path(5)), store.get(entry_path(6))
     store.put(entry_path(5), sixth)
     store.put(entry_path(6), fifth)
-    with pytest.raises(Corrupt, match=r"is entry 6, under another name"):
+    with pytest.raises(Corrupt, match=r"contains entry 6"):
         Log(store)
     store.put(entry_path(6), sixth)
     another = replace(decode(fifth, 5, store.get).entry, id="another")

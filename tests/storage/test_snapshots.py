@@ -82,7 +82,7 @@ def test_existing_segment_is_not_rewritten(store: Counting) -> None:
     store.put(snapshots.segment_path(0), b"first")
     snapshots.keep_segments(store, 3)
     assert store.get(snapshots.segment_path(0)) == b"first"
-    with pytest.raises(Missing, match="is cut"):
+    with pytest.raises(Missing, match="is truncated"):
         snapshots.from_segment(store, 2)
 
 
