@@ -43,9 +43,9 @@ from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
-from rollflow.storage.records import Ending, FinishedGroup, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.records import FinishedGroup, GroupKey, StopReason, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
-from rollflow.tasks.learners.shards import from_files, to_files
+from rollflow.tasks.learners.checkpoint.shards import from_files, to_files
 
 GROUP_SIZE, TOKENS = 8, 200
 TRAJECTORIES = (128, 512, 2048, 8192)
@@ -134,7 +134,7 @@ def groups(count: int) -> tuple[TrajectoryGroup, ...]:
         tokens = tuple(draw.randrange(150_000) for _ in range(TOKENS))
         logprobs = (0.0,) * prompt + tuple(-draw.random() for _ in range(TOKENS - prompt))
         mask, versions = (False,) * prompt + (True,) * (TOKENS - prompt), (-1,) * prompt + (0,) * (TOKENS - prompt)
-        return Trajectory(sample, 0, tokens, mask, logprobs, versions, draw.random(), "made up", Ending.STOP)
+        return Trajectory(sample, 0, tokens, mask, logprobs, versions, draw.random(), "made up", StopReason.STOP)
 
     return tuple(
         TrajectoryGroup(GroupKey(n, 0), f"prompt-{n}", "made-up", tuple(map(trajectory, range(GROUP_SIZE))))

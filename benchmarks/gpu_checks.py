@@ -26,8 +26,8 @@ from benchmarks.gpu_models import (
 from benchmarks.gpu_rows import NO_GPU, Row, check_at_most, guard
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects.base import pieces
+from rollflow.tasks.learners.checkpoint.shards import from_files
 from rollflow.tasks.learners.randomness import DEVICE_RNG
-from rollflow.tasks.learners.shards import from_files
 from rollflow.tasks.learners.torch_learner import TorchLearner
 
 OBJECTIVES: Mapping[str, Mapping[str, Any]] = {

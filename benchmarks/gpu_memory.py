@@ -27,7 +27,7 @@ from benchmarks.gpu_models import (
     policy_folder,
 )
 from benchmarks.gpu_rows import NO_GPU, Row, check_at_least, check_at_most, guard, target_at_most
-from rollflow.tasks.learners.token_logprobs import TokenLogprobs
+from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner
 
 ENTROPY = 0.1

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.records import GroupKey, StopReason, Trajectory, TrajectoryGroup
 from rollflow.tasks.engines import fixed_shape
-from rollflow.tasks.learners import build_learner, roles
+from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.forward import models
 from rollflow.tasks.learners.torch_learner import TorchLearner
 
 GPU = torch.cuda.is_available()
@@ -100,7 +101,7 @@ def placed(device: str) -> Iterator[None]:
     """For the length of a block, learners and transformers engines are built on this device."""
     found = torch.device(device)
     with (
-        mock.patch.object(roles, "find_device", return_value=found),
+        mock.patch.object(models, "find_device", return_value=found),
         mock.patch.object(fixed_shape, "find_device", return_value=found),
     ):
         yield
@@ -147,7 +148,7 @@ def _trajectory(shape: BatchShape, draw: Any, sample: int, prompt: list[int], lo
         versions=(-1,) * len(prompt) + (0,) * count,
         reward=float(sample % 2) + 0.25 * float(sample % 3),
         reason="made up",
-        ending=Ending.STOP,
+        ending=StopReason.STOP,
     )
 
 

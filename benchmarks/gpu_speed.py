@@ -40,7 +40,7 @@ from benchmarks.gpu_rows import NO_GPU, Row, check_at_most, guard, target_at_lea
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.tasks.engines import fixed_shape
 from rollflow.tasks.engines.fixed_shape import Shape
-from rollflow.tasks.learners import token_logprobs
+from rollflow.tasks.learners.forward import token_logprobs
 from rollflow.tasks.learners.torch_learner import load_model
 
 TIMED = 3 if GPU else 1  # steps

@@ -20,7 +20,7 @@ import torch
 
 from rollflow.flows.config import load_recipe
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.records import GroupKey, StopReason, Trajectory, TrajectoryGroup
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
@@ -129,7 +129,7 @@ def _trajectory(model: Any, number: int, sample: int, pair: Pair) -> Trajectory:
         versions=(-1,) * len(prompt) + (0,) * len(response),
         reward=0.0,
         reason="made up",
-        ending=Ending.STOP,
+        ending=StopReason.STOP,
     )
 
 

@@ -34,18 +34,18 @@ from rollflow.flows.views.tracking import Tracker
 from rollflow.storage.errors import Conflict, Missing
 from rollflow.storage.log import audit_checkpoints
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.audit_checkpoints import Audited
+from rollflow.storage.log.audit_checkpoints import AuditCheckpoint
 from rollflow.storage.log.entries import (
     BatchCommitted,
     Body,
     Claimed,
     Entry,
-    Group,
     Pruned,
     Role,
     RunCreated,
+    TrainedGroup,
     VersionPublished,
-    Written,
+    WrittenEntry,
     encode,
     entry_path,
 )
@@ -55,11 +55,11 @@ from rollflow.storage.log.rules import apply, decide
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.snapshots import EVERY, segment_path, snapshot_path, to_bytes
 from rollflow.storage.log.state import RunState
-from rollflow.storage.objects.base import Data, ObjectStore, Stat, pieces
+from rollflow.storage.objects.base import Data, ObjectStat, ObjectStore, pieces
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
-from rollflow.storage.records import Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
-from rollflow.storage.run_records.usage import Usage
+from rollflow.storage.records import GroupKey, StopReason, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.run_records.usage import CpuUsage
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.actors.statuses import LearnerStatus, RolloutStatus
@@ -131,8 +131,8 @@ class Distant(Counting):
     def fetch(self, path: str, file: Path) -> str:
         raise NotImplementedError
 
-    def stat(self, path: str) -> Stat:
-        return Stat(len(self.get(path)), 0.0)
+    def stat(self, path: str) -> ObjectStat:
+        return ObjectStat(len(self.get(path)), 0.0)
 
     def exists(self, path: str) -> bool:
         self._ask("HEAD")
@@ -193,7 +193,7 @@ def make(versions: int) -> Made:
         entry = Entry(n, state.sha256, uuid.uuid4().hex, role, claim, *head, float(n), body)
         encoded = encode(entry)
         made[entry_path(n)] = encoded.data
-        state = apply(state, Written(entry, encoded.sha256))
+        state = apply(state, WrittenEntry(entry, encoded.sha256))
         if n % EVERY == EVERY - 1:
             made[segment_path(n)] = b"\n".join(made[entry_path(m)] for m in range(n + 1 - EVERY, n + 1))
 
@@ -226,7 +226,7 @@ def groups_of(state: RunState, groups: int = GROUPS, size: int = SIZE) -> tuple[
     """Groups for the next prompts, with one token a response, all of the newest version."""
     version, first = state.version, state.issued[0]
     mask, logprobs, versions = (False, True), (0.0, -0.5), (-1, version)
-    made = [Trajectory(s, version, (1, 2), mask, logprobs, versions, 1.0, "", Ending.STOP) for s in range(size)]
+    made = [Trajectory(s, version, (1, 2), mask, logprobs, versions, 1.0, "", StopReason.STOP) for s in range(size)]
     return tuple(TrajectoryGroup(GroupKey(p, 0), "", "", tuple(made)) for p in range(first, first + groups))
 
 
@@ -234,7 +234,7 @@ def batch_of(state: RunState) -> BatchCommitted:
     """The next batch: the next prompts, all started under the version before."""
     number, first = state.next_batch, state.issued[0]
     started = max(state.version - 1, 0)
-    groups = tuple(Group(prompt, 0, started, state.version, 600) for prompt in range(first, first + GROUPS))
+    groups = tuple(TrainedGroup(prompt, 0, started, state.version, 600) for prompt in range(first, first + GROUPS))
     stored = StoredObject(f"trajectories/{number:08d}-2-x.arrow", 100, "0" * 64)
     return BatchCommitted(number, stored, GROUPS * SIZE, groups, tuple(range(first, first + GROUPS)))
 
@@ -257,7 +257,7 @@ class Silent:
 class Seen:
     """In the place of the stages: nothing runs."""
 
-    usage, rollout, learner = Usage(), RolloutStatus(), LearnerStatus()
+    usage, rollout, learner = CpuUsage(), RolloutStatus(), LearnerStatus()
 
     def statuses(self) -> dict[str, StageStatus]:
         return {}
@@ -276,7 +276,7 @@ class Steps:
         report = AuditReport()
         report.close(made.state)
         first = hashlib.sha256(run.get(entry_path(0))).hexdigest()
-        audit_checkpoints.keep(run, Audited(made.state, report, {}, SIZE, first))
+        audit_checkpoints.keep(run, AuditCheckpoint(made.state, report, {}, SIZE, first))
         self.restart()
 
     def start(self) -> None:

@@ -30,14 +30,14 @@ from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
-from rollflow.storage.records import Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.records import GroupKey, StopReason, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.actors.publishing import Publishing
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import Learner, LearnerStart
+from rollflow.tasks.learners.checkpoint.sharded_files import staged
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
-from rollflow.tasks.learners.freed import give_back
-from rollflow.tasks.learners.gathered import staged
+from rollflow.tasks.learners.malloc_trim import give_back
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.run.restore import restore
 
@@ -111,7 +111,7 @@ def batch(seed: int, tokens: int, *, still: bool = False) -> TrajectoryBatch:
     def trajectory(sample: int, prompt: list[int]) -> Trajectory:
         text = (*prompt, *(draw.randrange(VOCABULARY) for _ in range(tokens)))
         reward = 1.0 if still else float(sample % 2)
-        return Trajectory(sample, 0, text, known, likely, versions, reward, "made up", Ending.STOP)
+        return Trajectory(sample, 0, text, known, likely, versions, reward, "made up", StopReason.STOP)
 
     def group(number: int) -> TrajectoryGroup:
         prompt = [draw.randrange(VOCABULARY) for _ in range(PROMPT)]

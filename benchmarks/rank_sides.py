@@ -53,11 +53,11 @@ from benchmarks.learner_sides import BETAS, HIGH, LONGEST_GRADIENT, LOW, Row, Tu
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.chosen_tokens import chosen_tokens
+from rollflow.tasks.learners.checkpoint.shards import from_files
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain
-from rollflow.tasks.learners.dealing import deal
-from rollflow.tasks.learners.reference import named_tensors
-from rollflow.tasks.learners.shards import from_files
+from rollflow.tasks.learners.distributed.load_balance import deal
+from rollflow.tasks.learners.forward.inplace_logprobs import chosen_tokens
+from rollflow.tasks.learners.forward.reference import named_tensors
 from rollflow.tasks.learners.torch_learner import load_model
 
 RATE = 1e-4  # so high that after some steps weights differ by far more than rounding where steps do

@@ -33,8 +33,8 @@ from benchmarks.learner_step import Case, Side, Step, told, written
 from benchmarks.rank_sides import MEAN
 from benchmarks.report import Row, arguments, at_least, at_most, publish
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.tasks.learners.dealing import deal, imbalance
-from rollflow.tasks.objectives.rows import Rows
+from rollflow.tasks.learners.distributed.load_balance import deal, imbalance
+from rollflow.tasks.objectives.rows import BatchRows
 
 AS_FAST, NEAR = 0.95, 1e-5
 COMPARED = {  # each of ours, and what it is measured by
@@ -121,7 +121,7 @@ def _farthest(written: Sequence[Mapping[str, Tensor]], which: Callable[[str], bo
 
 def dealing(case: Case, counts: Sequence[int]) -> Iterator[Row]:
     """Tokens of the fullest rank above the mean, of the batch's rows."""
-    data = Rows.of(TrajectoryBatch.from_bytes((case.folder / BATCH).read_bytes()))
+    data = BatchRows.of(TrajectoryBatch.from_bytes((case.folder / BATCH).read_bytes()))
     lengths = [int(length) for length in data.lengths]
     for ranks in counts:
         turn = [sum(lengths[rank::ranks]) for rank in range(ranks)]

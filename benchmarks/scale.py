@@ -26,18 +26,18 @@ from typing import Any
 
 from benchmarks.report import Row, arguments, at_most, publish
 from rollflow.storage.batch import TrajectoryBatch, packed
-from rollflow.storage.records import Ending, GroupKey, PackedGroup, TrajectoryGroup
+from rollflow.storage.records import GroupKey, PackedGroup, StopReason, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
-from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.simulation.hardware import Hardware, ResponsesHardware
 from rollflow.tasks.simulation.parts import TimedRewards
-from rollflow.tasks.simulation.records import Records
-from rollflow.tasks.simulation.world import World, simulate
+from rollflow.tasks.simulation.records import SimulationRecords
+from rollflow.tasks.simulation.world import SimulatedRun, simulate
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
 SLOTS, GROUP = 256, 16
@@ -47,7 +47,7 @@ ON_WIRE = 64  # requests in a call of an engine's actor
 TOKENS = {"median": 400, "cap": 8000, "grain": 1}
 
 
-class Whole(World):
+class Whole(SimulatedRun):
     """A simulation that also writes: Arrow columns for each group, a file's bytes for each batch."""
 
     tokens = 0
@@ -100,7 +100,7 @@ def bare(engines: int, trajectories: int) -> float:
                 made = await engine.generate(request)
                 await rewards.score(ScoreRequest(made.tokens, {"accuracy": 0.5}))
 
-        rewards = TimedRewards(hardware.reward, 0, Records())
+        rewards = TimedRewards(hardware.reward, 0, SimulationRecords())
         all_of = [TimedEngine(section) for _ in range(engines)]
         for engine in all_of:
             await engine.update(0, Path())
@@ -133,7 +133,8 @@ def wire(turns: int) -> float:
         lengths = [min(8000, round(400 * math.exp(drawn.gauss(0, 1)))) + 1 for _ in range(ON_WIRE)]
         requests = [GenerationRequest(f"{i}", (1,) * 64, 8000, seed=i) for i in range(ON_WIRE)]
         made = [
-            Generation(f"{i}", Partial.of(range(n), (-1.5,) * n, (3,) * n), Ending.STOP) for i, n in enumerate(lengths)
+            Generation(f"{i}", TokenSpan.of(range(n), (-1.5,) * n, (3,) * n), StopReason.STOP)
+            for i, n in enumerate(lengths)
         ]
         began = time.process_time()
         unpack_requests(pickle.loads(pickle.dumps(pack_requests(requests), 5)))  # noqa: S301  made right here

@@ -24,10 +24,10 @@ from benchmarks.recipe_task import RecipeTask, start_policy
 from rollflow.flows.config import load_recipe
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import NotFinite
-from rollflow.storage.records import Ending, GroupKey, Prompt, Trajectory, TrajectoryGroup
+from rollflow.storage.records import GroupKey, Prompt, StopReason, Trajectory, TrajectoryGroup
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.shards import from_files
+from rollflow.tasks.learners.checkpoint.shards import from_files
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.run.config import RunConfig
 
@@ -129,7 +129,7 @@ class Stale:
             versions=(-1,) * before + (version,) * len(response),
             reward=self.task.reward(response[:-1] if ended else response, prompt),
             reason="",
-            ending=Ending.STOP if ended else Ending.LENGTH,
+            ending=StopReason.STOP if ended else StopReason.LENGTH,
         )
 
     def accuracy(self) -> float:

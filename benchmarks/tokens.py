@@ -26,13 +26,13 @@ from typing import Any
 
 from benchmarks.report import Row, arguments, at_most, publish
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.records import Ending, Prompt
+from rollflow.storage.records import Prompt, StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.actors.wire import ENDINGS, Collected, PackedPartials, PackedRequests
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
@@ -87,7 +87,7 @@ class Actor:
         asked, self.asked = self.asked, []
         ended = [] if self.hangs else asked
         reported = self.columns(asked if self.hangs else asked[::2], self.reported or self.tokens // 2)
-        endings = bytes([ENDINGS.index(Ending.STOP)]) * len(ended)
+        endings = bytes([ENDINGS.index(StopReason.STOP)]) * len(ended)
         told: Collected = ((self.columns(ended, self.tokens), endings, [0] * len(ended)), [], reported)
         return pickle.dumps(told, 5)
 
@@ -115,7 +115,7 @@ async def scheduler_of(
     """The scheduler of a run with one engine."""
     count = groups * GROUP_SIZE
     proxy = InferenceProxy([RayEngine(actor)], count)
-    await proxy.update(0, Here(), Probe((), (), 0.0), "continue")
+    await proxy.update(0, Here(), WeightsProbe((), (), 0.0), "continue")
     limits = RolloutLimits(
         seed=0,
         batches=batches,

@@ -21,11 +21,11 @@ from benchmarks.report import Row, arguments, publish
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.config import RolloutConfig
-from rollflow.tasks.rollout.proxy import Probe
+from rollflow.tasks.rollout.proxy import WeightsProbe
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.records import Snapshot
-from rollflow.tasks.simulation.world import World, simulate
+from rollflow.tasks.simulation.world import SimulatedRun, simulate
 
 ENGINES = 2
 WARM_UP = 2  # versions, and those that alpha lets run ahead
@@ -62,14 +62,14 @@ class NoWeights:
         return Path()
 
 
-class WallWorld(World):
+class WallWorld(SimulatedRun):
     """The simulated world with its engines in actors, which outlive it."""
 
     def __init__(self, config: RunConfig, actors: Sequence[Any]) -> None:
         self._actors = actors
         super().__init__(config, HARDWARE, config, timeline=False)
 
-    async def fetch(self, version: int) -> tuple[Any, Probe]:
+    async def fetch(self, version: int) -> tuple[Any, WeightsProbe]:
         """See `VersionFeed`."""
         return NoWeights(), (await super().fetch(version))[1]
 

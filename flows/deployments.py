@@ -34,7 +34,7 @@ from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install
 from rollflow.flows.services.flow_process import fork_flows
 from rollflow.flows.services.form import form_values
 from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, deployment_names, insist
-from rollflow.flows.services.registering import Offer, home_tag, list_superseded
+from rollflow.flows.services.registering import DeploymentOffer, home_tag, list_superseded
 from rollflow.flows.train import train
 from rollflow.flows.views.tracking import import_early
 from rollflow.storage.errors import ConfigError, Unreachable
@@ -46,33 +46,35 @@ LIMIT = 40  # most flow runs at a time; one run has four, and Prefect's default 
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 
-def deployments(name: str | None = None) -> list[Offer]:
+def deployments(name: str | None = None) -> list[DeploymentOffer]:
     """List the six flows, under the permanent name `name` or under this runner's own."""
     session = name is None and deployment() != SERVED
     tags = (INTERNAL, OF_SESSION, home_tag(home())) if session else (INTERNAL,)
     name = name or deployment()
-    return [Offer(flow, deployment_names(name)[0], description=flow.__doc__ or "", tags=tags) for flow in FLOWS]
+    return [
+        DeploymentOffer(flow, deployment_names(name)[0], description=flow.__doc__ or "", tags=tags) for flow in FLOWS
+    ]
 
 
-def offer_recipe(recipe: ServedRecipe) -> Offer:
+def offer_recipe(recipe: ServedRecipe) -> DeploymentOffer:
     """Return the deployment of `post-training` with a recipe as its defaults."""
     text = f"{recipe.about}\n\nThe recipe: `{recipe.file}`".strip()
-    return Offer(
+    return DeploymentOffer(
         post_training, recipe.config.name, {"config": form_values(recipe.config)}, text, (RECIPE,), hidden=("storage",)
     )
 
 
-def offer_nightly(plan: Nightly) -> Offer:
+def offer_nightly(plan: Nightly) -> DeploymentOffer:
     """Return the deployment of a nightly file: with its schedule, and one flow run at a time."""
     parameters, text = (
         {"plan": plan.model_dump(mode="json", exclude_none=True)},
         (nightly.__doc__ or "").partition("\n")[0],
     )
     cron = (plan.cron, plan.timezone)
-    return Offer(nightly, plan.name, parameters, text, (NIGHTLY,), limit=1, cron=cron)
+    return DeploymentOffer(nightly, plan.name, parameters, text, (NIGHTLY,), limit=1, cron=cron)
 
 
-def offer_recipes() -> list[Offer]:
+def offer_recipes() -> list[DeploymentOffer]:
     """Return a deployment for each recipe and nightly file of this home; invalid files are reported and skipped."""
 
     def tell(error: object) -> None:
@@ -103,12 +105,14 @@ def build_runner(heartbeat_seconds: int | None) -> Runner:
     return runner
 
 
-async def serve(made: Iterable[Offer], ready: Path | None, *, automations: bool, recipes: bool = False) -> None:
+async def serve(
+    made: Iterable[DeploymentOffer], ready: Path | None, *, automations: bool, recipes: bool = False
+) -> None:
     """Register the deployments and execute their flow runs."""
     runner = build_runner(HEARTBEAT_SECONDS if automations else None)
     ids: dict[str, UUID] = {}
 
-    async def add(offers: Iterable[Offer]) -> None:
+    async def add(offers: Iterable[DeploymentOffer]) -> None:
         for one in offers:
             ids[f"{one.flow_name}/{one.name}"] = await runner.aadd_deployment(cast(Any, one))
         if automations:

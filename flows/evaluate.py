@@ -15,7 +15,7 @@ from rollflow.storage.errors import ConfigError, Missing
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, read_evaluation, store_evaluation
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.names import RunPlace
 from rollflow.tasks.verifiers.base import Score
@@ -52,7 +52,7 @@ async def evaluate_now(context: RunContext, version: int, note: Callable[[], Non
     await asyncio.gather(engine.start(), pool.start())
     try:
         proxy = InferenceProxy([engine], config.engine.slots)
-        probe = Probe(context.probe_tokens, published.probe, config.probe_tolerance)
+        probe = WeightsProbe(context.probe_tokens, published.probe, config.probe_tolerance)
         await proxy.update(version, await asyncio.to_thread(context.weights, version), probe, "continue")
         return await build_evaluator(context, pool, note).run(proxy, version)
     finally:

@@ -46,7 +46,7 @@ from rollflow.flows.services.prefect_api import (
 )
 from rollflow.flows.services.times import utc_minute
 from rollflow.flows.views.mlflow_run import TrackingPlace
-from rollflow.flows.views.registry import Registered, Registry, Score, z_score
+from rollflow.flows.views.registry import EvaluationScore, RegisteredVersion, Registry, z_score
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.log.entries import entry_path
@@ -171,7 +171,7 @@ def _train_recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report
         return Report(name, run_id, f"failed: {error}", ok=False)
 
 
-def _judge(best: Registered | None, score: Score, plan: Nightly) -> tuple[bool, str]:
+def _judge(best: RegisteredVersion | None, score: EvaluationScore, plan: Nightly) -> tuple[bool, str]:
     """Return whether the version becomes the best, and why. With few answers none does, because z needs many."""
     said = f"{score.accuracy:.1%} of {score.responses} held-out answers"
     if best is None or best.score == score:  # equal scores: the same night was repeated
@@ -194,7 +194,7 @@ def _start_from(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update={"policy": policy})
 
 
-def read_score(context: RunContext) -> Score:
+def read_score(context: RunContext) -> EvaluationScore:
     """Return the evaluation of a run's last version.
 
     Raises:
@@ -203,7 +203,7 @@ def read_score(context: RunContext) -> Score:
     found = read_evaluation(context.store, context.config.versions)
     if found is None or not found.responses:
         raise Unreachable(f"run {context.run_id} has no evaluation of its last version; see its page")
-    return Score(found.accuracy, found.responses)
+    return EvaluationScore(found.accuracy, found.responses)
 
 
 def _export(context: RunContext, folder: Path) -> None:

@@ -26,8 +26,8 @@ from prefect.runtime import flow_run
 
 from rollflow.flows.evaluate import evaluate_version
 from rollflow.flows.keepalive.restart_history import reset_budgets
-from rollflow.flows.keepalive.restarts import GaveUp
-from rollflow.flows.keepalive.run_watch import Following
+from rollflow.flows.keepalive.restarts import RestartsExhausted
+from rollflow.flows.keepalive.run_watch import RunWatch
 from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.keepalive.supervisor_restart import follows_another
 from rollflow.flows.locations import await_run, context_of, home, run_id_of, store_uri
@@ -55,7 +55,7 @@ from rollflow.storage.log.entries import entry_path
 from rollflow.storage.log.garbage import sweep
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Writer
-from rollflow.storage.run_records.stop_requests import Ended, take_back
+from rollflow.storage.run_records.stop_requests import RunEnded, take_back
 from rollflow.tasks.rollout.evaluation import evaluated, skipped
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.config_changes import tree_of
@@ -88,7 +88,7 @@ def post_training(
         check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
         stages = Stages(context, address, log, ActorWarnings(logger.warning).tell)
         writer, page = StatusWriter(context, stages, tracker), Page(context.run_id, log)
-        following = Following(stages, writer, supervisor)
+        following = RunWatch(stages, writer, supervisor)
         write_first_anchor(context, tracker, page)
         try:
             writer.refresh()  # publish that the run starts
@@ -100,7 +100,7 @@ def post_training(
             following.heed_after()
             report = step("audit", lambda: _audit(writer), lambda found: "clean" if found.clean else "violations")
             following.heed_after()
-        except Ended as person:
+        except RunEnded as person:
             _give_up(stages, writer, supervisor, person)
             return _end_flow_run(context, person)
         except BaseException as error:
@@ -109,7 +109,7 @@ def post_training(
         return step("summarise", lambda: _finish(stages, writer, supervisor, report, page))
 
 
-def _train(step: Steps, stages: Stages, following: Following, writer: StatusWriter, page: Page) -> None:
+def _train(step: Steps, stages: Stages, following: RunWatch, writer: StatusWriter, page: Page) -> None:
     """Train from the newest version to the last one, with one step for each block of versions."""
     context = writer.context
     every = list(split_blocks(0, context.config.versions))
@@ -131,7 +131,7 @@ def _train(step: Steps, stages: Stages, following: Following, writer: StatusWrit
     step("end the stages", lambda: _end(following, stages, writer))
 
 
-def _end(following: Following, stages: Stages, writer: StatusWriter) -> None:
+def _end(following: RunWatch, stages: Stages, writer: StatusWriter) -> None:
     following.to_end()
     writer.refresh("ending")
     stages.end()
@@ -255,7 +255,7 @@ def _record_early_failure(context: RunContext, supervisor: Writer) -> Iterator[N
 
 def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:
     """End the stages and record why, unless another supervisor has taken over the run."""
-    if isinstance(error, GaveUp):  # a newer supervisor's actors may have deposed this supervisor's
+    if isinstance(error, RestartsExhausted):  # a newer supervisor's actors may have deposed this supervisor's
         with contextlib.suppress(RollflowError):
             supervisor.log.follow()
     newer = None if supervisor.valid() else supervisor.log.state.claims["supervisor"]
@@ -272,16 +272,16 @@ def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: Ba
 
 def _describe_failure(error: BaseException) -> tuple[Phase, str]:
     """Return the phase and the reason of a run that did not reach its last version."""
-    if isinstance(error, Pause) or (isinstance(error, Ended) and error.pause):
+    if isinstance(error, Pause) or (isinstance(error, RunEnded) and error.pause):
         return "paused", "its flow run is paused; it goes on when that is resumed"
-    if isinstance(error, Ended):
+    if isinstance(error, RunEnded):
         return "stopped", str(error)
     if isinstance(error, TerminationSignal):  # its flow run was cancelled, or its runner is shutting down
         return "stopped", "its flow run was told to end"
     return "failed", f"{type(error).__name__}: {error}"
 
 
-def _end_flow_run(context: RunContext, person: Ended) -> State:
+def _end_flow_run(context: RunContext, person: RunEnded) -> State:
     """Return the flow run's final state after a user stopped or paused the run."""
     if person.pause:
         raise Pause(state=suspend())

@@ -27,7 +27,7 @@ from rollflow.flows.services.process import MlflowServer, PrefectServer, Runner,
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.registering import check_unserved, sweep, withdraw
-from rollflow.flows.services.stop_flag import Told
+from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, drop_settings
 from rollflow.flows.views.log_lines import settings
 from rollflow.flows.views.status import RunStatus
@@ -88,16 +88,16 @@ class Session:
             yield status
         keeper.await_end()
 
-    def serve(self, log: Callable[[str], None], ended: Told) -> None:
+    def serve(self, log: Callable[[str], None], ended: StopFlag) -> None:
         """Keep the services running until `ended` is set. On a private server, also resume runs whose supervisor died.
 
         Raises:
-            GaveUp: a service cannot be kept running.
+            RestartsExhausted: a service cannot be kept running.
         """
-        from rollflow.flows.keepalive.supervisor_restart import PickUp
+        from rollflow.flows.keepalive.supervisor_restart import SupervisorRestarter
 
         service_keeper = self.service_keeper(RecoveryConfig())
-        pick_up = PickUp(self.deployment) if SERVER in self.services else None
+        pick_up = SupervisorRestarter(self.deployment) if SERVER in self.services else None
         while not ended.wait(LOOK_SECONDS):
             service_keeper.look(lambda recovery: log(f"recovered {recovery.sentence()}"))
             if pick_up:

@@ -25,7 +25,7 @@ from prefect.states import Cancelled, Completed, Pending, Suspended
 
 from rollflow.flows.services.prefect_api import api
 from rollflow.storage.errors import Unreachable
-from rollflow.storage.run_records.stop_requests import Ended
+from rollflow.storage.run_records.stop_requests import RunEnded
 from rollflow.tasks.run.config import RunConfig
 
 T = TypeVar("T")
@@ -43,12 +43,12 @@ class Steps:
         the box.
         """
         results: list[T] = []
-        ended: list[Ended] = []
+        ended: list[RunEnded] = []
 
         def work() -> State:
             try:
                 results.append(do())
-            except Ended as why:
+            except RunEnded as why:
                 ended.append(why)
                 return Cancelled(message=str(why))
             words = tell(results[0])

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollflow.storage.records import TrajectoryGroup
-from rollflow.storage.token_arrays import Bools, Flat, Float32s, Int32s, Int64s
+from rollflow.storage.token_arrays import Bools, Float32s, Int32s, Int64s, TokenArray
 
 LENGTH = np.dtype(np.int32)
 NUMBERS: dict[pa.DataType, np.dtype[Any]] = {
@@ -25,8 +25,11 @@ NUMBERS: dict[pa.DataType, np.dtype[Any]] = {
     pa.int64(): np.dtype(np.int64),
     pa.float32(): np.dtype(np.float32),
 }
-FLAT: dict[pa.DataType, type[Flat[Any]]] = {pa.int32(): Int32s, pa.float32(): Float32s, pa.bool_(): Bools}
-WHOLE: dict[pa.DataType, type[Flat[Any]]] = {pa.int32(): Int32s, pa.int64(): Int64s}  # faster than NumPy for few rows
+FLAT: dict[pa.DataType, type[TokenArray[Any]]] = {pa.int32(): Int32s, pa.float32(): Float32s, pa.bool_(): Bools}
+WHOLE: dict[pa.DataType, type[TokenArray[Any]]] = {
+    pa.int32(): Int32s,
+    pa.int64(): Int64s,
+}  # faster than NumPy for few rows
 LONG = 1 << 20  # bytes; columns of this size or more are joined in Arrow's own memory
 MOST = np.iinfo(LENGTH).max  # the largest number of values in a column: Arrow's offsets have 32 bits
 
@@ -48,7 +51,7 @@ def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[byte
 
 
 def _parts(kind: pa.DataType, rows: list[Any]) -> list[bytes]:
-    """Return the parts of one column. Rows that are `Flat` already are joined without conversion."""
+    """Return the parts of one column. Rows that are `TokenArray` already are joined without conversion."""
     if kind in WHOLE:
         return [WHOLE[kind].of(rows).data]
     if kind in NUMBERS:

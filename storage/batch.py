@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from rollflow.storage.arrow_rows import joined, parts_of
 from rollflow.storage.errors import Corrupt
-from rollflow.storage.records import Ending, FinishedGroup, GroupKey, PackedGroup, Trajectory, TrajectoryGroup
+from rollflow.storage.records import FinishedGroup, GroupKey, PackedGroup, StopReason, Trajectory, TrajectoryGroup
 
 SCHEMA_VERSION = 1
 
@@ -141,5 +141,5 @@ def _trajectory(row: dict[str, object]) -> Trajectory:
     fields = {k: v for k, v in row.items() if k not in ("index", "attempt", "prompt_id", "domain")}
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
         fields[name] = tuple(fields[name])  # type: ignore[arg-type]
-    fields["ending"] = Ending(str(fields["ending"]))
+    fields["ending"] = StopReason(str(fields["ending"]))
     return Trajectory(**fields)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import Data, ObjectStore, pieces
 from rollflow.storage.objects.disk import mapped, sha256_of
-from rollflow.storage.objects.node_cache import Held, NodeCache
+from rollflow.storage.objects.node_cache import HeldFolder, NodeCache
 from rollflow.storage.records import StoredObject
 
 Item = TypeVar("Item")
@@ -78,7 +78,7 @@ class PolicyStore:
     def __init__(self, log: Log, in_use: Callable[[int], bool] = lambda version: False) -> None:
         """Open the store. Weights of a version are not pruned while `in_use` is true for it."""
         self.log, self.store, self._in_use = log, log.store, in_use
-        self._held: Held | None = None  # the fetched weights of the last `weights_folder` call
+        self._held: HeldFolder | None = None  # the fetched weights of the last `weights_folder` call
 
     @property
     def retention(self) -> Retention:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 from rollflow.storage.token_arrays import Bools, Int32s
 
 
-class Ending(StrEnum):
+class StopReason(StrEnum):
     """The reason why an episode or a generation stopped."""
 
     STOP = "stop"  # the policy generated a stop token
@@ -120,7 +120,7 @@ class Trajectory:
     versions: Sequence[int]
     reward: float
     reason: str
-    ending: Ending
+    ending: StopReason
     generation_seconds: float = 0.0
     reward_seconds: float = 0.0
 

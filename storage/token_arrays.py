@@ -21,7 +21,7 @@ ANY_TOKEN = 1 << 31  # above every token id that fits into a signed 32-bit integ
 LENGTHS = 4096  # row lengths for which a packer is cached
 
 
-class Flat(Sequence[Number]):
+class TokenArray(Sequence[Number]):
     """N immutable numbers of one type, equal to any sequence of the same numbers when those are rounded to the type."""
 
     __slots__ = ("data",)
@@ -53,7 +53,7 @@ class Flat(Sequence[Number]):
         return cls(_packer(1, cls.code)(number) * count)
 
     @classmethod
-    def joined(cls, parts: Iterable[Flat[Number]]) -> Self:
+    def joined(cls, parts: Iterable[TokenArray[Number]]) -> Self:
         """Concatenate arrays."""
         return cls(b"".join([part.data for part in parts]))
 
@@ -112,28 +112,28 @@ class Flat(Sequence[Number]):
         return memoryview(self.data).cast(self.code)  # type: ignore[call-overload]
 
 
-class Int32s(Flat[int]):
+class Int32s(TokenArray[int]):
     """Token ids, or policy versions."""
 
     __slots__ = ()
     code, size = "i", 4
 
 
-class Int64s(Flat[int]):
+class Int64s(TokenArray[int]):
     """Indices of prompts."""
 
     __slots__ = ()
     code, size = "q", 8
 
 
-class Float32s(Flat[float]):
+class Float32s(TokenArray[float]):
     """Log-probs (nats)."""
 
     __slots__ = ()
     code, size = "f", 4
 
 
-class Bools(Flat[bool]):
+class Bools(TokenArray[bool]):
     """A mask, one byte per token."""
 
     __slots__ = ()

@@ -18,10 +18,10 @@ import pyarrow as pa
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.entries import BatchCommitted, BatchVoided, Body, Entry, Group
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided, Body, Entry, TrainedGroup
 from rollflow.storage.log.reading import there
-from rollflow.storage.log.run_log import Attached, Log, Writer
-from rollflow.storage.log.state import Refused, RunState, Waiting
+from rollflow.storage.log.run_log import AttachedObject, Log, Writer
+from rollflow.storage.log.state import CommittedBatch, EntryRefused, RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import found
 from rollflow.storage.records import Discard, FinishedGroup, StoredObject
@@ -48,12 +48,12 @@ class TrajectoryStore:
 
         Raises:
             Deposed: the run has another scheduler now.
-            Refused: the run's state does not allow it; `TooOld` if a group is too old for this batch.
+            Refused: the run's state does not allow it; `GroupTooOld` if a group is too old for this batch.
         """
         batch = TrajectoryBatch.from_groups(staged.groups)
         # Each call uses a new name: a repeated call must not overwrite a file that the first call may have committed.
         name = f"{staged.number:08d}-{writer.claim}-{uuid.uuid4().hex[:8]}"
-        attached = Attached(f"trajectories/{name}.arrow", batch.to_pieces())
+        attached = AttachedObject(f"trajectories/{name}.arrow", batch.to_pieces())
         groups = tuple(committed_group(group) for group in staged.groups)
 
         def body(state: RunState, file: StoredObject | None) -> Body:
@@ -71,7 +71,7 @@ class TrajectoryStore:
         entry = writer.append(body, attached)
         return entry, self.store.local_path(attached.path) or pa.py_buffer(b"".join(attached.data))
 
-    def waiting(self, number: int) -> Waiting | None:
+    def waiting(self, number: int) -> CommittedBatch | None:
         """Read new log entries, and return batch `number` if it is committed and not trained on, else None."""
         self.log.follow()
         return self.log.state.waiting.get(number)
@@ -140,7 +140,7 @@ class TrajectoryStore:
         """Append the entry; return False if the batch was trained on or formed again meanwhile."""
         try:
             writer.append(lambda state, _: voided)
-        except Refused:
+        except EntryRefused:
             if not writer.valid():
                 raise
             return False
@@ -160,9 +160,9 @@ def verify(file: StoredObject, data: bytes | pa.Buffer) -> None:
         raise Corrupt(f"{file.path} is not what was committed (sha256 or size differs)")
 
 
-def committed_group(group: FinishedGroup) -> Group:
+def committed_group(group: FinishedGroup) -> TrainedGroup:
     """Return the record of a group that a log entry keeps."""
-    return Group(*group.key, group.started_version, group.newest_version, group.response_tokens)
+    return TrainedGroup(*group.key, group.started_version, group.newest_version, group.response_tokens)
 
 
 def _bytes_of(run: ObjectStore, path: str) -> pa.Buffer:

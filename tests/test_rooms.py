@@ -59,8 +59,8 @@ LIBRARIES: dict[str, set[str]] = {
     "vllm": {"tasks/engines"},
     "torch": {"tasks/engines", "tasks/learners", "tasks/objectives", "tasks/policies", "tasks/run/replay_diff"},
     "transformers": {"tasks/engines", "tasks/learners", "tasks/policies"},
-    "peft": {"tasks/learners/lora"},
-    "deepspeed": {"tasks/learners/deepspeed_engine"},
+    "peft": {"tasks/learners/forward/lora"},
+    "deepspeed": {"tasks/learners/sharding/deepspeed_backend"},
 }
 # Single arrows that point the wrong way until somebody turns them.
 EXCEPTIONS: set[tuple[str, str]] = set()

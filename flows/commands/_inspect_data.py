@@ -11,7 +11,7 @@ from rollflow.flows.views.turns import prompt_tokens, split_turns
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import BatchCommitted
-from rollflow.storage.log.lineage import Consumed, Fate, Waiting, fates
+from rollflow.storage.log.lineage import AwaitingTraining, Consumed, Fate, fates
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import Cursor, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.run_records.recoveries import RecoveryLog
@@ -64,7 +64,7 @@ def trajectory_value(context: RunContext, prompt: int, attempt: int, sample: int
     check_key(key, attempts, context.log.state.cursor)
     fate = attempts[key]
     value = {"prompt": prompt, "attempt": attempt, "fate": str(fate)}
-    if not isinstance(fate, Consumed | Waiting):
+    if not isinstance(fate, Consumed | AwaitingTraining):
         return {**value, "trajectories": []}
     trajectories = trajectories_of(context, key, batch_of(context, fate), sample)
     return {**value, "trajectories": [_with_texts(context, trajectory) for trajectory in trajectories]}
@@ -90,8 +90,8 @@ def trajectories_of(
     return chosen
 
 
-def batch_of(context: RunContext, fate: Consumed | Waiting) -> BatchCommitted:
-    if isinstance(fate, Waiting):
+def batch_of(context: RunContext, fate: Consumed | AwaitingTraining) -> BatchCommitted:
+    if isinstance(fate, AwaitingTraining):
         return context.batches.committed(context.log.state.waiting[fate.batch].entry)
     entry = context.policies.find(fate.version).batch_entry
     assert entry is not None, "only version 0 has no batch"

@@ -26,7 +26,7 @@ from rollflow.storage.run_records.updates import read_update
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.simulation.figures import WARM_UP
-from rollflow.tasks.simulation.fit import Recorded, fitted
+from rollflow.tasks.simulation.fit import RecordedVersion, fitted
 
 FEWEST = 5  # fewest versions after the warm-up for a comparison
 SCHEDULED = ("async_ratio", "groups", "group_size", "engine", "rollout", "reward")  # keys that the schedule depends on
@@ -68,7 +68,7 @@ def _list_differences(config: RunConfig, other: RunConfig) -> list[str]:
     return [name for name in SCHEDULED if getattr(config, name) != getattr(other, name)]
 
 
-def read_recorded(context: RunContext) -> list[Recorded]:
+def read_recorded(context: RunContext) -> list[RecordedVersion]:
     """Return the run's versions after its warm-up.
 
     Raises:
@@ -80,12 +80,12 @@ def read_recorded(context: RunContext) -> list[Recorded]:
     return [_read_version(context, before, after) for before, after in pairwise(context.policies.since(first - 1))]
 
 
-def _read_version(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> Recorded:
+def _read_version(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> RecordedVersion:
     assert after.batch_entry is not None, "only version 0 has no batch"
     update = read_update(context.store, after.number)
     file = context.batches.committed(after.batch_entry).file
     table = TrajectoryBatch.from_bytes(context.batches.read(file)).table
-    return Recorded(
+    return RecordedVersion(
         version=after.number,
         seconds=after.at - before.at - paused_seconds(context, before, after),
         waited=after.metrics["wait_seconds"],

@@ -30,10 +30,10 @@ def _render_for_pool(recipes: Sequence[ServedRecipe], pool: str) -> str:
     from dataclasses import replace
 
     from rollflow.flows.deployments import deployments, offer_recipe
-    from rollflow.flows.services.registering import Offer
+    from rollflow.flows.services.registering import DeploymentOffer
     from rollflow.flows.services.work_pool import name_on, prefect_yaml
 
-    def whole(recipe: ServedRecipe) -> Offer:
+    def whole(recipe: ServedRecipe) -> DeploymentOffer:
         config = recipe.config.model_dump(mode="json")
         return replace(offer_recipe(recipe), name=name_on(pool, recipe.config.name), parameters={"config": config})
 

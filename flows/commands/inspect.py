@@ -31,10 +31,10 @@ from rollflow.flows.views.audit_table import domains_table
 from rollflow.flows.views.config_history import change_sentence, list_changes
 from rollflow.flows.views.console import staleness_bar
 from rollflow.flows.views.progress import trained_domains
-from rollflow.flows.views.turns import Part, prompt_tokens, split_turns
+from rollflow.flows.views.turns import TurnPart, prompt_tokens, split_turns
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided
-from rollflow.storage.log.lineage import Consumed, Waiting, fates
+from rollflow.storage.log.lineage import AwaitingTraining, Consumed, fates
 from rollflow.storage.log.reading import written
 from rollflow.storage.log.state import RunState
 from rollflow.storage.policies import PolicyVersion
@@ -246,7 +246,7 @@ def _print_trajectory(
     for other, fate in sorted(attempts.items()):
         table.add_row(f"attempt {other.attempt}", Text(str(fate), style="bold" if other == key else ""))
     fate = attempts[key]
-    if isinstance(fate, Consumed | Waiting):
+    if isinstance(fate, Consumed | AwaitingTraining):
         below = _show_trajectories(context, key, batch_of(context, fate), sample, table)
     else:
         table.add_row("question", Text(_read_question(context, prompt)))
@@ -287,7 +287,7 @@ def _show_trajectories(
     return _show_turns(context, parts) if several else None
 
 
-def _show_turns(context: RunContext, parts: Sequence[Part]) -> Table:
+def _show_turns(context: RunContext, parts: Sequence[TurnPart]) -> Table:
     """Show a multi-turn trajectory part by part; only the policy's tokens have loss mask 1."""
     table = Table(title="turns", title_justify="left")
     for name in ("turn", "by", "tokens", "mask", "versions", "log-probs", "text"):

@@ -30,9 +30,9 @@ from rollflow.flows.views.console import format_duration
 from rollflow.flows.views.simulation import as_json
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.simulation.candidates import FULL, QUICK, Candidate, Limits, Outcome
+from rollflow.tasks.simulation.candidates import FULL, QUICK, Candidate, CandidateOutcome, PlanLimits
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.planner import TOLERANCE, Planned, plan
+from rollflow.tasks.simulation.planner import TOLERANCE, Plan, plan
 
 WIDTH = 180  # width of the table without a terminal
 EARLIER = re.compile(r"\A# Planned for .*\n(# changed: .*\n)*\n?")  # the lines that `_write` puts above a recipe
@@ -45,7 +45,7 @@ HEADINGS = (
 def command(options: argparse.Namespace) -> int:
     """Search for the best plan and print it."""
     config, hardware = load_recipe(options.recipe, options.set), load_hardware(options.hardware)
-    limits = Limits(options.max_bias, options.max_waste)
+    limits = PlanLimits(options.max_bias, options.max_waste)
     recipe, machines = (f.read_text(encoding="utf-8-sig") for f in (options.recipe, hardware_file(options.hardware)))
     asked = PlanRequest(
         options.recipe, recipe, machines, options.gpus, options.alpha, options.best, options.quick, limits,
@@ -66,7 +66,7 @@ class PlanRequest:
     largest: float
     best: int
     quick: bool
-    limits: Limits
+    limits: PlanLimits
     write: Path | None
     json: Path | None
 
@@ -92,7 +92,7 @@ class PlanRequest:
             raise ConfigError(f"--write {str(self.write)!r}: that is the recipe itself; give another name")
 
 
-def run_plan(config: RunConfig, hardware: Hardware, asked: PlanRequest, *, console: Console | None = None) -> Planned:
+def run_plan(config: RunConfig, hardware: Hardware, asked: PlanRequest, *, console: Console | None = None) -> Plan:
     """Search, print the result, write the files."""
     asked.check()
     console = console or _console()
@@ -118,7 +118,7 @@ def _console() -> Console:
 
 
 @contextmanager
-def _show_progress(most: int) -> Iterator[Callable[[int, Outcome], None]]:
+def _show_progress(most: int) -> Iterator[Callable[[int, CandidateOutcome], None]]:
     """Show progress on standard error: a bar on a terminal, otherwise a line for each simulation."""
     console = Console(file=sys.stderr, highlight=False)
     if not console.is_terminal:
@@ -132,7 +132,7 @@ def _show_progress(most: int) -> Iterator[Callable[[int, Outcome], None]]:
         yield lambda count, one: bar.update(task, completed=count, last=_describe_outcome(one))
 
 
-def _describe_outcome(one: Outcome) -> str:
+def _describe_outcome(one: CandidateOutcome) -> str:
     extra = redundancy(one.candidate)
     return (
         f"{split(one.candidate)} alpha {one.candidate.async_ratio:g}{', ' + extra if extra else ''}: "
@@ -143,7 +143,7 @@ def _describe_outcome(one: Outcome) -> str:
 # --- what a person reads -------------------------------------------------------------------------------------
 
 
-def table(planned: Planned, config: RunConfig, asked: PlanRequest) -> Table:
+def table(planned: Plan, config: RunConfig, asked: PlanRequest) -> Table:
     """Build the table of the best candidates and the synchronous mode."""
     found = Table(
         title=f"{config.name} on {asked.gpus} GPUs", title_justify="left", box=box.SIMPLE_HEAD, header_style="dim"
@@ -157,7 +157,7 @@ def table(planned: Planned, config: RunConfig, asked: PlanRequest) -> Table:
     return found
 
 
-def _row(one: Outcome, planned: Planned, limits: Limits) -> list[str]:
+def _row(one: CandidateOutcome, planned: Plan, limits: PlanLimits) -> list[str]:
     figures, candidate = one.figures, one.candidate
     bounds, idle = figures.bounds, figures.idle
     proven = bounds.asynchronous if candidate.async_ratio else bounds.sync
@@ -199,7 +199,7 @@ def redundancy(candidate: Candidate) -> str:
     return ", ".join(parts)
 
 
-def describe_plan(planned: Planned, asked: PlanRequest, seconds: float) -> Iterator[str]:
+def describe_plan(planned: Plan, asked: PlanRequest, seconds: float) -> Iterator[str]:
     """Yield sentences on the choice, its basis and its limits."""
     limits = asked.limits
     yield _describe_choice(planned, asked)
@@ -239,7 +239,7 @@ def describe_plan(planned: Planned, asked: PlanRequest, seconds: float) -> Itera
     )
 
 
-def _describe_choice(planned: Planned, asked: PlanRequest) -> str:
+def _describe_choice(planned: Plan, asked: PlanRequest) -> str:
     one, best = planned.recommended, planned.best
     if one is None or best is None:
         return (
@@ -258,7 +258,7 @@ def _describe_choice(planned: Planned, asked: PlanRequest) -> str:
     )
 
 
-def _describe_wider(taken: Outcome, wider: Outcome) -> str:
+def _describe_wider(taken: CandidateOutcome, wider: CandidateOutcome) -> str:
     """Describe the gain of a larger bound with as many responses in flight."""
     return (
         f"A wider bound would pay: alpha = {wider.candidate.async_ratio:g} with rollout.ahead = "
@@ -272,7 +272,9 @@ def _describe_wider(taken: Outcome, wider: Outcome) -> str:
 # --- files ---------------------------------------------------------------------------------------------------
 
 
-def _write_files(one: Outcome, config: RunConfig, hardware: Hardware, asked: PlanRequest, console: Console) -> None:
+def _write_files(
+    one: CandidateOutcome, config: RunConfig, hardware: Hardware, asked: PlanRequest, console: Console
+) -> None:
     """Write the recipe and the hardware; a comment at the top of each says how the plan was found."""
     assert asked.write is not None
     recipe, divided = one.candidate.config(config, hardware), one.candidate.hardware(hardware)
@@ -292,10 +294,10 @@ def _write_files(one: Outcome, config: RunConfig, hardware: Hardware, asked: Pla
     console.print(f"  {command}", soft_wrap=True)
 
 
-def plan_to_json(planned: Planned, config: RunConfig, hardware: Hardware, limits: Limits) -> dict[str, Any]:
+def plan_to_json(planned: Plan, config: RunConfig, hardware: Hardware, limits: PlanLimits) -> dict[str, Any]:
     """Return the whole result as a JSON object."""
 
-    def one(outcome: Outcome) -> dict[str, Any]:
+    def one(outcome: CandidateOutcome) -> dict[str, Any]:
         return {
             "candidate": asdict(outcome.candidate),
             "changes": outcome.candidate.changes(config, hardware),

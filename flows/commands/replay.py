@@ -25,10 +25,10 @@ from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.run.context import RunContext
-from rollflow.tasks.run.restore import Replayed, name_of, new_learner, restore, train_again
+from rollflow.tasks.run.restore import ReplayedVersion, name_of, new_learner, restore, train_again
 
 if TYPE_CHECKING:
-    from rollflow.tasks.run.replay_diff import Distance
+    from rollflow.tasks.run.replay_diff import ReplayDistance
 
 CAUSE = "a replay is bit for bit the same only on the same kind of machine, with the same torch build"
 
@@ -43,13 +43,13 @@ def command(options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """A version that was retrained by `ranks` processes, and trained by `recorded` processes in the run."""
 
-    replayed: Replayed
+    replayed: ReplayedVersion
     ranks: int
     recorded: int
-    apart: Distance | None  # distance from the published version; None if it is zero or cannot be computed
+    apart: ReplayDistance | None  # distance from the published version; None if it is zero or cannot be computed
 
     @property
     def right(self) -> bool:
@@ -62,11 +62,11 @@ def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _print_sentence(outcome: Outcome) -> None:
+def _print_sentence(outcome: ReplayOutcome) -> None:
     print(sentence(outcome), flush=True)
 
 
-def _print_value(outcome: Outcome) -> None:
+def _print_value(outcome: ReplayOutcome) -> None:
     print(json.dumps(value_of(outcome)), flush=True)
 
 
@@ -75,7 +75,7 @@ def replay(
     version: int | None,
     every: bool,
     say: Callable[[str], None],
-    tell: Callable[[Outcome], None],
+    tell: Callable[[ReplayOutcome], None],
     ranks: int | None = None,
 ) -> bool:
     """Retrain `version` (default: the newest), or `every` version from 1 on; return whether all results are right.
@@ -102,7 +102,7 @@ def replay(
             restore(policies, batches, learner, number - 1, note=say)
         replayed = train_again(policies, batches, learner, number)
         used = recorded[number] if ranks is None else ranks
-        outcome = Outcome(replayed, used, recorded[number], _distance(policies, learner, replayed))
+        outcome = ReplayOutcome(replayed, used, recorded[number], _distance(policies, learner, replayed))
         tell(outcome)
         if not outcome.right:
             say(f"version {number} was published by rollflow {replayed.version.code_version}; {CAUSE}")
@@ -135,7 +135,7 @@ def _select_comparable(policies: PolicyStore, numbers: Sequence[int], say: Calla
     return found
 
 
-def _distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Distance | None:
+def _distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance | None:
     """Return the distance of the differing weights from the published ones, or None if those are not in storage."""
     from rollflow.tasks.run.replay_diff import distance
 
@@ -161,13 +161,13 @@ def _select_range(context: RunContext, version: int | None, newest: int, every: 
     return chosen, chosen
 
 
-def sentence(outcome: Outcome) -> str:
+def sentence(outcome: ReplayOutcome) -> str:
     """Describe the retrained version and the outcome."""
     number, batch = outcome.replayed.version.number, outcome.replayed.batch
     return f"version {number}: parent {number - 1}, {_describe_batch(batch)}: {_describe_outcome(outcome)}"
 
 
-def value_of(outcome: Outcome) -> dict[str, Any]:
+def value_of(outcome: ReplayOutcome) -> dict[str, Any]:
     """Return the outcome as a JSON object."""
     replayed, apart = outcome.replayed, outcome.apart
     version, batch = replayed.version, replayed.batch
@@ -189,7 +189,7 @@ def _describe_batch(batch: BatchCommitted) -> str:
     return f"batch {batch.number} ({len(batch.groups)} groups, {batch.rows} trajectories)"
 
 
-def _describe_outcome(outcome: Outcome) -> str:
+def _describe_outcome(outcome: ReplayOutcome) -> str:
     replayed, apart = outcome.replayed, outcome.apart
     what = "weights and learner state" if replayed.version.state else "weights"
     if not replayed.differences:

@@ -19,7 +19,7 @@ from rollflow.flows.services.prefect_api import SERVED
 from rollflow.flows.services.process import MlflowServer
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.reachability import check_prefect, check_prefect_database, redact
-from rollflow.flows.services.stop_flag import Told
+from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.flows.session import open_session
 from rollflow.flows.views.tracking import VIEW
 from rollflow.storage.errors import ConfigError
@@ -29,7 +29,7 @@ from rollflow.tasks.actors.early_imports import MODULES
 def command(options: argparse.Namespace) -> int:
     """Serve the deployments and both UIs until Ctrl-C."""
     place = home()
-    ended = Told()
+    ended = StopFlag()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with stack.hold_stack(place):
         store_addresses(place, **requested_addresses(options))

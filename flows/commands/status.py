@@ -25,7 +25,7 @@ SILENT_SECONDS = 60.0  # a supervisor writes once a second while it follows its 
 
 
 @dataclass(frozen=True)
-class Look:
+class StoredStatus:
     """The store's view of a run. `age` is the time since its status was written, in seconds."""
 
     context: RunContext
@@ -56,12 +56,12 @@ def command(options: argparse.Namespace) -> int:
     return OK
 
 
-def _read_store(run: str | None, store: str | None) -> Look:
+def _read_store(run: str | None, store: str | None) -> StoredStatus:
     context = find_run(run, store)
     context.created  # noqa: B018 - says which run is not there
     status = read_status(context)
     age = time.time() - context.store.stat(STATUS).modified if status else 0.0
-    return Look(context, status, age)
+    return StoredStatus(context, status, age)
 
 
 def _show_seen(options: argparse.Namespace, why: Unreachable) -> int:

@@ -40,7 +40,7 @@ MOST = 1000  # most runs of a study
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepRun:
     """One run of a study: its id, its config, and its difference from the others, for users."""
 
     run_id: str
@@ -77,7 +77,7 @@ def command(options: argparse.Namespace) -> int:
     return FAILED if failed else OK
 
 
-def points_of(options: argparse.Namespace) -> list[Point]:
+def points_of(options: argparse.Namespace) -> list[SweepRun]:
     """Return the runs of a study in their order: all seeds of the first value, then of the next.
 
     Raises:
@@ -100,7 +100,7 @@ def points_of(options: argparse.Namespace) -> list[Point]:
         config = load_recipe(options.recipe, [*sets, f"tracking.study={study}"])
         config = load_recipe(options.recipe, [*sets, f"tracking.study={study}", f"seed={config.seed + seed}"])
         words = ", ".join([*(one for one in sets if one not in _list_fixed(options.set)), f"seed {config.seed}"])
-        found.append(Point(f"{study}-{number}-s{config.seed}", config, words))
+        found.append(SweepRun(f"{study}-{number}-s{config.seed}", config, words))
     return found
 
 
@@ -160,7 +160,7 @@ def _list_fixed(sets: Sequence[str]) -> list[str]:
     return [one for override in sets if len(values := _list_values(override)) == 1 for one in values]
 
 
-def _is_begun(point: Point) -> bool:
+def _is_begun(point: SweepRun) -> bool:
     """Return whether the run exists; raise `ConfigError` if a run of that name has other values."""
     context = point.context
     if not context.store.exists(entry_path(0)):
@@ -170,7 +170,7 @@ def _is_begun(point: Point) -> bool:
     return True
 
 
-def _complete_run(point: Point, number: int, count: int) -> bool:
+def _complete_run(point: SweepRun, number: int, count: int) -> bool:
     """Follow a run to its end, unless it is already done; return whether it is done."""
     context = point.context
     print(f"--- {number + 1} of {count}: {point.words}", flush=True)

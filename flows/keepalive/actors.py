@@ -3,7 +3,7 @@
     start --> watch --ended--> result
       ^         |
       |         | died, stuck (`keepalive.vitals`), no progress, or raised
-      +-- pause-+          (over the budget: `GaveUp` with the reason)
+      +-- pause-+          (over the budget: `RestartsExhausted` with the reason)
 
 `keepalive.restarts` decides the budget, the pause and the record. If no supervisor watches the run
 (`tasks.actors.lease`), nothing is restarted.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
+from rollflow.flows.keepalive.restarts import RecoveryReporter, Restarts, RestartsExhausted, first_line
 from rollflow.flows.keepalive.vitals import Vitals
 from rollflow.flows.services import cluster
 from rollflow.flows.views.log_lines import set_log_facts
@@ -48,7 +48,7 @@ class WatchedActor(Generic[Status]):
     poll: float = CALM_SECONDS
 
 
-class Unwatched(RollflowError):
+class SupervisorGone(RollflowError):
     """No supervisor has watched the run for `cluster.lease_seconds`, so nobody would end a restarted actor."""
 
 
@@ -74,7 +74,7 @@ class ActorKeeper(Generic[Status]):
                     actor = self.watched.start()
                     self.restarts.mark_launched(self.watched.name)
                     return self._watch(actor, tick)
-                except (ConfigError, NotFinite, StoreFailed, GaveUp, Superseded, Unwatched):
+                except (ConfigError, NotFinite, StoreFailed, RestartsExhausted, Superseded, SupervisorGone):
                     raise  # the user or another supervisor must act first
                 except Exception as error:  # noqa: BLE001 - the supervisor restarts it, whatever ended it
                     self._prepare_restart(first_line(error))
@@ -119,7 +119,7 @@ class ActorKeeper(Generic[Status]):
 
     def _check_lease(self) -> None:
         if self._lease.has_expired():
-            raise Unwatched(self._lease.lease.sentence)
+            raise SupervisorGone(self._lease.lease.sentence)
 
     def _prepare_restart(self, reason: str) -> None:
         """Kill what is left of the actor, and wait for the pause that the budget requires."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.flows.keepalive.gpus import gpu_shares
-from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
+from rollflow.flows.keepalive.restarts import RecoveryReporter, Restarts, RestartsExhausted, first_line
 from rollflow.flows.keepalive.vitals import Vitals
 from rollflow.flows.services import cluster
 from rollflow.flows.services.actor_process import explain_lost_call
@@ -83,7 +83,7 @@ class Engines:
         """Advance every engine by one step.
 
         Raises:
-            GaveUp: an engine's budget of restarts is used up.
+            RestartsExhausted: an engine's budget of restarts is used up.
             ConfigError: no restart would help.
             StoreFailed: the run's storage rejects writes, which is no fault of an engine.
         """
@@ -91,7 +91,7 @@ class Engines:
         for engine in (*self._engines, *due):
             try:
                 self._step(engine, scheduler, status)
-            except (ConfigError, StoreFailed, GaveUp):
+            except (ConfigError, StoreFailed, RestartsExhausted):
                 raise  # the user must act first
             except Exception as error:  # noqa: BLE001 - the supervisor restarts it, whatever ended it
                 self._schedule_restart(engine, first_line(error))

@@ -29,15 +29,15 @@ BEGUN = "begun.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class PastRestarts:
     """The restarts of one role: their times in seconds since the epoch, and the number of the last."""
 
     times: tuple[float, ...] = ()
     attempt: int = 0
 
-    def then(self, recovery: Recovery) -> Spent:
+    def then(self, recovery: Recovery) -> PastRestarts:
         """Return these restarts with those of one more recovery."""
-        return Spent((*self.times, *(recovery.restarts or (recovery.noticed_at,))), recovery.attempt)
+        return PastRestarts((*self.times, *(recovery.restarts or (recovery.noticed_at,))), recovery.attempt)
 
 
 def reset_budgets(run: ObjectStore) -> None:
@@ -53,16 +53,16 @@ def read_reset_time(run: ObjectStore) -> float:
         return 0.0
 
 
-def count_restarts(recoveries: Iterable[Recovery], until: float, since: float = 0.0) -> dict[str, Spent]:
+def count_restarts(recoveries: Iterable[Recovery], until: float, since: float = 0.0) -> dict[str, PastRestarts]:
     """Count restarts by role, over recoveries (oldest first) that began between `since` and `until`."""
-    by_role: dict[str, Spent] = {}
+    by_role: dict[str, PastRestarts] = {}
     for recovery in recoveries:
         if since <= recovery.noticed_at <= until:
-            by_role[recovery.role] = by_role.get(recovery.role, Spent()).then(recovery)
+            by_role[recovery.role] = by_role.get(recovery.role, PastRestarts()).then(recovery)
     return by_role
 
 
-class Earlier:
+class RestartHistory:
     """The restarts of a run's roles before this process, by role, on `clock`."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Earlier:
         """Start reading the records in a background thread, so that slow storage delays nobody."""
         self._window, self._wall, self._clock = window_seconds, wall, clock
         self._began = wall()
-        self._found: dict[str, Spent] = {}
+        self._found: dict[str, PastRestarts] = {}
         self._read, self._waited = threading.Event(), False
         thread = threading.Thread(target=self._ask, args=(run,), name="spent earlier", daemon=True)
         thread.start()
@@ -89,11 +89,11 @@ class Earlier:
         """Return how often the role had been restarted."""
         return self._spent(role).attempt
 
-    def _spent(self, role: str) -> Spent:
+    def _spent(self, role: str) -> PastRestarts:
         if not self._waited:
             self._waited = True
             self._read.wait(WAIT_SECONDS)
-        return self._found.get(role, Spent())
+        return self._found.get(role, PastRestarts())
 
     def _ask(self, run: ObjectStore) -> None:
         while not self._read.is_set():

@@ -2,7 +2,7 @@
 
     up --mark_down()--> waits --mark_launched()--> starts --note_progress(), mark_up()--> up, and one `Recovery`
                          ^                           |
-                         +------ mark_down() again --+      over the budget: `GaveUp` with the reason
+                         +------ mark_down() again --+      over the budget: `RestartsExhausted` with the reason
 
 - A role is restarted each time it goes down, but at most as often within the window as its budget allows.
 - The budget outlives the keeper's process: the run's recoveries tell how much an earlier keeper spent, see
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
-from rollflow.flows.keepalive.restart_history import Earlier
+from rollflow.flows.keepalive.restart_history import RestartHistory
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.run_records.recoveries import Notes, Recovery
 from rollflow.tasks.run.config import RecoveryConfig
@@ -29,7 +29,7 @@ from rollflow.tasks.run.context import RunContext
 LONGEST_PAUSE = 60.0
 
 
-class GaveUp(RollflowError):
+class RestartsExhausted(RollflowError):
     """A dead role is not restarted; the message is the reason."""
 
 
@@ -39,11 +39,11 @@ def pause_after(restarts: int, limits: RecoveryConfig) -> float:
     return min(LONGEST_PAUSE, limits.backoff_seconds * 2.0**doublings) if restarts else 0.0
 
 
-class Budget:
+class RestartBudget:
     """Counts restarts by role. `RecoveryConfig` has the limits."""
 
     def __init__(
-        self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic, earlier: Earlier | None = None
+        self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic, earlier: RestartHistory | None = None
     ) -> None:
         """Create a full budget, less the restarts of `earlier` keepers."""
         self._limits, self._clock, self._earlier = limits, clock, earlier
@@ -54,14 +54,14 @@ class Budget:
         """Take one restart of `role` out of the budget; return the pause before it (seconds).
 
         Raises:
-            GaveUp: the budget is used up.
+            RestartsExhausted: the budget is used up.
         """
         now, limits = self._clock(), self._limits
         own = [at for at in self._spent.get(role, []) if now - at < limits.window_seconds]
         before = self._earlier.times(role) if self._earlier else []
         recent = len(own) + sum(now - at < limits.window_seconds for at in before)
         if recent >= limits.restarts:
-            raise GaveUp(
+            raise RestartsExhausted(
                 f"{role} was restarted {recent} times within {limits.window_seconds:g} s "
                 f"(recovery.restarts) and ended once more: {reason}"
             )
@@ -75,7 +75,7 @@ class Budget:
 
 
 @dataclass
-class Pending:
+class PendingRecovery:
     """A recovery under way: noticed, then restored, then resumed.
 
     Only the first time is read from the wall clock; the others are the first plus a monotonic difference.
@@ -104,7 +104,7 @@ class Pending:
             return False
         return progress > self.baseline
 
-    def after(self, other: Pending | None) -> Pending:
+    def after(self, other: PendingRecovery | None) -> PendingRecovery:
         """Merge this recovery into one that was already under way: its successor died before it made progress."""
         if other is None:
             return self
@@ -134,7 +134,7 @@ class Pending:
 class Outage:
     """A role that is down. The role may be restarted from `due` on; `launched` is when its successor was started."""
 
-    pending: Pending
+    pending: PendingRecovery
     reason: str  # of its last death
     pause: float  # seconds
     due: float  # monotonic
@@ -145,7 +145,7 @@ class Restarts:
     """The roles that are down. See the module's docstring."""
 
     def __init__(
-        self, budget: Budget, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+        self, budget: RestartBudget, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
     ) -> None:
         """Start with no role down. `clock` measures waits; `wall` gives the times in records."""
         self.budget, self._clock, self._wall = budget, clock, wall
@@ -155,7 +155,7 @@ class Restarts:
     def of_run(cls, context: RunContext) -> Restarts:
         """Build the restarts of a run, with the restarts by earlier keepers counted in its budget."""
         limits = context.config.recovery
-        return cls(Budget(limits, earlier=Earlier(context.store, limits.window_seconds)))
+        return cls(RestartBudget(limits, earlier=RestartHistory(context.store, limits.window_seconds)))
 
     def outage(self, role: str) -> Outage | None:
         """Return the outage of a role that is down, or None if it is up."""
@@ -165,11 +165,11 @@ class Restarts:
         """Record that a role has died or must be ended; `redone` and `trajectories` describe the work to repeat.
 
         Raises:
-            GaveUp: its budget is used up.
+            RestartsExhausted: its budget is used up.
         """
         pause, now, known = self.budget.spend(role, reason), self._clock(), self._outages.get(role)
         attempt, at = self.budget.attempt(role), self._wall()
-        pending = Pending(role, reason, attempt, redone, trajectories, at, noticed=now, clock=self._clock)
+        pending = PendingRecovery(role, reason, attempt, redone, trajectories, at, noticed=now, clock=self._clock)
         outage = Outage(pending.after(known.pending if known else None), reason, pause, now + pause)
         self._outages[role] = outage
         return outage

@@ -1,7 +1,7 @@
 """The supervisor's watch over a run: twice a second its stages, once a second its status and the users' requests.
 
 A user may end the run through its storage (`rollflow stop`, `rollflow cancel`), or by pausing its flow run. The watch
-then raises `Ended`. A stop waits for the next version. A cancel or a pause loses the work since the newest version.
+then raises `RunEnded`. A stop waits for the next version. A cancel or a pause loses the work since the newest version.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.log.run_log import Writer
-from rollflow.storage.run_records.stop_requests import Ended, requested
+from rollflow.storage.run_records.stop_requests import RunEnded, requested
 
 POLL_SECONDS = 0.5
 TELL_SECONDS = 1.0
 
 
-class Following:
+class RunWatch:
     """The watch of one supervisor, from its first step to its last."""
 
     def __init__(self, stages: Stages, writer: StatusWriter, supervisor: Writer) -> None:
@@ -34,7 +34,7 @@ class Following:
 
         Raises:
             Ended: the user ended the run.
-            GaveUp: a stage failed.
+            RestartsExhausted: a stage failed.
             ConfigError: the policy learns nothing, and the recipe asks to stop then.
         """
         self._until(lambda: self._writer.progress.version >= version)
@@ -51,7 +51,7 @@ class Following:
         """
         with contextlib.suppress(Unreachable, OSError):
             if asked := requested(self._writer.context.store):
-                raise Ended(f"ended while it started, by `rollflow {asked.how}`")
+                raise RunEnded(f"ended while it started, by `rollflow {asked.how}`")
 
     def heed_after(self) -> None:
         """Obey a pause or a cancel that came during a step after training.
@@ -95,14 +95,14 @@ class Following:
 
     def _heed(self) -> None:
         if self._stages.paused:
-            raise Ended("paused", pause=True)
+            raise RunEnded("paused", pause=True)
         asked = requested(self._writer.context.store)
         if asked is None:
             return
         if asked.how == "cancel":
-            raise Ended("cancelled by `rollflow cancel`")
+            raise RunEnded("cancelled by `rollflow cancel`")
         if self._asked_at is None:
             self._asked_at = self._writer.progress.version
             self._writer.messages.append("`rollflow stop`: it ends at the next version")
         if self._writer.progress.version > self._asked_at:
-            raise Ended(f"stopped at version {self._writer.progress.version} by `rollflow stop`")
+            raise RunEnded(f"stopped at version {self._writer.progress.version} by `rollflow stop`")

@@ -5,8 +5,8 @@
     runner            restarted; its flow runs ended with it, and are marked as crashed
     others            restarted
 
-If a service cannot be restarted within the budget, the session ends with `GaveUp`. This module does not watch
-supervisors or their stages: if they die, their flow runs crash, and `recover` and the supervisor act on that.
+If a service cannot be restarted within the budget, the session ends with `RestartsExhausted`. This module does not
+watch supervisors or their stages: if they die, their flow runs crash, and `recover` and the supervisor act on that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from rollflow.flows.keepalive.restarts import Budget, GaveUp, Outage, Restarts
+from rollflow.flows.keepalive.restarts import Outage, RestartBudget, Restarts, RestartsExhausted
 from rollflow.flows.services.prefect_api import crash_orphans
 from rollflow.flows.services.process import PrefectServer, Service
 from rollflow.flows.services.ray_head import RayHead
@@ -31,7 +31,7 @@ class ServiceKeeper:
 
     def __init__(self, deployment: str, services: Mapping[str, Service], limits: RecoveryConfig) -> None:
         self.deployment, self.services, self._limits = deployment, services, limits
-        self.restarts = Restarts(Budget(limits))  # services end with their session, and so does their budget
+        self.restarts = Restarts(RestartBudget(limits))  # services end with their session, and so does their budget
         self._answered: dict[str, float] = {}
         self.cluster_lost_at = 0.0  # monotonic: flows that were attached before this time have lost their actors
 
@@ -39,7 +39,7 @@ class ServiceKeeper:
         """Advance every service that is down by one step; never wait for a service.
 
         Raises:
-            GaveUp: a service's budget of restarts is used up.
+            RestartsExhausted: a service's budget of restarts is used up.
         """
         for role, service in self.services.items():
             outage = self.restarts.outage(role)
@@ -84,7 +84,7 @@ class ServiceKeeper:
                 crash_orphans(self.deployment, f"the {RUNNER} died")
         except Unreachable as error:  # the server is down, too, and must be restarted first
             if time.monotonic() - outage.pending.noticed > self._limits.window_seconds:
-                raise GaveUp(f"the {RUNNER} died and cannot be replaced: {error}") from error
+                raise RestartsExhausted(f"the {RUNNER} died and cannot be replaced: {error}") from error
             return
         service.relaunch()
         self.restarts.mark_launched(role)

@@ -18,11 +18,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollflow.flows.keepalive.restarts import Budget, GaveUp
+from rollflow.flows.keepalive.restarts import RestartBudget, RestartsExhausted
 from rollflow.flows.locations import home
 from rollflow.flows.services import stack
 from rollflow.flows.services.home_server import addresses, is_free
-from rollflow.flows.services.stop_flag import Told
+from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RecoveryConfig
 
@@ -32,13 +32,13 @@ END_SECONDS = 60.0  # `down` waits longer
 NAME = "the stack"
 
 
-def keep(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: Told) -> int:
+def keep(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: StopFlag) -> int:
     """Restart `command` until it ends in order, fails to come up, or `ended` is set; return its exit code.
 
     Raises:
-        GaveUp: it died too often.
+        RestartsExhausted: it died too often.
     """
-    budget = Budget(limits)
+    budget = RestartBudget(limits)
     while True:
         child, was_up = subprocess.Popen(command), False
         while child.poll() is None:
@@ -75,13 +75,13 @@ def _await_ports(place: Path) -> None:
 
 def main() -> int:
     """Run `rollflow serve` until it ends in order. See the module's docstring."""
-    place, ended = home(), Told()
+    place, ended = home(), StopFlag()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "serve", *sys.argv[1:]]
     try:
         with stack.hold_keeper(place):
             return keep(place, command, RecoveryConfig(), ended)
-    except GaveUp as error:
+    except RestartsExhausted as error:
         print(f"rollflow: {error}", file=sys.stderr, flush=True)
         return 1
     except ConfigError as error:

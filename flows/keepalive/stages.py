@@ -23,14 +23,14 @@ from prefect.runtime import flow_run
 from prefect.states import Running
 
 from rollflow.flows.keepalive.prestart import begin_actors
-from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
+from rollflow.flows.keepalive.restarts import RecoveryReporter, Restarts, RestartsExhausted, first_line
 from rollflow.flows.services import cluster
 from rollflow.flows.services.actor_process import explain_lost_call
 from rollflow.flows.services.prefect_api import api, start, states_of, unfinished_runs
 from rollflow.flows.steps import create_stand_in, run_title, tags
 from rollflow.flows.views.status import StageStatus
 from rollflow.storage.errors import RollflowError, Unreachable
-from rollflow.storage.run_records.usage import Usage
+from rollflow.storage.run_records.usage import CpuUsage
 from rollflow.tasks.actors.channel import CHANNEL, start_channel
 from rollflow.tasks.actors.learner import LEARNER
 from rollflow.tasks.actors.lease import Lease
@@ -39,7 +39,7 @@ from rollflow.tasks.actors.reward import REWARD
 from rollflow.tasks.actors.rollout import EVALUATION, ROLLOUT, engine_name
 from rollflow.tasks.actors.statuses import ActorStatus, LearnerStatus, RolloutStatus
 from rollflow.tasks.run.context import RunContext
-from rollflow.tasks.runtime.actor_warnings import Warned
+from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
 STATE_SECONDS = 1.0  # interval at which the states of the child runs are read
@@ -87,14 +87,14 @@ class Stages:
         context: RunContext,
         address: str,
         log: Callable[[str], None],
-        warn: Callable[[Sequence[Warned]], None] = lambda warnings: None,
+        warn: Callable[[Sequence[ActorWarning]], None] = lambda warnings: None,
     ) -> None:
         """Start without flow runs. `log` and `warn` write to the run's page, for stages and actors."""
         self.context, self.address, self._log, self._warn = context, address, log, warn
         self.all = {role: Stage(role) for role in ACTORS}
         self.restarts = Restarts.of_run(context)
         self._reporter = RecoveryReporter(context, log)
-        self.usage = Usage()  # of the actors
+        self.usage = CpuUsage()  # of the actors
         self.paused = False  # whether a user paused the supervisor's flow run
         self._own = [UUID(flow_run.id)] if flow_run.id else []
         self._looked = 0.0
@@ -139,7 +139,9 @@ class Stages:
                 if all(run not in states or states[run].is_final() for run in left):
                     break
             if time.monotonic() > limit:
-                raise GaveUp(f"waited {START_SECONDS:g} s for the stages of the old config to end; resume the run")
+                raise RestartsExhausted(
+                    f"waited {START_SECONDS:g} s for the stages of the old config to end; resume the run"
+                )
             time.sleep(STATE_SECONDS)
         kill_actors(self.context)
 
@@ -181,7 +183,7 @@ class Stages:
         """Check the channel, the stages' states and their actors; restart what died.
 
         Raises:
-            GaveUp: a stage failed, or its budget of restarts is used up; the message has the reason.
+            RestartsExhausted: a stage failed, or its budget of restarts is used up; the message has the reason.
         """
         self._look_after_channel()
         if time.monotonic() - self._looked < STATE_SECONDS:
@@ -219,12 +221,12 @@ class Stages:
         if state.is_crashed():
             self._schedule_restart(stage, f"its flow run crashed: {reason_of(state.message).split('. ')[0]}")
         elif state.is_final() and not stage.completed:
-            raise GaveUp(f"the {stage.role} stage ended {state.name}: {reason_of(state.message)}")
+            raise RestartsExhausted(f"the {stage.role} stage ended {state.name}: {reason_of(state.message)}")
         elif state.is_paused():
             self._unpause(stage, client, stage.run)
         elif not state.is_final() and not stage.running:
             if time.monotonic() - stage.started > START_SECONDS:
-                raise GaveUp(f"waited {START_SECONDS:g} s for a runner to start the {stage.role} stage")
+                raise RestartsExhausted(f"waited {START_SECONDS:g} s for a runner to start the {stage.role} stage")
         elif stage.running and self._is_unattended(stage):
             cancel(client, stage.run)
             self._schedule_restart(stage, "its actor is gone and its flow does not start another")
@@ -311,7 +313,7 @@ class Stages:
         while not self.ended(*ACTORS):
             if time.monotonic() > limit:
                 states = {stage.role: stage.state for stage in self.all.values()}
-                raise GaveUp(f"waited {END_SECONDS:g} s for the stages to end; they are {states}")
+                raise RestartsExhausted(f"waited {END_SECONDS:g} s for the stages to end; they are {states}")
             self._finish_reward()
             time.sleep(0.2)
             self._looked = 0.0

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from rollflow.flows.keepalive.costs import session_costs
-from rollflow.flows.keepalive.restarts import GaveUp
+from rollflow.flows.keepalive.restarts import RestartsExhausted
 from rollflow.flows.keepalive.services import ServiceKeeper
 from rollflow.flows.services.prefect_api import api, emit, flow_state
 from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.run_records.recoveries import Notes, Recovery
-from rollflow.storage.run_records.usage import Usage, store_usage
+from rollflow.storage.run_records.usage import CpuUsage, store_usage
 from rollflow.tasks.run.context import RunContext
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class SupervisorKeeper:
     """Keeps one run supervised, through all the flow runs of its supervisor."""
 
     def __init__(self, context: RunContext, flow_run: UUID, services: ServiceKeeper) -> None:
-        self._usage, self._writer, self._counted = Usage(), f"session-{flow_run.hex[-12:]}", 0.0
+        self._usage, self._writer, self._counted = CpuUsage(), f"session-{flow_run.hex[-12:]}", 0.0
         self.context, self.flow_run, self._services = replace(context, patience=READ_SECONDS), flow_run, services
         self._patience = context.config.rollout.patience_seconds
         self._since = time.monotonic()
@@ -65,7 +65,7 @@ class SupervisorKeeper:
             return self._look_at_supervisor(status)
         except Unreachable:
             return replace(status, phase="ending") if status.ended else status
-        except GaveUp as error:
+        except RestartsExhausted as error:
             return _mark_failed(status, str(error))
 
     def await_end(self) -> None:
@@ -73,7 +73,7 @@ class SupervisorKeeper:
         self._notes.flush()
         limit = time.monotonic() + END_SECONDS
         while time.monotonic() < limit:
-            with contextlib.suppress(Unreachable, GaveUp):
+            with contextlib.suppress(Unreachable, RestartsExhausted):
                 self._services.look(self._record)  # the supervisor may be waiting for the server
                 state = flow_state(self.flow_run)
                 if state is not None and state.is_final():

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from rollflow.flows.keepalive.restarts import GaveUp, Pending, pause_after
+from rollflow.flows.keepalive.restarts import PendingRecovery, RestartsExhausted, pause_after
 from rollflow.flows.locations import attach_run, context_of, run_id_of, store_uri
 from rollflow.flows.services.prefect_api import api, emit, filter_served, flow_state, list_supervisors
 from rollflow.flows.views.summary import SUMMARY
@@ -40,7 +40,7 @@ class Successor:
 
     context: RunContext
     flow_run: UUID
-    pending: Pending | None = None
+    pending: PendingRecovery | None = None
 
     @cached_property
     def notes(self) -> Notes:
@@ -63,7 +63,7 @@ class Successor:
         return True
 
 
-class PickUp:
+class SupervisorRestarter:
     """Restarts the crashed supervisors of a runner's deployments at each look."""
 
     def __init__(self, deployment: str) -> None:
@@ -112,7 +112,7 @@ def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
     or a schedule last started the run do not count against the budget.
 
     Raises:
-        GaveUp: the supervisor crashed too often.
+        RestartsExhausted: the supervisor crashed too often.
         Unreachable: the Prefect server does not answer.
     """
     if context.store.exists(SUMMARY):
@@ -139,7 +139,7 @@ def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
         )
     if made.state is None or made.state.state_details.scheduled_time != begin.state_details.scheduled_time:
         return Successor(context, made.id)  # another process has created it, and records the recovery
-    return Successor(context, made.id, Pending("supervisor", crash_reason(crashed), len(crashes), REDONE))
+    return Successor(context, made.id, PendingRecovery("supervisor", crash_reason(crashed), len(crashes), REDONE))
 
 
 def follows_another(flow_run: UUID) -> bool:
@@ -186,7 +186,7 @@ def _compute_pause(
 
     try:
         return pause_before(crashes, time.time(), limits)
-    except GaveUp as error:
+    except RestartsExhausted as error:
         client.set_flow_run_state(crashed.id, Failed(message=str(error)), force=True)
         raise
 
@@ -197,11 +197,11 @@ def pause_before(crashes: Sequence[float], now: float, limits: RecoveryConfig) -
     A crash time may lie in the future if the clock has stepped back.
 
     Raises:
-        GaveUp: too many crashes within the window.
+        RestartsExhausted: too many crashes within the window.
     """
     recent = sum(abs(now - at) < limits.window_seconds for at in crashes)
     if recent > limits.restarts:
-        raise GaveUp(
+        raise RestartsExhausted(
             f"the supervisor was restarted {limits.restarts} times within {limits.window_seconds:g} s "
             "(recovery.restarts) and died once more"
         )

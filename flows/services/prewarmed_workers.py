@@ -28,7 +28,7 @@ KEEP_SECONDS = 10 * 365 * 86400  # otherwise Ray ends idle workers as it likes
 LEAST_MEMORY = 4 << 30  # memory that must be available
 
 
-class Spares:
+class PrewarmedWorkers:
     """Keeps spare workers for one raylet. See the module's docstring."""
 
     def __init__(self, address: str, raylet: int, folder: Path, kinds: Sequence[Kind], *, kept: bool) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.flows.services.lost_workers import WorkerWatch
-from rollflow.flows.services.prewarmed_workers import Spares
+from rollflow.flows.services.prewarmed_workers import PrewarmedWorkers
 from rollflow.flows.services.process import free_port
 
 WATCH_SECONDS = 0.2
@@ -70,10 +70,10 @@ def serve(given: argparse.Namespace) -> str:
     return ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in node.dead_processes())
 
 
-def _build_spares(node: Any, given: argparse.Namespace) -> Spares:
+def _build_spares(node: Any, given: argparse.Namespace) -> PrewarmedWorkers:
     """Return the keeper of this node's spare workers."""
     address = f"{node.node_ip_address}:{node.node_manager_port}"
-    return Spares(address, _raylet_pid(node), given.spares, given.kinds.split(","), kept=given.keep_spares)
+    return PrewarmedWorkers(address, _raylet_pid(node), given.spares, given.kinds.split(","), kept=given.keep_spares)
 
 
 def _raylet_pid(node: Any) -> int:

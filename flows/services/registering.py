@@ -49,7 +49,7 @@ PERSONS = (
 
 
 @dataclass(frozen=True)
-class Offer:
+class DeploymentOffer:
     """One deployment as it is offered to a Prefect server. `limit` is the most flow runs at a
     time; more are cancelled.
     """
@@ -78,7 +78,7 @@ class Offer:
         return await asyncio.to_thread(insist, lambda: register(self))
 
 
-def register(offer: Offer) -> UUID:
+def register(offer: DeploymentOffer) -> UUID:
     """Create or update the deployment; return its id."""
     from prefect.exceptions import ObjectNotFound
 
@@ -91,7 +91,7 @@ def register(offer: Offer) -> UUID:
         return there.id
 
 
-def _create(client: SyncPrefectClient, offer: Offer) -> UUID:
+def _create(client: SyncPrefectClient, offer: DeploymentOffer) -> UUID:
     from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
 
     cancel = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
@@ -105,7 +105,7 @@ def _create(client: SyncPrefectClient, offer: Offer) -> UUID:
     )
 
 
-def _update(client: SyncPrefectClient, there: DeploymentResponse, offer: Offer) -> None:
+def _update(client: SyncPrefectClient, there: DeploymentResponse, offer: DeploymentOffer) -> None:
     from prefect.client.schemas.actions import DeploymentUpdate
 
     last, now = (there.version or "").rpartition(" ")[2].split("."), _user_fields(offer)
@@ -118,7 +118,7 @@ def _update(client: SyncPrefectClient, there: DeploymentResponse, offer: Offer) 
         client.update_deployment(there.id, DeploymentUpdate(**changed))
 
 
-def _code_fields(offer: Offer) -> dict[str, Any]:
+def _code_fields(offer: DeploymentOffer) -> dict[str, Any]:
     """Return the fields that follow the code, whatever a user changed."""
     digests = ".".join(_digest(value) for value in _user_fields(offer).values())
     return {
@@ -128,7 +128,7 @@ def _code_fields(offer: Offer) -> dict[str, Any]:
     }
 
 
-def _user_fields(offer: Offer) -> dict[str, Any]:
+def _user_fields(offer: DeploymentOffer) -> dict[str, Any]:
     schedule = {"cron": offer.cron[0], "timezone": offer.cron[1], "day_or": True} if offer.cron else None
     schedules = [{"schedule": schedule, "active": True, "slug": SLUG}] if schedule else []
     values = (dict(offer.parameters), offer.description, sorted(offer.tags), offer.limit, schedules)
@@ -183,7 +183,7 @@ def _list_other_homes(name: str, own: str) -> list[str]:
     return [tag for one in there for tag in one.tags if tag.startswith(HOME) and tag != own]
 
 
-def list_superseded(offers: Iterable[Offer], name: str) -> list[Offer]:
+def list_superseded(offers: Iterable[DeploymentOffer], name: str) -> list[DeploymentOffer]:
     """List offers for internal deployments that older versions called `name`, if flow runs still wait for them.
 
     Deployments that no flow run waits for are deleted.

@@ -7,7 +7,7 @@ import time
 STEP_SECONDS = 0.1
 
 
-class Told:
+class StopFlag:
     """A flag like `threading.Event`, but without its lock.
 
     A signal handler runs in the waiting thread, between any two of its steps. An event's lock may be held there, by the

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from rollflow.flows.services.prefect_api import SERVED
-from rollflow.flows.services.registering import Offer
+from rollflow.flows.services.registering import DeploymentOffer
 
 HEAD = """\
 # Made by `rollflow deploy --work-pool {pool}`; register it by `prefect deploy --all`, and again after a recipe changed.
@@ -33,14 +33,14 @@ def name_on(pool: str, name: str = SERVED) -> str:
     return f"{name}@{pool}"
 
 
-def prefect_yaml(offers: Iterable[Offer], pool: str) -> str:
+def prefect_yaml(offers: Iterable[DeploymentOffer], pool: str) -> str:
     """Return the file's text. Registering the file again overwrites defaults that were changed in the UI."""
     tree = {"name": "rollflow", "pull": PULL, "deployments": [_deployment(offer, pool) for offer in offers]}
     text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
     return HEAD.format(pool=pool) + text
 
 
-def _deployment(offer: Offer, pool: str) -> dict[str, Any]:
+def _deployment(offer: DeploymentOffer, pool: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": offer.name,
         "entrypoint": offer.entrypoint,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from rollflow.flows.services.reachability import redact
 from rollflow.flows.views.parameters import names_secret
-from rollflow.tasks.runtime.actor_warnings import Warned
+from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 URL = re.compile(r"\b\w+://[^\s'\"]+")
 NAMED = re.compile(r"([\w-]+)(['\"]?\s*[=:]\s*)(?:(?:Bearer|Basic)\s+)?([^\s,;]+)")
@@ -24,7 +24,7 @@ class ActorWarnings:
         self._warn = warn
         self._logged: dict[str, int] = {}  # process -> number of its newest logged warning
 
-    def tell(self, warned: Sequence[Warned]) -> None:
+    def tell(self, warned: Sequence[ActorWarning]) -> None:
         """Log the new warnings among these."""
         for warning in warned:
             if warning.number > self._logged.get(warning.process, 0):

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rollflow.storage.log.audit import Progress, audit
+from rollflow.storage.log.audit import AuditProgress, audit
 from rollflow.storage.log.expected import NOTHING, Expected
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.objects import ObjectStore
@@ -29,7 +29,7 @@ def show_audit(
         return audit(store, deep=deep, progress=progress, expected=expected)
 
 
-def _progress(far: Progress) -> str:
+def _progress(far: AuditProgress) -> str:
     return (
         f"{far.entries:,} entries of a log of {far.of_entries:,}, {far.objects:,} of {far.of_objects:,} objects, "
         f"{far.bytes:,} bytes"

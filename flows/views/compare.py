@@ -30,7 +30,7 @@ PLACES = "cluster."  # prefix of the keys that say where a run was trained, whic
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Curve:
+class VersionCurve:
     """Values by policy version. `tokens` counts the response tokens trained on so far.
 
     `seconds` counts the time since version 0, without pauses.
@@ -51,7 +51,7 @@ class ComparedRun:
     result: Mapping[str, str]
     cost: Mapping[str, str]
     idle: Mapping[str, str]
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, VersionCurve]
     policies: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # version -> weight file -> its sha256
 
     @property
@@ -129,7 +129,7 @@ def _read_run(context: RunContext, name: str) -> ComparedRun:
     )
 
 
-def _read_curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict[str, Curve]:
+def _read_curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict[str, VersionCurve]:
     """Return the curves by name; a run without version 0 has none."""
     if not versions:
         return {}
@@ -146,12 +146,14 @@ def _read_curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict
         "idle": _share(_metric(trained, "wait_seconds"), np.diff(seconds)),
         "waste": _share(lost, lost + used),
     }
-    found = {name: Curve(numbers[1:], tokens[1:], seconds[1:], value) for name, value in values.items() if trained}
+    found = {
+        name: VersionCurve(numbers[1:], tokens[1:], seconds[1:], value) for name, value in values.items() if trained
+    }
     done = [(one.version, one.accuracy) for one in evaluations(context.store, last=versions[-1].number)]
     places = np.array([version for version, _ in done], dtype=np.int64) - versions[0].number
     if done:
         accuracy = np.array([share for _, share in done])
-        found["accuracy"] = Curve(numbers[places], tokens[places], seconds[places], accuracy)
+        found["accuracy"] = VersionCurve(numbers[places], tokens[places], seconds[places], accuracy)
     return found
 
 
@@ -165,7 +167,7 @@ def _share(part: Numbers, whole: Numbers) -> Numbers:
     return np.clip(shares, 0.0, 1.0)
 
 
-def _result_rows(curves: Mapping[str, Curve]) -> dict[str, str]:
+def _result_rows(curves: Mapping[str, VersionCurve]) -> dict[str, str]:
     found = {}
     if (accuracy := curves.get("accuracy")) is not None:
         found["held-out accuracy"] = f"{accuracy.values[0]:.3f} to {accuracy.values[-1]:.3f}"
@@ -184,7 +186,9 @@ def _audit_text(summary: Mapping[str, Any]) -> str:
     return found if isinstance(found, str) else f"{len(found)} violations"
 
 
-def _cost_rows(context: RunContext, versions: Sequence[PolicyVersion], curves: Mapping[str, Curve]) -> dict[str, str]:
+def _cost_rows(
+    context: RunContext, versions: Sequence[PolicyVersion], curves: Mapping[str, VersionCurve]
+) -> dict[str, str]:
     """Return the cost rows; the seconds run from version 0 to the newest version, without pauses."""
     if (reward := curves.get("reward")) is None:
         return {}

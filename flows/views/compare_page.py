@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import jinja2
 import numpy as np
 
-from rollflow.flows.views.compare import ComparedRun, Curve, Numbers, differences, group_seeds
+from rollflow.flows.views.compare import ComparedRun, Numbers, VersionCurve, differences, group_seeds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,7 +50,7 @@ TEMPLATE = Path(__file__).with_name("compare.html")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Band:
+class SeedBand:
     """A chart's band for one recipe: the mean over its seeds, and their smallest and largest values."""
 
     label: str
@@ -104,21 +104,21 @@ def _draw_figure(runs: Sequence[ComparedRun], what: str, axis: Axis) -> dict[str
     return {"caption": caption, "text": f"{caption}. {ends}.", "picture": picture}
 
 
-def _describe_ends(band: Band) -> str:
+def _describe_ends(band: SeedBand) -> str:
     first, last = (f"{band.middle[end]:.3g} at {band.x[end]:,.0f}" for end in (0, -1))
     return f"{first}, {last}"
 
 
-def _build_band(label: str, colour: str, dash: str, curves: Sequence[Curve], axis: Axis) -> Band:
+def _build_band(label: str, colour: str, dash: str, curves: Sequence[VersionCurve], axis: Axis) -> SeedBand:
     """Build the band over the part of the axis that every seed has reached."""
     thinned = [_thin(getattr(curve, axis), curve.values) for curve in curves]
     if len(thinned) == 1:
         x, y = thinned[0]
-        return Band(label, colour, dash, x, y, y, y)
+        return SeedBand(label, colour, dash, x, y, y, y)
     first, last = max(x[0] for x, _ in thinned), min(x[-1] for x, _ in thinned)
     x = np.linspace(first, max(first, last), SHOWN)
     values_SX = np.stack([np.interp(x, places, values) for places, values in thinned])
-    return Band(label, colour, dash, x, values_SX.mean(0), values_SX.min(0), values_SX.max(0))
+    return SeedBand(label, colour, dash, x, values_SX.mean(0), values_SX.min(0), values_SX.max(0))
 
 
 def _thin(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
@@ -129,7 +129,7 @@ def _thin(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
     return np.array([x[part].mean() for part in parts]), np.array([y[part].mean() for part in parts])
 
 
-def _draw(bands: Sequence[Band], what: str, axis: Axis) -> bytes:
+def _draw(bands: Sequence[SeedBand], what: str, axis: Axis) -> bytes:
     """Draw the bands as SVG, with text kept as text."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -150,7 +150,7 @@ def _draw(bands: Sequence[Band], what: str, axis: Axis) -> bytes:
     return written.getvalue()
 
 
-def _draw_band(axes: Axes, band: Band, *, dots: bool) -> None:
+def _draw_band(axes: Axes, band: SeedBand, *, dots: bool) -> None:
     axes.fill_between(band.x, band.low, band.high, color=band.colour, alpha=0.18, linewidth=0)
     (line,) = axes.plot(band.x, band.middle, color=band.colour, linewidth=1.6)
     if dots:

@@ -18,7 +18,7 @@ FOLDER = "seen"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LastStatus:
     """A status and its age: seconds since it was written."""
 
     status: RunStatus
@@ -37,18 +37,18 @@ def keep_seen(home: Path, uri: str, status: RunStatus, age: float = 0.0) -> None
         new.replace(file)
 
 
-def read_seen(home: Path, uri: str | None, store: str | None = None) -> Seen | None:
+def read_seen(home: Path, uri: str | None, store: str | None = None) -> LastStatus | None:
     """Return the last seen status of the run at `uri`; for None, the newest of any run, or of any run in `store`."""
     files = [_file(home, uri)] if uri else list((home / FOLDER).glob("*.json"))
     found = [seen for file in files if (seen := _read(home, file, store)) is not None]
     return min(found, key=lambda seen: seen.age, default=None)
 
 
-def _read(home: Path, file: Path, store: str | None) -> Seen | None:
+def _read(home: Path, file: Path, store: str | None) -> LastStatus | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
         status = RunStatus.from_json(file.read_text())
         if store is None or file == _file(home, f"{store.rstrip('/')}/runs/{status.run_id}"):
-            return Seen(status, max(0.0, time.time() - file.stat().st_mtime))
+            return LastStatus(status, max(0.0, time.time() - file.stat().st_mtime))
     return None
 
 

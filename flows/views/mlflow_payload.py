@@ -30,7 +30,7 @@ MODELS = 20  # number of newest kept versions that are logged to MLflow
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class PromptSourceFacts:
     """One source of prompts; `digest` is the hash that the run is pinned to."""
 
     name: str
@@ -40,7 +40,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class ConfigChanges:
     """The `count` changes of a run's config: a table by column, the recipe after each, the values of changed keys."""
 
     count: int = 0
@@ -50,13 +50,13 @@ class Changes:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class RunFacts:
     """The description of a run. `study` names the study that the run belongs to."""
 
     study: str | None = None
     texts: Mapping[str, str] = field(default_factory=dict)  # file name -> text
-    prompts: Sequence[Prompts] = ()
-    changes: Changes = Changes()
+    prompts: Sequence[PromptSourceFacts] = ()
+    changes: ConfigChanges = ConfigChanges()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class KeptVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RunOutcome:
     """The result of a run; `samples` is a table, by column."""
 
     version: int = 0
@@ -80,17 +80,17 @@ class Ending:
     samples: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
-def beginning(context: RunContext) -> Beginning:
+def beginning(context: RunContext) -> RunFacts:
     """Describe any prepared run."""
     texts = {"recipe.toml": recipe_of(context, 0), "environment.json": json.dumps(environment(), indent=2)}
-    return Beginning(context.config.tracking.study, texts, tuple(_list_prompts(context)), _list_config_changes(context))
+    return RunFacts(context.config.tracking.study, texts, tuple(_list_prompts(context)), _list_config_changes(context))
 
 
-def _list_config_changes(context: RunContext) -> Changes:
+def _list_config_changes(context: RunContext) -> ConfigChanges:
     changes = list(enumerate(list_changes(context), 1))
     texts = {f"recipe-from-version-{recorded.version}.toml": recipe_of(context, which) for which, recorded in changes}
     tags = {one.key: f"{one.after} from version {one.version}" for _, each in changes for one in shown_changes(each)}
-    return Changes(len(changes), change_table(context), texts, tags)
+    return ConfigChanges(len(changes), change_table(context), texts, tags)
 
 
 def environment() -> dict[str, str]:
@@ -104,17 +104,17 @@ def environment() -> dict[str, str]:
     return found
 
 
-def _list_prompts(context: RunContext) -> Iterator[Prompts]:
+def _list_prompts(context: RunContext) -> Iterator[PromptSourceFacts]:
     for source, pin in zip(context.config.prompts, context.created.prompts, strict=False):
         whole = str(pin.get("sha256", ""))
-        yield Prompts(source.domain, whole[:32], redact(str(pin.get("path", source.kind))), source.kind)
+        yield PromptSourceFacts(source.domain, whole[:32], redact(str(pin.get("path", source.kind))), source.kind)
 
 
-def ending(context: RunContext, summary: Mapping[str, Any]) -> Ending:
+def ending(context: RunContext, summary: Mapping[str, Any]) -> RunOutcome:
     """Describe the result of a trained run; `summary` comes from `summarize`."""
     newest = context.policies.find(context.policies.newest())
     texts = {"summary.json": json.dumps(without_secrets(summary), indent=2)}
-    return Ending(
+    return RunOutcome(
         newest.number,
         newest.at,
         figures(summary),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollflow.flows.views.mlflow_payload import Beginning, Changes, Ending, KeptVersion, Prompts
+from rollflow.flows.views.mlflow_payload import ConfigChanges, KeptVersion, PromptSourceFacts, RunFacts, RunOutcome
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.log.anchors import Anchor
 
@@ -42,7 +42,7 @@ PARAMETERS_A_CALL = 100  # MLflow accepts no more in one call
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MetricPoint:
     """Metrics of one version, evaluation or recovery, at least one of them; `marker` says which of the three it is.
 
     The step of its metrics tells a resumed run which points were logged, so no metric has to repeat the version.
@@ -81,7 +81,7 @@ class MlflowRun:
     changes: int = 0  # number of config changes that are logged
     anchors: set[int] = field(default_factory=set)  # numbers of the entries whose hashes are logged
 
-    def log_points(self, points: Sequence[Point]) -> None:
+    def log_points(self, points: Sequence[MetricPoint]) -> None:
         """Log all points in one call, so that all of them arrive or none."""
         from mlflow.entities import Metric
 
@@ -91,7 +91,7 @@ class MlflowRun:
             metrics += [Metric(name, float(value), *stamp) for name, value in point.metrics.items()]
         self.client.log_batch(self.run_id, metrics=metrics)
 
-    def log_beginning(self, beginning: Beginning) -> None:
+    def log_beginning(self, beginning: RunFacts) -> None:
         """Log the beginning's files, and its prompts as datasets."""
         for name, text in beginning.texts.items():
             self.client.log_text(self.run_id, text, name)
@@ -105,7 +105,7 @@ class MlflowRun:
             self.client.set_tag(self.run_id, f"{ANCHOR_TAG}{anchor.n:010d}", anchor.sha256)
             self.anchors.add(anchor.n)
 
-    def log_ending(self, ending: Ending) -> None:
+    def log_ending(self, ending: RunOutcome) -> None:
         """Log figures, files, samples and kept versions, unless they are already logged.
 
         Figures are tags: as metrics, each would be a plot of one point.
@@ -125,7 +125,7 @@ class MlflowRun:
         self.client.set_tag(self.run_id, ENDED_TAG, str(ending.version))
         self.ended = str(ending.version)
 
-    def log_changes(self, changes: Changes) -> None:
+    def log_changes(self, changes: ConfigChanges) -> None:
         """Log the config changes as a table, files and tags: MLflow's parameters keep their first values."""
         if changes.count == self.changes:
             return
@@ -166,7 +166,7 @@ class MlflowRun:
 
 
 def open_run(
-    place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str], beginning: Beginning
+    place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str], beginning: RunFacts
 ) -> MlflowRun:
     """Find or create the MLflow run of this rollflow run, and log what is not logged yet."""
     from mlflow import MlflowClient
@@ -257,7 +257,7 @@ def _open_study(client: MlflowClient, experiment_id: str, name: str) -> str:
     return found()[0]
 
 
-def _build_dataset(prompts: Prompts):  # type: ignore[no-untyped-def]
+def _build_dataset(prompts: PromptSourceFacts):  # type: ignore[no-untyped-def]
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     dataset = Dataset(prompts.name, prompts.digest, prompts.kind, prompts.source)

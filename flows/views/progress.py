@@ -23,7 +23,7 @@ KEPT = 128  # number of versions kept in memory
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Follows a run's log."""
 
     context: RunContext

@@ -22,7 +22,7 @@ NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class EvaluationScore:
     """An evaluation: `accuracy` is the share of correct `responses`."""
 
     accuracy: float
@@ -30,15 +30,15 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class RegisteredVersion:
     """A registered version: its number, its run, its score."""
 
     number: str
     run_id: str
-    score: Score
+    score: EvaluationScore
 
 
-def z_score(new: Score, old: Score) -> float:
+def z_score(new: EvaluationScore, old: EvaluationScore) -> float:
     """Return by how many standard errors the accuracy of `new` is higher than that of `old`; 0 without a standard
     error.
 
@@ -59,7 +59,7 @@ class Registry:
         with self._translate_errors():
             self._client = MlflowClient(uri, uri)
 
-    def best(self) -> Registered | None:
+    def best(self) -> RegisteredVersion | None:
         """Return the version that has the alias, or None if there is none yet.
 
         Raises:
@@ -80,7 +80,7 @@ class Registry:
             numbers = set(self._client.get_registered_model(self._model).aliases.values())
             return {self._client.get_model_version(self._model, str(one)).tags.get("run", "") for one in numbers}
 
-    def add(self, folder: str, run_id: str, score: Score) -> Registered:
+    def add(self, folder: str, run_id: str, score: EvaluationScore) -> RegisteredVersion:
         """Register a version; a run that is already registered is left unchanged."""
         with self._translate_errors():
             try:
@@ -89,10 +89,10 @@ class Registry:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
             for version in self._versions_of(run_id):
-                return Registered(version.version, run_id, score)
+                return RegisteredVersion(version.version, run_id, score)
             tags = {"run": run_id, "accuracy": repr(score.accuracy), "responses": str(score.responses)}
             created = self._client.create_model_version(self._model, folder, tags=tags)
-            return Registered(created.version, run_id, score)
+            return RegisteredVersion(created.version, run_id, score)
 
     def forget(self, run_id: str) -> None:
         """Delete the registered versions of a run whose files are deleted."""
@@ -100,7 +100,7 @@ class Registry:
             for version in self._versions_of(run_id):
                 self._client.delete_model_version(self._model, version.version)
 
-    def promote(self, version: Registered) -> None:
+    def promote(self, version: RegisteredVersion) -> None:
         """Move the alias to this version."""
         with self._translate_errors():
             self._client.set_registered_model_alias(self._model, self._alias, version.number)
@@ -109,10 +109,10 @@ class Registry:
         every = self._client.search_model_versions(f"name='{self._model}'")
         return [version for version in every if version.tags.get("run") == run_id]
 
-    def _registered(self, found: ModelVersion) -> Registered:
+    def _registered(self, found: ModelVersion) -> RegisteredVersion:
         try:
-            score = Score(float(found.tags["accuracy"]), int(found.tags["responses"]))
-            return Registered(found.version, found.tags["run"], score)
+            score = EvaluationScore(float(found.tags["accuracy"]), int(found.tags["responses"]))
+            return RegisteredVersion(found.version, found.tags["run"], score)
         except (KeyError, ValueError):
             raise ConfigError(
                 f"alias = {self._alias!r}: version {found.version} of MLflow's model {self._model!r} has it, and no "

@@ -28,7 +28,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.timeline import Timeline
-from rollflow.tasks.simulation.world import Simulated, simulate
+from rollflow.tasks.simulation.world import SimulationResult, simulate
 
 PLOTS = (".png", ".html")
 
@@ -60,7 +60,7 @@ class Outputs:
 
 def run_simulation(
     config: RunConfig, hardware: Hardware, versions: int | None, outputs: Outputs, *, console: Console | None = None
-) -> Simulated:
+) -> SimulationResult:
     """Simulate the recipe, print the table, write the files."""
     console = console or Console(highlight=False)
     with _show_progress(versions or config.versions) as watch:

@@ -17,16 +17,16 @@ from prefect.runtime import flow_run
 
 from rollflow.flows.views.config_history import change_sentence, list_changes
 from rollflow.flows.views.log_lines import set_log_facts
-from rollflow.flows.views.mlflow_run import EVALUATED, Point
+from rollflow.flows.views.mlflow_run import EVALUATED, MetricPoint
 from rollflow.flows.views.no_signal import count_newest_without, describe_no_signal
 from rollflow.flows.views.pauses import paused_seconds
-from rollflow.flows.views.progress import KEPT, RECENT, Progress, system_figures
+from rollflow.flows.views.progress import KEPT, RECENT, RunProgress, system_figures
 from rollflow.flows.views.status import Phase, RunStatus, StageStatus
 from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.recoveries import RecoveryLog
-from rollflow.storage.run_records.usage import Usage, store_usage
+from rollflow.storage.run_records.usage import CpuUsage, store_usage
 from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
 from rollflow.tasks.rollout.evaluation import Evaluation, evaluations
@@ -37,11 +37,11 @@ MESSAGES = 3  # number of latest messages in the live view
 USAGE_SECONDS = 30.0  # interval at which the actors' CPU seconds are stored
 
 
-class StagesSeen(Protocol):
+class LastStages(Protocol):
     """The supervisor's last view of its stages, and the CPU usage of their actors."""
 
     @property
-    def usage(self) -> Usage: ...
+    def usage(self) -> CpuUsage: ...
 
     @property
     def rollout(self) -> RolloutStatus: ...
@@ -55,9 +55,9 @@ class StagesSeen(Protocol):
 class StatusWriter:
     """Keeps `status.json` and the MLflow run up to date."""
 
-    def __init__(self, context: RunContext, stages: StagesSeen, tracker: Tracker) -> None:
+    def __init__(self, context: RunContext, stages: LastStages, tracker: Tracker) -> None:
         self.context, self.stages, self.tracker = context, stages, tracker
-        self.progress = Progress(context)
+        self.progress = RunProgress(context)
         self.messages = [change_sentence(one) for one in list_changes(context)]
         self.failure = ""
         self.recoveries = RecoveryLog(context.store)
@@ -196,7 +196,7 @@ class StatusWriter:
         return "training" if self.progress.version < self.context.config.versions else "evaluating"
 
 
-def points_of(context: RunContext, marker: str, wanted: range) -> Iterator[Point]:
+def points_of(context: RunContext, marker: str, wanted: range) -> Iterator[MetricPoint]:
     """Yield the points that MLflow gets of these versions, or (`EVALUATED`) of their evaluations."""
     if marker == EVALUATED:
         for evaluation in evaluations(context.store, wanted.start - 1, wanted.stop - 1):

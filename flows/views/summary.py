@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollflow.flows.views.no_signal import count_newest_without, count_without_signal
-from rollflow.flows.views.progress import Progress, length_bias
+from rollflow.flows.views.progress import RunProgress, length_bias
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.run_records.recoveries import RecoveryLog
@@ -36,7 +36,7 @@ def summarize(
         rollout: the last status of the rollout actor; its shares cover the whole run.
         pages: the addresses of pages (prefect, mlflow).
     """
-    progress = Progress(context)
+    progress = RunProgress(context)
     progress.advance()
     stored = evaluations(context.store)
     points, passes = {e.version: e.accuracy for e in stored}, {e.version: e.pass_at for e in stored if e.pass_at}

@@ -24,7 +24,7 @@ SLOTS = "#3b82f6"
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class TimeCurve:
     """An area over time: a value for each of B bins, from 0 to `top`."""
 
     label: str
@@ -46,7 +46,7 @@ class Drawing:
     rows_RB: NDArray[np.float32]  # occupancy, 0 to 1
     steps: Sequence[Span]
     updates: Sequence[Span]
-    curves: tuple[Curve, ...]
+    curves: tuple[TimeCurve, ...]
 
     @property
     def seconds(self) -> float:
@@ -67,8 +67,8 @@ def build_drawing(timeline: Timeline, title: str, most_rows: int) -> Drawing:
     verdicts, busy = timeline.rewards, 100 * engines.mean(axis=0)
     most = max(1.0, 1.1 * float(verdicts.max()))
     curves = (
-        Curve("verdicts\nunder way", verdicts, most, REWARD, 1, "{} verdicts under way"),
-        Curve("slots\nbusy, %", busy, 100.0, SLOTS, 0, "all engines: {} % of the slots busy"),
+        TimeCurve("verdicts\nunder way", verdicts, most, REWARD, 1, "{} verdicts under way"),
+        TimeCurve("slots\nbusy, %", busy, 100.0, SLOTS, 0, "all engines: {} % of the slots busy"),
     )
     return Drawing(
         title, timeline.bin_seconds, len(engines), timeline.slots, np.stack([part.mean(axis=0) for part in parts]),

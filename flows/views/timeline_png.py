@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollflow.flows.views.timeline import BUSY, LEARNER, UPDATE, Curve, Drawing
+from rollflow.flows.views.timeline import BUSY, LEARNER, UPDATE, Drawing, TimeCurve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,7 +69,7 @@ def _draw_learner(axis: Axes, drawing: Drawing) -> None:
     axis.set_ylabel("learner", rotation=0, ha="right", va="center")
 
 
-def _draw_curve(axis: Axes, curve: Curve, seconds: float) -> None:
+def _draw_curve(axis: Axes, curve: TimeCurve, seconds: float) -> None:
     edges = np.linspace(0.0, seconds, len(curve.values_B) + 1)
     axis.stairs(curve.values_B, edges, fill=True, color=curve.colour, linewidth=0)
     axis.set_ylim(0, curve.top)

@@ -28,15 +28,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollflow.flows.services.reachability import redact
-from rollflow.flows.views.mlflow_payload import Beginning, Ending
+from rollflow.flows.views.mlflow_payload import RunFacts, RunOutcome
 from rollflow.flows.views.mlflow_run import (
     EVALUATED,
     KEY_TAG,
     RECOVERIES,
     RUN_TAG,
     VERSION,
+    MetricPoint,
     MlflowRun,
-    Point,
     TrackingPlace,
     open_run,
 )
@@ -76,8 +76,8 @@ class Tracker:
         run_id: str,
         parameters: Mapping[str, Any],
         key: str = "",
-        missed: Callable[[str, range], Iterable[Point]] = lambda marker, versions: (),
-        beginning: Beginning | None = None,
+        missed: Callable[[str, range], Iterable[MetricPoint]] = lambda marker, versions: (),
+        beginning: RunFacts | None = None,
     ) -> None:
         """Open the MLflow run in the background.
 
@@ -90,9 +90,9 @@ class Tracker:
         self.tags = {RUN_TAG: run_id, KEY_TAG: key or run_id}
         self.failures = 0
         self.warnings: list[str] = []
-        self._parameters, self._missed, self._beginning = flatten(parameters), missed, beginning or Beginning()
+        self._parameters, self._missed, self._beginning = flatten(parameters), missed, beginning or RunFacts()
         self._open: MlflowRun | None = None
-        self._pending: list[Point] = []
+        self._pending: list[MetricPoint] = []
         self._finished = False
         self._queue: queue.Queue[Any] = queue.Queue()
         # A daemon thread: a tracking server that hangs must not keep the process from ending.
@@ -110,7 +110,7 @@ class Tracker:
 
     def log_recovery(self, number: int, metrics: Mapping[str, float], when: float) -> None:
         """Log a recovery, the `number`-th of the run (from 1)."""
-        self._queue.put(Point(RECOVERIES, number, {f"recovery/{name}": v for name, v in metrics.items()}, when))
+        self._queue.put(MetricPoint(RECOVERIES, number, {f"recovery/{name}": v for name, v in metrics.items()}, when))
 
     def log_reward_plot(self, curves: Curves, path: Path) -> None:
         """Draw the curves to `path` (PNG) and log it as the artifact `reward.png`."""
@@ -120,7 +120,7 @@ class Tracker:
         """Log the hash of one of the run's entries."""
         self._queue.put(lambda: self._log_anchor(anchor))
 
-    def log_ending(self, ending: Ending) -> None:
+    def log_ending(self, ending: RunOutcome) -> None:
         """Log the result of the run, unless it is already logged."""
         self._queue.put(lambda: self._log_ending(ending))
 
@@ -160,7 +160,7 @@ class Tracker:
                 while True:
                     items.append(self._queue.get_nowait())
             for item in items:  # points are gathered and written in one call, before the next action
-                if isinstance(item, Point):
+                if isinstance(item, MetricPoint):
                     self._pending.append(item)
                     continue
                 self._write()
@@ -185,7 +185,7 @@ class Tracker:
             self._warn(f"{len(self._pending) - KEPT_POINTS} points were dropped, MLflow is away for too long")
             del self._pending[:-KEPT_POINTS]
 
-    def _missed_points(self, run: MlflowRun, new: Sequence[Point]) -> Iterator[Point]:
+    def _missed_points(self, run: MlflowRun, new: Sequence[MetricPoint]) -> Iterator[MetricPoint]:
         """Yield the points between the last one in MLflow and the first of `new`, from a time without a supervisor."""
         for marker in (VERSION, EVALUATED):
             first = min((point.version for point in new if point.marker == marker), default=0)
@@ -207,7 +207,7 @@ class Tracker:
         with self._record_failures("an anchor"):
             self._open_or_get().log_anchor(anchor)
 
-    def _log_ending(self, ending: Ending) -> None:
+    def _log_ending(self, ending: RunOutcome) -> None:
         with self._record_failures("the result of the run"):
             self._open_or_get().log_ending(ending)
 
@@ -251,14 +251,14 @@ def _tracking_errors() -> tuple[type[Exception], ...]:
     return MlflowException, RequestException, SQLAlchemyError, OSError, ImportError, RollflowError
 
 
-def version_point(version: int, metrics: Mapping[str, float], when: float) -> Point:
+def version_point(version: int, metrics: Mapping[str, float], when: float) -> MetricPoint:
     """Return the point that MLflow gets of a version."""
-    return Point(VERSION, version, {shown_name(name): value for name, value in metrics.items()}, when)
+    return MetricPoint(VERSION, version, {shown_name(name): value for name, value in metrics.items()}, when)
 
 
-def evaluation_point(version: int, metrics: Mapping[str, float], when: float) -> Point:
+def evaluation_point(version: int, metrics: Mapping[str, float], when: float) -> MetricPoint:
     """Return the point that MLflow gets of an evaluation."""
-    return Point(EVALUATED, version, {f"eval/{name}": value for name, value in metrics.items()}, when)
+    return MetricPoint(EVALUATED, version, {f"eval/{name}": value for name, value in metrics.items()}, when)
 
 
 def shown_name(metric: str) -> str:
@@ -268,9 +268,9 @@ def shown_name(metric: str) -> str:
     return f"rollout/{metric}" if metric.startswith(ROLLOUT) else f"train/{metric}"
 
 
-def _split_calls(points: Iterable[Point]) -> Iterator[list[Point]]:
+def _split_calls(points: Iterable[MetricPoint]) -> Iterator[list[MetricPoint]]:
     """Split points into calls at version boundaries: a call is all or nothing, so no version is logged in part."""
-    chunk: list[Point] = []
+    chunk: list[MetricPoint] = []
     size = 0
     for point in points:
         if chunk and size + len(point.metrics) + 1 > METRICS_A_CALL:

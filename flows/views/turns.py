@@ -17,7 +17,7 @@ Author = Literal["prompt", "policy", "environment"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TurnPart:
     """Consecutive tokens of one author from token `start` on. Only the policy has log-probs and versions."""
 
     author: Author
@@ -36,18 +36,18 @@ class Part:
         return value
 
 
-def split_turns(trajectory: Trajectory) -> list[Part]:
+def split_turns(trajectory: Trajectory) -> list[TurnPart]:
     """Split a trajectory into its parts."""
-    parts = list[Part]()
+    parts = list[TurnPart]()
     start = 0
     for chosen, masks in groupby(trajectory.loss_mask):
         end = start + len(list(masks))
         tokens = list(trajectory.tokens[start:end])
         if chosen:
             own = list(trajectory.logprobs[start:end]), list(trajectory.versions[start:end])
-            parts.append(Part("policy", start, tokens, *own))
+            parts.append(TurnPart("policy", start, tokens, *own))
         else:
-            parts.append(Part("environment" if parts else "prompt", start, tokens))
+            parts.append(TurnPart("environment" if parts else "prompt", start, tokens))
         start = end
     return parts
 

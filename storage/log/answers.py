@@ -14,21 +14,21 @@ import numpy as np
 import pyarrow.compute as pc
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.log.expected import Limits
+from rollflow.storage.log.expected import BatchLimits
 from rollflow.storage.log.report import ViolationKind
-from rollflow.storage.records import Ending, Prompt
+from rollflow.storage.records import Prompt, StopReason
 from rollflow.storage.token_arrays import ANY_TOKEN
 
 Found = tuple[ViolationKind, str]
 Array = np.ndarray[Any, Any]
-ENDINGS = (Ending.STOP, Ending.LENGTH)
+ENDINGS = (StopReason.STOP, StopReason.LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ExpectedRows:
     """The values with which the rows of a batch are compared; a field that is None is not checked."""
 
-    limits: Limits | None = None
+    limits: BatchLimits | None = None
     prompts: Mapping[int, Prompt] | None = None  # by index
     held: frozenset[int] = frozenset()  # indices of the held-out prompts
     held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> its id
@@ -36,7 +36,7 @@ class Asked:
     stops: frozenset[int] = frozenset()
 
 
-NOT_ASKED = Asked()
+NOT_ASKED = ExpectedRows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class _Table:
         return tokens
 
 
-def check_rows(batch: TrajectoryBatch, asked: Asked) -> Iterator[Found]:
+def check_rows(batch: TrajectoryBatch, asked: ExpectedRows) -> Iterator[Found]:
     """Report rows that do not answer their prompts, or violate the config's limits.
 
     `rows` must have checked that all list columns of a row have the same length.
@@ -102,7 +102,7 @@ def check_rows(batch: TrajectoryBatch, asked: Asked) -> Iterator[Found]:
 
 
 def _check_prompts(
-    batch: TrajectoryBatch, table: _Table, prompts: Mapping[int, Prompt], asked: Asked
+    batch: TrajectoryBatch, table: _Table, prompts: Mapping[int, Prompt], asked: ExpectedRows
 ) -> Iterator[Found]:
     """Check that each row begins with the prompt of its index and names it, and that this prompt is not held out."""
     names = zip(batch.table["prompt_id"].to_pylist(), batch.table["domain"].to_pylist(), strict=True)
@@ -132,7 +132,7 @@ def _name_other_prompt(tokens_T: Array, held_out: Mapping[tuple[int, ...], str])
     return "other tokens"
 
 
-def _check_tokens(table: _Table, asked: Asked) -> Iterator[Found]:
+def _check_tokens(table: _Table, asked: ExpectedRows) -> Iterator[Found]:
     """Check that tokens are in the vocabulary, and that only tokens of the policy have a log-prob and a version."""
     most = asked.vocabulary
     if table.tokens_T.size and (table.tokens_T.min() < 0 or table.tokens_T.max() >= most):
@@ -157,12 +157,12 @@ def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
     last_R = np.searchsorted(chosen_T, table.first_R + table.length_R) - 1
     for row, (ending, last) in enumerate(zip(table.endings, last_R.tolist(), strict=True)):
         token = int(table.tokens_T[chosen_T[last]]) if last >= 0 else -1
-        if ending == Ending.STOP and token not in stops:
+        if ending == StopReason.STOP and token not in stops:
             yield "lineage", f"a trajectory of prompt {table.index_R[row]} stopped without a stop token"
             return
 
 
-def _check_responses(table: _Table, limits: Limits, *, known: bool) -> Iterator[Found]:
+def _check_responses(table: _Table, limits: BatchLimits, *, known: bool) -> Iterator[Found]:
     """Check that no response exceeds the config's limit, and that each truncated response reaches it.
 
     Args:
@@ -171,7 +171,7 @@ def _check_responses(table: _Table, limits: Limits, *, known: bool) -> Iterator[
     response_R = table.length_R - table.prompt_R
     if (response_R > limits.max_new_tokens).any():
         yield "lineage", f"a response has {response_R.max()} tokens, max_new_tokens is {limits.max_new_tokens}"
-    cut_R = np.array([ending == Ending.LENGTH for ending in table.endings], dtype=bool)
+    cut_R = np.array([ending == StopReason.LENGTH for ending in table.endings], dtype=bool)
     if (known or limits.single_turn) and (response_R[cut_R] < limits.max_new_tokens).any():
         least, most = response_R[cut_R].min(), limits.max_new_tokens
         yield "lineage", f"a response of {least} tokens has the ending `length`, but max_new_tokens is {most}"
@@ -181,7 +181,7 @@ def _check_responses(table: _Table, limits: Limits, *, known: bool) -> Iterator[
         yield "lineage", "a token of a response is not the policy's, but the environment has one turn"
 
 
-def _check_times(batch: TrajectoryBatch, table: _Table, limits: Limits) -> Iterator[Found]:
+def _check_times(batch: TrajectoryBatch, table: _Table, limits: BatchLimits) -> Iterator[Found]:
     """Check that started versions follow the config's rule, and that times are finite and not negative."""
     if limits.oldest_token:
         yield from _check_starts(batch, table)
@@ -201,7 +201,7 @@ def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
         yield "stale", "a trajectory was not started under the version of its oldest token, as the config requires"
 
 
-def _check_rewards(batch: TrajectoryBatch, limits: Limits) -> Iterator[Found]:
+def _check_rewards(batch: TrajectoryBatch, limits: BatchLimits) -> Iterator[Found]:
     """Check that the config's filter would have kept every group."""
     rewards, index = batch.table["reward"].to_pylist(), batch.table["index"].to_pylist()
     for first in range(0, len(rewards), limits.group_size):

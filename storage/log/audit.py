@@ -34,7 +34,7 @@ from typing import Any
 
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log import audit_checkpoints
-from rollflow.storage.log.audit_checkpoints import Audited
+from rollflow.storage.log.audit_checkpoints import AuditCheckpoint
 from rollflow.storage.log.commits import check_batch, check_version
 from rollflow.storage.log.configs import RecordedConfig, differences
 from rollflow.storage.log.entries import (
@@ -45,25 +45,25 @@ from rollflow.storage.log.entries import (
     Pruned,
     RunCreated,
     VersionPublished,
-    Written,
+    WrittenEntry,
     decode,
     entry_path,
 )
 from rollflow.storage.log.expected import NOTHING, Expected
 from rollflow.storage.log.expecting import Expecting, OpenSince
-from rollflow.storage.log.objects import Looked, Looking, Named
+from rollflow.storage.log.objects import NamedObject, ObjectChecks, ObjectFinding
 from rollflow.storage.log.reading import entries
 from rollflow.storage.log.recheck import recheck
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.retention import Kind
 from rollflow.storage.log.rows import Rules
-from rollflow.storage.log.tolerant_fold import Refold
+from rollflow.storage.log.tolerant_fold import TolerantFold
 from rollflow.storage.objects.base import ObjectStore, first_missing
 from rollflow.storage.records import StoredObject
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class AuditProgress:
     """The progress of an audit."""
 
     entries: int
@@ -77,7 +77,7 @@ def audit(
     run: ObjectStore,
     *,
     deep: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[AuditProgress], None] | None = None,
     expected: Expected = NOTHING,
 ) -> AuditReport:
     """Audit one run's storage. If the audit is clean, store its end for the next one.
@@ -99,7 +99,7 @@ class _Audit:
     """One audit."""
 
     def __init__(
-        self, store: ObjectStore, expected: Expected, *, deep: bool, progress: Callable[[Progress], None] | None
+        self, store: ObjectStore, expected: Expected, *, deep: bool, progress: Callable[[AuditProgress], None] | None
     ) -> None:
         self.store, self.deep, self.progress = store, deep, progress
         snapshots = audit_checkpoints.snapshots(
@@ -107,7 +107,7 @@ class _Audit:
         )  # listed before the log is read, so the log must have their entries
         newest, self.others = audit_checkpoints.newest(store, thorough=expected.is_thorough)
         self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
-        begun = Audited() if deep else newest
+        begun = AuditCheckpoint() if deep else newest
         self.begun_at = begun.state.n
         self.report = replace(begun.report, since=self.begun_at + 1)
         self.expecting = Expecting(expected, self.report)
@@ -115,18 +115,18 @@ class _Audit:
             self.expecting.resume_config(store, begun.state)
             self.report.violations += recheck(store, begun)
         self.first, self.opened = begun.first, OpenSince(begun.opened)
-        self.fold = Refold(store, begun.state, self.report.add)
+        self.fold = TolerantFold(store, begun.state, self.report.add)
         self.rows, self.responses = begun.rows, begun.responses
         self.latest = begun.state.version  # the newest version that was read; the fold may have stopped before
         self.most = begun.state.version  # the highest version that the entries so far, lost ones included, can publish
         self.read_to = begun.state.n
         self.outcomes: dict[int, int | None] = {}  # entry of a batch -> version trained on it; None: voided
         self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}  # unpruned -> entry, objects
-        self.doubts: list[Named] = []
-        self.told = Progress(0, first_missing(store, entry_path, self.report.since) if progress else 0, 0, 0, 0)
+        self.doubts: list[NamedObject] = []
+        self.told = AuditProgress(0, first_missing(store, entry_path, self.report.since) if progress else 0, 0, 0, 0)
 
     def made(self) -> AuditReport:
-        with Looking(self.store, self._take) as looking:
+        with ObjectChecks(self.store, self._take) as looking:
             self._read_log(looking)
             self._look_at_versions(looking)
             looking.finish()
@@ -143,11 +143,11 @@ class _Audit:
             audit_checkpoints.withdraw(self.store, self.others)
         if self.report.clean and self.fold.state.n > self.begun_at:
             told = self.fold.state, self.report, self.rows, self.responses, self.first, self.opened.batches
-            audit_checkpoints.keep(self.store, Audited(*told, thorough=self.expecting.is_thorough))
+            audit_checkpoints.keep(self.store, AuditCheckpoint(*told, thorough=self.expecting.is_thorough))
 
     # --- entries ------------------------------------------------------------------------------------------------
 
-    def _read_log(self, looking: Looking) -> None:
+    def _read_log(self, looking: ObjectChecks) -> None:
         found = entries(self.store, self.report.since, to_the_last=True)
         for written, _, counts in self.fold.over(found):
             if not self.responses and (written.entry.n > 0 or not counts):
@@ -159,7 +159,7 @@ class _Audit:
         if not self.responses:
             raise Corrupt(f"{self.store.uri}: {self.report.violations[0].what}; nothing is known of this run")
 
-    def _note(self, written: Written, counts: bool, looking: Looking) -> None:
+    def _note(self, written: WrittenEntry, counts: bool, looking: ObjectChecks) -> None:
         """Record the objects that an entry names; `counts` is false if the entry itself is not trusted."""
         entry, n = written.entry, written.entry.n
         self._hear(n, written.sha256)
@@ -175,7 +175,7 @@ class _Audit:
                 self._change(entry.body, n)
             case BatchCommitted():
                 self._check(entry, counts)
-                named = Named(entry.body.file, n, "batch", newest, batch=entry.body)
+                named = NamedObject(entry.body.file, n, "batch", newest, batch=entry.body)
                 self._ask(named, looking)
             case VersionPublished():
                 self._check(entry, counts)
@@ -188,7 +188,7 @@ class _Audit:
                 for version, kind in entry.body.objects:
                     self.objects.pop((version, kind), None)
 
-    def _begin(self, body: RunCreated, looking: Looking) -> None:
+    def _begin(self, body: RunCreated, looking: ObjectChecks) -> None:
         """Use the config of entry 0, and check the objects that it names."""
         self._take_config(body, 0)
         limits = self.expecting.limits
@@ -197,7 +197,7 @@ class _Audit:
             what = f"it has {told}, its config has {limits.sources} [[prompts]]"
             self.report.add("lineage", entry_path(0), what)
         for stored in (*self._prompts(body), *body.policy):
-            self._ask(Named(stored, 0, "run"), looking)
+            self._ask(NamedObject(stored, 0, "run"), looking)
 
     def _change(self, body: ConfigChanged, n: int) -> None:
         """Use a new config, and compare its list of changed keys with the config before."""
@@ -279,15 +279,15 @@ class _Audit:
 
     # --- objects ------------------------------------------------------------------------------------------------
 
-    def _look_at_versions(self, looking: Looking) -> None:
+    def _look_at_versions(self, looking: ObjectChecks) -> None:
         """Check the objects that retention needs, and the others that were not pruned."""
         retention = self.fold.state.retention
         for (version, kind), (n, objects) in self.objects.items():
             needed = retention.needed(kind, version, self.latest)
             for stored in objects:
-                self._ask(Named(stored, n, kind, version, needed), looking)
+                self._ask(NamedObject(stored, n, kind, version, needed), looking)
 
-    def _ask(self, named: Named, looking: Looking) -> None:
+    def _ask(self, named: NamedObject, looking: ObjectChecks) -> None:
         self.told = replace(self.told, of_objects=self.told.of_objects + 1)
         if named.rules is None:  # a second check keeps the rules of the object's entry
             state = self.fold.state
@@ -295,7 +295,7 @@ class _Audit:
             named = replace(named, rules=rules)
         looking.add(named)
 
-    def _take(self, looked: Looked) -> None:
+    def _take(self, looked: ObjectFinding) -> None:
         """Record the result of an object; a faulty object is checked again at the end."""
         self.report.bytes += looked.size
         if looked.violations:
@@ -309,9 +309,9 @@ class _Audit:
 
     def _accuse(self) -> None:
         """Check faulty objects again, and report each one that no entry (even a new one) has voided or pruned."""
-        again: list[Looked] = []
+        again: list[ObjectFinding] = []
         doubts, self.doubts = self.doubts, []
-        with Looking(self.store, again.append) as looking:
+        with ObjectChecks(self.store, again.append) as looking:
             for named in doubts:
                 self._ask(named, looking)
             looking.finish()
@@ -327,7 +327,7 @@ class _Audit:
     def _since(self) -> tuple[set[int], set[tuple[int, str]]]:
         """Return the batches voided and the objects pruned since the log was read."""
         voided, pruned = set[int](), set[tuple[int, str]]()
-        later = Refold(self.store, self.fold.state, lambda kind, where, what: None, lost=self.fold.lost)
+        later = TolerantFold(self.store, self.fold.state, lambda kind, where, what: None, lost=self.fold.lost)
         for written, _, counts in later.over(entries(self.store, self.fold.state.n + 1)):
             match written.entry.body:
                 case BatchVoided() as body if counts:

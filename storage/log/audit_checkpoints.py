@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from rollflow.storage.errors import Corrupt, Missing, RollflowError
 from rollflow.storage.log.entries import entry_path, opened, sealed
-from rollflow.storage.log.report import AuditReport, Rows
+from rollflow.storage.log.report import AuditReport, RowCounts
 from rollflow.storage.log.snapshots import NAME, SNAPSHOTS, from_bytes
 from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
@@ -31,12 +31,12 @@ UNREADABLE = (Missing, Corrupt, ValueError, KeyError)  # pydantic's ValidationEr
 
 
 @dataclass(slots=True)
-class Audited:
+class AuditCheckpoint:
     """The state of an audit at its last entry."""
 
     state: RunState = field(default_factory=RunState)
     report: AuditReport = field(default_factory=AuditReport)
-    rows: dict[int, Rows] = field(default_factory=dict)  # entry of a waiting batch -> its rows
+    rows: dict[int, RowCounts] = field(default_factory=dict)  # entry of a waiting batch -> its rows
     responses: int = 0  # responses that are started for a group
     first: str = ""  # the hash of entry 0
     opened: dict[int, int] = field(default_factory=dict)  # open prompt -> the batch with which its dispatch began
@@ -57,7 +57,7 @@ def audit_path(n: int) -> str:
     return f"{AUDITS}/{n:010d}.json"
 
 
-def keep(run: ObjectStore, audited: Audited) -> None:
+def keep(run: ObjectStore, audited: AuditCheckpoint) -> None:
     """Store the result of an audit, and remove old ones. If this fails, the next audit only takes longer."""
     tree = {"rules": RULES, "fold": FOLD, "audited": _AUDITED.dump_python(audited, mode="json")}
     with contextlib.suppress(RollflowError, OSError):
@@ -73,7 +73,7 @@ def withdraw(run: ObjectStore, others: list[Witness]) -> None:
             run.delete(path)
 
 
-def newest(run: ObjectStore, *, thorough: bool = False) -> tuple[Audited, list[Witness]]:
+def newest(run: ObjectStore, *, thorough: bool = False) -> tuple[AuditCheckpoint, list[Witness]]:
     """Return the newest valid result (an empty one if there is none), and the results of another log.
 
     Args:
@@ -90,7 +90,7 @@ def newest(run: ObjectStore, *, thorough: bool = False) -> tuple[Audited, list[W
             others.append(witness)
         elif audited.thorough or not thorough:
             return audited, others
-    return Audited(), others
+    return AuditCheckpoint(), others
 
 
 def snapshots(run: ObjectStore) -> list[Witness]:
@@ -110,7 +110,7 @@ def is_sound(run: ObjectStore, witness: Witness) -> bool:
     return state.n == witness.n and state.sha256.startswith(witness.sha256)
 
 
-def _read(run: ObjectStore, path: str) -> Audited:
+def _read(run: ObjectStore, path: str) -> AuditCheckpoint:
     tree = opened(run.get(path))
     audited = _AUDITED.validate_python(tree["audited"])
     if (tree["rules"], tree["fold"], path) != (RULES, FOLD, audit_path(audited.state.n)):
@@ -125,4 +125,4 @@ def _holds(run: ObjectStore, witness: Witness) -> bool:
         return False
 
 
-_AUDITED: TypeAdapter[Audited] = TypeAdapter(Audited)
+_AUDITED: TypeAdapter[AuditCheckpoint] = TypeAdapter(AuditCheckpoint)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished
-from rollflow.storage.log.expected import Limits
+from rollflow.storage.log.expected import BatchLimits
 from rollflow.storage.log.report import ViolationKind
 from rollflow.storage.log.state import RunState
 from rollflow.storage.records import Discard, DiscardReason, GroupKey
@@ -20,7 +20,7 @@ LEFT_BEHIND = (DiscardReason.STALE, DiscardReason.REDUNDANT)
 HIGHEST_PROBE = 1e-4  # nats; rounding may raise the log-prob of a certain token above 0
 
 
-def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Limits | None) -> Iterator[Found]:
+def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: BatchLimits | None) -> Iterator[Found]:
     """Report what is wrong with a commit; `after` is the state after it."""
     if not body.file.path.startswith(f"trajectories/{body.number:08d}-{claim}-"):
         yield "lineage", f"batch {body.number} names {body.file.path}, which is no file of this batch by this writer"
@@ -46,7 +46,7 @@ def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
         yield "lineage", f"dispatch {_name(discard.key)} was discarded as {discard.reason}, {what}: this is impossible"
 
 
-def _check_against(discard: Discard, after: RunState, limits: Limits) -> Iterator[Found]:
+def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> Iterator[Found]:
     """Check that the config's scheduler uses this reason, and that a stale or redundant dispatch was too old."""
     name = _name(discard.key)
     if discard.reason not in limits.reasons:

@@ -30,7 +30,7 @@ FOLDER, INDEX = "log", "log_index"
 LARGEST = 256 * 1024  # bytes of an entry; the lists of a larger entry move to its index object
 
 
-class Group(NamedTuple):
+class TrainedGroup(NamedTuple):
     """The log's record of a committed group; its trajectories are in the batch file."""
 
     prompt: int
@@ -86,7 +86,7 @@ class BatchCommitted:
     number: int
     file: StoredObject
     rows: int
-    groups: tuple[Group, ...]
+    groups: tuple[TrainedGroup, ...]
     issued: tuple[int, ...]
     discards: tuple[Discard, ...] = ()
     surplus_tokens: int = 0  # tokens of the extra responses that were not kept
@@ -175,7 +175,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenEntry:
     """A stored entry, with the hash of its bytes."""
 
     entry: Entry
@@ -183,7 +183,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedEntry:
     """The bytes of an entry, and its index object if it has one."""
 
     data: bytes
@@ -207,22 +207,22 @@ def entry_number(path: str) -> int | None:
     return int(name) if name.isdecimal() and path == entry_path(int(name)) else None
 
 
-def encode(entry: Entry) -> Encoded:
+def encode(entry: Entry) -> EncodedEntry:
     """Encode an entry; the lists of a large entry move to its index object."""
     tree = _ENTRY.dump_python(entry, mode="json")
     data = sealed(tree)
     if len(data) <= LARGEST:
-        return Encoded(data)
+        return EncodedEntry(data)
     body = tree["body"]
     long = {name: body.pop(name) for name, value in list(body.items()) if isinstance(value, list)}
     index_data = _dumps(long).encode()
     sha256 = hashlib.sha256(index_data).hexdigest()
     index = StoredObject(f"{INDEX}/{sha256}.json", len(index_data), sha256)
     tree["index"] = {"path": index.path, "size": index.size, "sha256": index.sha256}
-    return Encoded(sealed(tree), index, index_data)
+    return EncodedEntry(sealed(tree), index, index_data)
 
 
-def decode(data: bytes, n: int, read: Callable[[str], bytes]) -> Written:
+def decode(data: bytes, n: int, read: Callable[[str], bytes]) -> WrittenEntry:
     """Parse entry `n`; `read` returns the bytes of its index object.
 
     Raises:
@@ -239,7 +239,7 @@ def decode(data: bytes, n: int, read: Callable[[str], bytes]) -> Written:
         raise Corrupt(f"{name} is not an entry of a log: {why}") from error
     if entry.n != n:
         raise Corrupt(f"{name} contains entry {entry.n}")
-    return Written(entry, hashlib.sha256(data).hexdigest())
+    return WrittenEntry(entry, hashlib.sha256(data).hexdigest())
 
 
 def _index(index: Mapping[str, Any], read: Callable[[str], bytes]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rollflow.storage.token_arrays import ANY_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchLimits:
     """The limits that a config sets for the batches that are committed under it."""
 
     sources: int  # prompt sources
@@ -30,7 +30,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class ExpectedPrompts:
     """The pinned prompts of a run, and the tokens of its policy."""
 
     ask: Callable[[int], tuple[Prompt, bool]]  # index -> its prompt, and whether it is held out
@@ -43,8 +43,10 @@ class Prompts:
 class Expected:
     """The expectations of an audit. `unchecked` says why `prompts` (or `prompts` and `limits`) are missing."""
 
-    limits: Callable[[Mapping[str, Any]], Limits] | None = None  # recorded config -> its limits; may raise `Corrupt`
-    prompts: Prompts | None = None
+    limits: Callable[[Mapping[str, Any]], BatchLimits] | None = (
+        None  # recorded config -> its limits; may raise `Corrupt`
+    )
+    prompts: ExpectedPrompts | None = None
     unchecked: str = ""
 
     @property

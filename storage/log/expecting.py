@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
-from rollflow.storage.log.answers import Asked
+from rollflow.storage.log.answers import ExpectedRows
 from rollflow.storage.log.configs import RecordedConfig
 from rollflow.storage.log.entries import BatchCommitted, decode, entry_path
-from rollflow.storage.log.expected import Expected, Limits
+from rollflow.storage.log.expected import BatchLimits, Expected
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
@@ -26,7 +26,7 @@ class Expecting:
 
     def __init__(self, expected: Expected, report: AuditReport) -> None:
         self._limits_of, self._prompts, self._report = expected.limits, expected.prompts, report
-        self.limits: Limits | None = None
+        self.limits: BatchLimits | None = None
         report.unchecked = expected.unchecked
 
     @property
@@ -50,22 +50,22 @@ class Expecting:
         except (Missing, Corrupt) as error:
             self._give_up(f"prompts and limits are not checked, because {error}")
 
-    def expect_rows(self, body: BatchCommitted | None) -> Asked:
+    def expect_rows(self, body: BatchCommitted | None) -> ExpectedRows:
         """Return the values with which an object is compared; `body` is given for a batch file.
 
         The prompts are created here, in the audit's own thread, because only one thread may use a prompt source.
         """
         prompts = self._prompts
         if body is None or prompts is None:
-            return Asked(self.limits)
+            return ExpectedRows(self.limits)
         try:
             found = {group.prompt: prompts.ask(group.prompt) for group in body.groups}
         except ConfigError as error:  # a prompt file has changed, for example
             self._give_up(f"prompts are not checked, because {error}")
-            return Asked(self.limits)
+            return ExpectedRows(self.limits)
         asked = {index: prompt for index, (prompt, _) in found.items()}
         held = frozenset(index for index, (_, is_held_out) in found.items() if is_held_out)
-        return Asked(self.limits, asked, held, prompts.held_out, prompts.vocabulary, prompts.stops)
+        return ExpectedRows(self.limits, asked, held, prompts.held_out, prompts.vocabulary, prompts.stops)
 
     def _give_up(self, why: str) -> None:
         self._prompts, self._report.unchecked = None, why

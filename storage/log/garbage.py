@@ -23,13 +23,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.entries import INDEX, BatchCommitted, Claimed, Pruned, RunCreated, VersionPublished, Written
+from rollflow.storage.log.entries import (
+    INDEX,
+    BatchCommitted,
+    Claimed,
+    Pruned,
+    RunCreated,
+    VersionPublished,
+    WrittenEntry,
+)
 from rollflow.storage.log.reading import entries
 from rollflow.storage.log.report import ViolationKind
 from rollflow.storage.log.retention import Kind
 from rollflow.storage.log.state import RunState
-from rollflow.storage.log.tolerant_fold import Refold
-from rollflow.storage.objects.base import ABANDONED_SECONDS, ObjectStore, Unfinished
+from rollflow.storage.log.tolerant_fold import TolerantFold
+from rollflow.storage.objects.base import ABANDONED_SECONDS, ObjectStore, UnfinishedWrite
 from rollflow.storage.records import StoredObject
 
 PLACES = (re.compile(r"policies/\d+/(\d+)/.+"), re.compile(r"trajectories/\d+-(\d+)-.+"))
@@ -49,7 +57,7 @@ class Orphan:
     size: int  # bytes
     age: float  # seconds
     why: str
-    left: Unfinished | None = None  # the unfinished write, if it is one
+    left: UnfinishedWrite | None = None  # the unfinished write, if it is one
 
 
 def store_clock(run: ObjectStore) -> float:
@@ -127,7 +135,7 @@ class _Names:
         def add(kind: ViolationKind, where: str, what: str) -> None:
             wrong.append(f"{where}: {what}")
 
-        fold = Refold(run, RunState(), add)
+        fold = TolerantFold(run, RunState(), add)
         claims = set()
         for written, data, _ in fold.over(entries(run, to_the_last=True)):
             names._note(written, data)
@@ -152,7 +160,7 @@ class _Names:
         claim = next((int(match[1]) for place in PLACES if (match := place.fullmatch(path))), -1)
         return UNNAMED if claim in self.superseded else None
 
-    def _note(self, written: Written, data: bytes) -> None:
+    def _note(self, written: WrittenEntry, data: bytes) -> None:
         index = json.loads(data).get("index")
         if index is not None:
             self.indexes.add(index["path"])

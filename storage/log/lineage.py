@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollflow.storage.errors import Missing
-from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, Written
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, WrittenEntry
 from rollflow.storage.log.reading import there, written
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.records import Discard, DiscardReason, GroupKey
@@ -26,7 +26,7 @@ class Consumed:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class AwaitingTraining:
     """A dispatch that is committed in a batch and waits to be trained on."""
 
     batch: int
@@ -70,7 +70,7 @@ class Quarantined:
         return f"in batch {self.batch}, which was quarantined; issued again"
 
 
-Fate = Consumed | Waiting | Discarded | InFlight | Quarantined
+Fate = Consumed | AwaitingTraining | Discarded | InFlight | Quarantined
 
 
 def fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
@@ -90,7 +90,7 @@ def fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
                 newest = max(newest, number)
                 found |= {lost.key: Discarded(number, lost) for lost in discards if lost.key.prompt == prompt}
                 for key in (group.key for group in groups if group.prompt == prompt):
-                    found[key], committed[one.entry.n] = Waiting(number), key
+                    found[key], committed[one.entry.n] = AwaitingTraining(number), key
                 if any(lost.key.prompt == prompt and lost.reason is DiscardReason.FILTERED for lost in discards):
                     return found
             case BatchVoided(number, entry) if entry in committed:
@@ -102,7 +102,7 @@ def fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
     return found
 
 
-def find_version(log: Log, version: int) -> Written:
+def find_version(log: Log, version: int) -> WrittenEntry:
     """Find the entry that published a version: one read if the state holds it, else O(log n) reads.
 
     Raises:

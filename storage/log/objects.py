@@ -15,7 +15,7 @@ from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log import rows
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.log.finite import first_nonfinite
-from rollflow.storage.log.report import Rows, Violation
+from rollflow.storage.log.report import RowCounts, Violation
 from rollflow.storage.log.retention import Kind
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import found
@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 30  # the total size of objects that are read at a time; a lar
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedObject:
     """An object that entry `entry` names, with its purpose."""
 
     stored: StoredObject
@@ -39,34 +39,34 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class ObjectFinding:
     """The result of checking one object."""
 
-    named: Named
+    named: NamedObject
     size: int = 0  # bytes that were read
     there: bool = True  # the object exists
     violations: tuple[Violation, ...] = ()
-    rows: Rows | None = None
+    rows: RowCounts | None = None
 
 
-def look(run: ObjectStore, named: Named) -> Looked:
+def look(run: ObjectStore, named: NamedObject) -> ObjectFinding:
     """Read an object and compare it with the entry that names it."""
     path = named.stored.path
     try:
         size, sha256, data = _bytes(run, path, whole=named.batch is not None)
     except Missing:
         wrong = Violation("missing", path, f"it is missing, entry {named.entry} names it")
-        return Looked(named, there=False, violations=(wrong,) if named.needed else ())
+        return ObjectFinding(named, there=False, violations=(wrong,) if named.needed else ())
     except Corrupt as error:
-        return Looked(named, violations=(Violation("altered", path, str(error)),))
+        return ObjectFinding(named, violations=(Violation("altered", path, str(error)),))
     if (size, sha256) != (named.stored.size, named.stored.sha256):
         what = f"it has {size} bytes with sha256 {sha256[:12]}, entry {named.entry} names {named.stored.size} with "
-        return Looked(named, size, violations=(Violation("altered", path, f"{what}{named.stored.sha256[:12]}"),))
+        return ObjectFinding(named, size, violations=(Violation("altered", path, f"{what}{named.stored.sha256[:12]}"),))
     if named.batch is not None:
         return _look_inside(named, named.batch, data)
     if named.kind == "weights" and named.rules and named.rules.asked.limits:
-        return Looked(named, size, violations=_check_weights(run, path))
-    return Looked(named, size)
+        return ObjectFinding(named, size, violations=_check_weights(run, path))
+    return ObjectFinding(named, size)
 
 
 def _check_weights(run: ObjectStore, path: str) -> tuple[Violation, ...]:
@@ -85,15 +85,15 @@ def _check_weights(run: ObjectStore, path: str) -> tuple[Violation, ...]:
     return () if name is None else (Violation("lineage", path, f"tensor {name} has a number that is not finite"),)
 
 
-def _look_inside(named: Named, body: BatchCommitted, data: bytes) -> Looked:
+def _look_inside(named: NamedObject, body: BatchCommitted, data: bytes) -> ObjectFinding:
     assert named.rules is not None
     path = named.stored.path
     try:
         batch = TrajectoryBatch.from_bytes(data)
     except Corrupt as error:
-        return Looked(named, len(data), violations=(Violation("altered", path, str(error)),))
+        return ObjectFinding(named, len(data), violations=(Violation("altered", path, str(error)),))
     wrong = tuple(Violation(kind, path, what) for kind, what in rows.compare(batch, body, named.version, named.rules))
-    return Looked(named, len(data), violations=wrong, rows=rows.counted(batch, body.number))
+    return ObjectFinding(named, len(data), violations=wrong, rows=rows.counted(batch, body.number))
 
 
 def _bytes(run: ObjectStore, path: str, *, whole: bool) -> tuple[int, str, bytes]:
@@ -107,22 +107,22 @@ def _bytes(run: ObjectStore, path: str, *, whole: bool) -> tuple[int, str, bytes
         return file.tell(), sha256, b""
 
 
-class Looking:
+class ObjectChecks:
     """Checks objects in threads, and passes the results to `done` in the caller's thread, in the objects' order."""
 
-    def __init__(self, store: ObjectStore, done: Callable[[Looked], None]) -> None:
+    def __init__(self, store: ObjectStore, done: Callable[[ObjectFinding], None]) -> None:
         self.store, self.done = store, done
         self._pool = ThreadPoolExecutor(AT_ONCE, "audit")
-        self._under_way: deque[tuple[int, Future[Looked]]] = deque()
+        self._under_way: deque[tuple[int, Future[ObjectFinding]]] = deque()
         self._bytes = 0
 
-    def __enter__(self) -> Looking:
+    def __enter__(self) -> ObjectChecks:
         return self
 
     def __exit__(self, *of: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def add(self, named: Named) -> None:
+    def add(self, named: NamedObject) -> None:
         """Queue an object to be checked; wait while too many are pending."""
         size = named.stored.size
         while len(self._under_way) >= 2 * AT_ONCE or (self._under_way and self._bytes + size > MOST_BYTES):

@@ -1,7 +1,7 @@
 """Reads a long range of log entries by number, several at a time.
 
-    for n, found in entries(run, first): ...      bytes, a `Hole` (missing entries before an existing one) or `Corrupt`
-    for one in written(log, first, last): ...     parsed entries of an open log
+    for n, found in entries(run, first): ...      bytes, a `LogGap` (missing entries before an existing one) or
+    `Corrupt` for one in written(log, first, last): ...     parsed entries of an open log
 
 `entries` is for audit and garbage collection: it yields the stored bytes, parses nothing and reads no snapshot.
 """
@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.entries import FOLDER, Written, entry_number, entry_path
+from rollflow.storage.log.entries import FOLDER, WrittenEntry, entry_number, entry_path
 from rollflow.storage.log.run_log import AHEAD, Log
 from rollflow.storage.objects.base import ObjectStore
 
@@ -23,7 +23,7 @@ AT_ONCE = 32  # reads at a time; fewer at first, to request little beyond the en
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
+class LogGap:
     """A gap in a log: entries `first` to `end - 1` are missing, and entry `end` exists."""
 
     first: int
@@ -36,7 +36,7 @@ class Hole:
 
 def entries(
     run: ObjectStore, first: int = 0, *, to_the_last: bool = False
-) -> Iterator[tuple[int, bytes | Hole | Corrupt]]:
+) -> Iterator[tuple[int, bytes | LogGap | Corrupt]]:
     """Yield the numbers and bytes of the entries from `first` to the end of the log.
 
     Args:
@@ -50,23 +50,23 @@ def entries(
         while True:
             while len(ahead) < wide:
                 ahead.append(pool.submit(_read, run, n + len(ahead)))
-            found: bytes | Missing | Corrupt | Hole = ahead.popleft().result()
+            found: bytes | Missing | Corrupt | LogGap = ahead.popleft().result()
             if isinstance(found, Missing):
                 behind = next_number(run, n, to_the_last=to_the_last)
                 if behind is None:
                     return
                 found = _read(run, n)  # read again: it may have been written in the meantime
                 if isinstance(found, Missing):
-                    found = Hole(n, behind)
+                    found = LogGap(n, behind)
                     ahead.clear()
             yield n, found
-            n = found.end if isinstance(found, Hole) else n + 1
+            n = found.end if isinstance(found, LogGap) else n + 1
             wide = min(AT_ONCE, wide + 1)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def written(log: Log, first: int, last: int) -> Iterator[Written]:
+def written(log: Log, first: int, last: int) -> Iterator[WrittenEntry]:
     """Yield the parsed entries `first` to `last`, which the log must have read before.
 
     Raises:
@@ -81,7 +81,7 @@ def written(log: Log, first: int, last: int) -> Iterator[Written]:
         pool.shutdown(cancel_futures=True)
 
 
-def there(log: Log, n: int) -> Written:
+def there(log: Log, n: int) -> WrittenEntry:
     """Read entry `n`, which the log must have read before.
 
     Raises:

@@ -9,28 +9,28 @@ from __future__ import annotations
 import hashlib
 
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.audit_checkpoints import Audited, audit_path
+from rollflow.storage.log.audit_checkpoints import AuditCheckpoint, audit_path
 from rollflow.storage.log.entries import decode, entry_path, opened
 from rollflow.storage.log.report import Violation, ViolationKind
 from rollflow.storage.log.rules import apply
-from rollflow.storage.log.state import Refused, RunState
+from rollflow.storage.log.state import EntryRefused, RunState
 from rollflow.storage.objects.base import ObjectStore
 
 NEWEST = 8  # the number of newest entries that are read again
 
 
-def recheck(run: ObjectStore, begun: Audited) -> list[Violation]:
+def recheck(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]:
     """Report where entry 0, or the last entries up to the end of the audit `begun`, differ from what that audit saw."""
     return [*_recheck_first(run, begun), *_recheck_newest(run, begun)]
 
 
-def _recheck_first(run: ObjectStore, begun: Audited) -> list[Violation]:
+def _recheck_first(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]:
     path = entry_path(0)
     try:
         data = run.get(path)
         written = decode(data, 0, run.get)
         first = apply(RunState(), written)
-    except (Missing, Corrupt, Refused, KeyError, TypeError, ValueError) as error:
+    except (Missing, Corrupt, EntryRefused, KeyError, TypeError, ValueError) as error:
         return [Violation("altered", path, f"it cannot be read any more: {error}")]
     if written.sha256 != begun.first:
         return [Violation("altered", path, f"{audit_path(begun.state.n)} was made from another entry 0")]
@@ -40,7 +40,7 @@ def _recheck_first(run: ObjectStore, begun: Audited) -> list[Violation]:
     return []
 
 
-def _recheck_newest(run: ObjectStore, begun: Audited) -> list[Violation]:
+def _recheck_newest(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]:
     """Follow the hash chain back from the last entry of `begun`, and check its link to entry 0."""
     end = begun.state.n
     found: list[Violation] = []

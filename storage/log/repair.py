@@ -16,17 +16,17 @@ from dataclasses import dataclass
 
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.audit_checkpoints import AUDITS
-from rollflow.storage.log.entries import FOLDER, Written, decode, entry_number, entry_path
+from rollflow.storage.log.entries import FOLDER, WrittenEntry, decode, entry_number, entry_path
 from rollflow.storage.log.rules import apply
 from rollflow.storage.log.snapshots import SNAPSHOTS, healed
-from rollflow.storage.log.state import Refused, RunState
+from rollflow.storage.log.state import EntryRefused, RunState
 from rollflow.storage.objects.base import ObjectStore
 
 ASIDE = "log_damaged"
 
 
 @dataclass(frozen=True, slots=True)
-class Cure:
+class LogRepair:
     """One step of a repair: restore entry `n` from `data`, or move it away (None)."""
 
     n: int
@@ -40,7 +40,7 @@ class Cure:
         return f"{self.what}: move it away, so that the log ends with entry {self.n - 1}; {lost}"
 
 
-def cures(run: ObjectStore) -> list[Cure]:
+def cures(run: ObjectStore) -> list[LogRepair]:
     """List the steps that would repair the log; empty if it is intact.
 
     Raises:
@@ -51,7 +51,7 @@ def cures(run: ObjectStore) -> list[Cure]:
     if not numbers:
         raise Missing(f"{run.uri} has no log")
     last = numbers[-1]
-    found: list[Cure] = []
+    found: list[LogRepair] = []
     state = RunState()
     for n in range(last + 1):
         written, cure = _entry(run, n, numbers)
@@ -60,15 +60,15 @@ def cures(run: ObjectStore) -> list[Cure]:
             break
         try:
             state = apply(state, written)
-        except Refused as error:
+        except EntryRefused as error:
             what = f"{entry_path(n)} is refused by the log's rules ({error})"
             if n < last:
                 raise Corrupt(f"{what}, and {_count_following(n, numbers)}: it cannot be repaired") from error
-            found.append(Cure(n, what))
+            found.append(LogRepair(n, what))
     return found
 
 
-def repair(run: ObjectStore, agreed: Sequence[Cure]) -> None:
+def repair(run: ObjectStore, agreed: Sequence[LogRepair]) -> None:
     """Carry out the steps that the user accepted."""
     for cure in agreed:
         path = entry_path(cure.n)
@@ -93,7 +93,7 @@ def _count_following(n: int, numbers: Sequence[int]) -> str:
     return f"{count} entries follow it" if count > 1 else f"entry {numbers[-1]} follows it"
 
 
-def _entry(run: ObjectStore, n: int, numbers: Sequence[int]) -> tuple[Written | None, Cure | None]:
+def _entry(run: ObjectStore, n: int, numbers: Sequence[int]) -> tuple[WrittenEntry | None, LogRepair | None]:
     """Read entry `n`; return it (None if it must be moved away), and the step that repairs it, if any."""
     try:
         return decode(run.get(entry_path(n)), n, run.get), None
@@ -102,8 +102,8 @@ def _entry(run: ObjectStore, n: int, numbers: Sequence[int]) -> tuple[Written | 
     except Corrupt as error:
         what = str(error)
     if n == numbers[-1]:
-        return None, Cure(n, what)
+        return None, LogRepair(n, what)
     found = healed(run, n, n + 1)
     if found is None:
         raise Corrupt(f"{what}, no segment has it, and {_count_following(n, numbers)}: it cannot be repaired")
-    return decode(found[0], n, run.get), Cure(n, what, found[0])
+    return decode(found[0], n, run.get), LogRepair(n, what, found[0])

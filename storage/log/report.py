@@ -23,7 +23,7 @@ class Violation:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowCounts:
     """The trajectories of one batch file."""
 
     staleness: Counter[int]  # staleness -> trajectories
@@ -64,7 +64,7 @@ class AuditReport:
         """Add a violation."""
         self.violations.append(Violation(kind, where, what))
 
-    def trained(self, version: int, rows: Rows) -> None:
+    def trained(self, version: int, rows: RowCounts) -> None:
         """Count the rows of the batch that `version` was trained on."""
         self.trajectories += rows.staleness.total()
         self.staleness.update(rows.staleness)

@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow.compute as pc
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.log.answers import NOT_ASKED, Asked, check_rows
+from rollflow.storage.log.answers import NOT_ASKED, ExpectedRows, check_rows
 from rollflow.storage.log.entries import BatchCommitted
-from rollflow.storage.log.report import Rows, ViolationKind
+from rollflow.storage.log.report import RowCounts, ViolationKind
 from rollflow.storage.records import GroupKey
 
 Found = tuple[ViolationKind, str]
@@ -32,13 +32,13 @@ class Rules:
     alpha: float
     group_size: int  # G
     responses: int  # responses that are started for a group; G of them are kept
-    asked: Asked = NOT_ASKED
+    asked: ExpectedRows = NOT_ASKED
 
 
-def counted(batch: TrajectoryBatch, number: int) -> Rows:
+def counted(batch: TrajectoryBatch, number: int) -> RowCounts:
     """Count the rows of batch `number` for the report."""
     started = batch.table["started_version"].to_pylist()
-    return Rows(Counter(number - version for version in started), batch.domains)
+    return RowCounts(Counter(number - version for version in started), batch.domains)
 
 
 def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: Rules) -> Iterator[Found]:

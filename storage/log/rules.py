@@ -1,6 +1,6 @@
 """The rules of a run. The state is a fold over the log, and `apply` alone decides whether an entry may follow.
 
-    state = apply(state, entry)        a pure function; `Refused` says why an entry cannot follow
+    state = apply(state, entry)        a pure function; `EntryRefused` says why an entry cannot follow
 
 A writer applies its entry before it appends it. A reader applies each entry that it reads, and stops at a refused one.
 The rules keep these invariants:
@@ -36,25 +36,25 @@ from rollflow.storage.log.entries import (
     Body,
     Claimed,
     ConfigChanged,
-    Group,
     Pruned,
     Role,
     RunCreated,
+    TrainedGroup,
     VersionPublished,
-    Written,
+    WrittenEntry,
 )
 from rollflow.storage.log.retention import KINDS, Retention
 from rollflow.storage.log.state import (
     NOBODY,
     Claim,
+    CommittedBatch,
     ConfigPlace,
     Deposed,
-    Refused,
+    EntryRefused,
+    GroupTooOld,
     RunState,
+    RunTotals,
     Superseded,
-    TooOld,
-    Totals,
-    Waiting,
 )
 from rollflow.storage.records import Discard, DiscardReason, GroupKey, StoredObject
 
@@ -71,7 +71,7 @@ FIXED = ("seed", "prompts", "policy")  # config keys that never change
 FORMED = ("groups", "group_size", "engine.temperature", "engine.max_new_tokens")  # keys by which a batch is formed
 
 
-def apply(state: RunState, written: Written) -> RunState:
+def apply(state: RunState, written: WrittenEntry) -> RunState:
     """Return the state after one more entry; `state` itself is not changed.
 
     Raises:
@@ -222,21 +222,21 @@ def _commit(s: RunState, body: BatchCommitted) -> None:
         _check_fresh(s, number, group)
         _close(s, group.prompt, group.attempt)
     behind = {group.prompt: s.behind.pop(group.prompt) for group in body.groups if group.prompt in s.behind}
-    s.waiting[number] = Waiting(s.n, body.file, body.rows, body.groups, body.surplus_tokens, behind)
+    s.waiting[number] = CommittedBatch(s.n, body.file, body.rows, body.groups, body.surplus_tokens, behind)
     if number in s.holes:
         s.holes.remove(number)
     else:
         s.next_batch += 1
 
 
-def _check_fresh(s: RunState, number: int, group: Group) -> None:
+def _check_fresh(s: RunState, number: int, group: TrainedGroup) -> None:
     if group.started < number - s.alpha:
-        raise TooOld(
+        raise GroupTooOld(
             f"group {group.key} was started under version {group.started}, batch {number} allows "
             f"{number - s.alpha:g} at async_ratio {s.alpha:g}"
         )
     if not 0 <= group.started <= group.newest <= s.version:
-        raise Refused(f"group {group.key} has tokens of versions that do not exist")
+        raise EntryRefused(f"group {group.key} has tokens of versions that do not exist")
 
 
 def _void(s: RunState, body: BatchVoided) -> None:
@@ -290,7 +290,7 @@ def _issue(s: RunState, prompt: int) -> None:
     """Record a prompt's first dispatch; it must be the next prompt of its source."""
     source, sources = prompt % len(s.issued), len(s.issued)
     if prompt != s.issued[source] * sources + source:
-        raise Refused(f"prompt {prompt} is not the next one of source {source}")
+        raise EntryRefused(f"prompt {prompt} is not the next one of source {source}")
     s.issued[source] += 1
     s.open[prompt] = 0
 
@@ -298,7 +298,7 @@ def _issue(s: RunState, prompt: int) -> None:
 def _close(s: RunState, prompt: int, attempt: int) -> None:
     """Close an open dispatch, because it has its fate."""
     if s.open.get(prompt) != attempt:
-        raise Refused(f"dispatch {GroupKey(prompt, attempt)} is not open")
+        raise EntryRefused(f"dispatch {GroupKey(prompt, attempt)} is not open")
     del s.open[prompt]
 
 
@@ -315,7 +315,7 @@ def _after_discard(s: RunState, discard: Discard) -> None:
         s.redraws.pop(prompt, None)
 
 
-def _count_trained(totals: Totals, number: int, batch: Waiting) -> None:
+def _count_trained(totals: RunTotals, number: int, batch: CommittedBatch) -> None:
     for group in batch.groups:
         totals.count("trained", group.tokens)
         totals.staleness[number - group.started] += 1
@@ -341,4 +341,4 @@ def _who(state: RunState, role: Role) -> str:
 
 def _need(holds: bool, why: str) -> None:
     if not holds:
-        raise Refused(why)
+        raise EntryRefused(why)

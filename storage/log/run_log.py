@@ -29,11 +29,11 @@ from rollflow.storage.log.entries import (
     FOLDER,
     Body,
     Claimed,
-    Encoded,
+    EncodedEntry,
     Entry,
     Role,
     RunCreated,
-    Written,
+    WrittenEntry,
     decode,
     encode,
     entry_number,
@@ -47,7 +47,7 @@ from rollflow.storage.log.snapshots import (
     keep_snapshot,
     newest_snapshot,
 )
-from rollflow.storage.log.state import Refused, RunState
+from rollflow.storage.log.state import EntryRefused, RunState
 from rollflow.storage.objects.base import Data, ObjectStore, pieces
 from rollflow.storage.records import StoredObject
 
@@ -100,7 +100,7 @@ class Log:
         """The run's state after the newest entry that was read."""
         return self._state
 
-    def follow(self) -> list[Written]:
+    def follow(self) -> list[WrittenEntry]:
         """Read and return the new entries.
 
         Raises:
@@ -108,7 +108,7 @@ class Log:
         """
         return self._follow()[0]
 
-    def read(self, n: int) -> Written | None:
+    def read(self, n: int) -> WrittenEntry | None:
         """Read entry `n`, which may be an old one; None if it does not exist.
 
         Raises:
@@ -150,7 +150,7 @@ class Log:
 
     # --- appending ----------------------------------------------------------------------------------------------
 
-    def _append(self, role: Role, claim: int | None, body: Decide, attached: Attached | None = None) -> Entry:
+    def _append(self, role: Role, claim: int | None, body: Decide, attached: AttachedObject | None = None) -> Entry:
         """Append an entry, as `Writer.append` describes. If `claim` is None, the entry is itself the claim."""
         draft = _Draft(role, claim, body, attached)
         self._drafts[draft.id] = draft
@@ -182,20 +182,20 @@ class Log:
                 return written.entry
         raise Unreachable(f"{self.store.uri}: an entry could not be appended in {TRIES} tries: {lost}") from lost
 
-    def _tried(self, draft: _Draft, n: int) -> tuple[Written | None, Exception]:
+    def _tried(self, draft: _Draft, n: int) -> tuple[WrittenEntry | None, Exception]:
         """Try once to write entry `n`; return the entry that now has this number (if any), and the error of the try."""
         try:
             return self._write(draft, n), Exception()
         except (Conflict, Unreachable) as error:
             found = self.read(n)
-            if found is None and isinstance(error, Refused):
+            if found is None and isinstance(error, EntryRefused):
                 raise  # the state is current, so reading cannot help
             if isinstance(error, Unreachable) and self._is_near and found and found.entry.id == draft.id:
                 with contextlib.suppress(Conflict):  # this conflict proves that the entry's name is synced
                     self._write(draft, n)
             return found, error
 
-    def _write(self, draft: _Draft, n: int) -> Written:
+    def _write(self, draft: _Draft, n: int) -> WrittenEntry:
         """Create entry `n`, after all objects that it names."""
         attached = draft.attached
         if attached is None or draft.stored is not None:
@@ -203,13 +203,13 @@ class Log:
             self.store.create(entry_path(n), encoded.data)
         else:
             entry, encoded = self._write_both(draft, n, attached)
-        draft.written = Written(entry, encoded.sha256)
+        draft.written = WrittenEntry(entry, encoded.sha256)
         return draft.written
 
-    def _write_both(self, draft: _Draft, n: int, attached: Attached) -> tuple[Entry, Encoded]:
+    def _write_both(self, draft: _Draft, n: int, attached: AttachedObject) -> tuple[Entry, EncodedEntry]:
         """Write the attached object, and entry `n` that names it. If the entry is refused, nothing is written."""
         unhashed = self._proposed(draft, n, StoredObject(attached.path, attached.size, ""))
-        made: list[tuple[StoredObject, Entry, Encoded]] = []
+        made: list[tuple[StoredObject, Entry, EncodedEntry]] = []
 
         def content(sha256: str) -> bytes:
             stored = StoredObject(attached.path, attached.size, sha256)
@@ -225,7 +225,7 @@ class Log:
             raise
         return made[0][1:]
 
-    def _encoded(self, entry: Entry) -> tuple[Entry, Encoded]:
+    def _encoded(self, entry: Entry) -> tuple[Entry, EncodedEntry]:
         """Encode an entry, and store its index object if it has one."""
         encoded = encode(entry)
         if encoded.index is not None:
@@ -233,7 +233,7 @@ class Log:
         return entry, encoded
 
     def _proposed(self, draft: _Draft, n: int, stored: StoredObject | None) -> Entry:
-        """Build entry `n` of an append; raise `Refused` if the rules do not allow it."""
+        """Build entry `n` of an append; raise `EntryRefused` if the rules do not allow it."""
         body = draft.body(self._state, stored)
         claim = n if draft.claim is None else draft.claim
         draft.after = decide(self._state, n, draft.role, claim, body)
@@ -242,10 +242,10 @@ class Log:
 
     # --- reading ------------------------------------------------------------------------------------------------
 
-    def _decoded(self, data: bytes, n: int) -> Written:
+    def _decoded(self, data: bytes, n: int) -> WrittenEntry:
         return decode(data, n, self.store.get)
 
-    def _follow(self, last: float = math.inf) -> tuple[list[Written], RunState | None]:
+    def _follow(self, last: float = math.inf) -> tuple[list[WrittenEntry], RunState | None]:
         """Read the new entries up to `last`; return them, and the newest state for which a snapshot is due."""
         found, due = [], None
         with self._lock:
@@ -255,15 +255,15 @@ class Log:
                 due = self._state if is_due(self._state.n) else due
         return found, due
 
-    def _fold(self, written: Written) -> None:
+    def _fold(self, written: WrittenEntry) -> None:
         try:
             self._state = apply(self._state, written)
             if (draft := self._drafts.get(written.entry.id)) is not None:
                 draft.folded = written
-        except Refused as error:
+        except EntryRefused as error:
             raise Corrupt(f"{entry_path(written.entry.n)} is refused by the log's rules: {error}") from error
 
-    def _healed(self, n: int, why: str) -> Written:
+    def _healed(self, n: int, why: str) -> WrittenEntry:
         """Read entry `n` from its segment, if its hash is the one that the next entry names; else raise `Corrupt`."""
         found = healed(self.store, n, n + 1)
         if found is None:
@@ -316,7 +316,7 @@ class Log:
 
 
 @dataclass(slots=True)
-class Attached:
+class AttachedObject:
     """A data object to be stored with an entry that names it, at a path that was never used."""
 
     path: str
@@ -335,11 +335,11 @@ class _Draft:
     role: Role
     claim: int | None
     body: Decide
-    attached: Attached | None
+    attached: AttachedObject | None
     stored: StoredObject | None = None  # the attached object, once it is durable
     after: RunState = field(default_factory=RunState)  # the state after this entry, by its last try
-    written: Written | None = None  # the entry of the last completed write
-    folded: Written | None = None  # the entry, if it was read from the log
+    written: WrittenEntry | None = None  # the entry of the last completed write
+    folded: WrittenEntry | None = None  # the entry, if it was read from the log
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -351,7 +351,7 @@ class Writer:
     role: Role
     claim: int
 
-    def append(self, body: Decide, attached: Attached | None = None) -> Entry:
+    def append(self, body: Decide, attached: AttachedObject | None = None) -> Entry:
         """Append an entry. `body` builds it from the state and the attached object, again after each lost race.
 
         Raises:

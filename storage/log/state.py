@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollflow.storage.errors import Conflict, Stale
-from rollflow.storage.log.entries import Group, Role
+from rollflow.storage.log.entries import Role, TrainedGroup
 from rollflow.storage.log.retention import Kind, Retention
 from rollflow.storage.records import Cursor, GroupKey, StoredObject
 
@@ -20,11 +20,11 @@ FOLD = 3  # raised with any change of the rules or the state, so that older snap
 NOBODY = -1  # used instead of a claim's entry if a role was never claimed
 
 
-class Refused(Conflict):
+class EntryRefused(Conflict):
     """The rules do not allow an entry: nothing was changed, and the entry is not appended."""
 
 
-class Deposed(Refused):
+class Deposed(EntryRefused):
     """Another process has claimed the role: this writer must stop."""
 
 
@@ -32,7 +32,7 @@ class Superseded(Deposed):
     """A role cannot be claimed, because its supervisor is not the newest."""
 
 
-class TooOld(Refused, Stale):
+class GroupTooOld(EntryRefused, Stale):
     """A group is older than async_ratio allows."""
 
 
@@ -56,19 +56,19 @@ class ConfigPlace(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class CommittedBatch:
     """A committed batch that waits to be trained on."""
 
     entry: int
     file: StoredObject
     rows: int
-    groups: tuple[Group, ...]
+    groups: tuple[TrainedGroup, ...]
     surplus_tokens: int
     behind: Mapping[int, int]  # prompt -> how often it was discarded as slow before
 
 
 @dataclass(slots=True)
-class Totals:
+class RunTotals:
     """Counts over the whole run. The staleness of a group is that of its oldest sample."""
 
     groups: Counter[str] = field(default_factory=Counter)  # fate -> dispatches
@@ -77,10 +77,10 @@ class Totals:
     surplus_tokens: int = 0  # tokens of extra responses of the batches that were trained on
     rows: int = 0  # trajectories that were trained on
 
-    def copy(self) -> Totals:
+    def copy(self) -> RunTotals:
         """Return a copy that can be changed."""
         counters = Counter(self.groups), Counter(self.tokens), Counter(self.staleness)
-        return Totals(*counters, self.surplus_tokens, self.rows)
+        return RunTotals(*counters, self.surplus_tokens, self.rows)
 
     def count(self, fate: str, tokens: int) -> None:
         """Count the fate of one more dispatch."""
@@ -109,13 +109,13 @@ class RunState:
     filtered: list[int] = field(default_factory=list)  # per source: the number of filtered groups
     open: dict[int, int] = field(default_factory=dict)  # prompt -> attempt, in the order of issue
     behind: dict[int, int] = field(default_factory=dict)  # open prompt -> how often it was discarded as slow
-    waiting: dict[int, Waiting] = field(default_factory=dict)  # batch number -> the batch
+    waiting: dict[int, CommittedBatch] = field(default_factory=dict)  # batch number -> the batch
     holes: list[int] = field(default_factory=list)  # voided batches to form again, in order
     voids: int = 0
     not_finite: int = 0  # batches that were voided as not finite since the newest version
     redraws: dict[int, int] = field(default_factory=dict)  # untrained prompt -> not-finite batches that had it
     held: dict[int, dict[Kind, int]] = field(default_factory=dict)  # version -> kind -> entry, while it may be pruned
-    totals: Totals = field(default_factory=Totals)
+    totals: RunTotals = field(default_factory=RunTotals)
 
     def config_of(self, version: int) -> int:
         """Return the entry of the config under which `version` was trained, or (for a future version) will be."""

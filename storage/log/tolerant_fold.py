@@ -16,27 +16,27 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.entries import BatchCommitted, Entry, VersionPublished, Written, decode, entry_path
-from rollflow.storage.log.reading import Hole
+from rollflow.storage.log.entries import BatchCommitted, Entry, VersionPublished, WrittenEntry, decode, entry_path
+from rollflow.storage.log.reading import LogGap
 from rollflow.storage.log.report import ViolationKind
 from rollflow.storage.log.rules import apply, decide
 from rollflow.storage.log.snapshots import healed
-from rollflow.storage.log.state import Refused, RunState, TooOld
+from rollflow.storage.log.state import EntryRefused, GroupTooOld, RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
 
 MOST = 5  # refused entries that are reported after the first skipped one, which may be the cause of the others
 REFUSALS = (
-    Refused,
+    EntryRefused,
     KeyError,
     TypeError,
     ValueError,
     ArithmeticError,
-)  # all but `Refused` come from contents that no role writes
+)  # all but `EntryRefused` come from contents that no role writes
 
 
 @dataclass(slots=True)
-class Refold:
+class TolerantFold:
     """A tolerant fold over the entries after `state`, in order."""
 
     store: ObjectStore
@@ -53,13 +53,13 @@ class Refold:
         """True if an entry is lost or was skipped, so that this state differs from the state of the run's writers."""
         return self.lost or bool(self._refused)
 
-    def over(self, found: Iterable[tuple[int, bytes | Hole | Corrupt]]) -> Iterator[tuple[Written, bytes, bool]]:
+    def over(self, found: Iterable[tuple[int, bytes | LogGap | Corrupt]]) -> Iterator[tuple[WrittenEntry, bytes, bool]]:
         """Fold entries; yield each readable one, parsed and as bytes, and whether it is trusted.
 
         The first skipped entry is not trusted. A later refused entry is: the skipped one may be the reason.
         """
         for n, one in found:
-            if isinstance(one, Hole):
+            if isinstance(one, LogGap):
                 self.add("gap", entry_path(n), str(one))
                 yield from self._heal(one)
                 continue
@@ -67,7 +67,7 @@ class Refold:
                 written = self._parse(n, one)
             except Corrupt as error:
                 self.add("missing" if _wants(error) else "altered", entry_path(n), str(error))
-                yield from self._heal(Hole(n, n + 1))
+                yield from self._heal(LogGap(n, n + 1))
                 continue
             yield written, one if isinstance(one, bytes) else b"", self._fold(written)
 
@@ -85,12 +85,12 @@ class Refold:
             count, last = len(self._refused), self._refused[-1]
             self.add("lineage", entry_path(last), f"the last of {count} refused entries, of which {MOST} are named")
 
-    def _parse(self, n: int, found: bytes | Corrupt) -> Written:
+    def _parse(self, n: int, found: bytes | Corrupt) -> WrittenEntry:
         if isinstance(found, Corrupt):
             raise found
         return decode(found, n, self.store.get)
 
-    def _heal(self, hole: Hole) -> Iterator[tuple[Written, bytes, bool]]:
+    def _heal(self, hole: LogGap) -> Iterator[tuple[WrittenEntry, bytes, bool]]:
         found = healed(self.store, hole.first, hole.end)
         if found is None:
             self._lose(hole)
@@ -99,15 +99,15 @@ class Refold:
             try:
                 written = decode(data, n, self.store.get)
             except Corrupt:  # its index object is missing or altered
-                self._lose(Hole(n, n + 1))
+                self._lose(LogGap(n, n + 1))
                 continue
             yield written, data, self._fold(written)
 
-    def _lose(self, hole: Hole) -> None:
+    def _lose(self, hole: LogGap) -> None:
         self.state = replace(self.state, n=hole.end - 1)
         self.lost, self.sound, self._unlinked = True, False, True
 
-    def _fold(self, written: Written) -> bool:
+    def _fold(self, written: WrittenEntry) -> bool:
         """Fold an entry if possible; return whether the entry is trusted."""
         entry = written.entry
         if self._unlinked:
@@ -158,7 +158,7 @@ def _as_if_fresh(state: RunState, entry: Entry) -> RunState | None:
     groups = tuple(group._replace(started=state.version, newest=state.version) for group in entry.body.groups)
     try:
         after = decide(lifted, entry.n, entry.role, entry.claim, replace(entry.body, groups=groups))
-    except Refused:
+    except EntryRefused:
         return None
     after.alpha = state.alpha
     return after
@@ -166,7 +166,7 @@ def _as_if_fresh(state: RunState, entry: Entry) -> RunState | None:
 
 def _kind(state: RunState, entry: Entry, error: Exception) -> ViolationKind:
     """Return the kind of violation for a refused entry."""
-    if isinstance(error, TooOld):
+    if isinstance(error, GroupTooOld):
         return "stale"
     match entry.body:
         case BatchCommitted(number) if number > state.next_batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.objects.base import Data, ObjectStore, Stat
+from rollflow.storage.objects.base import Data, ObjectStat, ObjectStore
 
 
 def open_store(uri: str, patience: float | None = None) -> ObjectStore:
@@ -39,4 +39,4 @@ def open_store(uri: str, patience: float | None = None) -> ObjectStore:
     raise ConfigError(f"store.uri = {uri!r} names no known store; use a folder, s3://bucket/prefix or memory://name")
 
 
-__all__ = ["Data", "ObjectStore", "Stat", "open_store"]
+__all__ = ["Data", "ObjectStat", "ObjectStore", "open_store"]

@@ -30,7 +30,7 @@ CHUNK = 1 << 20  # bytes that are hashed and written at a time, so that they sta
 
 
 @dataclass(frozen=True, slots=True)
-class Stat:
+class ObjectStat:
     """The metadata of an object, which a store gives without reading the object."""
 
     size: int  # bytes
@@ -38,7 +38,7 @@ class Stat:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class UnfinishedWrite:
     """A write that was begun and not finished; if its writer was killed, it never becomes an object."""
 
     name: str
@@ -134,7 +134,7 @@ class ObjectStore(ABC):
         """Copy the object into a new local file in chunks; return its sha256. Raises as `get`."""
 
     @abstractmethod
-    def stat(self, path: str) -> Stat:
+    def stat(self, path: str) -> ObjectStat:
         """Return the size of the object and the time of its last write.
 
         Raises:
@@ -162,11 +162,11 @@ class ObjectStore(ABC):
     def delete(self, path: str) -> None:
         """Remove an object if it exists. After a power cut it may exist again."""
 
-    def unfinished(self) -> Iterator[Unfinished]:
+    def unfinished(self) -> Iterator[UnfinishedWrite]:
         """List writes that are in progress, and those that killed writers left unfinished."""
         return iter(())
 
-    def discard(self, left: Unfinished) -> None:  # noqa: B027 - nothing to do for a backend whose writers leave nothing
+    def discard(self, left: UnfinishedWrite) -> None:  # noqa: B027 - nothing to do for a backend whose writers leave nothing
         """Remove an unfinished write of a killed writer; that of a living writer stays."""
 
     @abstractmethod

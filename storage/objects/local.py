@@ -26,9 +26,9 @@ from rollflow.storage.objects.base import (
     ABANDONED_SECONDS,
     CHUNK,
     Data,
+    ObjectStat,
     ObjectStore,
-    Stat,
-    Unfinished,
+    UnfinishedWrite,
     checked,
     pieces,
 )
@@ -109,13 +109,13 @@ class LocalStore(ObjectStore):
                 copy.write(chunk)
         return read.hexdigest()
 
-    def stat(self, path: str) -> Stat:
+    def stat(self, path: str) -> ObjectStat:
         target = self.local_path(path)
         with found(target):
             known = target.stat()
             if stat.S_ISDIR(known.st_mode):
                 raise IsADirectoryError
-            return Stat(known.st_size, known.st_mtime)
+            return ObjectStat(known.st_size, known.st_mtime)
 
     def exists(self, path: str) -> bool:
         target = self.local_path(path)
@@ -141,13 +141,13 @@ class LocalStore(ObjectStore):
         with contextlib.suppress(*NO_FILE), explained(target):
             target.unlink()
 
-    def unfinished(self) -> Iterator[Unfinished]:
+    def unfinished(self) -> Iterator[UnfinishedWrite]:
         for path in sorted(self._scratch.glob(f"[!{TURN[0]}]*")):
             with contextlib.suppress(FileNotFoundError):  # the writer has finished in the meantime
                 found = path.stat()
-                yield Unfinished(f"{SCRATCH}/{path.name}", found.st_size, found.st_mtime)
+                yield UnfinishedWrite(f"{SCRATCH}/{path.name}", found.st_size, found.st_mtime)
 
-    def discard(self, left: Unfinished) -> None:
+    def discard(self, left: UnfinishedWrite) -> None:
         path = self._scratch / left.name.rpartition("/")[2]
         with contextlib.suppress(FileNotFoundError, BlockingIOError), explained(path), open(path, "rb") as file:
             _lock(file.fileno())

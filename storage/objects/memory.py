@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError, Conflict, Missing
-from rollflow.storage.objects.base import Data, ObjectStore, Stat, checked, digest, pieces
+from rollflow.storage.objects.base import Data, ObjectStat, ObjectStore, checked, digest, pieces
 from rollflow.storage.objects.disk import explained
 
 _OBJECTS: dict[str, tuple[bytes, float]] = {}  # "name/path" -> content and time of the write
@@ -55,9 +55,9 @@ class MemoryStore(ObjectStore):
             copy.write(body)
         return hashlib.sha256(body).hexdigest()
 
-    def stat(self, path: str) -> Stat:
+    def stat(self, path: str) -> ObjectStat:
         body, modified = self._entry(path)
-        return Stat(len(body), modified)
+        return ObjectStat(len(body), modified)
 
     def exists(self, path: str) -> bool:
         key = self._key(path)

@@ -38,7 +38,7 @@ POLL_SECONDS = 0.02
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Held:
+class HeldFolder:
     """A lease on a cached folder: the folder stays while this object lives."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
@@ -67,7 +67,7 @@ class NodeCache:
         boot = BOOT.read_text() if BOOT.exists() else ""
         return self._cache / hashlib.sha256(f"{self._store} {boot}".encode()).hexdigest()[:16]
 
-    def hold(self, name: str, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> Held:
+    def hold(self, name: str, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> HeldFolder:
         """Return the folder `name` and hold it; it is filled unless it exists and is `whole`.
 
         Raises:
@@ -80,7 +80,7 @@ class NodeCache:
         except OSError as error:  # too many open files, for example: the folder may be intact
             raise Unreachable(f"{self._cache} cannot be used now ({error.strerror or error})") from error
 
-    def _hold(self, folder: Path, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> Held:
+    def _hold(self, folder: Path, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> HeldFolder:
         if held := _present(folder, whole):
             return held
         with explained(folder):
@@ -96,11 +96,11 @@ class NodeCache:
                     raise
                 return self._filled(folder, fill)
 
-    def _filled(self, folder: Path, fill: Callable[[Path], None]) -> Held:
+    def _filled(self, folder: Path, fill: Callable[[Path], None]) -> HeldFolder:
         with explained(folder):
             temporary = Path(tempfile.mkdtemp(prefix=FILLING, dir=self._mine))
         try:
-            held = Held(folder, _shared(temporary))
+            held = HeldFolder(folder, _shared(temporary))
             fill(temporary)
             temporary.rename(folder)
             return held
@@ -139,13 +139,13 @@ def _sweep(store: Path, *, locked: bool) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _present(folder: Path, whole: Callable[[Path], bool]) -> Held | None:
+def _present(folder: Path, whole: Callable[[Path], bool]) -> HeldFolder | None:
     """Hold the folder if it exists and is complete; else return None."""
     try:
         descriptor = _shared(folder)
     except FileNotFoundError:
         return None
-    held = Held(folder, descriptor)
+    held = HeldFolder(folder, descriptor)
     if _same(folder, descriptor) and whole(folder):  # not the same: it was removed before it was locked
         os.utime(folder)
         return held

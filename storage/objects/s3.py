@@ -23,7 +23,7 @@ from typing import Any
 import botocore.exceptions  # type: ignore[import-untyped]
 
 from rollflow.storage.errors import ConfigError, Conflict, Corrupt, Missing, RollflowError, StoreFailed, Unreachable
-from rollflow.storage.objects.base import Data, ObjectStore, Stat, Unfinished, checked, digest, pieces
+from rollflow.storage.objects.base import Data, ObjectStat, ObjectStore, UnfinishedWrite, checked, digest, pieces
 from rollflow.storage.objects.disk import CURES, explained
 from rollflow.storage.objects.s3_requests import (
     FAILURES,
@@ -31,7 +31,7 @@ from rollflow.storage.objects.s3_requests import (
     PATIENT,
     REFUSED,
     WRONG,
-    Connection,
+    S3Connection,
     code_of,
     connection,
     passing,
@@ -95,10 +95,10 @@ class S3Store(ObjectStore):
 
             return self._read(path, again, copy.write)
 
-    def stat(self, path: str) -> Stat:
+    def stat(self, path: str) -> ObjectStat:
         with self._named(path):
             head = self._call("head_object", Key=self._key(path))
-        return Stat(head["ContentLength"], head["LastModified"].timestamp())
+        return ObjectStat(head["ContentLength"], head["LastModified"].timestamp())
 
     def exists(self, path: str) -> bool:
         try:
@@ -127,7 +127,7 @@ class S3Store(ObjectStore):
         with self._named(path):
             self._call("delete_object", Key=self._key(path))
 
-    def unfinished(self) -> Iterator[Unfinished]:
+    def unfinished(self) -> Iterator[UnfinishedWrite]:
         """List multipart uploads; one without any part occupies no storage and is left out."""
         with self._named("uploads"):
             pages = self._pages("list_multipart_uploads", ["KeyMarker", "UploadIdMarker"], Prefix=self._prefix)
@@ -138,7 +138,7 @@ class S3Store(ObjectStore):
                         stamp.timestamp() for stamp in (upload["Initiated"], *(p["LastModified"] for p in parts))
                     )
                     name = upload["Key"].removeprefix(self._prefix)
-                    yield Unfinished(name, sum(part["Size"] for part in parts), touched, upload["UploadId"])
+                    yield UnfinishedWrite(name, sum(part["Size"] for part in parts), touched, upload["UploadId"])
 
     def _parts(self, upload: dict[str, Any]) -> Sequence[dict[str, Any]]:
         which = {name: upload[name] for name in ("Key", "UploadId")}
@@ -151,7 +151,7 @@ class S3Store(ObjectStore):
         except FileNotFoundError:  # the upload has ended in the meantime
             return []
 
-    def discard(self, left: Unfinished) -> None:
+    def discard(self, left: UnfinishedWrite) -> None:
         with self._named(left.name), contextlib.suppress(FileNotFoundError):
             self._call("abort_multipart_upload", Key=self._key(left.name), UploadId=left.token)
 
@@ -253,7 +253,7 @@ class S3Store(ObjectStore):
         return self._connection.call(method, Bucket=self._bucket, **arguments)
 
     @property
-    def _connection(self) -> Connection:
+    def _connection(self) -> S3Connection:
         return connection(None if self.patience is None else PATIENT.lasting(self.patience))
 
     @property

@@ -67,7 +67,7 @@ BUSY = (429, 500, 502, 503, 504)  # HTTP statuses to retry, whatever error code 
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryLimits:
     """The retry limits of a request. No try begins later than `seconds` after the first one (apart from the pause)."""
 
     tries: int = 12
@@ -78,7 +78,7 @@ class Patience:
     pause_seconds: float = 0.2  # the upper limit of the pause after the first try
     longest_pause_seconds: float = 10.0
 
-    def lasting(self, seconds: float) -> Patience:
+    def lasting(self, seconds: float) -> RetryLimits:
         """Return the same limits with `seconds` as the time, and no limit on the number of tries."""
         return replace(self, tries=sys.maxsize, seconds=seconds)
 
@@ -87,25 +87,25 @@ class Patience:
         return random.uniform(0.0, min(self.longest_pause_seconds, self.pause_seconds * 2.0 ** min(tried - 1, 30)))
 
 
-PATIENT = Patience()
-HASTY = Patience(tries=1, try_seconds=10.0, connect_seconds=3.0, silence_seconds=5.0)
+PATIENT = RetryLimits()
+HASTY = RetryLimits(tries=1, try_seconds=10.0, connect_seconds=3.0, silence_seconds=5.0)
 
 
-def connection(patience: Patience | None = None) -> Connection:
+def connection(patience: RetryLimits | None = None) -> S3Connection:
     """Return this process's connection. It is keyed by process id, since its thread does not survive a fork."""
     variables = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
     return _connection(os.getpid(), variables, patience or PATIENT)
 
 
 @functools.lru_cache(maxsize=8)
-def _connection(pid: int, variables: tuple[tuple[str, str], ...], patience: Patience) -> Connection:
-    return Connection(patience)
+def _connection(pid: int, variables: tuple[tuple[str, str], ...], patience: RetryLimits) -> S3Connection:
+    return S3Connection(patience)
 
 
-class Connection:
+class S3Connection:
     """Sends requests: blocking from any thread (`call`, `wait`), or in the connection's event loop (other methods)."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: RetryLimits) -> None:
         self.patience = patience
         timeouts = {"connect_timeout": patience.connect_seconds, "read_timeout": patience.silence_seconds}
         region = os.environ.get("AWS_REGION")  # botocore itself reads AWS_DEFAULT_REGION only

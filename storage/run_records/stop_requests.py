@@ -19,7 +19,7 @@ How = Literal["stop", "cancel"]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class StopRequest:
     """How the run should end: at its next version ("stop") or at once ("cancel"), and when that was requested.
 
     `at` is in seconds since the epoch.
@@ -29,7 +29,7 @@ class Request:
     at: float
 
 
-class Ended(Exception):
+class RunEnded(Exception):
     """A user ended the run, which has not failed. `pause` is set if the flow run waits to be resumed."""
 
     def __init__(self, why: str, *, pause: bool = False) -> None:
@@ -37,19 +37,19 @@ class Ended(Exception):
         self.pause = pause
 
 
-def ask(run: ObjectStore, how: How) -> Request:
+def ask(run: ObjectStore, how: How) -> StopRequest:
     """Ask the run to end; a "cancel" stays in force if a "stop" follows it."""
     before = requested(run)
-    asked = Request(before.how if before is not None and before.how == "cancel" else how, time.time())
+    asked = StopRequest(before.how if before is not None and before.how == "cancel" else how, time.time())
     run.put(REQUEST, json.dumps(asdict(asked)).encode())
     return asked
 
 
-def requested(run: ObjectStore) -> Request | None:
+def requested(run: ObjectStore) -> StopRequest | None:
     """Return the request to end the run, or None if there is none or it cannot be read."""
     try:
         found = json.loads(run.get(REQUEST))
-        return Request(found["how"], float(found["at"])) if found["how"] in get_args(How) else None
+        return StopRequest(found["how"], float(found["at"])) if found["how"] in get_args(How) else None
     except (Missing, Corrupt, ValueError, KeyError, TypeError):
         return None
 

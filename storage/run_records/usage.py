@@ -28,7 +28,7 @@ class Cost(NamedTuple):
 
 
 @dataclass
-class Usage:
+class CpuUsage:
     """The CPU seconds of each process of each role."""
 
     seen: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -45,14 +45,14 @@ class Usage:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def store_usage(run: ObjectStore, writer: str, usage: Usage) -> None:
+def store_usage(run: ObjectStore, writer: str, usage: CpuUsage) -> None:
     """Store the measurements of `writer`."""
     run.put(f"usage/{writer}.json", json.dumps(usage.seen).encode())
 
 
-def read_usage(run: ObjectStore) -> Usage:
+def read_usage(run: ObjectStore) -> CpuUsage:
     """Merge the measurements of all writers; a damaged object is skipped."""
-    usage = Usage()
+    usage = CpuUsage()
     for path in run.list("usage"):
         try:
             seen = SEEN.validate_json(run.get(path))

@@ -148,7 +148,7 @@ class RayChannel:
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
         """Lease a batch, as `Channel.lease` does; blocks the calling thread. The buffer is a view of shared memory."""
-        patience = _Patience(deadline, f"lease batch {number}")
+        patience = _CallDeadline(deadline, f"lease batch {number}")
         while True:
             with patience.translate_errors():
                 while isinstance(leased := self._lease(number, patience, afresh=afresh), str):
@@ -157,7 +157,7 @@ class RayChannel:
             self._actor, afresh = None, True  # the actor's copy may be lost
             time.sleep(AGAIN_SECONDS)
 
-    def _lease(self, number: int, patience: _Patience, *, afresh: bool) -> pa.Buffer | str:
+    def _lease(self, number: int, patience: _CallDeadline, *, afresh: bool) -> pa.Buffer | str:
         """Return the bytes of a batch, or the name of a file that cannot be mapped here."""
         held = ray.get(self.actor.lease.remote(number, patience.own, afresh=afresh), timeout=patience.left)
         if isinstance(held, str):
@@ -183,11 +183,11 @@ class RayChannel:
             try:
                 actor = self._actor = ray.get_actor(CHANNEL)
             except ValueError as error:
-                raise _Nobody(str(error)) from error
+                raise _ChannelAway(str(error)) from error
         return actor
 
     async def _wait(self, call: Callable[[Any, float], Any], deadline: float, what: str) -> Any:
-        patience = _Patience(deadline, what)
+        patience = _CallDeadline(deadline, what)
         while True:
             with patience.translate_errors():
                 async with asyncio.timeout(patience.left):
@@ -196,7 +196,7 @@ class RayChannel:
             await asyncio.sleep(AGAIN_SECONDS)
 
     def _get(self, call: Callable[[Any], Any], what: str) -> None:
-        patience = _Patience(0, what)
+        patience = _CallDeadline(0, what)
         while True:
             with patience.translate_errors():
                 ray.get(call(self.actor), timeout=patience.left)
@@ -205,14 +205,14 @@ class RayChannel:
             time.sleep(AGAIN_SECONDS)
 
 
-class _Nobody(Exception):
+class _ChannelAway(Exception):
     """Raised while no actor has the channel's name."""
 
 
-LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, _Nobody)
+LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, _ChannelAway)
 
 
-class _Patience:
+class _CallDeadline:
     """The time limit of one call: its own deadline plus a grace period for a restart of the channel."""
 
     def __init__(self, deadline: float, what: str) -> None:

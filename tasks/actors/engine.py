@@ -16,8 +16,8 @@ from rollflow.tasks.actors.wire import (
     pack_partials,
     unpack_requests,
 )
-from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial, WeightsSource
-from rollflow.tasks.engines.meter import EngineStats, Meter
+from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, TokenSpan, WeightsSource
+from rollflow.tasks.engines.meter import EngineMeter, EngineStats
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.cpu import CpuClock
 
@@ -25,7 +25,7 @@ COALESCE_SECONDS = 0.003  # wait for further generations after one has finished
 PROGRESS_SECONDS = 0.25  # between two progress reports: at most this much work is lost with an actor
 
 
-class TakenOver(EngineFailed):
+class OwnershipLost(EngineFailed):
     """Raised when another owner has taken over the actor."""
 
 
@@ -42,7 +42,7 @@ class EngineActor:
         self._built: Engine | None = None
         self._source: WeightsSource | None = None
         self._loading = asyncio.Lock()  # a fetch deletes the previous weights, which an update may still read
-        self._meter = Meter()
+        self._meter = EngineMeter()
         self._cpu = CpuClock("engine", "engine core")
         self._started: asyncio.Task[None] | None = None
         self._owner: str | None = None
@@ -137,7 +137,7 @@ class EngineActor:
             del self._have[id]
         return pack_generations(finished), errors, pack_partials(report)
 
-    def _collect_progress(self, *, now: bool) -> dict[str, Partial]:
+    def _collect_progress(self, *, now: bool) -> dict[str, TokenSpan]:
         """Return new tokens of the running requests, unless the last report was a moment ago."""
         if not now and asyncio.get_running_loop().time() - self._reported < PROGRESS_SECONDS:
             return {}
@@ -200,4 +200,4 @@ class EngineActor:
 
     def _check_owner(self, owner: str) -> None:
         if owner != self._owner:
-            raise TakenOver("another RayEngine has taken this engine over")
+            raise OwnershipLost("another RayEngine has taken this engine over")

@@ -35,7 +35,7 @@ from ray.exceptions import RayError
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.token_arrays import Float32s, Int32s
-from rollflow.tasks.actors.engine import EngineActor, TakenOver
+from rollflow.tasks.actors.engine import EngineActor, OwnershipLost
 from rollflow.tasks.actors.wire import (
     Collected,
     pack_requests,
@@ -43,7 +43,7 @@ from rollflow.tasks.actors.wire import (
     unpack_partials,
 )
 from rollflow.tasks.engines import build_engine
-from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial, WeightsSource
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan, WeightsSource
 from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 
@@ -84,8 +84,10 @@ class RayEngine:
         self._outbox: dict[str, GenerationRequest] = {}  # by the number under which each request is sent
         # Also by that number. A future's error keeps its stack frames, so no long-lived object may hold a future.
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
-        self._sent: dict[str, Call] = {}
-        self._calls: dict[str, Call] = {}  # the same, by the caller's id; includes calls that waited at the failure
+        self._sent: dict[str, PendingCall] = {}
+        self._calls: dict[
+            str, PendingCall
+        ] = {}  # the same, by the caller's id; includes calls that waited at the failure
         self._submits: set[asyncio.Task[None]] = set()
         self._collector: asyncio.Task[None] | None = None
 
@@ -127,7 +129,7 @@ class RayEngine:
             self._moved = loop.time()
         number = f"{request.id}#{next(self._numbers)}"
         self._outbox[number] = replace(request, id=number)
-        self._calls[request.id] = self._sent[number] = call = Call(number)
+        self._calls[request.id] = self._sent[number] = call = PendingCall(number)
         self._waiting[number] = loop.create_future()
         try:
             made = await self._waiting[number]
@@ -177,7 +179,7 @@ class RayEngine:
         if self._failure is not None:
             raise EngineFailed(str(self._failure))
 
-    def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
+    def progress(self, have: Mapping[str, int]) -> dict[str, TokenSpan]:
         return {id: self._calls[id].arrived.partial().after(have[id]) for id in have if id in self._calls}
 
     async def close(self) -> None:
@@ -185,7 +187,7 @@ class RayEngine:
             with suppress(EngineFailed):  # the actor is killed below in any case, and its processes end with it
                 await self._ask_as_owner(CLOSE_SECONDS, "close")
         failure = self._fail(EngineFailed(f"{self._name} is closed"))
-        if self._attached is None or isinstance(failure, TakenOver):
+        if self._attached is None or isinstance(failure, OwnershipLost):
             return  # another client owns the engine
         if not (self._keep_actor and self._answers):
             ray.kill(self._actor)
@@ -266,7 +268,7 @@ class RayEngine:
         else:
             future.set_result(outcome)
 
-    def _drop_cancelled(self, call: Call) -> None:
+    def _drop_cancelled(self, call: PendingCall) -> None:
         """Abort the request of a cancelled caller, so that it frees its slot."""
         if self._outbox.pop(call.number, None) is None and call.submit is not None:
             call.submit.add_done_callback(lambda _: self._abandon(call.number))  # after the submit, never before it
@@ -294,7 +296,7 @@ class RayEngine:
             self._answers = False
             raise self._fail(EngineFailed(f"{self._name} did not answer {method} within {seconds:.0f} s")) from error
         except EngineFailed as error:
-            kind = TakenOver if isinstance(error, TakenOver) else EngineFailed
+            kind = OwnershipLost if isinstance(error, OwnershipLost) else EngineFailed
             raise self._fail(kind(f"{self._name}: {method}: {_read_message(error)}")) from error
         except RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError):
@@ -312,18 +314,18 @@ class RayEngine:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class PendingCall:
     """A request whose caller waits, or waited when the engine failed.
 
     `number` is its id in the actor. A caller's id may be reused while its first request still ends.
     """
 
     number: str
-    arrived: Arrived = field(default_factory=lambda: Arrived())
+    arrived: ReceivedTokens = field(default_factory=lambda: ReceivedTokens())
     submit: asyncio.Task[None] | None = None  # the task that sends it
 
 
-class Arrived:
+class ReceivedTokens:
     """The received tokens of a request, in three growing buffers, so that each addition is cheap."""
 
     __slots__ = ("_logprobs", "_tokens", "_versions")
@@ -331,15 +333,15 @@ class Arrived:
     def __init__(self) -> None:
         self._tokens, self._logprobs, self._versions = bytearray(), bytearray(), bytearray()
 
-    def add(self, new: Partial) -> None:
+    def add(self, new: TokenSpan) -> None:
         """Append new tokens."""
         self._tokens += new.tokens.data
         self._logprobs += new.logprobs.data
         self._versions += new.versions.data
 
-    def partial(self) -> Partial:
+    def partial(self) -> TokenSpan:
         """Return all received tokens."""
-        return Partial(Int32s(bytes(self._tokens)), Float32s(bytes(self._logprobs)), Int32s(bytes(self._versions)))
+        return TokenSpan(Int32s(bytes(self._tokens)), Float32s(bytes(self._logprobs)), Int32s(bytes(self._versions)))
 
 
 def _read_message(error: EngineFailed) -> str:

@@ -34,7 +34,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing, NotFinite, Stale, StoreFailed, Unreachable
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished
 from rollflow.storage.log.run_log import Writer
-from rollflow.storage.log.state import Deposed, Refused
+from rollflow.storage.log.state import Deposed, EntryRefused
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Discard
 from rollflow.storage.trajectories import TrajectoryStore, verify
@@ -46,14 +46,14 @@ from rollflow.tasks.actors.publishing import Publishing
 from rollflow.tasks.actors.ranks import rank_hosts
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
 from rollflow.tasks.learners.base import AGAIN, Learner
-from rollflow.tasks.learners.gathered import staged
-from rollflow.tasks.learners.rank_orders import NEAR
+from rollflow.tasks.learners.checkpoint.sharded_files import staged
+from rollflow.tasks.learners.distributed.rank_protocol import NEAR
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, claim
-from rollflow.tasks.run.restore import Restored, new_learner, restore
+from rollflow.tasks.run.restore import RestoredVersion, new_learner, restore
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.cpu import CpuClock
-from rollflow.tasks.runtime.meter import Meter
+from rollflow.tasks.runtime.meter import BusyMeter
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 
@@ -113,10 +113,10 @@ class LearnerActor:
         self.trained = 0  # number of versions trained by this actor
         self.phase, self.note = LearnerPhase.STARTING, "starting"
         self.steps = 0  # steps of work done on the way to a version
-        self.restored: Restored | None = None
+        self.restored: RestoredVersion | None = None
         self._metrics: Mapping[str, float] = {}  # of the newest version that this actor trained
         self._gauges = Gauges(LEARNER, context.uri)
-        self.meter = Meter()
+        self.meter = BusyMeter()
         self.cpu = CpuClock(LEARNER)
         self._worker = ThreadPoolExecutor(1, "learner")
         self._publishing = Publishing()
@@ -125,7 +125,7 @@ class LearnerActor:
 
     def status(self) -> LearnerStatus:
         """Return the status for the stage's flow and the live view."""
-        restored = self.restored or Restored(self.version)
+        restored = self.restored or RestoredVersion(self.version)
         status = LearnerStatus(
             waits_for=self.context.store.waits,
             costs=self.cpu.read(),
@@ -168,7 +168,7 @@ class LearnerActor:
                 self._settle()
         except Deposed:
             raise
-        except Refused:
+        except EntryRefused:
             self._publishing.forget()
             self._restore(self.version)
 

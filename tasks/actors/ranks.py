@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rollflow.storage.errors import Unreachable
 from rollflow.tasks.actors.placement import actor_options, fits, runtime_env
-from rollflow.tasks.learners.rank_orders import Meeting, Pipes, RankHosts
+from rollflow.tasks.learners.distributed.rank_protocol import Meeting, Pipes, RankHosts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import start_of
@@ -153,7 +153,7 @@ class RankActor:
 
     def serve(self, rank: int, meeting: Meeting, caller: Caller) -> None:
         """Serve until the learner's actor or another rank ends."""
-        from rollflow.tasks.learners.rank_process import serve_rank
+        from rollflow.tasks.learners.multi_rank.rank_process import serve_rank
 
         pipes = Pipes(*(Client(caller.address, authkey=caller.secret) for _ in range(2)))
         serve_rank(rank, meeting, find_node_address(), pipes, self._context.config.train, start_of(self._context))

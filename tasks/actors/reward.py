@@ -28,7 +28,7 @@ from rollflow.tasks.actors.placement import actor_options
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.actor_warnings import warnings_of
-from rollflow.tasks.runtime.async_once import Once
+from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.coalesce import Coalescer
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
@@ -65,7 +65,7 @@ class RewardActor:
         self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> missing scores, with their positions
         self._finished = asyncio.Event()
         self._attended = False
-        self._pool = Once(self._start)
+        self._pool = AsyncOnce(self._start)
         self._cpu = CpuClock(REWARD, "reward workers")
         self._gauges = Gauges(REWARD, context.uri)
 

@@ -42,24 +42,24 @@ from rollflow.tasks.environments import build_environment
 from rollflow.tasks.policies.vocabulary import vocabulary_of
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout import build_proxy, build_scheduler
-from rollflow.tasks.rollout.counts import Counts
+from rollflow.tasks.rollout.counts import SchedulerCounts
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,
+    EvaluationPorts,
     Evaluations,
+    EvaluationSkipped,
     Evaluator,
-    Means,
-    Skipped,
     evaluated,
     store_evaluation,
     store_skipped,
 )
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
-from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
+from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.run.context import RunContext, claim
 from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.runtime.actor_warnings import warnings_of
-from rollflow.tasks.runtime.async_once import Once
+from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
 from rollflow.tasks.verifiers.base import Score
@@ -95,16 +95,16 @@ class StoreFeed:
             if newest > version:
                 return newest
 
-    async def fetch_kept(self, version: int) -> tuple[RunContext, Probe]:
+    async def fetch_kept(self, version: int) -> tuple[RunContext, WeightsProbe]:
         """Fetch a version as `fetch` does, or raise `Missing` if its weights were pruned."""
         found = await asyncio.to_thread(self._policies.find, version)
         await asyncio.to_thread(self._policies.check_kept, found)
         return await self.fetch(version)
 
-    async def fetch(self, version: int) -> tuple[RunContext, Probe]:
+    async def fetch(self, version: int) -> tuple[RunContext, WeightsProbe]:
         """Return the version's context and probe; each engine fetches the weights itself, on its own node."""
         found = await asyncio.to_thread(self._policies.find, version)
-        return self._context, Probe(self._tokens, found.probe, self._context.config.probe_tolerance)
+        return self._context, WeightsProbe(self._tokens, found.probe, self._context.config.probe_tolerance)
 
 
 def find_first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
@@ -162,7 +162,7 @@ class RolloutActor:
             lease.hold(ROLLOUT)
         self.context, self._address = context, address
         self.channel = RayChannel()
-        self.counts = Counts()
+        self.counts = SchedulerCounts()
         self._gauges = Gauges(ROLLOUT, context.uri)
         self._evaluating = asyncio.Event()  # set when the separate engine for evaluations is there
         self._own: RayEngine | None = None  # the separate engine for evaluations
@@ -173,7 +173,7 @@ class RolloutActor:
         self._stats: dict[int, EngineStats] = {}
         self._running: asyncio.Task[None] | None = None
         self._prepared = asyncio.Event()
-        self._read = Once[RunPrompts](lambda: asyncio.to_thread(context.prompts))
+        self._read = AsyncOnce[RunPrompts](lambda: asyncio.to_thread(context.prompts))
         self._committing: asyncio.Future[Any] | None = None
         self._cpu = CpuClock("scheduler")
 
@@ -210,7 +210,7 @@ class RolloutActor:
         settings, longest = self.config.evaluation, self.config.engine.max_new_tokens
         environment = build_environment(self.config.environment)
         held, vocabulary = self.prompts.held_out(), vocabulary_of(self.context.policy_folder)
-        means = Means(
+        means = EvaluationPorts(
             wanted=self.context.evaluates,
             evaluated=lambda version: asyncio.to_thread(evaluated, self.context.store, version),
             engine=self.proxy.lent if self.config.evaluation_engine(on_cpu=True) is None else self._borrow_own_engine,
@@ -238,7 +238,7 @@ class RolloutActor:
         await asyncio.to_thread(self._prepare)
         spare_collector()
         self._prepared.set()
-        hooks = Hooks(self._note_published, self._note_updated)
+        hooks = VersionCallbacks(self._note_published, self._note_updated)
         sync = WeightSync(self.proxy, self.feed, self.config.engine.in_flight, hooks)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -369,8 +369,8 @@ class RolloutActor:
         self._judged += 1
         return score
 
-    def _store_result(self, found: Evaluation | Skipped) -> None:
-        if isinstance(found, Skipped):
+    def _store_result(self, found: Evaluation | EvaluationSkipped) -> None:
+        if isinstance(found, EvaluationSkipped):
             store_skipped(self.context.store, found)
         else:
             store_evaluation(self.context.store, found)

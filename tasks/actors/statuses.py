@@ -16,7 +16,7 @@ from enum import Enum
 from typing import ClassVar
 
 from rollflow.storage.run_records.usage import Cost
-from rollflow.tasks.runtime.actor_warnings import Warned
+from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 WORTH_SAYING = 0.02  # smaller shares are omitted from a note
 
@@ -42,7 +42,7 @@ class ActorStatus(ABC):
     waits_for: str = ""
     costs: Sequence[Cost] = ()
     idle: float = 0.0
-    warned: Sequence[Warned] = ()
+    warned: Sequence[ActorWarning] = ()
     attended: bool = field(default=True, kw_only=True)
 
     # These may change without work. `waits_for` is no progress: an actor that waits for another one is not stuck.

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise, starmap
 from typing import TypeAlias
 
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
-from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 
-ENDINGS = tuple(Ending)
+ENDINGS = tuple(StopReason)
 
 # ids_N, tokens_T (int32), logprobs_T (float32), versions_T (int32), lengths_N
 PackedPartials: TypeAlias = tuple[list[str], bytes, bytes, bytes, list[int]]
@@ -43,14 +43,14 @@ def unpack_requests(packed: PackedRequests) -> list[GenerationRequest]:
     ids, prompts_T, lengths_N, settings_N, packed_prefixes = packed
     prompts, prefixes = Int32s(prompts_T), unpack_partials(packed_prefixes)
     rows = zip(ids, _build_slices(lengths_N), settings_N, strict=True)
-    return [GenerationRequest(id, prompts[cut], *settings, prefixes.get(id, Partial())) for id, cut, settings in rows]
+    return [GenerationRequest(id, prompts[cut], *settings, prefixes.get(id, TokenSpan())) for id, cut, settings in rows]
 
 
-def pack_partials(partials: Mapping[str, Partial]) -> PackedPartials:
+def pack_partials(partials: Mapping[str, TokenSpan]) -> PackedPartials:
     return _pack(list(partials), list(partials.values()))
 
 
-def unpack_partials(packed: PackedPartials) -> dict[str, Partial]:
+def unpack_partials(packed: PackedPartials) -> dict[str, TokenSpan]:
     return dict(zip(packed[0], _unpack_columns(packed), strict=True))
 
 
@@ -68,7 +68,7 @@ def unpack_generations(packed: PackedGenerations) -> list[Generation]:
     return list(starmap(Generation, zip(partials[0], _unpack_columns(partials), endings, cached_N, strict=True)))
 
 
-def _pack(ids: list[str], partials: Sequence[Partial]) -> PackedPartials:
+def _pack(ids: list[str], partials: Sequence[TokenSpan]) -> PackedPartials:
     return (
         ids,
         b"".join([partial.tokens.data for partial in partials]),
@@ -78,10 +78,10 @@ def _pack(ids: list[str], partials: Sequence[Partial]) -> PackedPartials:
     )
 
 
-def _unpack_columns(packed: PackedPartials) -> list[Partial]:
+def _unpack_columns(packed: PackedPartials) -> list[TokenSpan]:
     _, tokens_T, logprobs_T, versions_T, lengths_N = packed
     tokens, logprobs, versions = Int32s(tokens_T), Float32s(logprobs_T), Int32s(versions_T)
-    return [Partial(tokens[cut], logprobs[cut], versions[cut]) for cut in _build_slices(lengths_N)]
+    return [TokenSpan(tokens[cut], logprobs[cut], versions[cut]) for cut in _build_slices(lengths_N)]
 
 
 def _build_slices(lengths_N: Iterable[int]) -> list[slice]:

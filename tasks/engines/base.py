@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
 
 NO_INTS, NO_FLOATS = Int32s(), Float32s()
@@ -32,7 +32,7 @@ InFlight = Literal["continue", "restart"]
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
+class TokenSpan:
     """A part of a response: T tokens with T behaviour log-probs (nats) and T policy versions, in flat arrays."""
 
     tokens: Int32s = NO_INTS
@@ -40,28 +40,28 @@ class Partial:
     versions: Int32s = NO_INTS
 
     @classmethod
-    def of(cls, tokens: Iterable[int], logprobs: Iterable[float], versions: Iterable[int]) -> Partial:
+    def of(cls, tokens: Iterable[int], logprobs: Iterable[float], versions: Iterable[int]) -> TokenSpan:
         """Build a part from sequences of numbers."""
         return cls(Int32s.of(tokens), Float32s.of(logprobs), Int32s.of(versions))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def after(self, count: int) -> Partial:
+    def after(self, count: int) -> TokenSpan:
         """Return all but the first `count` tokens."""
-        return Partial(self.tokens[count:], self.logprobs[count:], self.versions[count:])
+        return TokenSpan(self.tokens[count:], self.logprobs[count:], self.versions[count:])
 
-    def before(self, count: int) -> Partial:
+    def before(self, count: int) -> TokenSpan:
         """Return the first `count` tokens."""
-        return Partial(self.tokens[:count], self.logprobs[:count], self.versions[:count])
+        return TokenSpan(self.tokens[:count], self.logprobs[:count], self.versions[:count])
 
-    def __add__(self, later: Partial) -> Partial:
+    def __add__(self, later: TokenSpan) -> TokenSpan:
         if not later or not self:
             return self or later
-        return Partial(self.tokens + later.tokens, self.logprobs + later.logprobs, self.versions + later.versions)
+        return TokenSpan(self.tokens + later.tokens, self.logprobs + later.logprobs, self.versions + later.versions)
 
     @classmethod
-    def joined(cls, stretches: Iterable[Partial]) -> Partial:
+    def joined(cls, stretches: Iterable[TokenSpan]) -> TokenSpan:
         """Concatenate parts."""
         stretches = list(stretches)
         return cls(
@@ -87,7 +87,7 @@ class GenerationRequest:
     max_new_tokens: int
     temperature: float = 1.0
     seed: int | None = None
-    prefix: Partial = Partial()
+    prefix: TokenSpan = TokenSpan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class Generation:
     """
 
     id: str
-    made: Partial
-    ending: Ending
+    made: TokenSpan
+    ending: StopReason
     cached: int = 0
 
     @property
@@ -173,7 +173,7 @@ class Engine(Protocol):
     def check(self) -> None:
         """Raise `EngineFailed` if the engine is known to be dead; this costs nothing."""
 
-    def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
+    def progress(self, have: Mapping[str, int]) -> dict[str, TokenSpan]:
         """Return the tokens of these requests from token `have[id]` on; omit ids that are not running.
 
         Prefix tokens count once the engine has computed them. A dead engine returns what was known when it died.

@@ -36,13 +36,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from rollflow.storage.errors import Corrupt
-from rollflow.storage.records import Ending
-from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.storage.records import StopReason
+from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.runnable import find_hindrance
 from rollflow.tasks.policies.attention import attention_of
 from rollflow.tasks.policies.context import context_length
 from rollflow.tasks.policies.device import find_device, fix_workspace, send
-from rollflow.tasks.policies.head import OwnHead
+from rollflow.tasks.policies.head import LMHead
 
 SMALLEST_SPAN = 64  # keys; a span is this, doubled until the request fits
 GROUP_BYTES = 2**32  # largest attention state of a group on a GPU, unless it has only FEWEST rows
@@ -70,7 +70,7 @@ def fit_rows(shape: Shape, row_bytes: int) -> int:
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class RunningRow:
     """A running request: its known tokens, how many of them the attention state holds, and what it sampled."""
 
     request: GenerationRequest
@@ -105,21 +105,21 @@ class Row:
         while len(self.versions) < len(versions) and versions[len(self.versions)] != version:
             self.take(0, 0.0, 0)
 
-    def take_first(self, count: int) -> Partial:
+    def take_first(self, count: int) -> TokenSpan:
         """Return the row's first `count` tokens."""
         start = len(self.request.prompt)
         known = self.known[start : start + count]
-        return Partial.of(known, self.logprobs[:count], self.versions[:count])
+        return TokenSpan.of(known, self.logprobs[:count], self.versions[:count])
 
-    def progress(self) -> Partial:
+    def progress(self) -> TokenSpan:
         """Return all tokens but the newest, which may be the last. Any thread may call this: the lists only grow."""
         return self.take_first(max(0, len(self.versions) - 1))
 
-    def build_generation(self, ending: Ending) -> Generation:
+    def build_generation(self, ending: StopReason) -> Generation:
         return Generation(self.request.id, self.take_first(len(self.versions)), ending)
 
 
-class Group:
+class AttentionRows:
     """R rows, free or taken, with attention state for S keys."""
 
     def __init__(self, config: Any, span: int, dtype: torch.dtype, device: torch.device, fixed: Shape) -> None:
@@ -130,17 +130,17 @@ class Group:
         shape = (count, *one)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        self.rows: list[Row | None] = [None] * count
+        self.rows: list[RunningRow | None] = [None] * count
 
     @property
-    def taken(self) -> list[tuple[int, Row]]:
+    def taken(self) -> list[tuple[int, RunningRow]]:
         return [(index, row) for index, row in enumerate(self.rows) if row is not None]
 
 
-class Writes:
+class AttentionCache:
     """The cache object passed to the model: it stores new keys and values and returns those of the rows attended to."""
 
-    def __init__(self, group: Group, into_N1: Tensor, positions_NC: Tensor, read_P: Tensor | None) -> None:
+    def __init__(self, group: AttentionRows, into_N1: Tensor, positions_NC: Tensor, read_P: Tensor | None) -> None:
         """Write the first N new states into the rows `into_N1`; attend to the rows `read_P` (None: all R)."""
         self._group, self._into, self._positions, self._read = group, into_N1, positions_NC, read_P
 
@@ -177,18 +177,18 @@ class FixedShapeSampler:
         self._adds_mask = attention == "eager"
         # Prompts of older runs may be longer than `context_length` allows.
         self._context = max(context_length(config.to_dict()), getattr(config, "max_position_embeddings", None) or 0)
-        self._head = OwnHead(self._model, judged=False)  # the weights are not loaded yet
+        self._head = LMHead(self._model, judged=False)  # the weights are not loaded yet
         self._dtype = dtype
         self._slots = slots
         self._stop_ids = frozenset(stop_ids)
-        self._queue: deque[Row] = deque()
-        self._groups: dict[int, list[Group]] = {}  # by span
+        self._queue: deque[RunningRow] = deque()
+        self._groups: dict[int, list[AttentionRows]] = {}  # by span
 
     @property
     def busy(self) -> bool:
         return bool(self._queue) or any(group.taken for group in self._list_groups())
 
-    def add(self, request: GenerationRequest) -> Row:
+    def add(self, request: GenerationRequest) -> RunningRow:
         needed = len(request.prompt) + request.max_new_tokens
         if not request.prompt or needed > self._context:
             raise ValueError(
@@ -197,7 +197,7 @@ class FixedShapeSampler:
             )
         generator = torch.Generator().manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
         draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
-        row = Row(request, list(request.prompt), draws)
+        row = RunningRow(request, list(request.prompt), draws)
         self._queue.append(row)
         return row
 
@@ -211,7 +211,7 @@ class FixedShapeSampler:
                 if wanted is None or row.request.id in wanted:
                     group.rows[index] = None
                     ended.append(row)
-        return [row.build_generation(Ending.ABORTED) for row in ended]
+        return [row.build_generation(StopReason.ABORTED) for row in ended]
 
     def load(self, weights: Path) -> None:
         """Replace the weights; the attention state of running requests is recomputed."""
@@ -248,7 +248,7 @@ class FixedShapeSampler:
                 ended += self._decode(group, running, version)
         return ended
 
-    def _list_groups(self) -> list[Group]:
+    def _list_groups(self) -> list[AttentionRows]:
         return [group for groups in self._groups.values() for group in groups]
 
     def _admit(self) -> None:
@@ -260,7 +260,7 @@ class FixedShapeSampler:
             groups = self._groups.setdefault(span, [])
             group = next((group for group in groups if None in group.rows), None)
             if group is None:
-                group = Group(self._config, span, self._dtype, self._device, self._shape)
+                group = AttentionRows(self._config, span, self._dtype, self._device, self._shape)
                 groups.append(group)
             group.rows[group.rows.index(None)] = row
             room -= 1
@@ -274,7 +274,7 @@ class FixedShapeSampler:
             span *= 2
         return span
 
-    def _prefill(self, group: Group, rows: list[tuple[int, Row]], version: int) -> list[Generation]:
+    def _prefill(self, group: AttentionRows, rows: list[tuple[int, RunningRow]], version: int) -> list[Generation]:
         """Process one chunk of each row; a row whose last known token was in it samples its next token."""
         P, C = self._shape.P, self._shape.C
         tokens_PC = torch.zeros(P, C, dtype=torch.long)
@@ -289,13 +289,13 @@ class FixedShapeSampler:
         read_P[: len(rows)] = torch.tensor([index for index, _ in rows])
         positions_PC = starts_P[:, None] + torch.arange(C)
         tokens_PC, positions_PC, read_P, last_P = self._to_device(tokens_PC, positions_PC, read_P, last_P)
-        cache = Writes(group, read_P[: len(rows), None], positions_PC[: len(rows)], read_P)
+        cache = AttentionCache(group, read_P[: len(rows), None], positions_PC[: len(rows)], read_P)
         hidden_PCH = self._forward(group, tokens_PC, positions_PC, cache)
         done = [(slot, index, row) for slot, (index, row) in enumerate(rows) if row.pending == 0]
         slots_P = torch.arange(P, device=self._device)
         return self._sample(group, hidden_PCH[slots_P, last_P], done, version) if done else []
 
-    def _decode(self, group: Group, rows: list[tuple[int, Row]], version: int) -> list[Generation]:
+    def _decode(self, group: AttentionRows, rows: list[tuple[int, RunningRow]], version: int) -> list[Generation]:
         R = len(group.rows)
         tokens_R1 = torch.zeros(R, 1, dtype=torch.long)
         positions_R1 = torch.zeros(R, 1, dtype=torch.long)
@@ -313,7 +313,7 @@ class FixedShapeSampler:
         """Copy the tensors to the model's device."""
         return [send(tensor, self._device) for tensor in tensors]
 
-    def _forward(self, group: Group, tokens: Tensor, positions: Tensor, cache: Writes) -> Tensor:
+    def _forward(self, group: AttentionRows, tokens: Tensor, positions: Tensor, cache: AttentionCache) -> Tensor:
         span = group.keys[0].shape[2]
         mask = torch.arange(span, device=self._device) <= positions[:, None, :, None]
         if self._adds_mask:  # a float mask that is added to the scores, instead of a boolean one
@@ -325,7 +325,9 @@ class FixedShapeSampler:
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def _sample(self, group: Group, hidden: Tensor, rows: list[tuple[int, int, Row]], version: int) -> list[Generation]:
+    def _sample(
+        self, group: AttentionRows, hidden: Tensor, rows: list[tuple[int, int, RunningRow]], version: int
+    ) -> list[Generation]:
         """Sample by inverse CDF; `rows` are (row of `hidden`, row of the group, request). Temperature 0 is greedy."""
         temperatures = torch.ones(len(hidden), 1)
         draws = torch.zeros(len(hidden), 1, dtype=torch.float64)
@@ -350,16 +352,16 @@ class FixedShapeSampler:
                 ended.append(row.build_generation(ending))
         return ended
 
-    def _find_ending(self, row: Row, token: int) -> Ending | None:
+    def _find_ending(self, row: RunningRow, token: int) -> StopReason | None:
         if token in self._stop_ids:
-            return Ending.STOP
-        return Ending.LENGTH if len(row.logprobs) == row.request.max_new_tokens else None
+            return StopReason.STOP
+        return StopReason.LENGTH if len(row.logprobs) == row.request.max_new_tokens else None
 
 
-class _DecodeWrites(Writes):
+class _DecodeWrites(AttentionCache):
     """Stores one new key per row: only the states of some of the R rows are stored."""
 
-    def __init__(self, group: Group, into_N: Tensor, positions_N1: Tensor) -> None:
+    def __init__(self, group: AttentionRows, into_N: Tensor, positions_N1: Tensor) -> None:
         super().__init__(group, into_N, positions_N1[:, 0], None)
 
     def _store(self, state: Tensor, new: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from rollflow.storage.run_records.usage import Cost
-from rollflow.tasks.runtime.actor_warnings import Warned
+from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class EngineStats:
     prompt_tokens: int = 0
     cached: int = 0
     costs: tuple[Cost, ...] = ()  # of the engine's actor and its child processes
-    warned: tuple[Warned, ...] = ()  # warnings of the engine's actor
+    warned: tuple[ActorWarning, ...] = ()  # warnings of the engine's actor
 
 
-class Meter:
+class EngineMeter:
     """Adds up `EngineStats` from the changes that the engine reports."""
 
     def __init__(self) -> None:

@@ -38,9 +38,9 @@ from itertools import count
 from pathlib import Path
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
-from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.lengths import ResponseLengths
 
@@ -56,7 +56,7 @@ class _Run:
 
     request: GenerationRequest
     tokens: Int32s
-    ending: Ending
+    ending: StopReason
     per_token: float  # work per token
     needs: float  # work for all its tokens
     done: asyncio.Future[Generation]
@@ -69,7 +69,7 @@ class _Run:
 
 
 @dataclass(slots=True)
-class Usage:
+class EngineUsage:
     """The work of an engine since it was created."""
 
     busy_seconds: float = 0.0  # with at least one running request
@@ -103,14 +103,14 @@ class TimedEngine:
         self._updates: list[tuple[float, int]] = []  # the work before each update, and its version
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0  # latest time at which the timer fires
-        self._usage = Usage()
+        self._usage = EngineUsage()
 
     @property
     def version(self) -> int:
         return self._version
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> EngineUsage:
         """The work of the engine up to now."""
         self._advance()
         return self._usage
@@ -198,7 +198,7 @@ class TimedEngine:
         if self._dead is not None:
             raise EngineFailed(self._dead)
 
-    def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
+    def progress(self, have: Mapping[str, int]) -> dict[str, TokenSpan]:
         self._advance()
         found = ((id, self._runs.get(id), since) for id, since in have.items())
         return {id: self._read_said(run).after(since) for id, run, since in found if run is not None}
@@ -208,7 +208,7 @@ class TimedEngine:
         config = self._config
         draw = random.Random(request.id if request.seed is None else request.seed)
         wanted, longest = self._lengths.draw(request.prompt, draw), request.max_new_tokens * config.grain
-        ending = Ending.STOP if wanted <= longest else Ending.LENGTH
+        ending = StopReason.STOP if wanted <= longest else StopReason.LENGTH
         length = min(wanted, longest)
         tokens = Int32s.of(draw.randbytes(max(1, round(length / config.grain))))
         per_token = length * config.seconds_per_token / len(tokens)
@@ -349,7 +349,7 @@ class TimedEngine:
         if run.over:
             return
         self._advance()
-        run.ending = Ending.ABORTED
+        run.ending = StopReason.ABORTED
         self._end(run, self._count_said(run))
         self._admit()
 
@@ -376,10 +376,10 @@ class TimedEngine:
         unsaid = math.ceil((run.finish - work) / run.per_token - TOKEN_SLACK)
         return max(len(run.request.prefix), len(run.tokens) - max(1, unsaid))
 
-    def _read_said(self, run: _Run) -> Partial:
+    def _read_said(self, run: _Run) -> TokenSpan:
         return self._build_partial(run, self._count_said(run))
 
-    def _build_partial(self, run: _Run, said: int) -> Partial:
+    def _build_partial(self, run: _Run, said: int) -> TokenSpan:
         """Return the first `said` tokens, each with the version that the engine had when it was generated."""
         prefix = run.request.prefix
         logprobs = prefix.logprobs + Float32s.same(LOGPROB, said - len(prefix))
@@ -388,4 +388,4 @@ class TimedEngine:
             versions += Int32s.same(version, min(said, self._count_said_at(run, work)) - len(versions))
             version = later
         versions += Int32s.same(version, said - len(versions))
-        return Partial(run.tokens[:said], logprobs, versions)
+        return TokenSpan(run.tokens[:said], logprobs, versions)

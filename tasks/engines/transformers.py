@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.policies.quick_imports import quick_imports
 from rollflow.tasks.policies.stop import stop_tokens
 
 if TYPE_CHECKING:
-    from rollflow.tasks.engines.fixed_shape import FixedShapeSampler, Row
+    from rollflow.tasks.engines.fixed_shape import FixedShapeSampler, RunningRow
 
 Result = TypeVar("Result")
 
@@ -48,7 +48,7 @@ class TransformersEngine:
         self._dead: str | None = "the transformers engine was never started"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
-        self._rows: dict[str, Row] = {}  # running requests, also those that ran when the engine died
+        self._rows: dict[str, RunningRow] = {}  # running requests, also those that ran when the engine died
         self._driver: asyncio.Task[None] | None = None
         self._sampler: FixedShapeSampler
 
@@ -119,7 +119,7 @@ class TransformersEngine:
         if self._dead is not None:
             raise EngineFailed(self._dead)
 
-    def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
+    def progress(self, have: Mapping[str, int]) -> dict[str, TokenSpan]:
         found = ((id, self._rows.get(id), since) for id, since in have.items())
         return {id: row.progress().after(since) for id, row, since in found if row is not None}
 

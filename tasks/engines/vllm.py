@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.token_arrays import Int32s
-from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.runnable import CPU_BLOCK_TOKENS, check_head_size, cpu_kv_cache
 from rollflow.tasks.policies.context import context_length
@@ -85,7 +85,7 @@ class VllmEngine:
         self._version = -1
         self._suspended = False
         self._probes = 0
-        self._running: dict[str, tuple[Partial, Response]] = {}  # with prefixes; kept when the engine dies
+        self._running: dict[str, tuple[TokenSpan, Response]] = {}  # with prefixes; kept when the engine dies
         self._llm: Any = None
         self._responses: Responses
 
@@ -226,7 +226,7 @@ class VllmEngine:
         if self._llm.errored:
             raise EngineFailed("vLLM's engine process died")
 
-    def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
+    def progress(self, have: Mapping[str, int]) -> dict[str, TokenSpan]:
         running = [(id, *self._running[id], since) for id, since in have.items() if id in self._running]
         return {
             id: prefix.after(since) + response.made(max(0, since - len(prefix)))

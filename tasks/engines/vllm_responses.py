@@ -22,11 +22,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
-from rollflow.tasks.engines.base import Partial
+from rollflow.tasks.engines.base import TokenSpan
 
-ENDINGS = {FinishReason.STOP: Ending.STOP, FinishReason.LENGTH: Ending.LENGTH, FinishReason.ABORT: Ending.ABORTED}
+ENDINGS = {
+    FinishReason.STOP: StopReason.STOP,
+    FinishReason.LENGTH: StopReason.LENGTH,
+    FinishReason.ABORT: StopReason.ABORTED,
+}
 
 
 class Response:
@@ -37,7 +41,7 @@ class Response:
     def __init__(self, request: EngineCoreRequest) -> None:
         """Start with the request in the form that vLLM's core takes."""
         self.request = request
-        self.done: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         self.cached = 0  # prompt tokens taken from the prefix cache
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -72,7 +76,7 @@ class Response:
             stats.time_to_first_tokens_iter.append(stats.iteration_timestamp - self.request.arrival_time)
         self._stepped = timestamp
 
-    def made(self, since: int = 0) -> Partial:
+    def made(self, since: int = 0) -> TokenSpan:
         """Return its tokens from index `since` on."""
         tokens, logprobs = self._tokens[since:], self._logprobs[since:]
         end = since + len(tokens)
@@ -80,7 +84,7 @@ class Response:
         ends = [*(start for _, start in starts[1:]), end]
         # Not strict: before the first token there is an end but no start.
         spans = [Int32s.same(version, stop - start) for (version, start), stop in zip(starts, ends, strict=False)]
-        return Partial(Int32s.of(tokens), Float32s.of(logprobs), Int32s.joined(spans))
+        return TokenSpan(Int32s.of(tokens), Float32s.of(logprobs), Int32s.joined(spans))
 
     @property
     def complete(self) -> bool:

@@ -20,9 +20,9 @@ def build_learner(config: TrainConfig, start: LearnerStart) -> Learner:
     with quick_imports():
         match config:
             case DeepSpeedTrain() | TorchTrain() if config.ranks > 1:
-                from rollflow.tasks.learners.ranked import RankedLearner
+                from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 
-                return RankedLearner(config, start)
+                return MultiRankLearner(config, start)
             case _:
                 from rollflow.tasks.learners.torch_learner import TorchLearner
 

@@ -27,17 +27,17 @@ from typing import Any, Protocol
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects import Data
-from rollflow.tasks.learners.rank_orders import NEAR, RankHosts
+from rollflow.tasks.learners.distributed.rank_protocol import NEAR, RankHosts
 
 WEIGHTS = "weights/"  # prefix of the names of weight files
 AGAIN = "begin another run with what `rollflow export` gives"  # the fix where a run's config is at fault
 
 
-Settle = Callable[[], None]
+WaitForPublish = Callable[[], None]
 
 
 def at_once() -> None:
-    """Return at once: the `Settle` of a step that need not wait for anything."""
+    """Return at once: the `WaitForPublish` of a step that need not wait for anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Learner(Protocol):
     def model(self) -> Any:
         """The policy as a transformers model in this process; a cold start trains it in place before any `step`."""
 
-    def step(self, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> Mapping[str, float]:
+    def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> Mapping[str, float]:
         """Train `version` into `version + 1`; return metrics.
 
         Args:

@@ -13,7 +13,7 @@ from rollflow.tasks.runtime.sections import Section, refuse, with_kinds
 STORED = "the learner's stored state depends on it"
 
 
-class Critic(Section):
+class CriticConfig(Section):
     """The estimator of future rewards; used if `objective.advantage.baseline` is "critic"."""
 
     fixed: ClassVar[Mapping[str, str]] = {"model": STORED}
@@ -27,7 +27,7 @@ class Critic(Section):
     )
 
 
-class Reference(Section):
+class ReferenceConfig(Section):
     """The frozen policy from which a penalty measures the divergence; used only with such a penalty."""
 
     every: int = Field(0, ge=0, description="it becomes every n-th version; 0: it stays the version the run began with")
@@ -48,8 +48,8 @@ class TrainBase(Section):
     fixed: ClassVar[Mapping[str, str]] = {"learner": STORED, "lora": STORED, "master_dtype": STORED}
 
     objective: ObjectiveConfig = PartsObjective()
-    critic: Critic = Critic()
-    reference: Reference = Reference()
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     lora: Lora | None = None
     learning_rate: float = Field(5e-4, gt=0, description="of AdamW, after the warm-up")
     warmup_versions: int = Field(5, ge=0, description="versions over which the learning rate rises to its value")
@@ -108,7 +108,7 @@ class TrainBase(Section):
         return self
 
 
-class Ranked(TrainBase):
+class RankedTrain(TrainBase):
     """Keys that learners of several processes share."""
 
     threads: int = Field(1, gt=0, description="CPU threads of the learner, or of each of its ranks")
@@ -129,7 +129,7 @@ class Ranked(TrainBase):
         return self
 
 
-class TorchTrain(Ranked):
+class TorchTrain(RankedTrain):
     learner: Literal["torch"] = Field("torch", description="torch, on one device")
     sharded: bool = Field(
         False,
@@ -148,7 +148,7 @@ class TorchTrain(Ranked):
         return self
 
 
-class DeepSpeedTrain(Ranked):
+class DeepSpeedTrain(RankedTrain):
     # A form that names no learner means torch: by the JSON schema its values must fit one section, not both.
     model_config = ConfigDict(json_schema_extra={"required": ["learner"]})
 
@@ -188,7 +188,7 @@ def with_ranks(train: TorchTrain | DeepSpeedTrain, ranks: int) -> TorchTrain | D
     given = train.model_dump() | {"ranks": ranks, "spread": False}
     if ranks > 1:
         return type(train).model_validate(given)
-    return TorchTrain.model_validate({name: given[name] for name in Ranked.model_fields})
+    return TorchTrain.model_validate({name: given[name] for name in RankedTrain.model_fields})
 
 
 # Keys of DeepSpeed's config that the learner sets, and the rollflow keys that set them.

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollflow.tasks.learners.ranks import Ranks
+from rollflow.tasks.learners.distributed.ranks import Ranks
 from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
 from rollflow.tasks.objectives.ratios import BOUND
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rollflow.tasks.learners.config import Ranked
+from rollflow.tasks.learners.config import RankedTrain
 from rollflow.tasks.policies.device import fix_workspace
 
 RNG, DEVICE_RNG = "rng", "device_rng"  # keys in the learner state
 
 
-def begin_process(config: Ranked, seed: int) -> None:
+def begin_process(config: RankedTrain, seed: int) -> None:
     """Set threads, seed and algorithms of this process; call it before the process uses a device."""
     torch.set_num_threads(config.threads)
     torch.manual_seed(seed)
@@ -28,7 +28,7 @@ def begin_process(config: Ranked, seed: int) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow; nobody reads it
 
 
-def random_state(config: Ranked, device: torch.device) -> dict[str, Tensor]:
+def random_state(config: RankedTrain, device: torch.device) -> dict[str, Tensor]:
     """Return the state of the CPU's generator; with `deterministic` on a GPU, also the GPU generator's."""
     found = {RNG: torch.get_rng_state()}
     if config.deterministic and device.type == "cuda":

@@ -23,13 +23,16 @@ from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects.base import Data
-from rollflow.tasks.learners.base import LearnerStart, Settle, at_once
-from rollflow.tasks.learners.before import known_before
-from rollflow.tasks.learners.config import Ranked
-from rollflow.tasks.learners.critic import Critic
-from rollflow.tasks.learners.finite import all_finite, check_batch
-from rollflow.tasks.learners.freed import give_back
-from rollflow.tasks.learners.optimized import check_fit, check_parts
+from rollflow.tasks.learners.base import LearnerStart, WaitForPublish, at_once
+from rollflow.tasks.learners.checkpoint.shards import Files, Named, shapes_of, tensors_of, to_files
+from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.forward.critic import Critic
+from rollflow.tasks.learners.forward.models import TrainedModels
+from rollflow.tasks.learners.forward.pre_update import known_before
+from rollflow.tasks.learners.forward.reference import Reference, named_tensors
+from rollflow.tasks.learners.malloc_trim import give_back
+from rollflow.tasks.learners.optimizer.nonfinite import all_finite, check_batch
+from rollflow.tasks.learners.optimizer.trained_tensors import check_fit, check_parts
 from rollflow.tasks.learners.randomness import (
     DEVICE_RNG,
     RNG,
@@ -38,11 +41,8 @@ from rollflow.tasks.learners.randomness import (
     random_state,
     take_random,
 )
-from rollflow.tasks.learners.reference import Reference, named_tensors
-from rollflow.tasks.learners.roles import Roles
-from rollflow.tasks.learners.shards import Files, Named, shapes_of, tensors_of, to_files
 from rollflow.tasks.learners.updates import Updates
-from rollflow.tasks.objectives.rows import Rows
+from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.policies.attention import attention_of
 
 WEIGHTS = "weights/model"
@@ -79,7 +79,7 @@ def _first_weights(start: LearnerStart) -> Mapping[str, Tensor]:
     return named_tensors(load_model(start.first(), start.dtype, trained=True)) if start.first else {}
 
 
-class TorchLearner(Roles):
+class TorchLearner(TrainedModels):
     """Implement `Learner` on one device. See the module's docstring."""
 
     updates: type[Updates] = Updates
@@ -89,7 +89,7 @@ class TorchLearner(Roles):
         """Shard weights and state over the ranks, for learners that can; here do nothing."""
 
     @classmethod
-    def begun(cls, config: Ranked, start: LearnerStart) -> Self:
+    def begun(cls, config: RankedTrain, start: LearnerStart) -> Self:
         """Create the learner before its first step."""
         begin_process(config, start.seed)
         return cls(
@@ -106,9 +106,9 @@ class TorchLearner(Roles):
 
     # --- a version ----------------------------------------------------------------------------------------------
 
-    def step(self, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> Mapping[str, float]:
+    def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> Mapping[str, float]:
         """See `Learner`."""
-        data = Rows.of(batch)
+        data = BatchRows.of(batch)
         check_batch(data, version)
         self.begin(version, settle)
         before = known_before(self, data)
@@ -121,7 +121,7 @@ class TorchLearner(Roles):
         give_back(self.model.parameters())
         return {**found, **self.adapted(found), **before.metrics(), **self.ranks.told()}
 
-    def _minibatches(self, data: Rows) -> list[list[int]]:
+    def _minibatches(self, data: BatchRows) -> list[list[int]]:
         """Return the rows of each minibatch: whole groups, dealt out in turn."""
         parts = self.config.minibatches
         return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]

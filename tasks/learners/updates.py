@@ -12,23 +12,25 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from rollflow.tasks.learners.base import Settle
-from rollflow.tasks.learners.before import Before
+from rollflow.tasks.learners.base import WaitForPublish
 from rollflow.tasks.learners.diagnostics import Diagnostics
-from rollflow.tasks.learners.finite import check_figures
-from rollflow.tasks.learners.freed import give_back_all
-from rollflow.tasks.learners.roles import Roles
+from rollflow.tasks.learners.forward.models import TrainedModels
+from rollflow.tasks.learners.forward.pre_update import PreUpdate
+from rollflow.tasks.learners.malloc_trim import give_back_all
+from rollflow.tasks.learners.optimizer.nonfinite import check_figures
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens
 from rollflow.tasks.objectives.packing import MicroBatch
-from rollflow.tasks.objectives.rows import Rows
+from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.policies.device import send
 
 
 class Updates:
     """See the module's docstring. `seen` collects the diagnostics of all updates."""
 
-    def __init__(self, roles: Roles, data: Rows, before: Before, version: int, settle: Settle) -> None:
+    def __init__(
+        self, roles: TrainedModels, data: BatchRows, before: PreUpdate, version: int, settle: WaitForPublish
+    ) -> None:
         self.device, self.model, self.token_logprobs = roles.device, roles.model, roles.token_logprobs
         self.roles, self.data, self.before, self.seen = roles, data, before, Diagnostics(version)
         self.settle = settle

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollflow.tasks.objectives.lines import Line, lay, lines_of
-from rollflow.tasks.objectives.rows import Rows
+from rollflow.tasks.objectives.rows import BatchRows
+from rollflow.tasks.objectives.shared_prefix import PackedSequence, lay, lines_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ def seen_of(part: Tensor) -> Tensor:
 
 
 def micro_batches(
-    data: Rows,
+    data: BatchRows,
     rows: Sequence[int],
     micro_tokens: int,
     width: int | None = None,
-    own: Callable[[list[Line]], list[Line]] = list,
+    own: Callable[[list[PackedSequence]], list[PackedSequence]] = list,
 ) -> Iterator[MicroBatch]:
     """Split rows, longest first, into padded micro-batches of at most `micro_tokens` (one row at least).
 
@@ -77,7 +77,7 @@ def micro_batches(
         order = order[take:]
 
 
-def _micro_batch(data: Rows, lines: Sequence[Line]) -> MicroBatch:
+def _micro_batch(data: BatchRows, lines: Sequence[PackedSequence]) -> MicroBatch:
     laid = lay(data, lines)
     several = any(line.prompt for line in lines)
     return MicroBatch(

@@ -11,7 +11,7 @@ from rollflow.storage.batch import TrajectoryBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchRows:
     """A whole batch as flat arrays with row offsets (views of the Arrow buffers where types allow it).
 
     B counts the batch's loss-masked tokens, one row after the other. Any value known for each
@@ -28,7 +28,7 @@ class Rows:
     rewards: np.ndarray  # float32, R
 
     @classmethod
-    def of(cls, batch: TrajectoryBatch) -> Rows:
+    def of(cls, batch: TrajectoryBatch) -> BatchRows:
         """Read a batch's columns."""
         table = batch.table
         tokens = _column(table, "tokens")

@@ -43,14 +43,14 @@ class AddingEmbedding:
             return
         # Without an input that needs a gradient there would be no backward pass.
         started = torch.zeros((), requires_grad=True, device=embedding.weight.device)
-        embedding.forward = lambda input: _Adding.apply(started, input, embedding)  # type: ignore[method-assign, no-untyped-call]
+        embedding.forward = lambda input: _AccumulateRows.apply(started, input, embedding)  # type: ignore[method-assign, no-untyped-call]
         try:
             yield
         finally:
             del embedding.forward
 
 
-class _Adding(torch.autograd.Function):
+class _AccumulateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, ids: Tensor, embedding: nn.Embedding) -> Tensor:
         ctx.weight_VH = embedding.weight  # hidden from autograd, whose hooks do not run

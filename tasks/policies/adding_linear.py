@@ -54,10 +54,10 @@ class AddingLinear(nn.Module):
         """Return the output of `linear`."""
         if not self._adds:
             return self.linear(given)  # type: ignore[no-any-return]
-        return _Adding.apply(given, self.linear)  # type: ignore[no-any-return, no-untyped-call]
+        return _AccumulateLinear.apply(given, self.linear)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Adding(torch.autograd.Function):
+class _AccumulateLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, linear: nn.Linear) -> Tensor:
         ctx.weight_VH = linear.weight  # hidden from autograd, whose hooks do not run

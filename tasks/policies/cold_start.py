@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.config import ColdStart
-from rollflow.tasks.policies.head import OwnHead
+from rollflow.tasks.policies.head import LMHead
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
@@ -43,9 +43,9 @@ def cold_start(
         ConfigError: the target was not reached within `max_steps`.
     """
     draw = random.Random(f"{seed}:cold start")
-    pool = _Pool(prompts, tokenizer, draw)
+    pool = _Demonstrations(prompts, tokenizer, draw)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    decoder, head, found, before = model.get_decoder(), OwnHead(model), 0.0, _copy_weights(model)
+    decoder, head, found, before = model.get_decoder(), LMHead(model), 0.0, _copy_weights(model)
     for step in range(1, config.max_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, step / WARMUP)
@@ -103,7 +103,7 @@ def _blend(model: Any, before: Sequence[Tensor], after: Sequence[Tensor], share:
         parameter.copy_(torch.lerp(first, last, share))
 
 
-class _Pool:
+class _Demonstrations:
     """Demonstrations as (prompt tokens, answer tokens); each is built when it is first drawn."""
 
     def __init__(self, prompts: RunPrompts, tokenizer: PolicyTokenizer, draw: random.Random) -> None:
@@ -122,7 +122,7 @@ class _Pool:
         return self._made[index]
 
 
-def answer_loss(decoder: Any, head: OwnHead, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+def answer_loss(decoder: Any, head: LMHead, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
     """Return the mean cross-entropy (nats) of the answers' tokens; `head` belongs to `decoder`'s model."""
     longest = max(len(p) + len(a) for p, a in pairs)
     tokens = torch.zeros((len(pairs), longest), dtype=torch.long)

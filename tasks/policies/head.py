@@ -29,7 +29,7 @@ NEAR = {torch.float32: 1e-3}  # largest difference (nats) of two computations of
 HALF = 0.05
 
 
-class _Given(nn.Module):
+class _FixedDecoder(nn.Module):
     """A module in the place of a model's decoder that returns a given output."""
 
     output: Any = None
@@ -39,7 +39,7 @@ class _Given(nn.Module):
         return self.output
 
 
-class OwnHead:
+class LMHead:
     """The head of `model`, whose parameters are used in place. See the module's docstring."""
 
     vocabulary: int  # V
@@ -50,7 +50,7 @@ class OwnHead:
         Raises:
             ConfigError: its log-probs differ from those of its own forward.
         """
-        self._given = _Given()
+        self._given = _FixedDecoder()
         try:
             decoder = model.get_decoder()
             self._head = _with_module(model, decoder, self._given)

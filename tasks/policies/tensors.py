@@ -23,7 +23,7 @@ from torch import Tensor
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.attention import attention_of
 from rollflow.tasks.policies.folder import is_weights
-from rollflow.tasks.policies.head import OwnHead
+from rollflow.tasks.policies.head import LMHead
 
 PIECE = 2**22  # most values in memory at a time
 SHOWN = 4  # the most names in one error
@@ -164,7 +164,7 @@ def _try_model(folder: Path, dtype: str, empty: Any) -> None:
     if sum(tensor.nbytes for tensor in empty.parameters()) > TRIED_BYTES:
         return
     model, _ = _load_names(folder, dtype, "cpu")
-    OwnHead(model.eval())
+    LMHead(model.eval())
     tokens = torch.arange(TRIED_TOKENS)[None]
     with torch.no_grad():
         logits = [model(input_ids=tokens, use_cache=cached).logits for cached in (False, True)]

@@ -24,7 +24,7 @@ Fault = Callable[[Mapping[str, Any]], str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PromptRow:
     """One row of a prompt file: its line number, its question, and the reference for the verifier."""
 
     line: int
@@ -32,16 +32,16 @@ class Row:
     reference: Mapping[str, Any]
 
 
-def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda reference: None) -> list[Row]:
+def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda reference: None) -> list[PromptRow]:
     """Parse every row of a file; `fault` returns what is wrong with a row's reference, or None.
 
     Raises:
         ConfigError: it names the first wrong row.
     """
-    rows, faults = list[Row](), list[tuple[int, str]]()
+    rows, faults = list[PromptRow](), list[tuple[int, str]]()
     for number, line in numbered_lines(config, content):
         found = _read_row(config, number, line)
-        if isinstance(found, Row) and (wrong := fault(found.reference)) is None:
+        if isinstance(found, PromptRow) and (wrong := fault(found.reference)) is None:
             rows.append(found)
         else:
             faults.append((number, found if isinstance(found, str) else str(wrong)))
@@ -75,7 +75,7 @@ def _kind(fault: str) -> str:
     return fault.partition(" (")[0]
 
 
-def _read_row(config: JsonlPrompts, number: int, line: str) -> Row | str:
+def _read_row(config: JsonlPrompts, number: int, line: str) -> PromptRow | str:
     """Parse a row; return a sentence if it is wrong."""
     if max(line.count("["), line.count("{")) > DEEPEST and _compute_depth(line) > DEEPEST:
         return f"it is nested more than {DEEPEST} levels deep; flatten it"
@@ -101,7 +101,7 @@ def _read_row(config: JsonlPrompts, number: int, line: str) -> Row | str:
         answer = judged_part(config, str(row["answer"]))
     except ValueError as error:
         return str(error)
-    return Row(number, row["question"], {"family": None, **row, "answer": answer})
+    return PromptRow(number, row["question"], {"family": None, **row, "answer": answer})
 
 
 def _find_answer_fault(row: Mapping[str, Any]) -> str | None:

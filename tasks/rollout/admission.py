@@ -1,4 +1,5 @@
-"""Admission: decides how many prompt groups may start now. Pure functions of the state at one moment (`Supply`).
+"""Admission: decides how many prompt groups may start now. Pure functions of the state at one moment
+(`AdmissionInputs`).
 
 Batch b trains version b. A group that started under version v is fresh enough for batch b if b <= v + alpha. So while
 the engines serve v, groups may start for the unformed batches below v + 1 + alpha. Nothing generated is wasted, as long
@@ -23,7 +24,7 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class BatchesToForm:
     """The batches that are still to be formed: voided ones first, then new ones up to the last."""
 
     number: int  # of the first batch that was never formed
@@ -44,7 +45,7 @@ class Due:
         """Return the number of the batch that is formed after `place` others."""
         return self.missing[place] if place < len(self.missing) else self.number + place - len(self.missing)
 
-    def after_first(self) -> Due:
+    def after_first(self) -> BatchesToForm:
         """Return the batches that are due once the first is formed."""
         if self.missing:
             return replace(self, missing=self.missing[1:])
@@ -52,11 +53,11 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
+class AdmissionInputs:
     """The state that admission decides by."""
 
     version: int  # policy version that the engines serve; -1 before the first
-    due: Due
+    due: BatchesToForm
     running: int  # running groups, including preempted ones
     outstanding: int  # groups that may still join a batch: they run or are in the buffer
     generating: int  # unfinished responses of all running groups
@@ -64,7 +65,7 @@ class Supply:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class AdmissionDecision:
     """The decision of admission."""
 
     batch: int  # the batch that the next group is for
@@ -83,13 +84,13 @@ class Room:
         return self.free and self.fresh <= 0 < self.wanted
 
 
-def next_batch(supply: Supply, limits: RolloutLimits) -> int:
+def next_batch(supply: AdmissionInputs, limits: RolloutLimits) -> int:
     """Return the batch that the next group is for, as far as alpha reaches."""
     under_way = supply.outstanding // limits.groups  # batches that the outstanding groups may fill
     return min(supply.due.at(under_way), math.floor(supply.version + limits.lead))
 
 
-def room(supply: Supply, limits: RolloutLimits, extra: int) -> Room:
+def room(supply: AdmissionInputs, limits: RolloutLimits, extra: int) -> AdmissionDecision:
     """Decide how many groups may start; `extra` is the number of extra groups in the next batch's round."""
     due, version = supply.due, supply.version
     fresh = allowance(
@@ -99,7 +100,7 @@ def room(supply: Supply, limits: RolloutLimits, extra: int) -> Room:
         extra = 0
     if due.first > version + limits.async_ratio:  # any group that starts now would come too late
         fresh = min(fresh, 0)
-    return Room(
+    return AdmissionDecision(
         batch=next_batch(supply, limits),
         fresh=fresh + extra if version >= 0 else 0,
         wanted=due.count * limits.groups + extra - supply.outstanding if version >= 0 else 0,

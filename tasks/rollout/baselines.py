@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 from rollflow.storage.records import Discard, Prompt, TrajectoryGroup
 from rollflow.tasks.engines.base import Engine
-from rollflow.tasks.rollout.admission import Supply
+from rollflow.tasks.rollout.admission import AdmissionInputs
 from rollflow.tasks.rollout.episode import PlayedEpisode
 from rollflow.tasks.rollout.group import GroupRollout
 from rollflow.tasks.rollout.issue_order import Issue
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.scheduler import RolloutScheduler
-from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
+from rollflow.tasks.rollout.slots import EngineSlots, SlotQueue, Ticket
 
 WHOLE = -1  # stands for all samples of a group where a sample number is expected
 
@@ -40,7 +40,7 @@ class BatchScheduler(RolloutScheduler):
         self._generated_all = asyncio.Event()
         super()._start_groups(tasks)
 
-    def _read_supply(self) -> Supply:
+    def _read_supply(self) -> AdmissionInputs:
         """Read the state for admission; the number of slots is no limit, because requests may queue at the engines."""
         return replace(super()._read_supply(), slots=math.inf)
 
@@ -62,7 +62,7 @@ class GroupTicket(Ticket):
     """A ticket for `width` slots of one engine, or for one of the slots that its group holds."""
 
     width: int = 1
-    within: Lane | None = None  # the engine on which its group holds slots
+    within: EngineSlots | None = None  # the engine on which its group holds slots
 
 
 class WholeGroupQueue(SlotQueue):
@@ -73,7 +73,7 @@ class WholeGroupQueue(SlotQueue):
         """Create the queue for engines with `slots` slots each."""
         super().__init__("least-work", replacement_seconds)
         self._slots = slots
-        self._held: dict[Hashable, tuple[Lane, GroupTicket]] = {}
+        self._held: dict[Hashable, tuple[EngineSlots, GroupTicket]] = {}
 
     async def hold(self, group: Hashable, width: int, priority: float) -> None:
         """Wait until the group holds `width` slots of one engine, or all of its slots if it has fewer.
@@ -96,7 +96,7 @@ class WholeGroupQueue(SlotQueue):
         within, _ = self._held.get(group, (None, None))
         return GroupTicket(super().create_ticket(priority).turn, width=width, within=within)
 
-    async def take(self, ticket: Ticket) -> Lane | None:
+    async def take(self, ticket: Ticket) -> EngineSlots | None:
         """Wait for a slot as `SlotQueue` does; a ticket whose group holds slots gets one of them immediately."""
         assert isinstance(ticket, GroupTicket)
         if ticket.within is not None and ticket.within.failure is None:
@@ -108,7 +108,7 @@ class WholeGroupQueue(SlotQueue):
             self._dispatch()  # narrower tickets behind it may fit
             raise
 
-    def release(self, lane: Lane, ticket: Ticket) -> None:
+    def release(self, lane: EngineSlots, ticket: Ticket) -> None:
         """Free the ticket's slots; a slot that its group holds stays taken."""
         assert isinstance(ticket, GroupTicket)
         if lane is not ticket.within:
@@ -120,12 +120,12 @@ class WholeGroupQueue(SlotQueue):
         super().withdraw(ticket)
         self._dispatch()
 
-    def _grant(self, ticket: Ticket, lane: Lane) -> None:
+    def _grant(self, ticket: Ticket, lane: EngineSlots) -> None:
         assert isinstance(ticket, GroupTicket)
         lane.taken += ticket.width - 1
         super()._grant(ticket, lane)
 
-    def _choose(self, ticket: Ticket) -> Lane | None:
+    def _choose(self, ticket: Ticket) -> EngineSlots | None:
         assert isinstance(ticket, GroupTicket)
         if ticket.width == 1:
             return super()._choose(ticket)
@@ -142,7 +142,7 @@ class WholeGroupProxy(InferenceProxy):
         super().__init__([], slots, replacement_seconds)
         self._queue = WholeGroupQueue(slots, replacement_seconds)
         for place, engine in enumerate(engines):
-            self._queue.put(place, Lane(engine, slots))
+            self._queue.put(place, EngineSlots(engine, slots))
 
     @property
     def queue(self) -> WholeGroupQueue:

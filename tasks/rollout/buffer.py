@@ -23,7 +23,7 @@ class Rank(NamedTuple):
     key: GroupKey
 
 
-class Waiting(NamedTuple):
+class BufferedGroup(NamedTuple):
     """A scored group in the buffer, with its rank and its issue number."""
 
     rank: Rank
@@ -35,14 +35,14 @@ class TrajectoryBuffer:
     """The scored groups of one run. A group is as old as its oldest trajectory."""
 
     def __init__(self) -> None:
-        self._groups: list[Waiting] = []  # by rank
+        self._groups: list[BufferedGroup] = []  # by rank
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def add(self, group: FinishedGroup, issue: int = 0, *, awaited: bool = False) -> None:
         """Add a scored group, which was the `issue`-th to start."""
-        waiting = Waiting(Rank(group.started_version, not awaited, group.key), issue, group)
+        waiting = BufferedGroup(Rank(group.started_version, not awaited, group.key), issue, group)
         insort(self._groups, waiting, key=attrgetter("rank"))
 
     def count_before(self, issue: int) -> int:

@@ -21,7 +21,7 @@ class Stopwatch:
 
 
 @dataclass(slots=True)
-class Counts:
+class SchedulerCounts:
     """The counters of a scheduler since it started."""
 
     tokens: int = 0

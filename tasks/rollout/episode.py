@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.records import Ending, Prompt, Trajectory
+from rollflow.storage.records import Prompt, StopReason, Trajectory
 from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
-from rollflow.tasks.engines.base import Generation, Partial
+from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments.base import Environment
-from rollflow.tasks.rollout.proxy import Started
+from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
 NO_REWARD = Score(0.0, "the episode ended without a reward")
-NOTHING = Partial()
+NOTHING = TokenSpan()
 CHOSEN = b"\1"
 
 
@@ -50,16 +50,16 @@ class PlayedEpisode:
 
     prompt: Prompt
     longest: int  # largest number of response tokens
-    ask: Callable[[Turn], Awaitable[Started | None]]
+    ask: Callable[[Turn], Awaitable[VersionedGeneration | None]]
     closed: Callable[[PlayedEpisode], Awaitable[bool]]
     score: Callable[[ScoreRequest], Awaitable[Score]]
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
-    made: Partial = NOTHING
+    made: TokenSpan = NOTHING
     mask: bytes = b""  # one byte per token: 1 if the policy generated it, 0 if the environment added it
     turns: int = 0
     generated: int = 0  # number of tokens that the policy generated
-    first: Started | None = None
-    ending: Ending = Ending.STOP
+    first: VersionedGeneration | None = None
+    ending: StopReason = StopReason.STOP
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     at: float = 0.0  # time at which generation ended
     wanted: bool | None = None  # None until generation has ended
@@ -87,7 +87,7 @@ class PlayedEpisode:
             started = None if self._gone else await self.ask(self._build_turn())
             if started is not None:
                 self._append_generation(started)
-                if self.ending is not Ending.ABORTED and not self._gone:
+                if self.ending is not StopReason.ABORTED and not self._gone:
                     return started.generation
             await self.abandon()
         finally:
@@ -100,7 +100,7 @@ class PlayedEpisode:
         count = len(given)
         if count > self.room:
             raise ValueError(f"{count} tokens are more than the response has room for ({self.room})")
-        added = Partial(given, Float32s.same(0.0, count), Int32s.same(-1, count))
+        added = TokenSpan(given, Float32s.same(0.0, count), Int32s.same(-1, count))
         self.made, self.mask = self.made + added, self.mask + bytes(count)
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
@@ -126,7 +126,7 @@ class PlayedEpisode:
 
     async def abandon(self) -> None:
         """End the episode before its natural end; the tokens generated so far are counted."""
-        self.ending = Ending.ABORTED
+        self.ending = StopReason.ABORTED
         await self._close()
 
     async def play(self, environment: Environment) -> Score | None:
@@ -148,7 +148,7 @@ class PlayedEpisode:
             versions=Int32s.same(-1, given) + made.versions,
             reward=score.reward,
             reason=score.reason,
-            ending=Ending(self.ending),
+            ending=StopReason(self.ending),
             generation_seconds=self.at - self.began,
             reward_seconds=asyncio.get_running_loop().time() - self.at,
         )
@@ -185,7 +185,7 @@ class PlayedEpisode:
         given = Int32s.of(self.prompt.tokens)
         return Turn(self.turns, given + self.response if self.made else given, self.room)
 
-    def _append_generation(self, started: Started) -> None:
+    def _append_generation(self, started: VersionedGeneration) -> None:
         made = started.generation
         self.made, self.mask = self.made + made.made, self.mask + CHOSEN * len(made.made)
         self.first = self.first or started

@@ -33,7 +33,7 @@ from rollflow.tasks.engines.base import Engine, GenerationRequest
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, Started
+from rollflow.tasks.rollout.proxy import InferenceProxy, VersionedGeneration, WeightsProbe
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
@@ -64,14 +64,14 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class EvaluationSkipped:
     """A version that could not be evaluated."""
 
     version: int
     reason: str
 
 
-EVALUATION, SKIPPED = TypeAdapter(Evaluation), TypeAdapter(Skipped)
+EVALUATION, SKIPPED = TypeAdapter(Evaluation), TypeAdapter(EvaluationSkipped)
 
 
 def evaluation_path(version: int) -> str:
@@ -116,12 +116,12 @@ def store_evaluation(run: ObjectStore, evaluation: Evaluation) -> None:
     run.put(evaluation_path(evaluation.version), json.dumps(asdict(evaluation)).encode())
 
 
-def store_skipped(run: ObjectStore, skip: Skipped) -> None:
+def store_skipped(run: ObjectStore, skip: EvaluationSkipped) -> None:
     """Store the reason why a version was skipped."""
     run.put(skipped_path(skip.version), json.dumps(asdict(skip)).encode())
 
 
-def skipped(run: ObjectStore) -> list[Skipped]:
+def skipped(run: ObjectStore) -> list[EvaluationSkipped]:
     """Read the versions that could not be evaluated, and why."""
     return [one for path in run.list("evaluations_skipped") if (one := _read(run, path, SKIPPED))]
 
@@ -174,7 +174,7 @@ class Evaluator:
     async def _answer_prompt(
         self, proxy: InferenceProxy, version: int, prompt: Prompt, sample: int
     ) -> tuple[Score, tuple[int, ...]]:
-        async def ask(turn: Turn) -> Started:
+        async def ask(turn: Turn) -> VersionedGeneration:
             request = GenerationRequest(
                 id=f"evaluation.{version}.{prompt.index}.{sample}" + (f".{turn.number}" if turn.number else ""),
                 prompt=turn.prompt,
@@ -196,7 +196,7 @@ async def _want_every(_: PlayedEpisode) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class EvaluationPorts:
     """The functions that `Evaluations` calls.
 
     `wanted`: whether to evaluate a version. `evaluated`: whether it is done. `engine`: lends an engine for the length
@@ -208,9 +208,9 @@ class Means:
     wanted: Callable[[int], bool]
     evaluated: Callable[[int], Awaitable[bool]]
     engine: Callable[[], AbstractAsyncContextManager[Engine]]
-    fetch: Callable[[int], Awaitable[tuple[Any, Probe]]]
+    fetch: Callable[[int], Awaitable[tuple[Any, WeightsProbe]]]
     evaluator: Evaluator
-    keep: Callable[[Evaluation | Skipped], Awaitable[None]]
+    keep: Callable[[Evaluation | EvaluationSkipped], Awaitable[None]]
     slots: int
     tries: int
 
@@ -218,7 +218,7 @@ class Means:
 class Evaluations:
     """Evaluates every version that is due. See the module's docstring for the guarantees."""
 
-    def __init__(self, means: Means, last: int) -> None:
+    def __init__(self, means: EvaluationPorts, last: int) -> None:
         self._means, self._last = means, last
         self._due: deque[int] = deque()
         self._seen = -1  # the newest known version
@@ -246,7 +246,7 @@ class Evaluations:
                 await self._means.keep(await self._evaluate(self._due[0]))
             self._due.popleft()
 
-    async def _evaluate(self, version: int) -> Evaluation | Skipped:
+    async def _evaluate(self, version: int) -> Evaluation | EvaluationSkipped:
         failures: list[EngineFailed] = []
         while len(failures) < self._means.tries:
             try:
@@ -256,12 +256,12 @@ class Evaluations:
                     except EngineFailed as error:
                         failures.append(error)
             except (Missing, Corrupt) as error:
-                return Skipped(version, f"its weights are gone: {error}")
+                return EvaluationSkipped(version, f"its weights are gone: {error}")
             except EngineFailed:  # no engine is free, or it died; its keeper replaces it and counts the restarts
                 if (task := asyncio.current_task()) and task.cancelling():
                     raise  # this task was cancelled while a borrowed engine died, and the failure hid the cancellation
             await asyncio.sleep(AGAIN_SECONDS)
-        return Skipped(version, f"engines failed at it {len(failures)} times, the last time: {failures[-1]}")
+        return EvaluationSkipped(version, f"engines failed at it {len(failures)} times, the last time: {failures[-1]}")
 
     async def _evaluate_on(self, engine: Engine, version: int) -> Evaluation:
         weights, probe = await self._means.fetch(version)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rollflow.storage.records import GroupKey
 from rollflow.tasks.rollout.buffer import Rank, TrajectoryBuffer
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.running_by_version import Starts
+from rollflow.tasks.rollout.running_by_version import RunningByVersion
 
 FIRST = GroupKey(-1, -1)  # sorts before every key
 
@@ -25,7 +25,7 @@ class Formation:
 
     limits: RolloutLimits
     buffer: TrajectoryBuffer
-    starts: Starts
+    starts: RunningByVersion
 
     def oldest_allowed(self, number: int) -> float:
         """Compute the oldest version under which a group of batch `number` may have started."""

@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Prompt, Trajectory, TrajectoryGroup
+from rollflow.storage.records import Discard, DiscardReason, GroupKey, Prompt, StopReason, Trajectory, TrajectoryGroup
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, Started
+from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
@@ -128,14 +128,14 @@ class GroupRollout:
             return None
         return episode.trajectory(sample, episode.started_version(self.ports.limits.staleness), score)
 
-    async def _generate_turn(self, sample: int, turn: Turn) -> Started | None:
+    async def _generate_turn(self, sample: int, turn: Turn) -> VersionedGeneration | None:
         """Generate one turn of an episode. Only the start of the first turn is noted: the age counts from it."""
         limits = self.ports.limits
         on_start = None if turn.number else functools.partial(self._note_start, sample)
         asked = RequestOptions(self.key.prompt, self.key, on_start)
         self._turns[sample] = turn.number
 
-        def generate() -> Awaitable[Started]:
+        def generate() -> Awaitable[VersionedGeneration]:
             request = GenerationRequest(
                 id=self._build_id(sample),
                 prompt=turn.prompt,
@@ -174,7 +174,7 @@ class GroupRollout:
     async def _count_response(self, episode: PlayedEpisode) -> bool:
         """Count a response and return whether it is kept; the G-th that ends aborts the others."""
         self._tokens += episode.generated
-        if episode.ending is Ending.ABORTED or self._ended == self.ports.limits.group_size:
+        if episode.ending is StopReason.ABORTED or self._ended == self.ports.limits.group_size:
             self._surplus += episode.generated
             return False
         self._ended += 1

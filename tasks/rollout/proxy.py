@@ -26,14 +26,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Ending
-from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial
+from rollflow.storage.records import StopReason
+from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.rollout.config import Routing
-from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
+from rollflow.tasks.rollout.slots import EngineSlots, SlotQueue, Ticket
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class WeightsProbe:
     """Fixed tokens and the learner's log-probabilities of them under one version (nats)."""
 
     tokens: Sequence[int]
@@ -54,7 +54,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class VersionedGeneration:
     """A generation and the version its request was started under."""
 
     generation: Generation
@@ -62,12 +62,12 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _NewestWeights:
     """The newest weights; a joining engine gets them, too."""
 
     version: int
     weights: Any
-    probe: Probe
+    probe: WeightsProbe
     in_flight: InFlight
 
 
@@ -81,19 +81,19 @@ class RequestOptions:
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _GenerationJob:
     """A request in progress, with the version under which it started."""
 
     request: GenerationRequest
     asked: RequestOptions
     ticket: Ticket
-    lane: Lane | None = None
+    lane: EngineSlots | None = None
     started: int | None = None
     aborted: bool = False
 
-    def build_answer(self, generation: Generation, version: int) -> Started:
+    def build_answer(self, generation: Generation, version: int) -> VersionedGeneration:
         """Build the caller's result; a request that never started gets the current version."""
-        return Started(generation, version if self.started is None else self.started)
+        return VersionedGeneration(generation, version if self.started is None else self.started)
 
     def start(self, version: int) -> None:
         """Record the version of the start and call `on_start`."""
@@ -101,7 +101,7 @@ class _Job:
         if self.asked.on_start is not None:
             self.asked.on_start(version)
 
-    def keep_and_restart(self, kept: Partial) -> None:
+    def keep_and_restart(self, kept: TokenSpan) -> None:
         """Prepare the request for another engine, with the tokens it kept; without any, it starts from the
         beginning.
         """
@@ -109,9 +109,9 @@ class _Job:
         if not kept:
             self.started = None
 
-    def build_aborted(self, had: Partial) -> Generation:
+    def build_aborted(self, had: TokenSpan) -> Generation:
         """Build the generation of an aborted request from the tokens it had."""
-        return Generation(self.request.id, had, Ending.ABORTED)
+        return Generation(self.request.id, had, StopReason.ABORTED)
 
 
 class InferenceProxy:
@@ -131,9 +131,9 @@ class InferenceProxy:
         self._replacement_seconds = replacement_seconds
         self._queue = SlotQueue(routing, replacement_seconds)
         for place, engine in enumerate(engines):
-            self._queue.put(place, Lane(engine, slots))
-        self._jobs: dict[str, _Job] = {}
-        self._taken: _Taken | None = None
+            self._queue.put(place, EngineSlots(engine, slots))
+        self._jobs: dict[str, _GenerationJob] = {}
+        self._taken: _NewestWeights | None = None
         self._changing = asyncio.Lock()  # held by an update of all engines, or by one that joins
         self._closing: set[asyncio.Task[None]] = set()
         self.version = -1  # newest version that an engine serves; it stays if all engines die
@@ -165,14 +165,14 @@ class InferenceProxy:
         found = ((place, lane.failure or _find_failure(lane.engine)) for place, lane in self._queue.places.items())
         return {place: str(failure) for place, failure in found if failure}
 
-    async def generate(self, request: GenerationRequest, asked: RequestOptions | None = None) -> Started:
+    async def generate(self, request: GenerationRequest, asked: RequestOptions | None = None) -> VersionedGeneration:
         """Generate one response on an engine with a free slot.
 
         Raises:
             EngineFailed: no engine is left, and none has joined in time.
         """
         asked = asked or RequestOptions()
-        job = _Job(request, asked, self._queue.create_ticket(asked.priority, asked.group))
+        job = _GenerationJob(request, asked, self._queue.create_ticket(asked.priority, asked.group))
         self._jobs[request.id] = job
         try:
             while True:
@@ -191,7 +191,7 @@ class InferenceProxy:
 
     async def abort(self, ids: Collection[str]) -> None:
         """Abort these requests: their `generate` returns the tokens they have. Unknown ids are ignored."""
-        running: defaultdict[Lane, list[str]] = defaultdict(list)
+        running: defaultdict[EngineSlots, list[str]] = defaultdict(list)
         for job in filter(None, map(self._jobs.get, ids)):
             job.aborted = True
             if job.lane is None:
@@ -200,14 +200,14 @@ class InferenceProxy:
                 running[job.lane].append(job.request.id)
         await asyncio.gather(*(self._abort(lane, ids) for lane, ids in running.items()))
 
-    async def update(self, version: int, weights: Any, probe: Probe, in_flight: InFlight) -> None:
+    async def update(self, version: int, weights: Any, probe: WeightsProbe, in_flight: InFlight) -> None:
         """Update every live engine, and later each joining engine, to `version`; `weights` are in the engines' format.
 
         Raises:
             EngineFailed: no engine survived the update, and none will be replaced.
         """
         async with self._changing:
-            taken = _Taken(version, weights, probe, in_flight)
+            taken = _NewestWeights(version, weights, probe, in_flight)
             await asyncio.gather(*(self._fetch(lane, taken) for lane in self._queue.live))
             began = asyncio.get_running_loop().time()
             self._taken = taken
@@ -223,7 +223,7 @@ class InferenceProxy:
         Raises:
             EngineFailed: the new engine could not load the current weights; the previous engine keeps its place.
         """
-        lane = Lane(engine, self._slots)
+        lane = EngineSlots(engine, self._slots)
         if self._taken is not None:
             await engine.fetch(self._taken.version, self._taken.weights)  # before the lock, which updates need
         async with self._changing:
@@ -252,7 +252,7 @@ class InferenceProxy:
                 if place not in self.engines:  # otherwise another engine has taken its place
                     await self.join(place, engine)
             except EngineFailed as error:  # keep the failed engine in its place, so that it is restarted
-                self._queue.places.setdefault(place, Lane(engine, self._slots, failure=EngineFailed(str(error))))
+                self._queue.places.setdefault(place, EngineSlots(engine, self._slots, failure=EngineFailed(str(error))))
                 raise
 
     async def _lend(self) -> tuple[int, Engine]:
@@ -271,7 +271,7 @@ class InferenceProxy:
             self.version = version
             self.on_change()
 
-    async def _try_on(self, lane: Lane, job: _Job) -> Generation | None:
+    async def _try_on(self, lane: EngineSlots, job: _GenerationJob) -> Generation | None:
         """Try a request on one engine; return None if the request has to continue or restart on another engine."""
         await lane.serves.wait()  # a request that arrives during an update starts under the new version
         if job.aborted:
@@ -281,7 +281,7 @@ class InferenceProxy:
         engine = lane.engine
         assert self._taken is not None, "an engine serves once it has weights"
         if job.request.prefix and job.started != engine.version and self._taken.in_flight == "restart":
-            self._send_again(job, Partial())
+            self._send_again(job, TokenSpan())
         if job.started is None:  # counts from the request, not from its first token, which an update may delay
             job.start(engine.version)
         clock, had = asyncio.get_running_loop().time, len(job.request.prefix)
@@ -291,14 +291,14 @@ class InferenceProxy:
         except EngineFailed as error:
             return self._handle_failure(lane, job, error)
         self._queue.observe(lane, len(generation.made) - had, clock() - began)
-        if generation.ending is not Ending.ABORTED or job.aborted:
+        if generation.ending is not StopReason.ABORTED or job.aborted:
             return generation
         handed_over = lane.failure is not None  # otherwise an update aborted it
-        self._send_again(job, generation.made if handed_over else Partial())
+        self._send_again(job, generation.made if handed_over else TokenSpan())
         return None
 
-    def _handle_failure(self, lane: Lane, job: _Job, error: EngineFailed) -> Generation | None:
-        told = lane.engine.progress({job.request.id: 0}).get(job.request.id, Partial())
+    def _handle_failure(self, lane: EngineSlots, job: _GenerationJob, error: EngineFailed) -> Generation | None:
+        told = lane.engine.progress({job.request.id: 0}).get(job.request.id, TokenSpan())
         had = max(told, job.request.prefix, key=len)
         self._fail(lane, error)
         if job.aborted:
@@ -306,33 +306,33 @@ class InferenceProxy:
         self._send_again(job, had)
         return None
 
-    def _send_again(self, job: _Job, kept: Partial) -> None:
+    def _send_again(self, job: _GenerationJob, kept: TokenSpan) -> None:
         if kept:
             self.taken_over += 1
         else:
             self.restarted += 1
         job.keep_and_restart(kept)
 
-    async def _abort(self, lane: Lane, ids: list[str]) -> None:
+    async def _abort(self, lane: EngineSlots, ids: list[str]) -> None:
         try:
             await lane.engine.abort(ids)
         except EngineFailed as error:
             self._fail(lane, error)
 
-    async def _fetch(self, lane: Lane, to: _Taken) -> None:
+    async def _fetch(self, lane: EngineSlots, to: _NewestWeights) -> None:
         """Fetch the weights while the engine generates."""
         try:
             await lane.engine.fetch(to.version, to.weights)
         except EngineFailed as error:
             self._fail(lane, error)
 
-    async def _update_and_serve(self, lane: Lane, to: _Taken) -> None:
+    async def _update_and_serve(self, lane: EngineSlots, to: _NewestWeights) -> None:
         await self._update_lane(lane, to)
         if lane.failure is None:
             self._note_version(to.version)
         self._queue.offer_slots(lane)
 
-    async def _update_lane(self, lane: Lane, to: _Taken) -> None:
+    async def _update_lane(self, lane: EngineSlots, to: _NewestWeights) -> None:
         engine = lane.engine
         lane.serves.clear()
         try:
@@ -345,7 +345,7 @@ class InferenceProxy:
         finally:
             lane.serves.set()
 
-    def _fail(self, lane: Lane, error: EngineFailed) -> None:
+    def _fail(self, lane: EngineSlots, error: EngineFailed) -> None:
         """Take the engine out and close it: it may still run, with wrong weights or for no request."""
         if lane.failure is None:
             lane.failure = EngineFailed(str(error))  # without the traceback, which would keep the engine alive
@@ -354,11 +354,11 @@ class InferenceProxy:
             closing.add_done_callback(self._closing.discard)
             self._queue.offer_slots(lane)
 
-    async def _hand_over(self, lane: Lane) -> None:
+    async def _hand_over(self, lane: EngineSlots) -> None:
         with suppress(EngineFailed):  # it is dead, and its requests have failed already
             await lane.engine.abort([job.request.id for job in self._jobs.values() if job.lane is lane])
 
-    async def _close(self, lane: Lane) -> None:
+    async def _close(self, lane: EngineSlots) -> None:
         await self._hand_over(lane)
         await lane.engine.close()
 

@@ -10,7 +10,7 @@ from rollflow.storage.records import GroupKey
 from rollflow.tasks.rollout.group import GroupRollout
 
 
-class Starts:
+class RunningByVersion:
     """The dispatches that run and were not preempted."""
 
     def __init__(self) -> None:

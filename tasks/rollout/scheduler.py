@@ -37,15 +37,15 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout import admission
-from rollflow.tasks.rollout.admission import Due, Room, Supply
+from rollflow.tasks.rollout.admission import AdmissionDecision, AdmissionInputs, BatchesToForm
 from rollflow.tasks.rollout.buffer import TrajectoryBuffer
-from rollflow.tasks.rollout.counts import Counts
+from rollflow.tasks.rollout.counts import SchedulerCounts
 from rollflow.tasks.rollout.formation import Formation
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits, filtered
 from rollflow.tasks.rollout.proxy import InferenceProxy
-from rollflow.tasks.rollout.running_by_version import Starts
+from rollflow.tasks.rollout.running_by_version import RunningByVersion
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
@@ -100,12 +100,12 @@ class RolloutScheduler:
     ) -> None:
         self.limits, self._ports, self._proxy = limits, ports, proxy
         missing = tuple(number for number in resume.missing if number < limits.batches)
-        self.due = Due(resume.number, missing, limits.batches)
+        self.due = BatchesToForm(resume.number, missing, limits.batches)
         self.voids = resume.voids  # a run with more voided batches than this needs a new scheduler
-        self.buffer, self.counts = TrajectoryBuffer(), Counts()
+        self.buffer, self.counts = TrajectoryBuffer(), SchedulerCounts()
         self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind)
         self._redraws = dict(resume.redraws)
-        self._starts = Starts()
+        self._starts = RunningByVersion()
         self._formation = Formation(limits, self.buffer, self._starts)
         self._group_ports = GroupPorts(
             limits, proxy, ports.score, self._count_response, self._note_start, ports.environment, ports.vocabulary
@@ -164,15 +164,15 @@ class RolloutScheduler:
             self._start(room.batch, tasks)
         self.counts.held.note(asyncio.get_running_loop().time(), holds=room.is_held)
 
-    def _decide_admission(self) -> Room:
+    def _decide_admission(self) -> AdmissionDecision:
         supply = self._read_supply()
         return admission.room(
             supply, self.limits, self._order.count_extra_groups(admission.next_batch(supply, self.limits))
         )
 
-    def _read_supply(self) -> Supply:
+    def _read_supply(self) -> AdmissionInputs:
         limits = self.limits
-        return Supply(
+        return AdmissionInputs(
             version=self._proxy.version,
             due=self.due,
             running=len(self._running),

@@ -27,7 +27,7 @@ MEMORY = 0.9  # weight of the old average when a new response is measured
 
 
 @dataclass(eq=False, slots=True)
-class Lane:
+class EngineSlots:
     """One engine: its slots, how many are taken, its pace, whether it serves, and why it was taken out."""
 
     engine: Engine
@@ -57,7 +57,7 @@ class Ticket:
 
     turn: tuple[float, int]  # priority, arrival
     group: Hashable = None
-    granted: asyncio.Future[Lane | None] | None = None
+    granted: asyncio.Future[EngineSlots | None] | None = None
 
     @property
     def waits(self) -> bool:
@@ -65,7 +65,7 @@ class Ticket:
         return self.granted is not None and not self.granted.done()
 
     @property
-    def lane(self) -> Lane | None:
+    def lane(self) -> EngineSlots | None:
         """The lane that the ticket was granted; None while it waits."""
         future = self.granted
         if future is None or not future.done() or future.cancelled() or future.exception():
@@ -79,17 +79,19 @@ class SlotQueue:
     def __init__(self, routing: Routing, replacement_seconds: float) -> None:
         self._routing = routing
         self._replacement_seconds = replacement_seconds
-        self._places: dict[int, Lane] = {}
+        self._places: dict[int, EngineSlots] = {}
         self._queue: list[tuple[tuple[float, int], Ticket]] = []
-        self._open: list[tuple[float, int, Lane]] = []  # heap of lanes with free slots: load, unique stamp, lane
-        self._homes: dict[Hashable, tuple[Lane, int]] = {}  # group -> the lane where it runs, its number of requests
-        self._measured: Lane | None = None  # its pace is assumed for lanes that have finished no response yet
+        self._open: list[tuple[float, int, EngineSlots]] = []  # heap of lanes with free slots: load, unique stamp, lane
+        self._homes: dict[
+            Hashable, tuple[EngineSlots, int]
+        ] = {}  # group -> the lane where it runs, its number of requests
+        self._measured: EngineSlots | None = None  # its pace is assumed for lanes that have finished no response yet
         self._stamps = itertools.count(1)
         self._arrivals = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def live(self) -> list[Lane]:
+    def live(self) -> list[EngineSlots]:
         """The lanes that have not failed."""
         return [lane for lane in self._places.values() if lane.failure is None]
 
@@ -99,7 +101,7 @@ class SlotQueue:
         return not any(lane.failure is None for lane in self._places.values())
 
     @property
-    def places(self) -> dict[int, Lane]:
+    def places(self) -> dict[int, EngineSlots]:
         """All lanes, keyed by place."""
         return self._places
 
@@ -112,7 +114,7 @@ class SlotQueue:
         """Create a ticket behind all others of this priority."""
         return Ticket((priority, next(self._arrivals)), group if self._routing == "prefix" else None)
 
-    def put(self, place: int, lane: Lane) -> Lane | None:
+    def put(self, place: int, lane: EngineSlots) -> EngineSlots | None:
         """Put a lane into a place; return the previous lane."""
         old, self._places[place] = self._places.get(place), lane
         if self._timer is not None:
@@ -121,11 +123,11 @@ class SlotQueue:
         self.offer_slots(lane)
         return old
 
-    def remove(self, lane: Lane) -> None:
+    def remove(self, lane: EngineSlots) -> None:
         """Remove a lane from its place."""
         self._places = {place: other for place, other in self._places.items() if other is not lane}
 
-    async def take(self, ticket: Ticket) -> Lane | None:
+    async def take(self, ticket: Ticket) -> EngineSlots | None:
         """Wait for a slot, which the ticket holds until `release`; return None if the ticket was withdrawn.
 
         Raises:
@@ -141,7 +143,7 @@ class SlotQueue:
                 self.release(lane, ticket)
             raise
 
-    def release(self, lane: Lane, ticket: Ticket) -> None:
+    def release(self, lane: EngineSlots, ticket: Ticket) -> None:
         """Free the ticket's slot."""
         lane.taken -= 1
         if ticket.group is not None and (home := self._homes.get(ticket.group)) and home[0] is lane:
@@ -155,18 +157,18 @@ class SlotQueue:
         if ticket.waits and ticket.granted is not None:
             ticket.granted.set_result(None)
 
-    def observe(self, lane: Lane, tokens: int, seconds: float) -> None:
+    def observe(self, lane: EngineSlots, tokens: int, seconds: float) -> None:
         """Record that a lane finished a response of `tokens` tokens in `seconds`."""
         lane.observe(tokens, seconds)
         if lane.tokens:
             self._measured = self._measured or lane
 
-    def offer_slots(self, lane: Lane) -> None:
+    def offer_slots(self, lane: EngineSlots) -> None:
         """Offer the lane's free slots again, after its slots or its state have changed."""
         self._offer(lane)
         self._dispatch()
 
-    def _offer(self, lane: Lane) -> None:
+    def _offer(self, lane: EngineSlots) -> None:
         if lane.free <= 0:
             return
         lane.stamp = next(self._stamps)
@@ -175,7 +177,7 @@ class SlotQueue:
             self._open = [entry for entry in self._open if entry[1] == entry[2].stamp]
             heapq.heapify(self._open)
 
-    def _load(self, lane: Lane) -> float:
+    def _load(self, lane: EngineSlots) -> float:
         """Estimate the seconds per token of one more request, as if the lane's requests ran one after another."""
         if not lane.tokens:
             known = self._measured
@@ -196,7 +198,7 @@ class SlotQueue:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._replacement_seconds, self._give_up)
 
-    def _grant(self, ticket: Ticket, lane: Lane) -> None:
+    def _grant(self, ticket: Ticket, lane: EngineSlots) -> None:
         assert ticket.granted is not None
         lane.taken += 1
         if ticket.group is not None:
@@ -206,7 +208,7 @@ class SlotQueue:
         self._offer(lane)
         ticket.granted.set_result(lane)
 
-    def _choose(self, ticket: Ticket) -> Lane | None:
+    def _choose(self, ticket: Ticket) -> EngineSlots | None:
         if ticket.group is not None and (home := self._homes.get(ticket.group)) and home[0].free > 0:
             return home[0]
         while self._open:

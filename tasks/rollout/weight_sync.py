@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollflow.tasks.engines.base import InFlight
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 
 
 class VersionFeed(Protocol):
@@ -22,12 +22,12 @@ class VersionFeed(Protocol):
     async def newer(self, version: int) -> int:
         """Wait for a version above `version`; return the newest published version."""
 
-    async def fetch(self, version: int) -> tuple[Any, Probe]:
+    async def fetch(self, version: int) -> tuple[Any, WeightsProbe]:
         """Load the version's weights, in the engines' format, and its probe."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hooks:
+class VersionCallbacks:
     """Callbacks: `published` when a version is published, `updated` when the engines have it."""
 
     published: Callable[[int], None]
@@ -37,7 +37,7 @@ class Hooks:
 class WeightSync:
     """Keeps the engines at the newest version. See the module's docstring."""
 
-    def __init__(self, proxy: InferenceProxy, feed: VersionFeed, in_flight: InFlight, hooks: Hooks) -> None:
+    def __init__(self, proxy: InferenceProxy, feed: VersionFeed, in_flight: InFlight, hooks: VersionCallbacks) -> None:
         self._proxy, self._feed, self._in_flight, self._hooks = proxy, feed, in_flight, hooks
 
     async def run(self, last: int) -> None:

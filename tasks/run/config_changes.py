@@ -27,7 +27,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.configs import differences
 from rollflow.storage.log.entries import Body, Change, ConfigChanged
 from rollflow.storage.log.rules import FIXED, FORMED
-from rollflow.storage.log.state import Deposed, Refused, RunState
+from rollflow.storage.log.state import Deposed, EntryRefused, RunState
 from rollflow.tasks.objectives.config import ImportObjective, PartsObjective
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, claim, complete_config
@@ -76,7 +76,7 @@ def change_config(context: RunContext, after: RunConfig) -> bool:
         writer.append(body)
     except Deposed:
         raise
-    except Refused as error:
+    except EntryRefused as error:
         if tree_of(context.config) == tree_of(after):
             return False  # another process has recorded the same change
         raise ConfigError(f"the run went on meanwhile: {error}; stop it first: rollflow stop {context.uri}") from None

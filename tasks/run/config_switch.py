@@ -18,7 +18,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects import Data
 from rollflow.storage.objects.base import pieces
 from rollflow.storage.objects.disk import mapped
-from rollflow.tasks.learners.base import Learner, Settle, at_once
+from rollflow.tasks.learners.base import Learner, WaitForPublish, at_once
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.node import node_cache
 
@@ -39,7 +39,7 @@ class MappedFiles(Mapping[str, Data]):
         return len(self._paths)
 
 
-class ChangingLearner:
+class ConfigSwitchLearner:
     """Wrap a `Learner` and switch its config between versions. See the module's docstring."""
 
     def __init__(
@@ -58,7 +58,7 @@ class ChangingLearner:
         """See `Learner`."""
         return self._now.model
 
-    def step(self, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> Mapping[str, float]:
+    def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> Mapping[str, float]:
         """See `Learner`; trains under the config of version `version + 1`."""
         config = self._config_at(version + 1)
         if _terms(config) != self._terms:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
-from rollflow.storage.log.expected import Expected, Limits, Prompts
+from rollflow.storage.log.expected import BatchLimits, Expected, ExpectedPrompts
 from rollflow.storage.records import DiscardReason, Prompt
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.environments.config import SingleTurnEnvironment
@@ -36,7 +36,7 @@ def expected_of(context: RunContext) -> Expected:
         return Expected(_read_recorded_limits, unchecked=f"prompts are not checked, because {error}")
 
 
-def _read_recorded_limits(recorded: Mapping[str, Any]) -> Limits:
+def _read_recorded_limits(recorded: Mapping[str, Any]) -> BatchLimits:
     try:
         return read_limits(RunConfig.model_validate(complete_config(recorded)))
     except ValidationError as error:
@@ -44,10 +44,10 @@ def _read_recorded_limits(recorded: Mapping[str, Any]) -> Limits:
         raise Corrupt(f"a config is invalid: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def read_limits(config: RunConfig) -> Limits:
+def read_limits(config: RunConfig) -> BatchLimits:
     """Return what a config allows in the batches committed under it."""
     rules = _loosen_filter(config.rollout.filter)
-    return Limits(
+    return BatchLimits(
         sources=len(config.prompts),
         groups=config.groups,
         group_size=config.group_size,
@@ -80,7 +80,7 @@ def _loosen_filter(rules: FilterConfig | None) -> FilterConfig | None:
     )
 
 
-def _open_prompts(context: RunContext) -> Prompts:
+def _open_prompts(context: RunContext) -> ExpectedPrompts:
     prompts = context.prompts()
     _check_clock(context)
     _check_own_sources(context)
@@ -89,7 +89,7 @@ def _open_prompts(context: RunContext) -> Prompts:
         prompt, question = prompts.asked(index)
         return prompt, prompts.is_held_out(index % len(prompts.sources), question)
 
-    return Prompts(
+    return ExpectedPrompts(
         ask=ask,
         held_out={tuple(prompt.tokens): prompt.id for prompt in prompts.held_out()},
         vocabulary=vocabulary_of(context.policy_folder),

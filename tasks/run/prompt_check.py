@@ -23,7 +23,7 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.jsonl import numbered_lines
-from rollflow.tasks.prompts.rows import Row, read_rows, refuse_lines, shorten
+from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shorten
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.verifiers import build_verifier
@@ -34,7 +34,7 @@ PROBED = 256  # number of questions that are checked for a source that generates
 TELL_SECONDS = 3.0  # between two progress lines
 CURE = 'shorten it, lower engine.max_new_tokens, or set prompts.too_long = "drop"'
 WORKED = "####"  # mark before the answer of a worked solution in GSM8K and similar data sets
-Rows = Mapping[JsonlPrompts, list[Row]]
+Rows = Mapping[JsonlPrompts, list[PromptRow]]
 Tell = Callable[[str], None]
 
 
@@ -140,7 +140,7 @@ def _find_family_fault(family: str) -> str | None:
     return f'it has no family that reward.kind = "reasoning-gym" judges ({family}); {cure}'
 
 
-def _check_worked(source: JsonlPrompts, rows: Sequence[Row]) -> None:
+def _check_worked(source: JsonlPrompts, rows: Sequence[PromptRow]) -> None:
     """Reject a file of worked solutions, because `exact` would compare each whole solution."""
     if source.answer_after is None and all(WORKED in row.reference["answer"] for row in rows):
         raise ConfigError(
@@ -150,7 +150,7 @@ def _check_worked(source: JsonlPrompts, rows: Sequence[Row]) -> None:
 
 
 def _find_too_long(
-    config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], tokenizer: PolicyTokenizer, tell: Tell
+    config: RunConfig, source: JsonlPrompts, rows: Sequence[PromptRow], tokenizer: PolicyTokenizer, tell: Tell
 ) -> set[int]:
     """Return the lines of a file whose prompts are too long and are to be dropped."""
     room, empty, long = _compute_room(config, tokenizer), list[tuple[int, str]](), list[tuple[int, str]]()
@@ -177,11 +177,11 @@ def _drop_lines(source: JsonlPrompts, content: bytes, dropped: set[int]) -> byte
 
 
 def _note_unreachable(
-    config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], tokenizer: PolicyTokenizer
+    config: RunConfig, source: JsonlPrompts, rows: Sequence[PromptRow], tokenizer: PolicyTokenizer
 ) -> list[str]:
     """Describe references that no response can equal: too long, or with letters that the policy cannot write."""
     where, most = config.reward.answer, config.engine.max_new_tokens
-    lost = list[Row]()
+    lost = list[PromptRow]()
     for row in rows:
         said = str(row.reference["answer"]).strip()
         tokens = tokenizer.encode_response(f"<answer>{said}</answer>" if where == "tag" else said)

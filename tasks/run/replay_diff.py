@@ -23,8 +23,8 @@ from rollflow.storage.objects.base import Data
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.learners.base import Learner
-from rollflow.tasks.learners.shards import tensors_of
-from rollflow.tasks.run.restore import Replayed, files, name_of
+from rollflow.tasks.learners.checkpoint.shards import tensors_of
+from rollflow.tasks.run.restore import ReplayedVersion, files, name_of
 
 SHARE = 0.1  # of the length of a step's change; gradients in bfloat16 use 0.02 of it
 SHORT = 0.5  # the same for bfloat16 and float16, where most weights stay and rounding moves others by chance
@@ -54,7 +54,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Distance:
+class ReplayDistance:
     """The distance between a replayed and a published version, by kind of tensor."""
 
     most: float = 0.0  # the largest difference of two elements
@@ -65,19 +65,19 @@ class Distance:
         """True if the difference is rounding."""
         return all(kind.near for kind in self.kinds.values())
 
-    def plus(self, other: Distance) -> Distance:
+    def plus(self, other: ReplayDistance) -> ReplayDistance:
         """Return the distance of both together."""
         kinds = {**self.kinds, **other.kinds}
         kinds |= {name: self.kinds[name].plus(other.kinds[name]) for name in self.kinds.keys() & other.kinds.keys()}
-        return Distance(max(self.most, other.most), kinds)
+        return ReplayDistance(max(self.most, other.most), kinds)
 
 
-FAR = Distance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # for files that hold different tensors
+FAR = ReplayDistance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # for files that hold different tensors
 
 
-def distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Distance:
+def distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance:
     """Return the distance of the files that differ; raise `Corrupt` if one is missing from storage."""
-    version, found = replayed.version, Distance()
+    version, found = replayed.version, ReplayDistance()
     made, published = files(learner, state=bool(version.state)), _by_name(version)
     if made.keys() != published.keys():
         return FAR
@@ -88,7 +88,7 @@ def distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Dis
     return found
 
 
-def distance_of_files(name: str, made: Data, published: Data, parent: Data | None = None) -> Distance:
+def distance_of_files(name: str, made: Data, published: Data, parent: Data | None = None) -> ReplayDistance:
     """Return the distance of two safetensors files of one name.
 
     A tensor that the parent's file lacks was zero there, as moments are at first.
@@ -97,18 +97,18 @@ def distance_of_files(name: str, made: Data, published: Data, parent: Data | Non
     before = dict(tensors_of([(name, parent)])) if parent is not None else {}
     if ours.keys() != theirs.keys():
         return FAR
-    found, stem = Distance(), name.partition(".")[0].partition("-")[0]
+    found, stem = ReplayDistance(), name.partition(".")[0].partition("-")[0]
     for key, tensor in ours.items():
         kind = f"{stem}/{key.rpartition('/')[0]} {tensor.dtype}"
         found = found.plus(_of_tensor(kind, tensor, theirs[key], before.get(key)))
     return found
 
 
-def _of_tensor(kind: str, ours: Tensor, theirs: Tensor, before: Tensor | None) -> Distance:
+def _of_tensor(kind: str, ours: Tensor, theirs: Tensor, before: Tensor | None) -> ReplayDistance:
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return FAR
     if not ours.is_floating_point():
-        return Distance() if torch.equal(ours, theirs) else FAR
+        return ReplayDistance() if torch.equal(ours, theirs) else FAR
     odd = ~(ours.isfinite() & theirs.isfinite())
     if odd.any():
         if not ((ours == theirs) | (ours.isnan() & theirs.isnan()))[odd].all():
@@ -117,14 +117,14 @@ def _of_tensor(kind: str, ours: Tensor, theirs: Tensor, before: Tensor | None) -
     if before is not None and not (known := before.isfinite()).all():
         ours, theirs, before = ours[known], theirs[known], before[known]
     if not ours.numel():
-        return Distance()
+        return ReplayDistance()
     share, published = SHARE if ours.element_size() > 2 else SHORT, theirs.double()
     apart = ours.double() - published
     changed = published if before is None else published - before.double()
     beyond = apart.abs() - STEPS.get(ours.dtype, ALIKE) * published.abs()
     allowed = share**2 * _square(changed) + ALIKE**2 * _square(published)
     found = Kind(_square(apart), allowed, float(beyond.max()), float(changed.abs().max()))
-    return Distance(float(apart.abs().max()), {kind: found})
+    return ReplayDistance(float(apart.abs().max()), {kind: found})
 
 
 def _square(tensor: Tensor) -> float:

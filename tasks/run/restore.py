@@ -33,17 +33,17 @@ from rollflow.storage.records import StoredObject
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
+from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles
 from rollflow.tasks.learners.config import with_ranks
-from rollflow.tasks.learners.gathered import Gathered
-from rollflow.tasks.learners.rank_orders import NEAR, RankHosts
+from rollflow.tasks.learners.distributed.rank_protocol import NEAR, RankHosts
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.run.config_switch import ChangingLearner, MappedFiles
+from rollflow.tasks.run.config_switch import ConfigSwitchLearner, MappedFiles
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.node import node_cache
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayedVersion:
     """A version that was trained again. `differences` names the files that differ from the published ones."""
 
     version: PolicyVersion
@@ -57,7 +57,7 @@ class Replayed:
 
 
 @dataclass(slots=True)
-class Restored:
+class RestoredVersion:
     """The way a version was restored: from `base`, by training `replayed` versions again."""
 
     base: int
@@ -98,7 +98,7 @@ def new_learner(
     learner = build(config, folder, blank=blank)
     if len(context.configs) == 1:
         return learner
-    return ChangingLearner(learner, config, context.config_at, lambda of: build(of, None, blank=True))
+    return ConfigSwitchLearner(learner, config, context.config_at, lambda of: build(of, None, blank=True))
 
 
 def start_of(context: RunContext, folder: Path | None = None, config: RunConfig | None = None) -> LearnerStart:
@@ -125,7 +125,7 @@ def restore(
     *,
     heal: bool = False,
     note: Callable[[str], None] = lambda _: None,
-) -> Restored:
+) -> RestoredVersion:
     """Bring `learner` to its state after it published `version`; with `heal`, also restore damaged objects.
 
     If a replay gives other weights than the published ones, the published ones are used, and the returned `differed`
@@ -135,7 +135,7 @@ def restore(
         Corrupt: the version can neither be read nor rebuilt.
     """
     base, damaged = _load_base(policies, learner, version)
-    found = Restored(base)
+    found = RestoredVersion(base)
     for number in range(base + 1, version + 1):
         note(f"replaying version {number} of {version}")
         replayed = train_again(policies, batches, learner, number)
@@ -149,7 +149,7 @@ def restore(
     return found
 
 
-def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learner, number: int) -> Replayed:
+def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learner, number: int) -> ReplayedVersion:
     """Repeat one recorded train step: `learner`, restored to the version before, becomes version `number` (>= 1).
 
     Raises:
@@ -159,7 +159,7 @@ def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learne
     assert version.batch_entry is not None, "version 0 was trained on nothing"
     batch = batches.committed(version.batch_entry)
     learner.step(TrajectoryBatch.from_bytes(batches.read(batch.file)), number - 1)
-    return Replayed(version, batch, _differences(version, learner))
+    return ReplayedVersion(version, batch, _differences(version, learner))
 
 
 def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
 def files(learner: Learner, *, state: bool = True) -> Mapping[str, Data]:
     """Return the files that a version stores: name -> content. A sharded learner gathers each when it is asked for."""
     weights, rest = learner.weights(), learner.state() if state else {}
-    return Gathered([*weights, *rest], lambda name: weights[name] if name in weights else rest[name])
+    return GatheredFiles([*weights, *rest], lambda name: weights[name] if name in weights else rest[name])
 
 
 def name_of(stored: StoredObject) -> str:

@@ -32,7 +32,7 @@ _making = Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Warned:
+class ActorWarning:
     """The `number`-th warning (from 1) of a process of an actor; `rank` is set if a further rank sent it."""
 
     actor: str
@@ -45,17 +45,17 @@ class Warned:
 class Warnings(logging.Handler):
     """A logging handler that keeps the newest warnings of this process."""
 
-    def __init__(self, actor: str, told: Callable[[Warned], None] = lambda warned: None) -> None:
+    def __init__(self, actor: str, told: Callable[[ActorWarning], None] = lambda warned: None) -> None:
         """Keep warnings as those of `actor`; call `told` with each warning that is kept."""
         super().__init__(logging.WARNING)
         self._told = told
         self._actor, self._process = actor, f"{socket.gethostname()}:{os.getpid()}"
-        self._kept: deque[tuple[float, Warned]] = deque(maxlen=KEPT)
+        self._kept: deque[tuple[float, ActorWarning]] = deque(maxlen=KEPT)
         self._seen: dict[str, float] = {}  # text without its numbers -> time at which it was kept
         self._number = self._left = 0
         self._looked = float("-inf")
 
-    def read(self) -> Sequence[Warned]:
+    def read(self) -> Sequence[ActorWarning]:
         """Return the newest warnings; their numbers tell a reader which ones are new."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
@@ -97,7 +97,7 @@ class Warnings(logging.Handler):
         more, self._left = (f" (before it, {self._left} others were left out)" if self._left else ""), 0
         self._seen[same] = now
         self._number += 1
-        warned = Warned(self._actor, self._process, self._number, text + more, rank)
+        warned = ActorWarning(self._actor, self._process, self._number, text + more, rank)
         self._kept.append((now, warned))
         self._told(warned)
 
@@ -116,7 +116,7 @@ def ear() -> socket.socket:
 def send_to(ear: socket.socket, who: str, rank: int | None = None) -> None:
     """Send this process's warnings to its parent, as those of `who`; call this after the imports."""
 
-    def send(warned: Warned) -> None:
+    def send(warned: ActorWarning) -> None:
         with contextlib.suppress(OSError):  # the socket is full or closed
             ear.send(json.dumps((who, rank, warned.text)).encode(), socket.MSG_DONTWAIT)
 

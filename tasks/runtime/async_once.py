@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 Made = TypeVar("Made")
 
 
-class Once(Generic[Made]):
+class AsyncOnce(Generic[Made]):
     """Computes a value once per event loop. A user that stops waiting does not stop the computation."""
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, Made]]) -> None:

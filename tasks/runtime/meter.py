@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Meter:
+class BusyMeter:
     """Adds up busy time since the first use; safe to read from another thread."""
 
     def __init__(self) -> None:

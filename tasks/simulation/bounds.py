@@ -28,7 +28,7 @@ from rollflow.tasks.simulation.hardware import Hardware
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """The numbers of a workload; seconds, and GPU-seconds for mu and mu_t."""
 
     samples: int  # N
@@ -57,7 +57,7 @@ class Bounds:
     guaranteed: bool  # whether the proposition's own bounds hold for this hardware
 
 
-def bounds_of(work: Work) -> Bounds:
+def bounds_of(work: Workload) -> Bounds:
     """Compute the bounds of Proposition 2."""
     gpus = work.rollout_gpus + (0.0 if work.colocated else work.train_gpus)
     rollout, train = work.samples * work.mu, work.samples * work.mu_train
@@ -83,7 +83,7 @@ def work_of(
     lengths: Sequence[int],
     speeds: Sequence[float],
     versions: Sequence[int] = (1,),
-) -> Work:
+) -> Workload:
     """Compute the workload's numbers from drawn lengths (real tokens) and the engines' speeds.
 
     `versions` are the trained versions, whose train steps may have measured times.
@@ -98,7 +98,7 @@ def work_of(
     mean, samples = sum(lengths) / len(lengths), config.groups * config.group_size
     per_step = fmean(hardware.train_seconds(version, samples, samples * mean) for version in versions)
     mu = seconds(mean) * engines.gpus_per_engine / slots
-    return Work(
+    return Workload(
         samples=samples,
         mu=mu,
         mu_least=mu * min(1.0, slots / share),

@@ -19,7 +19,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.hardware import EnginesHardware, Hardware
-from rollflow.tasks.simulation.world import World
+from rollflow.tasks.simulation.world import SimulatedRun
 
 SLOWINGS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # 1: an engine whose throughput does not grow with requests
 ROUNDS = 3  # simulations for each slowing
@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedRollout:
     """Lengths and generation seconds of R responses, and the seconds of a version's rollout: at alpha = 0 the learner's
     wait, otherwise the whole step."""
 
@@ -53,7 +53,7 @@ class Seen:
         return np.array([*bins, *([self.rollout] * len(bins))])
 
 
-def calibrated(seen: Seen, config: RunConfig, hardware: Hardware) -> Hardware:
+def calibrated(seen: ObservedRollout, config: RunConfig, hardware: Hardware) -> Hardware:
     """Return the hardware with the engines that match the record best; the rest of it is unchanged."""
     edges = np.unique(np.quantile(seen.tokens_R, np.arange(1, BINS) / BINS))
     found = [_with(slowing, seen, edges, config, hardware) for slowing in SLOWINGS]
@@ -63,7 +63,7 @@ def calibrated(seen: Seen, config: RunConfig, hardware: Hardware) -> Hardware:
 
 
 def _with(
-    slowing: float, seen: Seen, edges: Floats, config: RunConfig, hardware: Hardware
+    slowing: float, seen: ObservedRollout, edges: Floats, config: RunConfig, hardware: Hardware
 ) -> tuple[float, EnginesHardware]:
     """Fit the engines with this slowing; return their error and the engines."""
     mean, slope = seen.line()
@@ -84,18 +84,18 @@ def _with(
     return min(found, key=lambda one: one[0])
 
 
-def _simulated(config: RunConfig, hardware: Hardware) -> Seen:
+def _simulated(config: RunConfig, hardware: Hardware) -> ObservedRollout:
     """Simulate, and measure what a record would show."""
     warm = WARM_UP + config.capacity
     versions = warm + max(FEWEST, -(-TRAJECTORIES // (config.groups * config.group_size)))
     timed = config.model_copy(update={"engine": hardware.engine(config), "versions": versions + config.capacity + 1})
-    world = World(timed, hardware, config, timeline=False)
+    world = SimulatedRun(timed, hardware, config, timeline=False)
     run_virtual(world.run(versions, lambda version: None))
     formed, steps = world.records.formed, world.records.steps
     first, last = (sum(batch.trajectories for batch in formed[:count]) for count in (warm, versions))
     ends = np.array([step.ended for step in steps[:versions]])
     waits = np.array([step.began for step in steps[1:versions]]) - ends[:-1]
-    return Seen(
+    return ObservedRollout(
         np.array(world.records.trained_lengths[first:last], float),
         np.array(world.records.generation_seconds[first:last], float),
         float((waits if config.async_ratio == 0 else np.diff(ends))[warm - 1 :].mean()),

@@ -15,7 +15,7 @@ CHOICES = ("extra_groups", "extra_responses", "tail_batching", "at_bound", "ahea
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class SimulationBudget:
     """How much may be simulated. The window after the warm-up of 2 + alpha versions has the given number of versions,
     or as many as contain the given number of trajectories, if that is more."""
 
@@ -34,19 +34,19 @@ class Budget:
         return max(self.final_versions, _versions(config, self.final_trajectories))
 
 
-FULL = Budget(80, 4, 8_000, 16, 40_000)
-QUICK = Budget(40, 2, 4_000, 8, 16_000)
+FULL = SimulationBudget(80, 4, 8_000, 16, 40_000)
+QUICK = SimulationBudget(40, 2, 4_000, 8, 16_000)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PlanLimits:
     """Limits that a recommendation must not exceed."""
 
     bias: float = 0.02  # of the mean length, in either direction
     waste: float = 0.15  # of all sampled tokens
 
 
-LIMITS = Limits()
+LIMITS = PlanLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CandidateOutcome:
     """The outcome of a candidate's simulation."""
 
     candidate: Candidate
@@ -125,7 +125,7 @@ class Outcome:
         """Trajectories per second."""
         return self.figures.trajectories_per_second
 
-    def marks(self, limits: Limits) -> tuple[str, ...]:
+    def marks(self, limits: PlanLimits) -> tuple[str, ...]:
         """Return the names of the exceeded limits; the bias counts only if it exceeds its limit by two standard
         errors.
         """

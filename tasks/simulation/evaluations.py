@@ -15,12 +15,12 @@ from pathlib import Path
 
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.evaluation import Evaluation, Evaluations, Evaluator, Means, Skipped
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.evaluation import Evaluation, EvaluationPorts, Evaluations, EvaluationSkipped, Evaluator
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.parts import Prompts, TimedRewards
-from rollflow.tasks.simulation.records import Records
+from rollflow.tasks.simulation.parts import SimulatedPrompts, TimedRewards
+from rollflow.tasks.simulation.records import SimulationRecords
 
 HELD_OUT = 1 << 30  # an index that training never reaches; the index of a prompt is its only token
 TRIES = 1_000  # engines that may die during one evaluation
@@ -37,14 +37,14 @@ class TimedEvaluations:
 
     def __init__(self, config: RunConfig, hardware: Hardware, proxy: InferenceProxy) -> None:
         settings, engine = config.evaluation, config.engine
-        prompts = Prompts(config, hardware.reward)
+        prompts = SimulatedPrompts(config, hardware.reward)
         held = [prompts.at(HELD_OUT + place) for place in range(settings.prompts)]
-        rewards = TimedRewards(hardware.reward, config.seed, Records())
+        rewards = TimedRewards(hardware.reward, config.seed, SimulationRecords())
         self._proxy, self._fetch_seconds = proxy, hardware.update.fetch_seconds
         self._spent = 0
         self._lent: tuple[TimedEngine, int] | None = None  # the borrowed engine, and its sampled tokens before
         self.done: list[Evaluation] = []
-        means = Means(
+        means = EvaluationPorts(
             wanted=lambda version: version > 0 and config.evaluates(version),
             evaluated=self._evaluated,
             engine=self._borrowed,
@@ -88,10 +88,10 @@ class TimedEvaluations:
     async def _evaluated(self, version: int) -> bool:
         return False
 
-    async def _fetch(self, version: int) -> tuple[Path, Probe]:
+    async def _fetch(self, version: int) -> tuple[Path, WeightsProbe]:
         await asyncio.sleep(self._fetch_seconds)
-        return Path(), Probe((), (), 0.0)
+        return Path(), WeightsProbe((), (), 0.0)
 
-    async def _keep(self, found: Evaluation | Skipped) -> None:
+    async def _keep(self, found: Evaluation | EvaluationSkipped) -> None:
         if isinstance(found, Evaluation):
             self.done.append(found)

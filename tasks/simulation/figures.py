@@ -22,14 +22,14 @@ from rollflow.tasks.rollout.mixing import Mixture
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.bounds import Bounds, bounds_of, work_of
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.parts import Prompts
-from rollflow.tasks.simulation.records import Records, Snapshot
+from rollflow.tasks.simulation.parts import SimulatedPrompts
+from rollflow.tasks.simulation.records import SimulationRecords, Snapshot
 
 WARM_UP = 2  # versions, in addition to those that alpha lets run ahead
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class StepShares:
     """Parts of a synchronous step, which add up to 1: the time until the last response, then until the last score, then
     until the new version, then until the engines have it."""
 
@@ -40,7 +40,7 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
-class Idle:
+class IdleShares:
     """Shares of the time without work; `slots` is the share of empty engine slots."""
 
     engines: float
@@ -96,13 +96,13 @@ class Figures:
     trained_tokens: tuple[int, ...]  # of every version
     trajectories_per_second: float
     tokens_per_second: float  # trained
-    idle: Idle
+    idle: IdleShares
     update_share: float  # share of the time in which engines were paused for an update
     staleness: Mapping[int, int]
     tokens: Tokens
     bias: Bias
     bounds: Bounds
-    shares: Shares | None  # of a synchronous step
+    shares: StepShares | None  # of a synchronous step
     deaths: int
     restarted: int
     taken_over: int
@@ -114,7 +114,7 @@ class Figures:
         return sum(age * count for age, count in self.staleness.items()) / max(1, sum(self.staleness.values()))
 
 
-def figures_of(records: Records, config: RunConfig, hardware: Hardware, versions: int) -> Figures:
+def figures_of(records: SimulationRecords, config: RunConfig, hardware: Hardware, versions: int) -> Figures:
     """Compute all figures; `config` is the recipe with timed engines."""
     assert isinstance(config.engine, TimedEngineConfig)
     warm = min(WARM_UP + config.capacity - 1, versions // 2)
@@ -149,13 +149,13 @@ def figures_of(records: Records, config: RunConfig, hardware: Hardware, versions
     )
 
 
-def _idle(records: Records, config: RunConfig, warm: int, versions: int) -> Idle:
+def _idle(records: SimulationRecords, config: RunConfig, warm: int, versions: int) -> IdleShares:
     nothing = Snapshot(0.0, 0.0, 0.0, 0, 0.0)
     first, last = records.snapshots.get(warm, nothing), records.snapshots[versions]
     lasted = max(last.at - first.at, 1e-12)
     engines = config.engine.replicas
     training = sum(step.seconds for step in records.steps[warm:versions])
-    return Idle(
+    return IdleShares(
         engines=1.0 - (last.engine_busy - first.engine_busy) / (lasted * engines),
         slots=1.0 - (last.engine_slots - first.engine_slots) / (lasted * engines * config.engine.slots),
         reward=1.0 - (last.reward_busy - first.reward_busy) / lasted,
@@ -163,7 +163,7 @@ def _idle(records: Records, config: RunConfig, warm: int, versions: int) -> Idle
     )
 
 
-def _tokens(records: Records, versions: int, grain: int) -> Tokens:
+def _tokens(records: SimulationRecords, versions: int, grain: int) -> Tokens:
     trained = sum(formed.tokens for formed in records.formed if formed.number < versions)
     wasted = dict(records.discarded_tokens) | {"restarted": records.restarted_tokens}
     sampled = records.snapshots[versions].engine_tokens
@@ -177,7 +177,7 @@ def _tokens(records: Records, versions: int, grain: int) -> Tokens:
     )
 
 
-def _bias(records: Records, config: RunConfig, versions: int, grain: int) -> tuple[Bias, Sequence[int]]:
+def _bias(records: SimulationRecords, config: RunConfig, versions: int, grain: int) -> tuple[Bias, Sequence[int]]:
     """Compute the bias; also return the population's lengths."""
     count = sum(formed.trajectories for formed in records.formed if formed.number < versions)
     trained = np.frombuffer(records.trained_lengths, np.int64)[:count] * grain
@@ -206,12 +206,12 @@ def population(config: RunConfig, prompts: int, filtered: Collection[int] = ()) 
             continue
         for sample in range(config.group_size):
             draw = random.Random(sample_seed(config.seed, index, sample))
-            length = min(lengths.draw(Prompts.tokens(index), draw), longest)
+            length = min(lengths.draw(SimulatedPrompts.tokens(index), draw), longest)
             drawn.append(max(1, round(length / engine.grain)))
     return drawn
 
 
-def _shares(records: Records, warm: int, versions: int) -> Shares:
+def _shares(records: SimulationRecords, warm: int, versions: int) -> StepShares:
     """Compute the parts of the steps after the warm-up; a step begins when the engines have the previous version."""
     updated = {update.version: update.ended for update in records.updates}
     formed = {batch.number: batch for batch in records.formed}
@@ -220,4 +220,4 @@ def _shares(records: Records, warm: int, versions: int) -> Shares:
         began, batch, ended = updated[step.version - 1], formed[step.version - 1], updated[step.version]
         moments = [began, batch.last_generation, batch.at, step.ended, ended]
         parts += np.diff(moments)
-    return Shares(*(float(part) for part in parts / max(parts.sum(), 1e-12)))
+    return StepShares(*(float(part) for part in parts / max(parts.sum(), 1e-12)))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.simulation.calibrate import Seen, calibrated
+from rollflow.tasks.simulation.calibrate import ObservedRollout, calibrated
 from rollflow.tasks.simulation.hardware import (
     Hardware,
     LearnerHardware,
@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedVersion:
     """One version of a run, trained on R trajectories; seconds are wall-clock."""
 
     version: int
@@ -47,7 +47,7 @@ class Recorded:
     reward_R: Sequence[float]
 
 
-def fitted(versions: Sequence[Recorded], config: RunConfig) -> Hardware:
+def fitted(versions: Sequence[RecordedVersion], config: RunConfig) -> Hardware:
     """Fit the hardware that these versions (those after a warm-up) ran on. Takes some seconds, as it simulates them."""
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
     alone = config.async_ratio == 0
@@ -69,7 +69,7 @@ def fitted(versions: Sequence[Recorded], config: RunConfig) -> Hardware:
     )
     kept = seconds <= np.quantile(seconds, 1.0 - TRIM)
     rollout = median(v.waited if alone else v.seconds for v in versions)
-    return calibrated(Seen(tokens[kept], seconds[kept], rollout), config, rest)
+    return calibrated(ObservedRollout(tokens[kept], seconds[kept], rollout), config, rest)
 
 
 def thinned(values: Floats) -> Floats:
@@ -81,7 +81,7 @@ def thinned(values: Floats) -> Floats:
     return found
 
 
-def train_seconds(versions: Sequence[Recorded], *, alone: bool) -> list[float]:
+def train_seconds(versions: Sequence[RecordedVersion], *, alone: bool) -> list[float]:
     """Compute the learner's own seconds per version.
 
     The shortest wait is that for a batch that was ready, so it counts as the learner's own time. At alpha = 0 (`alone`)
@@ -91,7 +91,7 @@ def train_seconds(versions: Sequence[Recorded], *, alone: bool) -> list[float]:
     return [max(1e-6, v.seconds - (v.waited - ready)) for v in versions]
 
 
-def correlation_of(versions: Sequence[Recorded]) -> float:
+def correlation_of(versions: Sequence[RecordedVersion]) -> float:
     """Compute rho, the correlation of the lengths' normal scores within a prompt, from the variance within groups."""
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
     groups: Floats = np.concatenate([_numbered(v.groups_R) + 1e6 * i for i, v in enumerate(versions)])

@@ -86,7 +86,7 @@ class UpdateHardware(Section):
     fetch_seconds: float = Field(0.0, ge=0, description="before it, while the engines go on")
 
 
-class Death(Section):
+class EngineDeath(Section):
     """The death of one engine."""
 
     at_seconds: float = Field(ge=0, description="when it dies, from the beginning of the run")
@@ -96,7 +96,7 @@ class Death(Section):
 class FaultsHardware(Section):
     """Faults: engines that die and are replaced, and engines that are slow."""
 
-    deaths: tuple[Death, ...] = ()
+    deaths: tuple[EngineDeath, ...] = ()
     deaths_per_hour: float = Field(0.0, ge=0, description="of one engine, at random")
     restart_seconds: float = Field(30.0, ge=0, description="until another engine is in a dead one's place")
     slow_share: float = Field(0.0, ge=0, le=1, description="share of engines that are slow throughout")

@@ -15,7 +15,7 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.hardware import FaultsHardware, Hardware, RewardHardware
-from rollflow.tasks.simulation.records import Gauge, Records, Span, trajectories_of
+from rollflow.tasks.simulation.records import Gauge, SimulationRecords, Span, trajectories_of
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
@@ -23,7 +23,7 @@ FOREVER = 1e12  # virtual seconds
 JOIN_SECONDS = 1.0  # pause before the next try to replace a dead engine
 
 
-class Prompts:
+class SimulatedPrompts:
     """Prompts without text: each has a number, a source, and the accuracy of its responses."""
 
     def __init__(self, config: RunConfig, reward: RewardHardware) -> None:
@@ -48,7 +48,7 @@ class Prompts:
 class TimedRewards:
     """Scores responses after a simulated time, at most `workers` at once."""
 
-    def __init__(self, reward: RewardHardware, seed: int, records: Records) -> None:
+    def __init__(self, reward: RewardHardware, seed: int, records: SimulationRecords) -> None:
         self._reward, self._records = reward, records
         self._draw = random.Random(f"rewards {seed}")
         self._room = asyncio.Semaphore(reward.workers) if reward.workers else None
@@ -111,7 +111,9 @@ def check_fresh(staged: StagedBatch, async_ratio: float) -> None:
 class TimedLearner:
     """Takes batches from the channel, one after another, and lets the time of a train step pass for each."""
 
-    def __init__(self, hardware: Hardware, grain: int, channel: Channel[StagedBatch], records: Records) -> None:
+    def __init__(
+        self, hardware: Hardware, grain: int, channel: Channel[StagedBatch], records: SimulationRecords
+    ) -> None:
         self._hardware, self._grain = hardware, grain
         self._channel, self._records = channel, records
 
@@ -139,7 +141,7 @@ class Faults:
         proxy: InferenceProxy,
         engines: Mapping[int, TimedEngine],
         replace: Callable[[int], Awaitable[TimedEngine]],
-        records: Records,
+        records: SimulationRecords,
     ) -> None:
         self._faults, self._proxy, self._engines = faults, proxy, engines
         self._replace, self._records = replace, records

@@ -1,7 +1,8 @@
 """The planner: finds by simulation how to divide GPUs between rollout and training, and how far rollout may run ahead.
 
 Guarantees: a recommendation was simulated, with the shipped objects, for the versions that it names. It keeps both
-limits (`Limits`). And no simulated candidate with a smaller alpha that keeps them comes within `TOLERANCE` of the best.
+limits (`PlanLimits`). And no simulated candidate with a smaller alpha that keeps them comes within `TOLERANCE` of the
+best.
 
     1. synchronous     all GPUs in turns if the hardware says so, otherwise the best split: the baseline for gains
     2. alpha = 1 ...   for each alpha the best split: descend from beta* (Proposition 2), later from the previous
@@ -34,7 +35,7 @@ from pydantic import ValidationError
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.bounds import Bounds, bounds_of, work_of
-from rollflow.tasks.simulation.candidates import FULL, LIMITS, Budget, Candidate, Limits, Outcome
+from rollflow.tasks.simulation.candidates import FULL, LIMITS, Candidate, CandidateOutcome, PlanLimits, SimulationBudget
 from rollflow.tasks.simulation.figures import WARM_UP, Figures, population
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.world import simulate
@@ -47,21 +48,21 @@ WIDER = 4  # times alpha: the wider bound that is tried at the same depth
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class Plan:
     """The result of a search: the finals, best first, and the choice."""
 
-    finals: tuple[Outcome, ...]
-    sync: Outcome  # the recipe itself at alpha = 0
-    best: Outcome | None  # the fastest that keeps the limits
-    recommended: Outcome | None
+    finals: tuple[CandidateOutcome, ...]
+    sync: CandidateOutcome  # the recipe itself at alpha = 0
+    best: CandidateOutcome | None  # the fastest that keeps the limits
+    recommended: CandidateOutcome | None
     alphas: tuple[float, ...]  # the simulated ones
     settled: bool  # larger alphas need no simulation: no schedule could be faster by more than the tolerance
     simulations: int
     trajectories: int
-    limits: Limits = LIMITS
+    limits: PlanLimits = LIMITS
 
     @property
-    def wider(self) -> Outcome | None:
+    def wider(self) -> CandidateOutcome | None:
         """The fastest final with a wider bound that keeps the limits at the recommended depth; None if none is
         faster.
         """
@@ -85,10 +86,10 @@ def plan(
     gpus: int,
     *,
     largest: float = 8.0,
-    budget: Budget = FULL,
-    limits: Limits = LIMITS,
-    watch: Callable[[int, Outcome], None] = lambda count, outcome: None,
-) -> Planned:
+    budget: SimulationBudget = FULL,
+    limits: PlanLimits = LIMITS,
+    watch: Callable[[int, CandidateOutcome], None] = lambda count, outcome: None,
+) -> Plan:
     """Search for the best plan; `watch` is called after each simulation with the number of simulations so far.
 
     Raises:
@@ -97,7 +98,9 @@ def plan(
     return _Search(config, hardware, gpus, largest, budget, limits, watch).run()
 
 
-def choose(finals: Sequence[Outcome], limits: Limits) -> tuple[Outcome | None, Outcome | None]:
+def choose(
+    finals: Sequence[CandidateOutcome], limits: PlanLimits
+) -> tuple[CandidateOutcome | None, CandidateOutcome | None]:
     """Return the fastest outcome, and the recommended one, among those that keep the limits.
 
     The recommended one has the smallest alpha within `TOLERANCE` of the fastest; of equally fast ones it wastes least.
@@ -138,20 +141,20 @@ class _Search:
         hardware: Hardware,
         gpus: int,
         largest: float,
-        budget: Budget,
-        limits: Limits,
-        watch: Callable[[int, Outcome], None],
+        budget: SimulationBudget,
+        limits: PlanLimits,
+        watch: Callable[[int, CandidateOutcome], None],
     ) -> None:
         self._config, self._hardware, self._gpus, self._width = config, hardware, gpus, hardware.engines.gpus_per_engine
         self._largest, self._budget, self._limits, self._watch = largest, budget, limits, watch
         self._most = math.floor((gpus - 1) / self._width)  # most engines, if the learner has one GPU
         self._check()
-        self._known: dict[tuple[Candidate, int], Outcome] = {}
+        self._known: dict[tuple[Candidate, int], CandidateOutcome] = {}
         self._lengths: list[int] = []
-        self._passing: list[Outcome] = []  # outcomes that exceeded a limit in their first simulation
+        self._passing: list[CandidateOutcome] = []  # outcomes that exceeded a limit in their first simulation
         self._trajectories = 0
 
-    def run(self) -> Planned:
+    def run(self) -> Plan:
         sync = self._synchronous()
         plain, settled = self._asynchronous()
         redundant = self._redundant([sync, *plain])
@@ -162,7 +165,7 @@ class _Search:
         left = max(1, self._budget.simulations - len(self._known))
         finals = [self._simulate(candidate, versions) for candidate in candidates[:left]]
         best, recommended = choose(finals, self._limits)
-        return Planned(
+        return Plan(
             finals=tuple(sorted(finals, key=lambda one: -one.throughput)),
             sync=finals[0],
             best=best,
@@ -194,14 +197,14 @@ class _Search:
 
     # --- the stages ---------------------------------------------------------------------------------------
 
-    def _synchronous(self) -> Outcome:
+    def _synchronous(self) -> CandidateOutcome:
         if self._hardware.learner.colocated:
             return self._screen(self._candidate(math.floor(self._gpus / self._width), 0.0, colocated=True))
         return self._descend(self._start(0.0), self._stride())
 
-    def _asynchronous(self) -> tuple[list[Outcome], bool]:
+    def _asynchronous(self) -> tuple[list[CandidateOutcome], bool]:
         """Find the best split of each alpha; also return whether larger alphas need no simulation."""
-        found: list[Outcome] = []
+        found: list[CandidateOutcome] = []
         for alpha in self._alphas():
             if found and self._spent():
                 break
@@ -217,7 +220,7 @@ class _Search:
         """List the alphas to simulate, in order."""
         return (*takewhile(lambda a: a < self._largest, ALPHAS), *([self._largest] if self._largest else []))
 
-    def _waiting(self, plain: Outcome) -> Outcome | None:
+    def _waiting(self, plain: CandidateOutcome) -> CandidateOutcome | None:
         """If dropping old groups exceeds a limit, try waiting for them; return that outcome if it keeps the limits."""
         other = replace(plain.candidate, at_bound="wait")
         drops = plain.candidate.drops and plain.marks(self._limits)
@@ -227,7 +230,7 @@ class _Search:
         waiting = self._descend(other, 2)
         return None if waiting.marks(self._limits) else waiting
 
-    def _second(self, plain: Sequence[Outcome]) -> list[Outcome]:
+    def _second(self, plain: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
         """Return the second best split of the alpha that seems needed, as a first simulation may misorder the two."""
         if not plain:
             return []
@@ -239,7 +242,7 @@ class _Search:
         ]
         return sorted(same, key=lambda one: -one.throughput)[1:2]
 
-    def _redundant(self, plain: Sequence[Outcome]) -> list[Outcome]:
+    def _redundant(self, plain: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
         """For each alpha up to the needed one, find the best redundant choice, and the fastest that exceeds a limit."""
         gains, passing = [], []
         needed = _needed(plain).candidate.async_ratio
@@ -277,7 +280,7 @@ class _Search:
 
     # --- the split ----------------------------------------------------------------------------------------
 
-    def _descend(self, start: Candidate, stride: int) -> Outcome:
+    def _descend(self, start: Candidate, stride: int) -> CandidateOutcome:
         """Move from a split to better neighbours; halve the stride where there are none."""
         best = self._screen(start)
         while stride and not best.candidate.colocated:
@@ -285,7 +288,7 @@ class _Search:
             best, stride = (better, stride) if better else (best, stride // 2)
         return best
 
-    def _better(self, best: Outcome, stride: int) -> Outcome | None:
+    def _better(self, best: CandidateOutcome, stride: int) -> CandidateOutcome | None:
         """Return a neighbour with a shorter step, or None; first try to give GPUs to the busier stage."""
         idle = best.figures.idle
         toward = -stride if idle.learner < idle.engines else stride
@@ -324,10 +327,10 @@ class _Search:
         """Return whether the remaining simulations are reserved for the finals."""
         return len(self._known) >= self._budget.simulations - FINALISTS
 
-    def _screen(self, candidate: Candidate) -> Outcome:
+    def _screen(self, candidate: Candidate) -> CandidateOutcome:
         return self._simulate(candidate, _warm_up(candidate.async_ratio) + self._budget.screening(self._config))
 
-    def _simulate(self, candidate: Candidate, versions: int) -> Outcome:
+    def _simulate(self, candidate: Candidate, versions: int) -> CandidateOutcome:
         """Simulate a candidate for a number of versions, once."""
         if (known := self._known.get((candidate, versions))) is not None:
             return known
@@ -335,7 +338,7 @@ class _Search:
         figures = simulate(config, hardware, versions=versions).figures
         wasted = sum(figures.tokens.wasted.values()) / max(1, figures.tokens.sampled)
         bias, error = settled_bias(figures, self._population(versions))
-        outcome = Outcome(candidate, versions, figures, bias, error, wasted)
+        outcome = CandidateOutcome(candidate, versions, figures, bias, error, wasted)
         self._known[candidate, versions] = outcome
         self._trajectories += versions * config.groups * config.group_size
         self._watch(len(self._known), outcome)
@@ -357,7 +360,7 @@ class _Search:
         return self._lengths
 
 
-def _needed(outcomes: Sequence[Outcome]) -> Outcome:
+def _needed(outcomes: Sequence[CandidateOutcome]) -> CandidateOutcome:
     """Return the outcome with the smallest alpha that may come within the tolerance of the best."""
     best = max(one.throughput for one in outcomes)
     near = [one for one in outcomes if one.throughput >= (1.0 - 1.5 * TOLERANCE) * best]

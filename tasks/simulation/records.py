@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from rollflow.storage.records import DiscardReason, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
-from rollflow.tasks.engines.timed import Usage
+from rollflow.tasks.engines.timed import EngineUsage
 
 
 class Gauge:
@@ -20,7 +20,7 @@ class Gauge:
 
     def __init__(self) -> None:
         self.active = 0
-        self._usage = Usage()
+        self._usage = EngineUsage()
         self._since = 0.0
 
     def change(self, by: int) -> None:
@@ -34,7 +34,7 @@ class Gauge:
         self.active += by
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> EngineUsage:
         """Usage up to now."""
         self.change(0)
         return self._usage
@@ -55,7 +55,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Formed:
+class FormedBatch:
     """A formed batch: when it was formed, and when the last response before that ended."""
 
     number: int
@@ -78,10 +78,10 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class Records:
+class SimulationRecords:
     """All records of one simulation."""
 
-    formed: list[Formed] = field(default_factory=list)
+    formed: list[FormedBatch] = field(default_factory=list)
     steps: list[Span] = field(default_factory=list)  # train steps, until the version is published
     updates: list[Span] = field(default_factory=list)  # pauses of the engines
     trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # of each trained response
@@ -109,7 +109,9 @@ class Records:
         lengths = [t.response_tokens for t in trajectories]
         staleness = Counter(staged.number - t.started_version for t in trajectories)
         now = asyncio.get_running_loop().time()
-        self.formed.append(Formed(staged.number, now, self.last_generation, staleness, len(trajectories), sum(lengths)))
+        self.formed.append(
+            FormedBatch(staged.number, now, self.last_generation, staleness, len(trajectories), sum(lengths))
+        )
         self.trained_lengths.extend(lengths)
         self.generation_seconds.extend(t.generation_seconds for t in trajectories)
 

@@ -29,24 +29,32 @@ from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
 from rollflow.storage.records import TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.config import TimedEngineConfig
-from rollflow.tasks.engines.timed import TimedEngine, Usage
+from rollflow.tasks.engines.timed import EngineUsage, TimedEngine
 from rollflow.tasks.rollout import build_proxy, build_scheduler
-from rollflow.tasks.rollout.proxy import Probe
+from rollflow.tasks.rollout.proxy import WeightsProbe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
-from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
+from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.simulation.evaluations import TimedEvaluations, evaluates
 from rollflow.tasks.simulation.figures import Figures, figures_of
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.parts import FOREVER, Faults, Memory, Prompts, TimedLearner, TimedRewards, check_fresh
-from rollflow.tasks.simulation.records import Records, Snapshot, Span
+from rollflow.tasks.simulation.parts import (
+    FOREVER,
+    Faults,
+    Memory,
+    SimulatedPrompts,
+    TimedLearner,
+    TimedRewards,
+    check_fresh,
+)
+from rollflow.tasks.simulation.records import SimulationRecords, Snapshot, Span
 from rollflow.tasks.simulation.timeline import Sampler, Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class SimulationResult:
     """The result of a simulation."""
 
     figures: Figures
@@ -60,7 +68,7 @@ def simulate(
     versions: int | None = None,
     timeline: bool = False,
     watch: Callable[[int], None] = lambda version: None,
-) -> Simulated:
+) -> SimulationResult:
     """Simulate a recipe on `hardware` until `versions` (default: the recipe's) are trained.
 
     Args:
@@ -75,11 +83,11 @@ def simulate(
         update={"engine": hardware.engine(config), "versions": versions + config.capacity + 1}
     )
 
-    async def main() -> Simulated:
-        world = World(simulated, hardware, config, timeline)
+    async def main() -> SimulationResult:
+        world = SimulatedRun(simulated, hardware, config, timeline)
         await world.run(versions, watch)
         figures = figures_of(world.records, simulated, hardware, versions)
-        return Simulated(figures, world.timeline() if timeline else None)
+        return SimulationResult(figures, world.timeline() if timeline else None)
 
     with _uncollected():
         return run_virtual(main())
@@ -99,17 +107,17 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class World:
+class SimulatedRun:
     """All parts of one simulated run. `config` has timed engines; `recipe` is the original config."""
 
     def __init__(self, config: RunConfig, hardware: Hardware, recipe: RunConfig, timeline: bool) -> None:
         assert isinstance(config.engine, TimedEngineConfig)
         self.config, self.hardware, self.engine = config, hardware, config.engine
-        self.records = Records()
+        self.records = SimulationRecords()
         self.speeds = hardware.speeds(recipe)
         self.engines = {place: self._engine(place) for place in range(len(self.speeds))}
         self._past = [0.0] * len(self.speeds)  # slot seconds of dead engines, by place
-        self._buried: list[Usage] = []
+        self._buried: list[EngineUsage] = []
         _check(config, hardware)
         self.rewards = TimedRewards(hardware.reward, config.seed, self.records)
         self.memory = Memory()
@@ -123,9 +131,11 @@ class World:
         engines = list(self.engines.values())
         self.proxy = build_proxy(engines, self.engine.slots, FOREVER, config.rollout.routing)
         self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
-        ports = SchedulerPorts(Prompts(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack)
+        ports = SchedulerPorts(
+            SimulatedPrompts(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack
+        )
         self.scheduler = build_scheduler(build_limits(config), ports, self.proxy, ResumePoint())
-        hooks = Hooks(self._published, self._updated)
+        hooks = VersionCallbacks(self._published, self._updated)
         self.sync = WeightSync(self.proxy, self, config.engine.in_flight, hooks)
         self.learner = TimedLearner(self.hardware, self.engine.grain, self.channel, self.records)
         lends = evaluates(config, self.hardware)
@@ -173,11 +183,11 @@ class World:
         """Wait for a newer version, as `VersionFeed` does."""
         return await self.channel.wait_version(version, FOREVER)
 
-    async def fetch(self, version: int) -> tuple[Path, Probe]:
+    async def fetch(self, version: int) -> tuple[Path, WeightsProbe]:
         """Let the time of a fetch pass; a simulation has no weights."""
         await asyncio.sleep(self.hardware.update.fetch_seconds)
         self._fetched = asyncio.get_running_loop().time()
-        return Path(), Probe((), (), 0.0)
+        return Path(), WeightsProbe((), (), 0.0)
 
     def _published(self, version: int) -> None:
         self.scheduler.published(version)
@@ -225,7 +235,7 @@ class World:
             reward_busy=rewards.busy_seconds,
         )
 
-    def _usages(self) -> list[Usage]:
+    def _usages(self) -> list[EngineUsage]:
         """Return the usage of every engine, including dead ones."""
         return [*self._buried, *(engine.usage for engine in self.engines.values())]
 

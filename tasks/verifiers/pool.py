@@ -67,7 +67,7 @@ class RewardPool:
         self._config = config
         self._command = [sys.executable, "-m", "rollflow.tasks.verifiers.worker"]
         self._command += [config.model_dump_json(), str(tokenizer_folder), str(ear().fileno())]
-        self._queue: asyncio.PriorityQueue[tuple[int, _Job]] = asyncio.PriorityQueue()  # by arrival
+        self._queue: asyncio.PriorityQueue[tuple[int, _ScoringJob]] = asyncio.PriorityQueue()  # by arrival
         self._arrivals = itertools.count()
         self._turns = asyncio.Semaphore(config.workers)
         self._quick = min(SLOW_SECONDS, config.deadline_seconds)
@@ -95,7 +95,7 @@ class RewardPool:
         futures: list[asyncio.Future[Score]] = [asyncio.get_running_loop().create_future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
             try:
-                self._put(_Job(next(self._arrivals), request.encode_line(), future))
+                self._put(_ScoringJob(next(self._arrivals), request.encode_line(), future))
             except (TypeError, ValueError) as error:  # a user-defined environment passed an invalid request
                 future.set_result(failed("request", error))
         return futures
@@ -122,11 +122,11 @@ class RewardPool:
             lane.cancel()
         await asyncio.gather(*self._lanes, return_exceptions=True)
 
-    def _put(self, *jobs: _Job) -> None:
+    def _put(self, *jobs: _ScoringJob) -> None:
         for job in jobs:
             self._queue.put_nowait((job.arrival, job))
 
-    async def _take(self) -> deque[_Job]:
+    async def _take(self) -> deque[_ScoringJob]:
         """Take the next few responses from the queue; only one, if they are slow."""
         jobs = deque([(await self._queue.get())[1]])
         while not self._queue.empty() and len(jobs) < CHUNK and len(jobs) * self._pace < AHEAD_SECONDS:
@@ -145,7 +145,7 @@ class RewardPool:
                 if not has_turn:
                     await self._turns.acquire()
                 has_turn = True
-                jobs = deque[_Job]() if first and worker is None else await self._take()
+                jobs = deque[_ScoringJob]() if first and worker is None else await self._take()
                 worker = await self._ensure_worker(worker)
                 if worker is None or not await self._wait_ready(worker):
                     worker = None
@@ -193,7 +193,7 @@ class RewardPool:
             if not job.future.done():
                 job.future.set_exception(self._error)
 
-    async def _serve(self, worker: _Worker, jobs: deque[_Job]) -> int | None:
+    async def _serve(self, worker: _Worker, jobs: deque[_ScoringJob]) -> int | None:
         """Send the jobs in one write and read their scores one by one; requeue the jobs without a score at the end.
 
         If a job is slow, the jobs behind it are requeued immediately and the turn is passed on; then return their
@@ -222,14 +222,14 @@ class RewardPool:
         self.busy_seconds += time.monotonic() - started
         return handed_over
 
-    def _pass_on(self, jobs: deque[_Job]) -> int:
+    def _pass_on(self, jobs: deque[_ScoringJob]) -> int:
         """Leave only the first job with a worker; requeue the others and return their number."""
         others = [jobs.pop() for _ in range(len(jobs) - 1)]
         self._put(*others)
         self._turns.release()
         return len(others)
 
-    def _settle(self, job: _Job, score: Score) -> None:
+    def _settle(self, job: _ScoringJob, score: Score) -> None:
         self.scored += 1
         self._pace += (score.seconds - self._pace) / 2
         if not job.future.done():
@@ -237,7 +237,7 @@ class RewardPool:
 
 
 @dataclass(slots=True)
-class _Job:
+class _ScoringJob:
     """A request in the queue or with a worker."""
 
     arrival: int

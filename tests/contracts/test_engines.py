@@ -13,11 +13,11 @@ import pytest_asyncio
 import ray
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines import build_engine
-from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from tests.support.cores import core
@@ -104,7 +104,7 @@ async def started(case: Case, count: int = 8) -> tuple[list[GenerationRequest], 
     return requests, tasks
 
 
-def beginning(generation: Generation, count: int) -> Partial:
+def beginning(generation: Generation, count: int) -> TokenSpan:
     return generation.made.before(count)
 
 
@@ -121,10 +121,10 @@ async def test_generation_has_the_version_in_use(case: Case) -> None:
         check(generation)
         assert generation.id == request.id
         assert set(generation.versions) == {case.engine.version}
-        if generation.ending is Ending.LENGTH:
+        if generation.ending is StopReason.LENGTH:
             assert len(generation.tokens) == request.max_new_tokens
         else:
-            assert generation.ending is Ending.STOP
+            assert generation.ending is StopReason.STOP
             assert generation.tokens[-1] == EOS or not case.has_model
 
 
@@ -172,7 +172,7 @@ async def test_no_token_between_suspend_and_resume(case: Case) -> None:
     await case.engine.resume()
     for generation in await asyncio.gather(*tasks, late):
         check(generation)
-        assert generation.ending in (Ending.STOP, Ending.LENGTH)
+        assert generation.ending in (StopReason.STOP, StopReason.LENGTH)
 
 
 async def test_running_requests_continue_with_the_new_weights(case: Case) -> None:
@@ -213,8 +213,8 @@ async def test_restart_aborts_running_requests(case: Case) -> None:
     _, tasks = await started(case)
     await case.engine.suspend("restart")
     generations = await asyncio.wait_for(asyncio.gather(*tasks), HANG_SECONDS)
-    assert Ending.ABORTED in {generation.ending for generation in generations}
-    assert {generation.ending for generation in generations} <= {Ending.ABORTED, Ending.STOP, Ending.LENGTH}
+    assert StopReason.ABORTED in {generation.ending for generation in generations}
+    assert {generation.ending for generation in generations} <= {StopReason.ABORTED, StopReason.STOP, StopReason.LENGTH}
     for generation in generations:
         check(generation)
     await case.update()
@@ -229,9 +229,9 @@ async def test_abort_returns_the_tokens_so_far(case: Case) -> None:
     for generation in aborted:
         check(generation)
         assert len(generation.tokens) < LONG
-    assert Ending.ABORTED in {generation.ending for generation in aborted}
+    assert StopReason.ABORTED in {generation.ending for generation in aborted}
     for generation in await asyncio.gather(*tasks[2:]):
-        assert generation.ending in (Ending.STOP, Ending.LENGTH)
+        assert generation.ending in (StopReason.STOP, StopReason.LENGTH)
 
 
 async def test_abort_never_overtakes_its_request(case: Case) -> None:
@@ -240,7 +240,7 @@ async def test_abort_never_overtakes_its_request(case: Case) -> None:
     await asyncio.sleep(0)
     await case.engine.abort([request.id])
     generation = await asyncio.wait_for(task, HANG_SECONDS)
-    assert generation.ending is Ending.ABORTED or len(generation.tokens) < LONG
+    assert generation.ending is StopReason.ABORTED or len(generation.tokens) < LONG
 
 
 async def test_engine_works_after_a_cancelled_call(case: Case) -> None:
@@ -272,7 +272,7 @@ async def test_answer_continues_from_its_prefix(case: Case) -> None:
     for cut in (1, length // 2, length - 1):
         old = replace(beginning(whole, cut), versions=Int32s.of((now - 1,) * (cut // 2) + (now,) * (cut - cut // 2)))
         task = asyncio.create_task(case.engine.generate(replace(request, id=f"cut-{cut}", prefix=old)))
-        shown: list[Partial] = []
+        shown: list[TokenSpan] = []
         while not task.done():
             shown += case.engine.progress({f"cut-{cut}": 0}).values()
             await asyncio.sleep(0.002)
@@ -282,7 +282,7 @@ async def test_answer_continues_from_its_prefix(case: Case) -> None:
         assert beginning(generation, cut) == old
         assert len(generation.tokens) > cut
         assert set(generation.versions[cut:]) == {now}
-        assert generation.ending is Ending.STOP or len(generation.tokens) == request.max_new_tokens
+        assert generation.ending is StopReason.STOP or len(generation.tokens) == request.max_new_tokens
         if case.has_model:
             expected = reference_logprobs(case.weights(now), request.prompt + generation.tokens)
             assert generation.logprobs[cut:] == pytest.approx(expected[len(request.prompt) - 1 + cut :], abs=1e-4)

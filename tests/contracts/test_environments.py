@@ -14,9 +14,9 @@ from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import Ending, Prompt, Trajectory
+from rollflow.storage.records import Prompt, StopReason, Trajectory
 from rollflow.storage.token_arrays import Int32s
-from rollflow.tasks.engines.base import Generation, Partial
+from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment, SingleTurnEnvironment
@@ -61,7 +61,7 @@ class Scripted:
             return None
         tokens = tuple(range(100, 100 + min(5, self.room)))
         self.response += tokens
-        return Generation("", Partial.of(tokens, (-1.0,) * len(tokens), (0,) * len(tokens)), Ending.STOP)
+        return Generation("", TokenSpan.of(tokens, (-1.0,) * len(tokens), (0,) * len(tokens)), StopReason.STOP)
 
     def add(self, tokens: Sequence[int]) -> None:
         assert len(tokens) <= self.room

@@ -21,7 +21,7 @@ from rollflow.storage.objects import Data
 from rollflow.storage.objects.base import pieces
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
-from rollflow.tasks.learners.config import Critic, DeepSpeedTrain, Lora, Reference, TorchTrain, TrainConfig
+from rollflow.tasks.learners.config import CriticConfig, DeepSpeedTrain, Lora, ReferenceConfig, TorchTrain, TrainConfig
 from rollflow.tasks.objectives.config import Correction, PartsObjective, Penalties
 from tests.support.tiny_policy import make_policy, make_weights, reference_logprobs
 from tests.tasks.test_algorithms import batch_of, trajectory
@@ -39,10 +39,11 @@ CASES: dict[str, TrainConfig] = {
 TO_REFERENCE = {"kl_to": "reference", "kl_weight": 0.1}
 CASES |= {
     "torch, critic": TorchTrain(warmup_versions=2, minibatches=2, objective=PartsObjective(kind="ppo")),
-    "torch, a critic's head": TorchTrain(objective=PartsObjective(kind="ppo"), critic=Critic(model="head")),
+    "torch, a critic's head": TorchTrain(objective=PartsObjective(kind="ppo"), critic=CriticConfig(model="head")),
     "torch, reference": TorchTrain(objective=PartsObjective(penalties=Penalties(**TO_REFERENCE))),
     "torch, a reference that moves, an adapted weight": TorchTrain(
-        objective=PartsObjective(penalties=Penalties(**TO_REFERENCE, kl_target=0.01)), reference=Reference(every=2)
+        objective=PartsObjective(penalties=Penalties(**TO_REFERENCE, kl_target=0.01)),
+        reference=ReferenceConfig(every=2),
     ),
     "torch, all roles, KL in the reward": TorchTrain(
         objective=PartsObjective(kind="ppo", penalties=Penalties(**TO_REFERENCE, kl_in="reward", kl_target=0.01)),
@@ -62,19 +63,21 @@ CASES |= {
     "torch, bfloat16 without masters, LoRA": TorchTrain(master_dtype="policy", lora=Lora(rank=4)),
     "torch, LoRA, a reference, a critic's head": TorchTrain(
         objective=PartsObjective(kind="ppo", penalties=Penalties(**TO_REFERENCE, kl_target=0.01)),
-        critic=Critic(model="head"),
+        critic=CriticConfig(model="head"),
         minibatches=2,
         lora=Lora(rank=4),
     ),
     "torch, LoRA, a reference that moves": TorchTrain(
-        objective=PartsObjective(penalties=Penalties(**TO_REFERENCE)), reference=Reference(every=2), lora=Lora(rank=4)
+        objective=PartsObjective(penalties=Penalties(**TO_REFERENCE)),
+        reference=ReferenceConfig(every=2),
+        lora=Lora(rank=4),
     ),
 }
 CASES |= {
     "DeepSpeed": DeepSpeedTrain(warmup_versions=2, zero=2),
     "DeepSpeed, ZeRO 1, bfloat16, a reference that moves": DeepSpeedTrain(
         objective=PartsObjective(penalties=Penalties(**TO_REFERENCE, kl_target=0.01)),
-        reference=Reference(every=2),
+        reference=ReferenceConfig(every=2),
         zero=1,
     ),
     "DeepSpeed, ZeRO 3, critic": DeepSpeedTrain(minibatches=2, objective=PartsObjective(kind="ppo"), zero=3),

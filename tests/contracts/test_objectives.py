@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.learners.before import judge
+from rollflow.tasks.learners.forward.pre_update import judge
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
@@ -31,7 +31,7 @@ from rollflow.tasks.objectives.config import (
 from rollflow.tasks.objectives.penalties import kl_estimate
 from rollflow.tasks.objectives.presets import PRESETS, PresetName
 from rollflow.tasks.objectives.ratios import log_ratio
-from rollflow.tasks.objectives.rows import Rows as PackedRows
+from rollflow.tasks.objectives.rows import BatchRows as PackedRows
 from tests.support import oracles
 from tests.support.dual import Dual
 from tests.support.oracles import LONGEST, ORACLES, Row, Rows

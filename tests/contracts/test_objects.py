@@ -26,7 +26,7 @@ from rollflow.storage.objects.base import Data, first_missing, pieces
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import WRITER, S3Store
-from rollflow.storage.objects.s3_requests import PART_BYTES, Patience
+from rollflow.storage.objects.s3_requests import PART_BYTES, RetryLimits
 from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.forked import alone
 from tests.support.s3_server import s3_server, use
@@ -451,7 +451,7 @@ def test_check_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.fixture
 def proxy(aws: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """Start a proxy to the server for stores in this test; they do not pause between two tries."""
-    monkeypatch.setattr(s3_requests, "PATIENT", Patience(tries=6, pause_seconds=0.01))
+    monkeypatch.setattr(s3_requests, "PATIENT", RetryLimits(tries=6, pause_seconds=0.01))
     monkeypatch.setattr(s3_requests, "PART_BYTES", 5 * 2**20)  # the smallest part that S3 accepts
     with FaultyProxy(aws) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", made.endpoint)
@@ -513,7 +513,7 @@ def test_stalled_body_is_read_again(s3: S3Store, proxy: FaultyProxy, monkeypatch
     s3.put("a", b"content")
     proxy.do("GET", Fault.STALLED)
     with monkeypatch.context() as patch:
-        patch.setattr(s3_requests, "PATIENT", Patience(tries=6, pause_seconds=0.01, try_seconds=2.0))
+        patch.setattr(s3_requests, "PATIENT", RetryLimits(tries=6, pause_seconds=0.01, try_seconds=2.0))
         assert s3.get("a") == b"content"
     assert proxy.seen("GET") >= 2
 

@@ -10,19 +10,19 @@ import pytest
 from s3fs.errors import translate_boto_error
 
 from rollflow.storage.objects import s3_requests
-from rollflow.storage.objects.s3_requests import AT_ONCE, Connection, Patience, code_of
+from rollflow.storage.objects.s3_requests import AT_ONCE, RetryLimits, S3Connection, code_of
 
 
 @pytest.fixture
-def connection(monkeypatch: pytest.MonkeyPatch) -> Connection:
+def connection(monkeypatch: pytest.MonkeyPatch) -> S3Connection:
     """Build a connection to an endpoint that nobody serves."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
-    return Connection(Patience(connect_seconds=3.0, silence_seconds=7.0))
+    return S3Connection(RetryLimits(connect_seconds=3.0, silence_seconds=7.0))
 
 
-def test_connection_has_one_client_without_retries(connection: Connection) -> None:
+def test_connection_has_one_client_without_retries(connection: S3Connection) -> None:
     """A client for each request would open new connections; a client that retries would count tries on its own."""
     first, second = (connection.wait(connection._filesystem.set_session) for _ in range(2))
     assert first is second
@@ -37,11 +37,11 @@ def test_region_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, "test")
     for name, region in (("AWS_DEFAULT_REGION", "eu-west-1"), ("AWS_REGION", "eu-central-1")):  # the second wins
         monkeypatch.setenv(name, region)
-        client = (one := Connection(Patience())).wait(one._filesystem.set_session)
+        client = (one := S3Connection(RetryLimits())).wait(one._filesystem.set_session)
         assert client.meta.region_name == region
 
 
-def test_condition_unknown_to_the_client_is_refused(connection: Connection) -> None:
+def test_condition_unknown_to_the_client_is_refused(connection: S3Connection) -> None:
     """If the client ignored it silently, two writers could create one object."""
     with pytest.raises(botocore.exceptions.ParamValidationError, match="IfNobodyDid"):
         connection.call("put_object", Bucket="bucket", Key="key", Body=b"", IfNobodyDid="*")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.tasks.objectives.rows import Rows
+from rollflow.tasks.objectives.rows import BatchRows
 from tests.contracts.test_token_logprobs import ARCHITECTURES, learner_of, model_of, tokens_of
 from tests.tasks.test_algorithms import batch_of, trajectory
 
@@ -30,7 +30,7 @@ def test_shared_prompts_give_the_results_of_separate_rows(name: str) -> None:
     assert (made.width is None) == (name in WINDOWED)
     if made.width is None:
         return
-    data, found = Rows.of(groups()), []
+    data, found = BatchRows.of(groups()), []
     for width in (made.width, None):
         made.width = width
         lines = [len(micro.tokens) for micro in made.micros(data, range(6))]

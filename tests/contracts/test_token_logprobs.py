@@ -18,9 +18,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.learners import token_logprobs
 from rollflow.tasks.learners.config import TorchTrain
-from rollflow.tasks.learners.token_logprobs import TokenLogprobs
+from rollflow.tasks.learners.forward import token_logprobs
+from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
 from rollflow.tasks.policies.head import distance

@@ -12,7 +12,7 @@ import pytest
 from rollflow.storage.errors import Conflict
 from rollflow.storage.log.entries import BatchCommitted, Claimed, VersionPublished
 from rollflow.storage.log.run_log import Log, Writer
-from rollflow.storage.log.state import Refused
+from rollflow.storage.log.state import EntryRefused
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.records import GroupKey
 from rollflow.storage.trajectories import TrajectoryStore
@@ -72,7 +72,7 @@ def learner(root: Path, number: int, _: int) -> str:
     """Claim the learner's role and publish version `number` + 1."""
     policies, writer = learning(LocalStore(root))
     if number not in policies.log.state.waiting:
-        raise Refused(f"version {number + 1} is there")
+        raise EntryRefused(f"version {number + 1} is there")
     return str(publish(policies, writer, number + 1).claim)
 
 

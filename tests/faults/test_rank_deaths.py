@@ -22,13 +22,13 @@ import torch
 from rollflow.storage.errors import ConfigError, RankFailed
 from rollflow.storage.log.audit import audit
 from rollflow.tasks.actors.learner import LearnerActor
-from rollflow.tasks.learners import rank_process
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
-from rollflow.tasks.learners.gloo_ranks import first_store
-from rollflow.tasks.learners.rank_orders import Load, Meeting, Pipes, RankHosts, StartedRank
-from rollflow.tasks.learners.rank_process import run_rank
-from rollflow.tasks.learners.ranked import RankedLearner
+from rollflow.tasks.learners.distributed.gloo_ranks import first_store
+from rollflow.tasks.learners.distributed.rank_protocol import LoadState, Meeting, Pipes, RankHosts, StartedRank
+from rollflow.tasks.learners.multi_rank import rank_process
+from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
+from rollflow.tasks.learners.multi_rank.rank_process import run_rank
 from rollflow.tasks.runtime.actor_warnings import Warnings
 from tests.contracts.test_learners import batch
 from tests.support.small_run import StoreFeed, prepare_small, train_small
@@ -54,11 +54,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
 
 
-def ranked(folder: Path, ranks: int, seconds: float) -> RankedLearner:
-    return RankedLearner(TorchTrain(ranks=ranks, rank_seconds=seconds), LearnerStart(folder, trained=True, versions=10))
+def ranked(folder: Path, ranks: int, seconds: float) -> MultiRankLearner:
+    return MultiRankLearner(
+        TorchTrain(ranks=ranks, rank_seconds=seconds), LearnerStart(folder, trained=True, versions=10)
+    )
 
 
-def pids(made: RankedLearner) -> list[int]:
+def pids(made: MultiRankLearner) -> list[int]:
     """Of the ranks behind the first."""
     found = [one.process.pid for one in made._others._started.values()]
     return [pid for pid in found if pid is not None]
@@ -82,7 +84,7 @@ def _warns(*given: Any) -> None:
 
 
 def test_warning_of_a_rank_is_logged_by_the_first_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.tasks.learners.ranked.run_rank", _warns)
+    monkeypatch.setattr("rollflow.tasks.learners.multi_rank.multi_rank_learner.run_rank", _warns)
     heard, made = Warnings("learner"), ranked(folder, 3, 60.0)
     try:
         warned = [one for one in heard.read() if "is hot" in one.text]
@@ -94,12 +96,12 @@ def test_warning_of_a_rank_is_logged_by_the_first_rank(folder: Path, monkeypatch
     assert (one.actor, one.text) == ("learner", f"rank {one.rank} of 3: card {one.rank} is hot")
 
 
-def steps(made: RankedLearner, versions: range) -> None:
+def steps(made: MultiRankLearner, versions: range) -> None:
     for version in versions:
         made.step(batch(version), version)
 
 
-TROUBLE: dict[str, tuple[Callable[[RankedLearner], None], float, str]] = {
+TROUBLE: dict[str, tuple[Callable[[MultiRankLearner], None], float, str]] = {
     "killed": (lambda made: os.kill(pids(made)[1], signal.SIGKILL), 60.0, "rank 2 of 3 was killed by SIGKILL"),
     "stopped": (
         lambda made: os.kill(pids(made)[0], signal.SIGSTOP),
@@ -107,7 +109,7 @@ TROUBLE: dict[str, tuple[Callable[[RankedLearner], None], float, str]] = {
         "rank 1 of 3 did not come to the others within 3 s",
     ),
     "failing": (
-        lambda made: made._others._started[2].pipes.orders.send(Load({}, {}, None)),
+        lambda made: made._others._started[2].pipes.orders.send(LoadState({}, {}, None)),
         60.0,
         "rank 2 of 3 failed (Corrupt: weights do not fit the model: ",
     ),
@@ -142,7 +144,7 @@ class Killing(StoreFeed):
         """See `StoreFeed`."""
         data = super().lease(number, deadline, afresh=afresh)
         if number == 1:
-            assert isinstance(self.actor.learner, RankedLearner)
+            assert isinstance(self.actor.learner, MultiRankLearner)
             os.kill(pids(self.actor.learner)[0], signal.SIGKILL)
         return data
 
@@ -173,7 +175,7 @@ class Waiting(Killing):
         found = super().lease(number, deadline, afresh=afresh)
         if number == 1:
             learner = self.actor.learner
-            assert isinstance(learner, RankedLearner)
+            assert isinstance(learner, MultiRankLearner)
             until(lambda: not any(one.ended() is None for one in learner._others._started.values()))
             raise TimeoutError("there is no batch 1 yet")
         return found
@@ -191,7 +193,7 @@ def test_rank_that_dies_during_a_wait_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.tasks.learners.ranked.run_rank", _exit)
+    monkeypatch.setattr("rollflow.tasks.learners.multi_rank.multi_rank_learner.run_rank", _exit)
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 ended with code 7 while the ranks started"):
         ranked(folder, 2, 60.0)
 
@@ -235,7 +237,7 @@ def test_ranks_on_several_machines_see_one_gpu_each(folder: Path, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     far = RankHosts(start=_never)
     with pytest.raises(NotImplementedError):
-        RankedLearner(TorchTrain(ranks=2), LearnerStart(folder, trained=True, versions=10, ranks=far))
+        MultiRankLearner(TorchTrain(ranks=2), LearnerStart(folder, trained=True, versions=10, ranks=far))
 
 
 def _never(rank: int, meeting: Meeting) -> StartedRank:

@@ -18,8 +18,8 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import s3_requests
 from rollflow.storage.objects.s3 import S3Store
-from rollflow.storage.objects.s3_requests import PART_BYTES, Patience
-from rollflow.tasks.rollout.proxy import Probe
+from rollflow.storage.objects.s3_requests import PART_BYTES, RetryLimits
+from rollflow.tasks.rollout.proxy import WeightsProbe
 from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.log_runs import read
 from tests.support.pipeline import Pipeline
@@ -40,7 +40,7 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """Between two tries stores wait little here; they try longer than by default, for six kinds come together."""
-    monkeypatch.setattr(s3_requests, "PATIENT", Patience(tries=25, pause_seconds=0.01, longest_pause_seconds=0.1))
+    monkeypatch.setattr(s3_requests, "PATIENT", RetryLimits(tries=25, pause_seconds=0.01, longest_pause_seconds=0.1))
     with FaultyProxy(server, dict.fromkeys(KINDS, 0.1), seed=7) as made:
         use(made.endpoint, monkeypatch)
         yield made
@@ -92,7 +92,7 @@ class Fetching(Pipeline):
 
     cache: Path
 
-    async def fetch(self, version: int) -> tuple[Path, Probe]:
+    async def fetch(self, version: int) -> tuple[Path, WeightsProbe]:
         found = await asyncio.to_thread(self.policies.find, version)
         folder = await asyncio.to_thread(self.policies.weights_folder, found, self.cache)
         assert load_file(folder / "model.safetensors")["number"] == [version]

@@ -23,9 +23,9 @@ from rollflow.storage.errors import RankFailed
 from rollflow.storage.log.audit import audit
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.actors.ranks import SpreadRank, place_in_turn, rank_hosts
-from rollflow.tasks.learners.gloo_ranks import first_store
-from rollflow.tasks.learners.rank_orders import Load, Meeting
-from rollflow.tasks.learners.ranked import RankedLearner
+from rollflow.tasks.learners.distributed.gloo_ranks import first_store
+from rollflow.tasks.learners.distributed.rank_protocol import LoadState, Meeting
+from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import new_learner
 from tests.support.small_run import StoreFeed, prepare_small, train_small
@@ -79,7 +79,7 @@ class Troubled(StoreFeed):
 
     actor: LearnerActor
 
-    def __init__(self, run: RunContext, do: Callable[[RankedLearner], None]) -> None:
+    def __init__(self, run: RunContext, do: Callable[[MultiRankLearner], None]) -> None:
         super().__init__(run)
         self._do = do
 
@@ -87,15 +87,15 @@ class Troubled(StoreFeed):
         """See `StoreFeed`."""
         if number == 1:
             learner = self.actor.learner
-            assert isinstance(learner, RankedLearner)
+            assert isinstance(learner, MultiRankLearner)
             self._do(learner)
         return super().lease(number, deadline, afresh=afresh)
 
 
-def send(sent: signal.Signals) -> Callable[[RankedLearner], None]:
+def send(sent: signal.Signals) -> Callable[[MultiRankLearner], None]:
     """Send it to the rank's process."""
 
-    def do(learner: RankedLearner) -> None:
+    def do(learner: MultiRankLearner) -> None:
         (rank,) = processes()
         os.kill(rank.pid, sent)
         if sent == signal.SIGKILL:
@@ -104,9 +104,9 @@ def send(sent: signal.Signals) -> Callable[[RankedLearner], None]:
     return do
 
 
-def nonsense(learner: RankedLearner) -> None:
+def nonsense(learner: MultiRankLearner) -> None:
     """An order that fails."""
-    learner._others._started[1].pipes.orders.send(Load({}, {}, None))
+    learner._others._started[1].pipes.orders.send(LoadState({}, {}, None))
 
 
 TROUBLE: list[Any] = [
@@ -118,7 +118,7 @@ TROUBLE: list[Any] = [
 
 @pytest.mark.parametrize(("do", "seconds", "sentence"), TROUBLE)
 def test_dead_spread_rank_is_named_and_the_run_continues(
-    place: Path, do: Callable[[RankedLearner], None], seconds: float, sentence: str
+    place: Path, do: Callable[[MultiRankLearner], None], seconds: float, sentence: str
 ) -> None:
     train = {"ranks": 2, "spread": True, "rank_seconds": seconds}
     quiet, run = (prepare_small(place, name, versions=3, train=train) for name in ("quiet", "troubled"))

@@ -12,11 +12,11 @@ import pytest
 import ray
 
 from rollflow.flows import post_training
-from rollflow.flows.keepalive.actors import ActorKeeper, Unwatched, WatchedActor
-from rollflow.flows.keepalive.restarts import Budget, GaveUp, Pending
+from rollflow.flows.keepalive.actors import ActorKeeper, SupervisorGone, WatchedActor
+from rollflow.flows.keepalive.restarts import PendingRecovery, RestartBudget, RestartsExhausted
 from rollflow.flows.post_training import _finish, _give_up
 from rollflow.flows.services import cluster
-from rollflow.flows.views.progress import Progress
+from rollflow.flows.views.progress import RunProgress
 from rollflow.storage.errors import Conflict, NotFinite, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Log, Writer
@@ -36,28 +36,28 @@ from tests.support.waiting import HANG_SECONDS
 
 def test_first_restart_is_immediate_then_pauses_double() -> None:
     now = [0.0]
-    budget = Budget(RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1.0), lambda: now[0])
+    budget = RestartBudget(RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1.0), lambda: now[0])
     assert [budget.spend("learner", "gone") for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]
     assert budget.spend("rollout", "gone") == 0.0  # each role has a budget of its own
-    with pytest.raises(GaveUp, match=r"learner was restarted 4 times within 100 s .* once more: no memory"):
+    with pytest.raises(RestartsExhausted, match=r"learner was restarted 4 times within 100 s .* once more: no memory"):
         budget.spend("learner", "no memory")
     now[0] = 101.0
     assert budget.spend("learner", "gone") == 0.0
 
 
 def test_recovery_times_survive_a_clock_that_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    pending, real = Pending("learner", "gone", 1), time.time
+    pending, real = PendingRecovery("learner", "gone", 1), time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
     assert not pending.note_progress(1.0)
     assert pending.note_progress(2.0)
     first = pending.done()
     assert first.noticed_at <= first.restored_at <= first.resumed_at
-    later = Pending("learner", "gone again", 2).after(pending).done()
+    later = PendingRecovery("learner", "gone again", 2).after(pending).done()
     assert first.noticed_at == later.noticed_at <= later.resumed_at
 
 
 def test_pace_survives_a_clock_that_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    progress = Progress(RunContext(str(tmp_path), tmp_path / "cache"))
+    progress = RunProgress(RunContext(str(tmp_path), tmp_path / "cache"))
     for number, at in enumerate((5000.0, 5001.0, 1402.0)):
         metrics = {"response_tokens": 100.0}
         progress.versions.append(PolicyVersion(number, number, 0, at, None, (), (), (), metrics, ""))
@@ -122,7 +122,7 @@ def test_keeper_recovers_from_deaths_errors_and_hangs(tmp_path: Path) -> None:
 
 
 def test_unwatched_actor_is_not_restarted(tmp_path: Path) -> None:
-    with pytest.raises(Unwatched, match=r"no supervisor has watched .* for 2 s .*; go on with: rollflow resume"):
+    with pytest.raises(SupervisorGone, match=r"no supervisor has watched .* for 2 s .*; go on with: rollflow resume"):
         keep(tmp_path, "hang", patience=HANG_SECONDS, lease=2.0)
     assert RecoveryLog(open_store(str(tmp_path))).read() == []
 
@@ -142,7 +142,7 @@ def test_silent_and_idle_actor_is_stuck(tmp_path: Path) -> None:
 
 
 def test_busy_actor_without_progress_is_restarted(tmp_path: Path) -> None:
-    with pytest.raises(GaveUp, match="no progress for 8 s"):
+    with pytest.raises(RestartsExhausted, match="no progress for 8 s"):
         keep(tmp_path, "busy", restarts=0, answer=3.0, patience=8.0)
 
 
@@ -161,7 +161,7 @@ def test_unstorable_note_does_not_end_the_actor(tmp_path: Path, monkeypatch: pyt
 
 
 def test_exhausted_budget_reports_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(GaveUp, match=r"worker was restarted 2 times .* somebody else published version 3"):
+    with pytest.raises(RestartsExhausted, match=r"worker was restarted 2 times .* somebody else published version 3"):
         keep(tmp_path, "raise", restarts=2)
 
 
@@ -173,7 +173,7 @@ def test_new_keeper_inherits_the_spent_budget(tmp_path: Path, monkeypatch: pytes
     keep(tmp_path, "raise work", restarts=2)
     keep_on(tmp_path, "raise work")
     assert [one.attempt for one in RecoveryLog(open_store(str(tmp_path))).read()] == [1, 2]
-    with pytest.raises(GaveUp, match="worker was restarted 2 times within 600 s"):
+    with pytest.raises(RestartsExhausted, match="worker was restarted 2 times within 600 s"):
         keep_on(tmp_path, "raise work")
 
 
@@ -216,7 +216,7 @@ def supervised(store: MemoryStore, done: list[str]) -> tuple[Writer, Any, Any]:
     return Log(store).claim("supervisor", cluster="A"), stages, writer
 
 
-FAILED = GaveUp("the train stage failed: Deposed: a learner is claimed under the newest supervisor")
+FAILED = RestartsExhausted("the train stage failed: Deposed: a learner is claimed under the newest supervisor")
 
 
 @pytest.mark.parametrize(("cluster", "done"), [("B", ["stages ended"]), ("A", [])])

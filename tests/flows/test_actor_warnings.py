@@ -10,7 +10,7 @@ import pytest
 
 from rollflow.flows.views.actor_warnings import ActorWarnings, without_secrets
 from rollflow.tasks.runtime import actor_warnings as module
-from rollflow.tasks.runtime.actor_warnings import AGAIN_SECONDS, KEPT, LENGTH, Warned, Warnings, ear
+from rollflow.tasks.runtime.actor_warnings import AGAIN_SECONDS, KEPT, LENGTH, ActorWarning, Warnings, ear
 
 
 @pytest.fixture
@@ -74,10 +74,10 @@ def test_number_of_recorded_warnings_is_bounded(kept: Warnings, monkeypatch: pyt
 def test_each_warning_is_logged_once() -> None:
     said: list[str] = []
     told = ActorWarnings(lambda form, *given, extra: said.append(form % given + f" {extra}"))
-    first, second = Warned("learner", "a:1", 1, "odd"), Warned("learner", "a:1", 2, "odder")
+    first, second = ActorWarning("learner", "a:1", 1, "odd"), ActorWarning("learner", "a:1", 2, "odder")
     told.tell([first])
     told.tell([first, second])
-    told.tell([first, second, Warned("learner", "a:2", 1, "odd", rank=1)])  # its successor's
+    told.tell([first, second, ActorWarning("learner", "a:2", 1, "odd", rank=1)])  # its successor's
     expected = [("odd", None), ("odder", None), ("odd", 1)]
     assert said == [f"learner warns: {text} {{'actor': 'learner', 'rank': {rank}}}" for text, rank in expected]
 

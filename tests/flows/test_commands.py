@@ -19,13 +19,13 @@ from rich.console import Console
 
 from rollflow.flows.commands.cli import main
 from rollflow.flows.views.audit_table import show_audit, staleness_table
-from rollflow.flows.views.progress import Progress
+from rollflow.flows.views.progress import RunProgress
 from rollflow.flows.views.summary import summarize
 from rollflow.storage import policies
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.log.anchors import first_anchor, newest_anchor
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import Written
+from rollflow.storage.log.entries import WrittenEntry
 from rollflow.storage.log.reading import written
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Log
@@ -324,9 +324,9 @@ def test_progress_yields_each_version_once_despite_failures(
     trained: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each version is yielded once, even if a read of the log fails in the middle."""
-    progress = Progress(RunContext(trained.uri, trained.cache))
+    progress = RunProgress(RunContext(trained.uri, trained.cache))
 
-    def broken(log: Log, first: int, last: int) -> Iterator[Written]:
+    def broken(log: Log, first: int, last: int) -> Iterator[WrittenEntry]:
         yield from written(log, first, last // 2)
         raise Unreachable("object storage did not answer")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.views.compare import ComparedRun, Curve, describe_same_weights, differences, group_seeds
+from rollflow.flows.views.compare import ComparedRun, VersionCurve, describe_same_weights, differences, group_seeds
 from rollflow.flows.views.compare_page import SECTIONS, SHOWN, compare_page
 from rollflow.tasks.run.context import RunContext
 from tests.support.described import change_config
@@ -71,7 +71,7 @@ def test_compare_refuses_bad_arguments(trained: RunContext, capsys: pytest.Captu
 def made_up(name: str, versions: int = 1000, rise: float = 1.0, **config: str) -> ComparedRun:
     """A run whose every value goes up in a line from 0 to `rise`."""
     x = np.arange(1.0, versions + 1)
-    curve = Curve(x, x * 1000, x * 2, np.linspace(0, rise, versions))
+    curve = VersionCurve(x, x * 1000, x * 2, np.linspace(0, rise, versions))
     curves = {what: curve for charts in SECTIONS.values() for what, _ in charts}
     return ComparedRun(name, {"versions": str(versions), **config}, {"audit": "clean"}, {"s": "1"}, {}, curves)
 
@@ -89,7 +89,9 @@ def test_seeds_share_one_band(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [made_up("a", 11, seed="0"), made_up("b", 11, 3.0, seed="1"), made_up("c", 11, rate="2")]
     assert [[run.name for run in group] for group in group_seeds(runs)] == [["a", "b"], ["c"]]
     assert differences(runs) == {"seed": ("0", "1", "unset"), "rate": ("unset", "unset", "2")}
-    short = Curve(*(part[:6] for part in (np.arange(1.0, 12), np.arange(1.0, 12), np.arange(1.0, 12), np.zeros(11))))
+    short = VersionCurve(
+        *(part[:6] for part in (np.arange(1.0, 12), np.arange(1.0, 12), np.arange(1.0, 12), np.zeros(11)))
+    )
     band = page._build_band("a", "", "", [runs[1].curves["reward"], short], "versions")
     assert (band.x[0], band.x[-1], len(band.x)) == (1, 6, SHOWN)
     assert (band.low[-1], band.middle[-1], band.high[-1]) == pytest.approx((0, 0.75, 1.5))  # 3.0 at half of the way

@@ -26,7 +26,7 @@ from rollflow.flows.evaluate import evaluate
 from rollflow.flows.services import prefect_api, registering
 from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, api, crash_orphans, start, unfinished_runs
 from rollflow.flows.services.process import PrefectServer, Runner
-from rollflow.flows.services.registering import Offer, list_superseded, register, sweep, withdraw
+from rollflow.flows.services.registering import DeploymentOffer, list_superseded, register, sweep, withdraw
 from rollflow.tasks.run.config import RunConfig
 from tests.support.prefect_home import served
 from tests.support.waiting import RUN_SECONDS, until
@@ -71,11 +71,11 @@ def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> 
 
 
 @pytest.fixture
-def offer(server: PrefectServer) -> Offer:
-    return Offer(evaluate, f"o-{uuid.uuid4().hex[:6]}", {"version": 3}, "as we say", ("ours",))
+def offer(server: PrefectServer) -> DeploymentOffer:
+    return DeploymentOffer(evaluate, f"o-{uuid.uuid4().hex[:6]}", {"version": 3}, "as we say", ("ours",))
 
 
-def test_registering_keeps_user_changes(server: PrefectServer, offer: Offer) -> None:
+def test_registering_keeps_user_changes(server: PrefectServer, offer: DeploymentOffer) -> None:
     page, name = Page(server), f"evaluate/{offer.name}"
     made = register(offer)
     assert page.read(name)["parameters"] == {"version": 3}
@@ -97,14 +97,14 @@ def test_registering_keeps_user_changes(server: PrefectServer, offer: Offer) -> 
     assert page.read(name)["parameters"] == {"version": 5}
 
 
-def test_schedule_plans_flow_runs(server: PrefectServer, offer: Offer) -> None:
+def test_schedule_plans_flow_runs(server: PrefectServer, offer: DeploymentOffer) -> None:
     """The server's own scheduler does this; it fails with an SQLAlchemy that Prefect does not support."""
     register(replace(offer, cron=("0 2 * * *", "Europe/Berlin"), tags=("nightly",)))
     with api() as client:
         until(lambda: {run.deployment_id for run in unfinished_runs(client, SERVED) if run.auto_scheduled})
 
 
-def test_recipes_come_before_internal_deployments(server: PrefectServer, offer: Offer) -> None:
+def test_recipes_come_before_internal_deployments(server: PrefectServer, offer: DeploymentOffer) -> None:
     """The page and the server sort by name, for deployments of stacks and of other sessions."""
     recipe = replace(offer, name=f"yellow-{offer.name}", tags=("recipe",))
     ours = [*deployments(SERVED), *deployments("arithmetic-20260101-120000-0a1b2c3d")]
@@ -137,7 +137,7 @@ def test_flow_runs_of_older_names_are_served(server: PrefectServer) -> None:
     assert SERVED not in page.all()
 
 
-def test_unchanged_deployment_is_not_updated(server: PrefectServer, offer: Offer) -> None:
+def test_unchanged_deployment_is_not_updated(server: PrefectServer, offer: DeploymentOffer) -> None:
     """An update would drop the flow runs that a schedule has planned."""
     page, name = Page(server), f"evaluate/{offer.name}"
     register(offer)
@@ -147,7 +147,7 @@ def test_unchanged_deployment_is_not_updated(server: PrefectServer, offer: Offer
 
 
 def test_deployments_of_ended_sessions_are_deleted(
-    server: PrefectServer, offer: Offer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: PrefectServer, offer: DeploymentOffer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     page, living, dead = Page(server), *(replace(offer, name=f"{w}-{offer.name}", tags=(OF_SESSION,)) for w in "ld")
     for one in (offer, living, dead):
@@ -201,7 +201,7 @@ def test_user_changes_survive_the_runner(server: PrefectServer, tmp_path: Path) 
     assert there["parameters"]["config"]["versions"] == 11
 
 
-def test_recipe_flow_runs_belong_to_their_runner(server: PrefectServer, offer: Offer) -> None:
+def test_recipe_flow_runs_belong_to_their_runner(server: PrefectServer, offer: DeploymentOffer) -> None:
     other = replace(offer, tags=("recipe",))
     register(other)
     with api() as client:
@@ -211,7 +211,7 @@ def test_recipe_flow_runs_belong_to_their_runner(server: PrefectServer, offer: O
 
 
 def test_starting_stack_keeps_planned_and_paused_runs(
-    server: PrefectServer, offer: Offer, monkeypatch: pytest.MonkeyPatch
+    server: PrefectServer, offer: DeploymentOffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefect plans a night only once: a planned night that is marked as crashed would never run."""
     monkeypatch.setattr(prefect_api, "PAGE", 2)

@@ -13,7 +13,7 @@ import ray
 
 from rollflow.flows.keepalive.engines import Engines
 from rollflow.flows.keepalive.prestart import begin_actors
-from rollflow.flows.keepalive.restarts import Budget, GaveUp
+from rollflow.flows.keepalive.restarts import RestartBudget, RestartsExhausted
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import StoreFailed
 from rollflow.storage.objects import open_store
@@ -145,10 +145,10 @@ def test_health_from_before_a_failure_is_ignored(kept: Kept) -> None:
 
 
 def test_exhausted_budget_reports_the_reason_once(kept: Kept) -> None:
-    kept.engines.restarts.budget = Budget(RecoveryConfig(restarts=0))
+    kept.engines.restarts.budget = RestartBudget(RecoveryConfig(restarts=0))
     actor = ray.get_actor(engine_name(1))
     die(actor)
-    with pytest.raises(GaveUp) as caught:
+    with pytest.raises(RestartsExhausted) as caught:
         kept.until(lambda: False)
     assert str(caught.value).count("engine-1 was restarted") == 1
 

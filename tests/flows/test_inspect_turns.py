@@ -14,7 +14,7 @@ import pytest
 from rollflow.flows.commands.cli import main
 from rollflow.flows.views.mlflow_payload import _sample_responses
 from rollflow.flows.views.turns import split_turns
-from rollflow.storage.records import Ending, Trajectory
+from rollflow.storage.records import StopReason, Trajectory
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.run.context import RunContext
 from tests.support import small_run
@@ -37,7 +37,7 @@ def two_turns(context: RunContext, of: Trajectory) -> Trajectory:
         [-1] * quiet + versions + [-1] * len(hint) + [1] * len(then),
         of.reward,
         of.reason,
-        Ending.STOP,
+        StopReason.STOP,
     )
 
 

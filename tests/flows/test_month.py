@@ -16,7 +16,7 @@ import pytest
 from rollflow.flows.keepalive import engines, stages
 from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
 from rollflow.flows.keepalive.engines import Engines
-from rollflow.flows.keepalive.restarts import Budget, GaveUp, Restarts
+from rollflow.flows.keepalive.restarts import RestartBudget, Restarts, RestartsExhausted
 from rollflow.flows.keepalive.services import SERVER, ServiceKeeper
 from rollflow.flows.keepalive.stages import Stage, Stages
 from rollflow.flows.services import cluster
@@ -52,8 +52,8 @@ def days() -> Days:
 
 
 @pytest.fixture
-def budget(days: Days) -> Budget:
-    return Budget(RecoveryConfig(), days)
+def budget(days: Days) -> RestartBudget:
+    return RestartBudget(RecoveryConfig(), days)
 
 
 @pytest.fixture
@@ -122,7 +122,9 @@ def prefect(monkeypatch: pytest.MonkeyPatch) -> Prefect:
     return server
 
 
-def test_stage_survives_a_month_of_deaths(context: RunContext, budget: Budget, days: Days, prefect: Prefect) -> None:
+def test_stage_survives_a_month_of_deaths(
+    context: RunContext, budget: RestartBudget, days: Days, prefect: Prefect
+) -> None:
     kept = Stages(context, "a:1", print)
     kept.restarts.budget = budget
     stage = kept.all["train"]
@@ -158,7 +160,7 @@ def test_lost_answer_starts_no_second_flow_run(context: RunContext, prefect: Pre
 
 
 def test_channel_survives_a_month_of_deaths(
-    context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch
+    context: RunContext, budget: RestartBudget, days: Days, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
     monkeypatch.setattr(stages, "start_channel", lambda *_: started.append(days.now))
@@ -182,7 +184,7 @@ def paused(context: RunContext, days: Days, monkeypatch: pytest.MonkeyPatch) -> 
     """A supervisor's stages, with long pauses; what sleeps through one sees no other death, and writes no status."""
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it slept for {seconds:g} s"))
     kept = Stages(context, "a:1", print)
-    kept.restarts = Restarts(Budget(RecoveryConfig(restarts=3, backoff_seconds=20.0), days), days, days)
+    kept.restarts = Restarts(RestartBudget(RecoveryConfig(restarts=3, backoff_seconds=20.0), days), days, days)
     return kept
 
 
@@ -207,7 +209,7 @@ def test_pause_of_the_channel_delays_no_other(paused: Stages, days: Days, monkey
         paused._look_after_channel()
         days.now += 1.0
     assert started == [0.0, 21.0, 62.0]
-    with pytest.raises(GaveUp, match="channel was restarted 3 times"):
+    with pytest.raises(RestartsExhausted, match="channel was restarted 3 times"):
         paused._look_after_channel()
 
 
@@ -216,7 +218,7 @@ def dies() -> None:
 
 
 def test_actor_survives_a_month_of_deaths(
-    context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch
+    context: RunContext, budget: RestartBudget, days: Days, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     died = 0
 
@@ -235,7 +237,7 @@ def test_actor_survives_a_month_of_deaths(
 
 
 def test_engine_survives_a_month_of_deaths(
-    context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch
+    context: RunContext, budget: RestartBudget, days: Days, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "node_gpus", list)
     monkeypatch.setattr(engines, "start_engine", lambda *_: dies())
@@ -258,7 +260,7 @@ class Fragile:
         self.running = True
 
 
-def test_service_survives_a_month_of_deaths(budget: Budget, days: Days) -> None:
+def test_service_survives_a_month_of_deaths(budget: RestartBudget, days: Days) -> None:
     service, recovered = Fragile(), list[Recovery]()
     services = ServiceKeeper("none", {SERVER: service}, RecoveryConfig())  # type: ignore[dict-item]
     services.restarts.budget = budget

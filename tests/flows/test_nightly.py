@@ -26,7 +26,7 @@ from rollflow.flows.prepare import prepare
 from rollflow.flows.services.prefect_api import SERVED, api, start
 from rollflow.flows.services.process import PrefectServer
 from rollflow.flows.services.registering import register
-from rollflow.flows.views.registry import Registered, Score, z_score
+from rollflow.flows.views.registry import EvaluationScore, RegisteredVersion, z_score
 from rollflow.storage.errors import Unreachable
 from rollflow.tasks.rollout.evaluation import Evaluation, store_evaluation
 from rollflow.tasks.run.config import RunConfig
@@ -161,15 +161,15 @@ def test_failing_registry_promotes_nothing(plan: Nightly, monkeypatch: pytest.Mo
 
 def test_z_score_equals_the_value_by_hand() -> None:
     """p = 0.5 over both: the error is sqrt(0.25 * 2 / 100) = 0.0707."""
-    assert z_score(Score(0.6, 100), Score(0.4, 100)) == pytest.approx(0.2 / 0.070711, rel=1e-4)
-    assert z_score(Score(1.0, 8), Score(1.0, 8)) == 0.0
+    assert z_score(EvaluationScore(0.6, 100), EvaluationScore(0.4, 100)) == pytest.approx(0.2 / 0.070711, rel=1e-4)
+    assert z_score(EvaluationScore(1.0, 8), EvaluationScore(1.0, 8)) == 0.0
 
 
 @pytest.mark.parametrize(
     ("new", "old", "promoted"), [(100, 100, True), (99, 100, False), (100, 99, False), (5, 5, False)]
 )
 def test_few_answers_promote_no_version(plan: Nightly, new: int, old: int, promoted: bool) -> None:
-    better, said = _judge(Registered("1", "monday", Score(0.0, old)), Score(0.6, new), plan)
+    better, said = _judge(RegisteredVersion("1", "monday", EvaluationScore(0.0, old)), EvaluationScore(0.6, new), plan)
     assert better == promoted
     assert promoted or "fewer than answers = 100 cannot be compared; raise evaluation.prompts" in said
 

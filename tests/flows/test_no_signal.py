@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands.run import _suggest_next_step
-from rollflow.flows.keepalive.run_watch import Following
+from rollflow.flows.keepalive.run_watch import RunWatch
 from rollflow.flows.views.console import print_summary
 from rollflow.flows.views.no_signal import count_newest_without, count_without_signal, describe_no_signal
 from rollflow.flows.views.status import read_status
@@ -71,7 +71,7 @@ def test_run_without_signal_is_reported_or_stopped(silent: RunContext, capsys: p
     supervisor: Any = SimpleNamespace(check=lambda: None)
     stages: Any = SimpleNamespace(paused=False)
     with pytest.raises(ConfigError) as stopped:
-        Following(stages, writer, supervisor)._tell()
+        RunWatch(stages, writer, supervisor)._tell()
     assert str(stopped.value) == f"train.no_signal = 'stop': {words}"
     assert words.startswith("nothing was learned in versions 1 to 4: no row had an advantage")
     status = read_status(silent)

@@ -10,7 +10,7 @@ import pytest
 from rollflow.flows.views import progress_blocks
 from rollflow.flows.views.mlflow_run import VERSION
 from rollflow.flows.views.pauses import paused_seconds
-from rollflow.flows.views.progress import Progress
+from rollflow.flows.views.progress import RunProgress
 from rollflow.flows.views.status_writer import points_of
 from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.run_log import Log
@@ -85,7 +85,7 @@ def test_speeds_exclude_pauses(run: Run) -> None:
     run.now += 40_000.0
     run.resume()
     run.train(2)
-    progress = Progress(run.context)
+    progress = RunProgress(run.context)
     progress.advance()
     assert progress.version == 6
     assert progress.paused_seconds == pytest.approx(3600 + 2 + 40_003 + 2)
@@ -103,7 +103,7 @@ def test_earlier_pauses_are_known_in_mid_run(run: Run) -> None:
     run.now += 3600.0
     run.resume()
     run.train(3)
-    late = Progress(run.context)
+    late = RunProgress(run.context)
     late.versions.append(run.context.policies.find(5))
     first, last = run.context.policies.find(0), run.context.policies.find(5)
     assert paused_seconds(run.context, first, last) == pytest.approx(3602)
@@ -125,7 +125,7 @@ def test_restart_of_one_stage_is_no_pause(run: Run) -> None:
     run.now += 30.0
     run.start_stages()
     run.train(1)
-    progress = Progress(run.context)
+    progress = RunProgress(run.context)
     progress.advance()
     assert progress.paused_seconds == 0.0
     assert progress.training_seconds == pytest.approx(62.0)
@@ -139,6 +139,6 @@ def test_replaced_supervisor_is_no_pause(run: Run) -> None:
     run.now += 1.0
     run.start_stages()
     run.train(1)
-    progress = Progress(run.context)
+    progress = RunProgress(run.context)
     progress.advance()
     assert progress.paused_seconds == 0.0

@@ -12,7 +12,7 @@ import pytest
 from rollflow.flows.commands import plan as planning
 from rollflow.flows.commands._toml_edit import rewrite_toml, to_toml
 from rollflow.flows.commands.cli import main
-from rollflow.tasks.simulation.candidates import Budget
+from rollflow.tasks.simulation.candidates import SimulationBudget
 from tests.support.refused import refused
 
 RECIPE = "flows/recipes/sorting.toml"
@@ -35,7 +35,7 @@ seconds_per_trajectory = 0.6
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(planning, "QUICK", Budget(24, 3, 100, 8, 300))
+    monkeypatch.setattr(planning, "QUICK", SimulationBudget(24, 3, 100, 8, 300))
     path = tmp_path / "hardware.toml"
     path.write_text(FILE)
     return path

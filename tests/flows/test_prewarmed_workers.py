@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rollflow.flows.services import prewarmed_workers as module
-from rollflow.flows.services.prewarmed_workers import Spares
+from rollflow.flows.services.prewarmed_workers import PrewarmedWorkers
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.tasks.actors import early_imports
 from rollflow.tasks.actors.early_imports import KIND, WANTED, Kind, import_early, list_kinds, wanted
@@ -98,7 +98,7 @@ def test_engine_worker_has_a_fork_server(head: RayHead) -> None:
         until(lambda server=server: not psutil.pid_exists(server))  # type: ignore[misc]
 
 
-class Asked(Spares):
+class Asked(PrewarmedWorkers):
     """Notes what it asks for."""
 
     def __init__(self, folder: Path, **how: Any) -> None:

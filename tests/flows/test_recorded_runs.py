@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.commands.replay import Outcome, replay
+from rollflow.flows.commands.replay import ReplayOutcome, replay
 from rollflow.flows.locations import attach_run, find_run
 from rollflow.storage.log.entries import ConfigChanged
 from rollflow.storage.objects import open_store
@@ -47,7 +47,7 @@ def test_recorded_run_is_read_by_commands(run: Path, verb: str, capsys: pytest.C
 @pytest.mark.long
 def test_recorded_run_is_replayed(run: Path) -> None:
     """The same bits on the same kind of machine; on another one, what differs is rounding."""
-    outcomes: list[Outcome] = []
+    outcomes: list[ReplayOutcome] = []
     notes: list[str] = []
     replay(find_run(str(run)), VERSIONS, False, notes.append, outcomes.append)
     [outcome] = outcomes

@@ -19,11 +19,11 @@ import pytest
 from prefect.states import Cancelled, Crashed, Failed, Pending, Running, Scheduled
 
 from rollflow.flows.keepalive import supervisor_restart as crashed_module
-from rollflow.flows.keepalive.restarts import Budget, GaveUp
+from rollflow.flows.keepalive.restarts import RestartBudget, RestartsExhausted
 from rollflow.flows.keepalive.services import RUNNER, SERVER, ServiceKeeper
 from rollflow.flows.keepalive.stages import Stages, cancel
 from rollflow.flows.keepalive.supervisor_restart import (
-    PickUp,
+    SupervisorRestarter,
     follows_another,
     pause_before,
     restart_supervisor,
@@ -151,7 +151,7 @@ def test_exhausted_budget_fails_the_flow_run(deployment: str, run: RunContext) -
         flow_run = successor.flow_run
         with api() as client:
             client.set_flow_run_state(flow_run, Crashed(message="killed. By the test"), force=True)
-    with pytest.raises(GaveUp, match="started again 2 times within 600 s"):
+    with pytest.raises(RestartsExhausted, match="started again 2 times within 600 s"):
         restart_supervisor(flow_run, run)
     with api() as client:
         state = client.read_flow_run(flow_run).state
@@ -187,7 +187,7 @@ def test_dead_stage_gets_a_new_flow_run_each_time(
     name, now = f"d-{uuid.uuid4().hex[:6]}", [0.0]
     monkeypatch.setenv("ROLLFLOW_DEPLOYMENT", name)
     stages = Stages(run, "127.0.0.1:1", print)
-    stages.restarts.budget = Budget(run.config.recovery, lambda: now[0])
+    stages.restarts.budget = RestartBudget(run.config.recovery, lambda: now[0])
     stage, seen = stages.all["train"], []
     with api() as client:
         client.create_deployment(flow_id=client.create_flow_from_name("train"), name=name)
@@ -231,7 +231,7 @@ def test_pause_doubles_with_recent_crashes() -> None:
     assert [pause_before([now] * n, now, limits) for n in (1, 2, 3, 4)] == [0.0, 1.0, 2.0, 4.0]
     assert pause_before([now - 100] * 9 + [now], now, limits) == 0.0
     assert pause_before([now + 3600] * 9 + [now], now, limits) == 0.0  # the clock stepped back
-    with pytest.raises(GaveUp):
+    with pytest.raises(RestartsExhausted):
         pause_before([now] * 5, now, limits)
 
 
@@ -269,7 +269,7 @@ def test_unnamed_run_is_found_by_its_flow_run(deployment: str, run: RunContext) 
 def test_serve_picks_up_a_crash_once(deployment: str, run: RunContext) -> None:
     flow_run = crashed(deployment, given(run))
     told: list[str] = []
-    pick_up = PickUp(deployment)
+    pick_up = SupervisorRestarter(deployment)
     for _ in range(2):
         pick_up.look(told.append)
     assert told == [f"run {run.run_id} goes on: killed"]
@@ -319,7 +319,7 @@ def test_dying_service_ends_the_session_with_the_reason(tmp_path: Path) -> None:
             until(lambda attempt=attempt: services.look(recovered.append) or len(recovered) == attempt)  # type: ignore[misc]
             assert service.running
         service.kill()
-        with pytest.raises(GaveUp, match="files was restarted 2 times"):
+        with pytest.raises(RestartsExhausted, match="files was restarted 2 times"):
             services.look(recovered.append)
     assert [(one.role, one.reason, one.attempt) for one in recovered] == [
         ("files", "its process ended", n) for n in (1, 2)

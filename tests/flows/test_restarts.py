@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollflow.flows.keepalive import restart_history as spent_module
-from rollflow.flows.keepalive.restart_history import Earlier, count_restarts, reset_budgets
-from rollflow.flows.keepalive.restarts import LONGEST_PAUSE, Budget, GaveUp, Restarts, pause_after
+from rollflow.flows.keepalive.restart_history import RestartHistory, count_restarts, reset_budgets
+from rollflow.flows.keepalive.restarts import LONGEST_PAUSE, RestartBudget, Restarts, RestartsExhausted, pause_after
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog, recovery_path
@@ -59,9 +59,9 @@ class World:
 
     def take_over(self) -> None:
         """Another process keeps it from now on."""
-        earlier = Earlier(self.run, LIMITS.window_seconds, lambda: self.now, lambda: self.now)
+        earlier = RestartHistory(self.run, LIMITS.window_seconds, lambda: self.now, lambda: self.now)
         self.counted = [at for one in self.recoveries for at in one.restarts]
-        self.keeper = Restarts(Budget(LIMITS, lambda: self.now, earlier), lambda: self.now, lambda: self.now)
+        self.keeper = Restarts(RestartBudget(LIMITS, lambda: self.now, earlier), lambda: self.now, lambda: self.now)
 
     @property
     def recent(self) -> int:
@@ -117,7 +117,9 @@ def test_every_course_keeps_the_budget_and_its_records(
         if kind == "end":
             episodes += world.up
             if world.recent == LIMITS.restarts:
-                with pytest.raises(GaveUp, match=r"learner was restarted 3 times within 100 s .* once more: gone"):
+                with pytest.raises(
+                    RestartsExhausted, match=r"learner was restarted 3 times within 100 s .* once more: gone"
+                ):
                     world.keeper.mark_down(ROLE, "gone")
                 break
             world.end()  # within the budget it is always started again
@@ -163,7 +165,7 @@ def test_stepping_clock_spends_no_budget(step: float) -> None:
     run = MemoryStore(uuid.uuid4().hex)
     for attempt in (1, 2, 3):
         RecoveryLog(run).append(record(ROLE, attempt, 4990.0 + attempt, 4995.0))
-    earlier = Earlier(run, 100.0, lambda: 50.0, lambda: now[0])
+    earlier = RestartHistory(run, 100.0, lambda: 50.0, lambda: now[0])
     assert sorted(earlier.times(ROLE)) == [41.0, 42.0, 43.0]
     now[0] += step
     assert earlier.times(ROLE) == []
@@ -177,11 +179,11 @@ def test_user_restart_resets_the_budget(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(spent_module.time, "time", lambda: 4995.0)
     reset_budgets(run)
     RecoveryLog(run).append(record(ROLE, 1, 4996.0, 4997.0))
-    budget = Budget(LIMITS, lambda: 50.0, Earlier(run, 100.0, lambda: 50.0, lambda: 5000.0))
+    budget = RestartBudget(LIMITS, lambda: 50.0, RestartHistory(run, 100.0, lambda: 50.0, lambda: 5000.0))
     for _ in range(2):
         budget.spend(ROLE, "gone")
     assert budget.attempt(ROLE) == 3
-    with pytest.raises(GaveUp):
+    with pytest.raises(RestartsExhausted):
         budget.spend(ROLE, "gone")
 
 
@@ -203,8 +205,8 @@ def test_damaged_record_restores_no_budget(damaged: str) -> None:
     journal.append(record(ROLE, 3, 994.0, 995.0))
     assert [one.attempt for one in journal.read()] == [1, 2, 3]
     assert journal.damaged == [recovery_path(1)]
-    budget = Budget(LIMITS, lambda: 1000.0, Earlier(run, 100.0, lambda: 1000.0, lambda: 1000.0))
-    with pytest.raises(GaveUp):
+    budget = RestartBudget(LIMITS, lambda: 1000.0, RestartHistory(run, 100.0, lambda: 1000.0, lambda: 1000.0))
+    with pytest.raises(RestartsExhausted):
         budget.spend(ROLE, "gone")
 
 
@@ -241,12 +243,12 @@ def test_unreachable_storage_delays_no_restart(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(spent_module, "AGAIN_SECONDS", 0.01)
     run = Hanging(uuid.uuid4().hex)
     RecoveryLog(MemoryStore(run.name)).append(record(ROLE, 1, 990.0, 991.0))
-    earlier = Earlier(run, 100.0, lambda: 1000.0, lambda: 1000.0)
-    budget = Budget(LIMITS, lambda: 1000.0, earlier)
+    earlier = RestartHistory(run, 100.0, lambda: 1000.0, lambda: 1000.0)
+    budget = RestartBudget(LIMITS, lambda: 1000.0, earlier)
     assert budget.spend(ROLE, "gone") == 0.0  # from memory: nothing is known of what was before
     assert not run.go.is_set()
     run.go.set()
     until(lambda: earlier.attempt(ROLE) == 1)
     assert budget.spend(ROLE, "gone") == 2.0  # the third within the window
-    with pytest.raises(GaveUp):
+    with pytest.raises(RestartsExhausted):
         budget.spend(ROLE, "gone")

@@ -18,7 +18,7 @@ from rollflow.storage.log.entries import BatchCommitted, VersionPublished
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
-from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.records import GroupKey, StopReason, Trajectory, TrajectoryGroup
 from rollflow.storage.run_records.updates import Update, read_update, store_update
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.simulation.hardware import Hardware
@@ -171,7 +171,7 @@ def group(number: int, index: int) -> TrajectoryGroup:
         ones = (True,) * tokens
         return Trajectory(
             sample, number, (1,) + (7,) * tokens, (False, *ones), (0.0,) + (-1.0,) * tokens, (-1,) + (number,) * tokens,
-            0.0, "", Ending.STOP, GENERATION, REWARD,
+            0.0, "", StopReason.STOP, GENERATION, REWARD,
         )  # fmt: skip
 
     return TrajectoryGroup(GroupKey(index, 0), f"p{index}", "d", tuple(one(sample) for sample in range(4)))

@@ -13,10 +13,10 @@ import pytest
 
 from rollflow.flows.commands import up
 from rollflow.flows.commands.cli import main
-from rollflow.flows.keepalive.restarts import GaveUp
+from rollflow.flows.keepalive.restarts import RestartsExhausted
 from rollflow.flows.keepalive.stack import keep
 from rollflow.flows.services import stack
-from rollflow.flows.services.stop_flag import Told
+from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.tasks.run.config import RecoveryConfig
 from tests.support.waiting import HANG_SECONDS, until
 
@@ -80,22 +80,22 @@ def test_stack_over_its_budget_is_not_restarted(tmp_path: Path) -> None:
 
     killing = threading.Thread(target=kills)
     killing.start()
-    with pytest.raises(GaveUp, match=r"the stack was restarted 1 times .* exit code -9"):
-        keep(tmp_path, command(tmp_path), RecoveryConfig(restarts=1, backoff_seconds=0), Told())
+    with pytest.raises(RestartsExhausted, match=r"the stack was restarted 1 times .* exit code -9"):
+        keep(tmp_path, command(tmp_path), RecoveryConfig(restarts=1, backoff_seconds=0), StopFlag())
     killing.join()
 
 
 def test_stack_that_fails_after_start_is_restarted(tmp_path: Path) -> None:
     """An error ends the stack in order: it is not found any more, and has an exit code."""
     fails = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3); sys.exit(1)"), str(tmp_path)]
-    with pytest.raises(GaveUp, match=r"the stack was restarted 1 times .* exit code 1"):
-        keep(tmp_path, fails, RecoveryConfig(restarts=1, backoff_seconds=0), Told())
+    with pytest.raises(RestartsExhausted, match=r"the stack was restarted 1 times .* exit code 1"):
+        keep(tmp_path, fails, RecoveryConfig(restarts=1, backoff_seconds=0), StopFlag())
     assert stack.find(tmp_path) is None
 
 
 def test_finished_stack_is_not_restarted(tmp_path: Path) -> None:
     done = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3)"), str(tmp_path)]
-    assert keep(tmp_path, done, RecoveryConfig(), Told()) == 0
+    assert keep(tmp_path, done, RecoveryConfig(), StopFlag()) == 0
 
 
 def test_simultaneous_start_gives_one_stack(
@@ -122,12 +122,12 @@ def test_simultaneous_start_gives_one_stack(
 
 @pytest.mark.parametrize("code", [0, 1, 2])
 def test_stack_that_never_came_up_reports_why(tmp_path: Path, code: int) -> None:
-    assert keep(tmp_path, command(tmp_path, str(code)), RecoveryConfig(), Told()) == code
+    assert keep(tmp_path, command(tmp_path, str(code)), RecoveryConfig(), StopFlag()) == code
 
 
 def test_second_signal_during_the_first_is_safe() -> None:
     """`down` signals the keeper and the serving process, so a process of `up` may get two signals at once."""
-    told, before, within = Told(), signal.getsignal(signal.SIGALRM), 0
+    told, before, within = StopFlag(), signal.getsignal(signal.SIGALRM), 0
 
     def again(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -157,7 +157,7 @@ def test_stack_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("rollflow.flows.keepalive.stack.END_SECONDS", 0.5)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('deaf', 'w'); time.sleep(600)"
     monkeypatch.chdir(tmp_path)
-    told = Told()
+    told = StopFlag()
 
     def tells() -> None:
         until((tmp_path / "deaf").exists)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollflow.flows.keepalive import stages as stages_module
-from rollflow.flows.keepalive.restarts import Budget, Restarts
+from rollflow.flows.keepalive.restarts import RestartBudget, Restarts
 from rollflow.flows.keepalive.stages import ACTORS, Stages
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import EngineFailed
@@ -23,7 +23,7 @@ from rollflow.tasks.actors.reward import REWARD
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.run.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run.context import RunContext
-from rollflow.tasks.runtime.actor_warnings import Warned
+from rollflow.tasks.runtime.actor_warnings import ActorWarning
 from tests.support.described import describe
 from tests.support.log_actors import Supervisor
 
@@ -51,7 +51,7 @@ class World:
         self.over: set[str] = set()  # roles that have completed
         self.pause: set[str] = set()  # roles that a person pauses, once
         self.told: list[str] = []
-        self.warned: list[Warned] = []
+        self.warned: list[ActorWarning] = []
         self.states: list[tuple[str, str]] = []  # that flow runs were given, by role
         self.runs: dict[uuid.UUID, str] = {}
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
@@ -68,7 +68,7 @@ class World:
         monkeypatch.setattr(cluster, "call", self.call)
         self.stages = Stages(context, "a:1", self.told.append, self.warned.extend)
         limits = RecoveryConfig(restarts=100, backoff_seconds=40.0)
-        self.stages.restarts = Restarts(Budget(limits, lambda: self.now), lambda: self.now)
+        self.stages.restarts = Restarts(RestartBudget(limits, lambda: self.now), lambda: self.now)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -208,7 +208,7 @@ def test_unattended_actor_does_not_prove_its_flow_alive(
 
 
 def test_actor_warnings_come_with_its_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = Warned(REWARD, "a:1", 1, "odd")
+    odd = ActorWarning(REWARD, "a:1", 1, "odd")
     asked = {REWARD: RewardStatus(warned=[odd]), CHANNEL: None}
     monkeypatch.setattr(cluster, "call", lambda asked_of, *_: asked.get(asked_of, RewardStatus()))
     world.stages.start()

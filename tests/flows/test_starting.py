@@ -18,14 +18,14 @@ import pytest
 
 from rollflow.flows.commands import run as run_command
 from rollflow.flows.commands.cli import main
-from rollflow.flows.keepalive.run_watch import Following
+from rollflow.flows.keepalive.run_watch import RunWatch
 from rollflow.flows.locations import find_run, home
 from rollflow.flows.services.run_lock import find_holder, hold_run
 from rollflow.flows.views.last_status import keep_seen, read_seen
 from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status, record_end
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.objects import open_store
-from rollflow.storage.run_records.stop_requests import Ended, ask, requested, take_back
+from rollflow.storage.run_records.stop_requests import RunEnded, ask, requested, take_back
 from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
@@ -110,10 +110,10 @@ def test_stop_request_during_start_is_obeyed(run: RunContext, monkeypatch: pytes
 @pytest.mark.parametrize("how", ["stop", "cancel"])
 def test_stop_ends_a_run_before_its_stages_begin(run: RunContext, how: Any) -> None:
     writer: Any = SimpleNamespace(context=run, progress=SimpleNamespace(version=3), messages=[])
-    following = Following(SimpleNamespace(), writer, SimpleNamespace())  # type: ignore[arg-type]
+    following = RunWatch(SimpleNamespace(), writer, SimpleNamespace())  # type: ignore[arg-type]
     following.heed_before()
     ask(run.store, how)
-    with pytest.raises(Ended, match=f"ended while it started, by `rollflow {how}`"):
+    with pytest.raises(RunEnded, match=f"ended while it started, by `rollflow {how}`"):
         following.heed_before()
 
 

@@ -11,7 +11,7 @@ from rollflow.flows.views import status_writer
 from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status
 from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.storage.objects import open_store
-from rollflow.storage.run_records.usage import Usage
+from rollflow.storage.run_records.usage import CpuUsage
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
@@ -22,7 +22,7 @@ class Seen:
     """Stages whose actors said this last."""
 
     def __init__(self, rollout: RolloutStatus, learner: LearnerStatus) -> None:
-        self.rollout, self.learner, self.usage = rollout, learner, Usage()
+        self.rollout, self.learner, self.usage = rollout, learner, CpuUsage()
 
     def statuses(self) -> dict[str, StageStatus]:
         return {"train": StageStatus("Running", self.learner.line, self.learner.idle)}

@@ -18,7 +18,7 @@ from prefect.states import Pending, Running, Scheduled, Suspended
 from rollflow.flows import steps as steps_module
 from rollflow.flows.commands.cli import main
 from rollflow.flows.keepalive import run_watch as following_module
-from rollflow.flows.keepalive.run_watch import Following
+from rollflow.flows.keepalive.run_watch import RunWatch
 from rollflow.flows.locations import find_run, home
 from rollflow.flows.post_training import _describe_failure
 from rollflow.flows.services.prefect_api import api, requested_at
@@ -26,7 +26,7 @@ from rollflow.flows.steps import split_blocks
 from rollflow.flows.views.status import STATUS, RunStatus
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.objects import open_store
-from rollflow.storage.run_records.stop_requests import REQUEST, Ended, ask, requested, take_back
+from rollflow.storage.run_records.stop_requests import REQUEST, RunEnded, ask, requested, take_back
 from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 from tests.support.prefect_home import served
@@ -111,8 +111,8 @@ def followed(run: RunContext, monkeypatch: pytest.MonkeyPatch, looks: Callable[[
     writer: Any = SimpleNamespace(context=run, progress=progress, messages=messages, refresh=lambda: None)
     supervisor: Any = SimpleNamespace(check=lambda: None)
     try:
-        Following(stages, writer, supervisor).to_end()
-    except Ended as why:
+        RunWatch(stages, writer, supervisor).to_end()
+    except RunEnded as why:
         messages.append(str(why))
     return messages
 
@@ -144,8 +144,8 @@ def test_pause_is_immediate_and_no_failure(run: RunContext, monkeypatch: pytest.
         stages.paused = stages.progress.version == 4
 
     assert followed(run, monkeypatch, looks) == ["paused"]
-    assert _describe_failure(Ended("paused", pause=True))[0] == "paused"
-    assert _describe_failure(Ended("stopped"))[0] == "stopped"
+    assert _describe_failure(RunEnded("paused", pause=True))[0] == "paused"
+    assert _describe_failure(RunEnded("stopped"))[0] == "stopped"
     assert _describe_failure(RollflowError("broken"))[0] == "failed"
 
 
@@ -160,9 +160,9 @@ def test_trained_run_can_be_paused_or_cancelled(run: RunContext, asked: Any) -> 
     writer: Any = SimpleNamespace(context=run, progress=SimpleNamespace(version=9), messages=[])
     if asked in ("cancel", "stop"):
         ask(run.store, asked)
-    following = Following(stages, writer, SimpleNamespace())  # type: ignore[arg-type]
+    following = RunWatch(stages, writer, SimpleNamespace())  # type: ignore[arg-type]
     if asked in ("pause", "cancel"):
-        with pytest.raises(Ended, match=r"paused|cancelled") as ended:
+        with pytest.raises(RunEnded, match=r"paused|cancelled") as ended:
             following.heed_after()
         assert ended.value.pause == (asked == "pause")
     else:

@@ -21,13 +21,13 @@ from rollflow.flows import post_training
 from rollflow.flows.commands import run as run_command
 from rollflow.flows.keepalive import supervisor as supervisor_module
 from rollflow.flows.keepalive import supervisor_restart as crashed_module
-from rollflow.flows.keepalive.restarts import GaveUp
-from rollflow.flows.keepalive.run_watch import Following
+from rollflow.flows.keepalive.restarts import RestartsExhausted
+from rollflow.flows.keepalive.run_watch import RunWatch
 from rollflow.flows.keepalive.supervisor import AWAY, SupervisorKeeper
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
-from rollflow.storage.objects.base import Unfinished
+from rollflow.storage.objects.base import UnfinishedWrite
 from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.run.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run.context import RunContext
@@ -163,13 +163,13 @@ def test_unreachable_storage_delays_no_other_run(monkeypatch: pytest.MonkeyPatch
     def restart_supervisor(flow_run: UUID, context: RunContext) -> Any:
         if context.uri in away:
             raise Unreachable("object storage did not answer")
-        return crashed_module.Successor(context, flow_run, crashed_module.Pending("supervisor", "killed", 1))
+        return crashed_module.Successor(context, flow_run, crashed_module.PendingRecovery("supervisor", "killed", 1))
 
     monkeypatch.setattr(crashed_module, "api", api)
     monkeypatch.setattr(crashed_module, "list_supervisors", lambda *_: crashed)
     monkeypatch.setattr(crashed_module, "restart_supervisor", restart_supervisor)
     monkeypatch.setattr(crashed_module.Successor, "up", lambda _: False)
-    pick_up = crashed_module.PickUp("rollflow")
+    pick_up = crashed_module.SupervisorRestarter("rollflow")
     pick_up.look(told.append)
     pick_up.look(told.append)
     assert told == ["run second goes on: killed"]
@@ -241,7 +241,7 @@ def test_user_restart_resets_the_supervisor_budget(tmp_path: Path, monkeypatch: 
     two = supervisor(Crashed(), after=one)
     assert follow_up(two).pending.attempt == 4
     last = supervisor(Crashed(), after=two)
-    with pytest.raises(GaveUp, match="started again 2 times"):
+    with pytest.raises(RestartsExhausted, match="started again 2 times"):
         follow_up(last)
 
 
@@ -281,11 +281,11 @@ class Watched:
 def test_supervisor_survives_a_briefly_unreadable_folder(patient: RunContext) -> None:
     away, stale = Unreachable("it cannot be read now"), OSError(errno.ESTALE, "Stale file handle")
     watched: Any = Watched(patient, None, away, stale, None)
-    Following(watched, watched, watched).to_end()
+    RunWatch(watched, watched, watched).to_end()
     watched = Watched(patient, None, away)
     began = time.monotonic()
     with pytest.raises(Unreachable, match="it cannot be read now"):
-        Following(watched, watched, watched).to_end()
+        RunWatch(watched, watched, watched).to_end()
     assert time.monotonic() - began >= 3.0
 
 
@@ -295,7 +295,7 @@ def test_store_without_upload_listing_is_accepted(
 ) -> None:
     """Some S3 services do not list started uploads, or do not allow everybody to list them."""
 
-    def unfinished(_: LocalStore) -> Iterator[Unfinished]:
+    def unfinished(_: LocalStore) -> Iterator[UnfinishedWrite]:
         raise error
 
     warnings: list[str] = []

@@ -21,7 +21,7 @@ from tests.support.small_run import make_policy, train_small
 RECIPE = "flows/recipes/sorting.toml"
 
 
-def asked(*sets: str, seeds: int = 1) -> list[sweep.Point]:
+def asked(*sets: str, seeds: int = 1) -> list[sweep.SweepRun]:
     return sweep.points_of(argparse.Namespace(recipe=Path(RECIPE), set=list(sets), seeds=seeds, study="rates"))
 
 

@@ -15,8 +15,8 @@ import pytest
 from rollflow.flows.post_training import mlflow_page
 from rollflow.flows.views import mlflow_payload, tracking
 from rollflow.flows.views.anchors import read_anchors
-from rollflow.flows.views.mlflow_payload import Beginning, Ending, KeptVersion, Prompts, beginning
-from rollflow.flows.views.mlflow_run import VERSION, MlflowRun, Point, TrackingPlace
+from rollflow.flows.views.mlflow_payload import KeptVersion, PromptSourceFacts, RunFacts, RunOutcome, beginning
+from rollflow.flows.views.mlflow_run import VERSION, MetricPoint, MlflowRun, TrackingPlace
 from rollflow.flows.views.parameters import flatten, names_secret, without_secrets
 from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
 from rollflow.storage.errors import ConfigError
@@ -131,7 +131,7 @@ def test_missed_versions_are_logged_later(place: TrackingPlace) -> None:
     assert first_again.finish("FAILED", HANG_SECONDS)
     asked: list[tuple[str, range]] = []
 
-    def missed(marker: str, versions: range) -> list[Point]:
+    def missed(marker: str, versions: range) -> list[MetricPoint]:
         asked.append((marker, versions))
         if marker == VERSION:
             return [version_point(version, {"reward": version / 10}, 1000.0 + version) for version in versions]
@@ -250,11 +250,13 @@ def test_experiment_has_the_training_kind(place: TrackingPlace) -> None:
     assert found == {"fresh": training, "older": training, "chosen": "genai_development"}
 
 
-BEGUN = Beginning(
-    "sweep of rates", {"recipe.toml": 'name = "arithmetic"\n'}, (Prompts("sums", "ab" * 16, "jsonl", "sums.jsonl"),)
+BEGUN = RunFacts(
+    "sweep of rates",
+    {"recipe.toml": 'name = "arithmetic"\n'},
+    (PromptSourceFacts("sums", "ab" * 16, "jsonl", "sums.jsonl"),),
 )
 MODELS = (KeptVersion(4, {"rollflow.weights": "s3://bucket/4"}, 0.75), KeptVersion(0, {"rollflow.version": "0"}, None))
-ENDED = Ending(4, 100.0, {"tokens_per_second": 50.0}, {"summary.json": "{}"}, MODELS, {"reward": [1.0, 0.0]})
+ENDED = RunOutcome(4, 100.0, {"tokens_per_second": 50.0}, {"summary.json": "{}"}, MODELS, {"reward": [1.0, 0.0]})
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from rollflow.storage.log.entries import (
     Body,
     Claimed,
     Entry,
-    Group,
+    TrainedGroup,
     VersionPublished,
     decode,
     encode,
@@ -57,7 +57,7 @@ def test_entry_above_the_size_limit_has_an_index(monkeypatch: pytest.MonkeyPatch
 
 def test_entry_json_is_stable() -> None:
     """Every field stands in it, also one that has its default: a reader of its own needs no defaults."""
-    tree = json.loads(encode(entry(BatchCommitted(3, FILE, 6, (Group(4, 1, 2, 3, 9),), (8,)))).data)
+    tree = json.loads(encode(entry(BatchCommitted(3, FILE, 6, (TrainedGroup(4, 1, 2, 3, 9),), (8,)))).data)
     tree.pop("seal")
     assert tree == {
         "n": 7,
@@ -92,7 +92,7 @@ def test_entry_with_a_nan_is_not_written() -> None:
 
 def test_names_and_keys() -> None:
     assert entry_path(41) == "log/0000000041.json"
-    assert Group(4, 1, 2, 3, 9).key == GroupKey(4, 1)
+    assert TrainedGroup(4, 1, 2, 3, 9).key == GroupKey(4, 1)
     assert snapshots.snapshot_path(63, "0123456789abcdef" * 4) == "log_snapshots/0000000063-0123456789abcdef.json"
     assert [snapshots.segment_path(n) for n in (0, 63, 64)] == [
         "log_segments/0000000000.jsonl",
@@ -143,7 +143,7 @@ def test_malformed_entry_is_corrupt(data: bytes, why: str) -> None:
 
 
 LEFT = Discard(GroupKey(4, 1), DiscardReason.STALE, 2, 9)
-WHOLE = encode(entry(BatchCommitted(3, FILE, 8, (Group(1, 0, 2, 3, 11),), (5, 6), (LEFT,), 4))).data
+WHOLE = encode(entry(BatchCommitted(3, FILE, 8, (TrainedGroup(1, 0, 2, 3, 11),), (5, 6), (LEFT,), 4))).data
 
 
 @settings(max_examples=500, deadline=None)

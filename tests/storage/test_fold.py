@@ -25,7 +25,7 @@ from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import Body, Entry, Role, decode, entry_path
 from rollflow.storage.log.rules import apply, decide
 from rollflow.storage.log.run_log import Log
-from rollflow.storage.log.state import Deposed, Refused, RunState, TooOld
+from rollflow.storage.log.state import Deposed, EntryRefused, GroupTooOld, RunState
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason
@@ -130,7 +130,7 @@ class Run(RuleBasedStateMachine):
         actor, count = actors[which % len(actors)], len(self.model.entries)
         try:
             self.appended(actor.writer.role, step(actor), count)
-        except Refused as refusal:
+        except EntryRefused as refusal:
             self.refused(refusal, count)
             if isinstance(refusal, Deposed):
                 actors.remove(actor)
@@ -145,7 +145,7 @@ class Run(RuleBasedStateMachine):
             assert len(self.model.entries) == count + 1 == entry.n + 1
             assert (self.model.entries[-1]["id"], self.model.entries[-1]["role"]) == (entry.id, role)
 
-    def refused(self, refusal: Refused, count: int) -> None:
+    def refused(self, refusal: EntryRefused, count: int) -> None:
         """The model refuses the same, at the newest entry; and nothing was appended."""
         assert not self.store.exists(entry_path(count))
         assert self.last is not None
@@ -154,7 +154,7 @@ class Run(RuleBasedStateMachine):
         why = self.model.why_not(role, claim, BODY.dump_python(body, mode="json"))
         assert why, f"refused without need: {refusal}"
         assert isinstance(refusal, Deposed) == (why in ("deposed", "under an old supervisor"))
-        assert isinstance(refusal, TooOld) == (why == "stale")
+        assert isinstance(refusal, GroupTooOld) == (why == "stale")
 
     # --- roles come and go ------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Run(RuleBasedStateMachine):
         count = len(self.model.entries)
         try:
             actor = make()
-        except Refused as refusal:
+        except EntryRefused as refusal:
             self.refused(refusal, count)
         except Killed:
             pass
@@ -322,6 +322,6 @@ def refusal(state: RunState, role: Role, claim: int, body: Json) -> str:
     """Why the fold does not take an entry; "" if it does."""
     try:
         decide(state, state.n + 1, role, claim, BODY.validate_python(body))
-    except Refused as error:
+    except EntryRefused as error:
         return str(error)
     return ""

@@ -10,7 +10,15 @@ import pytest
 
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished, entry_path
-from rollflow.storage.log.lineage import Consumed, Discarded, InFlight, Quarantined, Waiting, fates, find_version
+from rollflow.storage.log.lineage import (
+    AwaitingTraining,
+    Consumed,
+    Discarded,
+    InFlight,
+    Quarantined,
+    fates,
+    find_version,
+)
 from rollflow.storage.log.reading import AT_ONCE, written
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.memory import MemoryStore
@@ -39,7 +47,7 @@ def test_fates_names_each_fate_of_a_dispatch(store: MemoryStore) -> None:
     again = GroupKey(stale.prompt, 1)
     assert again in groups_of(store, 2)
     log = Log(store)
-    assert fates(log, stale.prompt) == {stale: fates(log, stale.prompt)[stale], again: Waiting(2)}
+    assert fates(log, stale.prompt) == {stale: fates(log, stale.prompt)[stale], again: AwaitingTraining(2)}
     actors.learner.log.follow()
     actors.learner.void(2)
     log.follow()
@@ -97,7 +105,7 @@ def test_fates_agree_with_the_states_counts(store: MemoryStore) -> None:
     open_ones = {key for one in found for key, fate in one.items() if isinstance(fate, InFlight)}
     assert open_ones == set(state.in_flight)
     assert kinds[Consumed] == state.totals.groups["trained"] == 12
-    assert kinds[Waiting] == sum(len(batch.groups) for batch in state.waiting.values()) == 4
+    assert kinds[AwaitingTraining] == sum(len(batch.groups) for batch in state.waiting.values()) == 4
     assert kinds[Discarded] == state.totals.groups.total() - 12 == 6
     assert all(list(one) == sorted(one) for one in found)
 

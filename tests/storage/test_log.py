@@ -22,23 +22,23 @@ from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
     Entry,
-    Group,
     RunCreated,
+    TrainedGroup,
     decode,
     encode,
     entry_path,
 )
 from rollflow.storage.log.repair import cures, repair
 from rollflow.storage.log.run_log import Log, Writer
-from rollflow.storage.log.state import Deposed, Refused
+from rollflow.storage.log.state import Deposed, EntryRefused
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import (
     Discard,
     DiscardReason,
-    Ending,
     GroupKey,
+    StopReason,
     StoredObject,
     Trajectory,
     TrajectoryGroup,
@@ -288,7 +288,7 @@ def test_many_writers_and_readers_agree_and_none_starves(tmp_path: Path) -> None
             try:
                 step()
                 appended[role] += 1
-            except (Refused, KeyError):
+            except (EntryRefused, KeyError):
                 refused[role] += 1
                 stop.wait(draw.uniform(0, 0.01))
             except Exception as error:  # noqa: BLE001 - whatever it is, the test names it
@@ -503,7 +503,7 @@ def test_long_entry_moves_its_lists_to_an_index_object(store: MemoryStore) -> No
 def test_entry_is_read_as_written() -> None:
     file = StoredObject("trajectories/x.arrow", 3, "ab")
     discard = Discard(GroupKey(4, 1), DiscardReason.STALE, 2, 9)
-    body = BatchCommitted(3, file, 8, (Group(1, 0, 2, 3, 11),), (5, 6), (discard,), 4)
+    body = BatchCommitted(3, file, 8, (TrainedGroup(1, 0, 2, 3, 11),), (5, 6), (discard,), 4)
     entry = Entry(7, "aa", "id", "scheduler", 3, 2, 4, 1.5, body)
     encoded = encode(entry)
     assert decode(encoded.data, 7, lambda path: b"").entry == entry
@@ -514,12 +514,12 @@ def test_entry_has_a_groups_oldest_start_and_newest_version() -> None:
     def trajectory(sample: int, started: int, versions: tuple[int, ...]) -> Trajectory:
         chosen = tuple(version >= 0 for version in versions)
         quiet = (0.0,) * len(versions)
-        return Trajectory(sample, started, versions, chosen, quiet, versions, 1.0, "", Ending.STOP)
+        return Trajectory(sample, started, versions, chosen, quiet, versions, 1.0, "", StopReason.STOP)
 
     group = TrajectoryGroup(GroupKey(5, 1), "p", "d", (trajectory(0, 3, (-1, 3, 4, -1)), trajectory(1, 2, (-1, 2))))
-    assert committed_group(group) == committed_group(packed(group)) == Group(5, 1, 2, 4, 3)
+    assert committed_group(group) == committed_group(packed(group)) == TrainedGroup(5, 1, 2, 4, 3)
     silent = TrajectoryGroup(GroupKey(5, 1), "p", "d", (trajectory(0, 3, (-1,)),))
-    assert committed_group(silent) == committed_group(packed(silent)) == Group(5, 1, 3, 3, 0)
+    assert committed_group(silent) == committed_group(packed(silent)) == TrainedGroup(5, 1, 3, 3, 0)
     batches = [TrajectoryBatch.from_groups(rows) for rows in ((group, silent), (packed(group), packed(silent)))]
     assert batches[0].to_bytes() == batches[1].to_bytes()
     assert batches[0].to_bytes() == TrajectoryBatch.from_groups((group, packed(silent))).to_bytes()
@@ -531,7 +531,7 @@ def test_writer_without_the_role_cannot_append(store: MemoryStore) -> None:
     create_run(store)
     log = Log(store)
     supervisor = log.claim("supervisor")
-    with pytest.raises(Refused, match="a supervisor does not append run-created"):
+    with pytest.raises(EntryRefused, match="a supervisor does not append run-created"):
         supervisor.append(lambda state, _: RunCreated("x", {}, "", 1))
     with pytest.raises(Deposed):
         Writer(log, "learner", 0).append(lambda state, _: BatchVoided(0, 0, "never claimed"))

@@ -15,7 +15,7 @@ from rollflow.storage.log import run_log as log_module
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import Body, Claimed, Pruned, entry_path
 from rollflow.storage.log.run_log import Log
-from rollflow.storage.log.state import Deposed, Refused, RunState
+from rollflow.storage.log.state import Deposed, EntryRefused, RunState
 from rollflow.storage.objects.base import Data, ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
@@ -99,7 +99,7 @@ def test_refused_append_writes_nothing_and_is_not_retried(store: Counting, pause
 
     learner = log.claim("learner", 1)
     before = Counter(Counting.writes)
-    with pytest.raises(Refused, match="version 0 has no weights that can be pruned"):
+    with pytest.raises(EntryRefused, match="version 0 has no weights that can be pruned"):
         learner.append(body)
     assert (asked, pauses) == (1, [])
     assert Counting.writes == before

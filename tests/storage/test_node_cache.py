@@ -16,7 +16,7 @@ import pytest
 
 from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed, Unreachable
 from rollflow.storage.objects import node_cache as cache_of_a_node
-from rollflow.storage.objects.node_cache import FILLING, KEPT, Held, NodeCache
+from rollflow.storage.objects.node_cache import FILLING, KEPT, HeldFolder, NodeCache
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.node import node_cache
 from tests.support.waiting import HANG_SECONDS
@@ -38,7 +38,7 @@ def whole(folder: Path) -> bool:
     return all((folder / half).exists() for half in HALVES)
 
 
-def hold(cache: Path, name: str = "1", store: str = "s3://one") -> Held:
+def hold(cache: Path, name: str = "1", store: str = "s3://one") -> HeldFolder:
     return NodeCache(cache, store).hold(name, fill, whole)
 
 

@@ -15,7 +15,7 @@ from rollflow.storage.log.entries import Pruned, entry_path
 from rollflow.storage.log.garbage import orphans, store_clock
 from rollflow.storage.log.retention import KINDS, Kind, Retention
 from rollflow.storage.log.run_log import Log
-from rollflow.storage.log.state import Deposed, Refused
+from rollflow.storage.log.state import Deposed, EntryRefused
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore
@@ -90,7 +90,7 @@ def test_version_of_a_voided_batch_is_refused(run: ObjectStore) -> None:
     policies.newest()
     run.delete(file_of(batches, 0).path)
     batches.void(writer, 0, "gone")
-    with pytest.raises(Refused, match="version 1 was not trained on its batch"):
+    with pytest.raises(EntryRefused, match="version 1 was not trained on its batch"):
         publish(policies, learner, 1)
     assert policies.newest() == 0
 

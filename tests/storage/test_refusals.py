@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rollflow.storage.log import snapshots
-from rollflow.storage.log.entries import Entry, Role, RunCreated, Written
+from rollflow.storage.log.entries import Entry, Role, RunCreated, WrittenEntry
 from rollflow.storage.log.retention import Retention
 from rollflow.storage.log.rules import apply, decide
-from rollflow.storage.log.state import Deposed, Refused, RunState, Superseded, TooOld
+from rollflow.storage.log.state import Deposed, EntryRefused, GroupTooOld, RunState, Superseded
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason
 from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run, entries
@@ -246,7 +246,7 @@ def test_refused_entry_changes_nothing(rich: Rich, name: str) -> None:
     change, why = REFUSALS[name]
     role, claim, body = change(rich)
     before = snapshots.to_bytes(rich.state)
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(EntryRefused, match=why):
         decided(rich.state, (role, claim, body))
     assert snapshots.to_bytes(rich.state) == before
     assert rich.model.why_not(role, claim, body)
@@ -255,7 +255,7 @@ def test_refused_entry_changes_nothing(rich: Rich, name: str) -> None:
 def test_refusal_has_the_type_for_its_catcher(rich: Rich) -> None:
     """A deposed role stops, a group that is too old is issued again, and anything else is an error."""
     kinds = {name: type(refused(rich, change)) for name, (change, _) in REFUSALS.items()}
-    assert {name for name, kind in kinds.items() if kind is TooOld} == {"a group that is too old"}
+    assert {name for name, kind in kinds.items() if kind is GroupTooOld} == {"a group that is too old"}
     assert {name for name, kind in kinds.items() if kind is Superseded} == {
         "a supervisor under one",
         "under an old supervisor",
@@ -264,8 +264,8 @@ def test_refusal_has_the_type_for_its_catcher(rich: Rich) -> None:
     assert {name for name, kind in kinds.items() if kind is Deposed} == {"a role of before", "another role's claim"}
 
 
-def refused(rich: Rich, change: Change) -> Refused:
-    with pytest.raises(Refused) as caught:
+def refused(rich: Rich, change: Change) -> EntryRefused:
+    with pytest.raises(EntryRefused) as caught:
         decided(rich.state, change(rich))
     return caught.value
 
@@ -285,11 +285,11 @@ def test_misplaced_entry_is_refused(rich: Rich, change: dict[str, Any], why: str
     state = rich.state
     _, claim, body = rich.entry("claimed")
     entry = Entry(state.n + 1, state.sha256, "id", "supervisor", claim, 6, 9, 0.0, BODY.validate_python(body))
-    after = apply(state, Written(entry, "its hash"))
+    after = apply(state, WrittenEntry(entry, "its hash"))
     assert (after.n, after.sha256, after.version, after.next_batch) == (state.n + 1, "its hash", 6, 9)
     before = snapshots.to_bytes(state)
-    with pytest.raises(Refused, match=why):
-        apply(state, Written(replace(entry, **change), "its hash"))
+    with pytest.raises(EntryRefused, match=why):
+        apply(state, WrittenEntry(replace(entry, **change), "its hash"))
     assert snapshots.to_bytes(state) == before
 
 
@@ -303,9 +303,9 @@ def created(config: dict[str, Any], sources: int = 1) -> RunState:
 
 
 def test_log_begins_with_a_creation_with_sources() -> None:
-    with pytest.raises(Refused, match="the first entry of a log is the run's creation"):
+    with pytest.raises(EntryRefused, match="the first entry of a log is the run's creation"):
         decided(RunState(), ("supervisor", 0, {"kind": "claimed"}))
-    with pytest.raises(Refused, match="a run needs prompt sources"):
+    with pytest.raises(EntryRefused, match="a run needs prompt sources"):
         created(CREATION, sources=0)
     state = created(CREATION, sources=2)
     assert (state.n, state.run_id, state.alpha, state.group_size) == (0, "test", 1.5, 4)
@@ -332,16 +332,16 @@ def test_version_0_has_no_batch_and_version_1_has_one(rich: Rich) -> None:
     state = decided(state, ("learner", 2, {"kind": "claimed", "under": 1}))
     version = {"kind": "version-published", "number": 0, "batch_entry": None, "weights": weights}
     stateless, version = version, version | {"state": weights}
-    with pytest.raises(Refused, match="version 0 cannot name a batch"):
+    with pytest.raises(EntryRefused, match="version 0 cannot name a batch"):
         decided(state, ("learner", 2, version | {"batch_entry": 0}))
-    with pytest.raises(Refused, match="version 1 cannot follow version -1"):
+    with pytest.raises(EntryRefused, match="version 1 cannot follow version -1"):
         decided(state, ("learner", 2, version | {"number": 1}))
-    with pytest.raises(Refused, match="version 0 has no learner state"):
+    with pytest.raises(EntryRefused, match="version 0 has no learner state"):
         decided(state, ("learner", 2, stateless))
     state = decided(state, ("learner", 2, version))
     assert state.held == {0: {"weights": 3, "state": 3}}
     for entry in (None, 3):
-        with pytest.raises(Refused, match="version 1 was not trained on its batch"):
+        with pytest.raises(EntryRefused, match="version 1 was not trained on its batch"):
             decided(state, ("learner", 2, version | {"number": 1, "batch_entry": entry}))
 
 
@@ -379,7 +379,7 @@ def test_group_older_than_alpha_is_refused(alpha: float, ahead: int, taken: bool
     if taken:
         assert decided(state, entry).waiting[ahead].groups[0].started == 0
     else:
-        with pytest.raises(TooOld):
+        with pytest.raises(GroupTooOld):
             decided(state, entry)
 
 
@@ -391,5 +391,5 @@ def test_group_from_before_version_0_is_refused() -> None:
     learner.publish()
     scheduler.dispatch(-1)
     scheduler.dispatch(-1)
-    with pytest.raises(Refused, match="tokens of versions that do not exist"):
+    with pytest.raises(EntryRefused, match="tokens of versions that do not exist"):
         scheduler.commit()

@@ -21,7 +21,7 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted, Entry, VersionPublished
 from rollflow.storage.log.run_log import Log
-from rollflow.storage.log.state import Deposed, Refused, Waiting
+from rollflow.storage.log.state import CommittedBatch, Deposed, EntryRefused
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Discard, DiscardReason, GroupKey
@@ -142,7 +142,7 @@ class Run(RuleBasedStateMachine):
         return len(self.trained)
 
     @property
-    def waiting(self) -> dict[int, Waiting]:
+    def waiting(self) -> dict[int, CommittedBatch]:
         """What waits by the log."""
         self.log.follow()
         return self.log.state.waiting
@@ -256,7 +256,7 @@ class Run(RuleBasedStateMachine):
             return
         assert leased == stored == self.committed[waiting.entry]
         learner.publish(number + 1, waiting.entry)
-        with pytest.raises(Refused):
+        with pytest.raises(EntryRefused):
             learner.publish(number + 1, waiting.entry)  # the call is repeated
         self.trained[number] = tuple(one.key for one in waiting.groups)
         for _ in range(times):

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.storage.token_arrays import LENGTHS, Bools, Flat, Float32s, Int32s, Int64s, _packer
+from rollflow.storage.token_arrays import LENGTHS, Bools, Float32s, Int32s, Int64s, TokenArray, _packer
 
 INTS = st.integers(-(2**31), 2**31 - 1)
-KINDS: dict[type[Flat[Any]], st.SearchStrategy[Any]] = {
+KINDS: dict[type[TokenArray[Any]], st.SearchStrategy[Any]] = {
     Int32s: INTS,
     Int64s: st.integers(-(2**63), 2**63 - 1),
     Float32s: st.floats(width=32, allow_nan=False),
@@ -26,7 +26,7 @@ ROWS = st.one_of(*(st.tuples(st.just(kind), st.lists(number, max_size=9)) for ki
 
 
 @given(ROWS, st.slices(9), st.integers(-9, 8))
-def test_array_reads_like_a_tuple(row: tuple[type[Flat[Any]], list[Any]], cut: slice, place: int) -> None:
+def test_array_reads_like_a_tuple(row: tuple[type[TokenArray[Any]], list[Any]], cut: slice, place: int) -> None:
     kind, numbers = row
     flat, plain = kind.of(numbers), tuple(numbers)
     assert (len(flat), tuple(flat), flat == plain, plain == flat) == (len(plain), plain, True, True)

@@ -15,7 +15,7 @@ from rollflow.storage.batch import SCHEMA, TrajectoryBatch
 from rollflow.storage.errors import Conflict, Corrupt, Stale
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, entry_path
 from rollflow.storage.log.run_log import Log, Writer
-from rollflow.storage.log.state import Deposed, Refused
+from rollflow.storage.log.state import Deposed, EntryRefused
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, StoredObject
@@ -185,7 +185,7 @@ def test_a_voided_batch_is_formed_again(run: ObjectStore) -> None:
     assert not first.void(scheduler, 0, "and again")
     assert [found.body for found in of_kind(run, BatchVoided)] == [BatchVoided(0, entry.n, "too short")]
     assert first.waiting(0) is None
-    with pytest.raises(Refused, match=r"attempt=0\) is not open"):
+    with pytest.raises(EntryRefused, match=r"attempt=0\) is not open"):
         first.commit(scheduler, replace(staged(), issued=(), discards=()))  # what was voided stays so
     second, data = first.commit(scheduler, staged(attempt=1))
     assert second.n > entry.n

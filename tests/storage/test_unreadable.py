@@ -19,7 +19,7 @@ from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.objects.s3 import S3Store
-from rollflow.storage.objects.s3_requests import Patience
+from rollflow.storage.objects.s3_requests import RetryLimits
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.storage.trajectories import TrajectoryStore
 from tests.support.batches import begin, file_of, learning, scheduling, staged
@@ -194,7 +194,7 @@ def test_local_file_error_is_not_an_s3_error(monkeypatch: pytest.MonkeyPatch) ->
     [(503, "XMinioServerNotInitialized"), (503, "SlowDownRead"), (500, "XMinioBackendDown"), (504, "")],
 )
 def test_unknown_code_of_a_busy_service_is_retried(status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.storage.objects.s3_requests.PATIENT", Patience(tries=3, pause_seconds=0.01))
+    monkeypatch.setattr("rollflow.storage.objects.s3_requests.PATIENT", RetryLimits(tries=3, pause_seconds=0.01))
     with FaultyProxy("http://127.0.0.1:9") as proxy:
         use(proxy.endpoint, monkeypatch)
         store = S3Store("bucket/run")

@@ -15,7 +15,7 @@ from rollflow.flows.keepalive.services import RAY, SERVER
 from rollflow.flows.services.process import Runner
 from rollflow.flows.views.console import cpu_line
 from rollflow.storage.objects import open_store
-from rollflow.storage.run_records.usage import Cost, Usage, read_usage, store_usage
+from rollflow.storage.run_records.usage import Cost, CpuUsage, read_usage, store_usage
 from rollflow.tasks.runtime import cpu
 from rollflow.tasks.runtime.cpu import CpuClock
 from tests.support.waiting import until
@@ -26,7 +26,7 @@ BURNT = 0.6  # what is seen of 0.7: user and system time are each told in whole 
 
 def test_role_total_survives_replaced_processes(tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
-    first, second = Usage(), Usage()
+    first, second = CpuUsage(), CpuUsage()
     first.note([Cost("learner", "a:1:1", 10.0), Cost("scheduler", "a:2:1", 5.0)])
     first.note([Cost("learner", "a:1:1", 30.0)])
     first.note([Cost("learner", "a:3:9", 0.5)])  # its successor
@@ -39,7 +39,7 @@ def test_role_total_survives_replaced_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damaged", ["", "[]", "null", '{"learner": 3}', '{"learner": {"a": "much"}}'])
 def test_damaged_usage_object_is_skipped(damaged: str, tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
-    usage = Usage()
+    usage = CpuUsage()
     usage.note([Cost("learner", "a:1:1", 3.0)])
     store_usage(run, "one", usage)
     run.put("usage/another.json", damaged.encode())
@@ -68,7 +68,7 @@ def test_command_counts_its_services_and_their_children(tmp_path: Path) -> None:
     (tmp_path / "burn.py").write_text("\n".join(lines))
     service = Runner(tmp_path / "log", {"PYTHONPATH": str(tmp_path)}, module="burn")
     with service:
-        limit, seen = time.monotonic() + 60, Usage()
+        limit, seen = time.monotonic() + 60, CpuUsage()
         while seen.totals().get(SERVER, 0.0) < BURNT:
             assert time.monotonic() < limit
             seen.note(session_costs({SERVER: service}, "none"))
@@ -84,7 +84,7 @@ def test_vanished_service_adds_no_usage(tmp_path: Path) -> None:
 
 def test_process_id_survives_a_clock_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it began is told by a clock that may be set; it would count twice."""
-    seen, booted = Usage(), psutil.boot_time()
+    seen, booted = CpuUsage(), psutil.boot_time()
     for step in (0.0, 3600.0, -3600.0):
         monkeypatch.setattr("psutil._pslinux.boot_time", lambda step=step: booted + step)
         seen.note(session_costs({}, "none"))

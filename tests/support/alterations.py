@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Trajectory
+from rollflow.storage.records import Discard, DiscardReason, GroupKey, StopReason, Trajectory
 from tests.support.forger import Forger, Groups, asked, given, longer, of_all, put
 
 Finder = Literal["audit", "says", "anchor", "replay"]  # "says": the audit names it, and is clean
@@ -135,16 +135,16 @@ def _first_response(row: Trajectory, **columns: object) -> Trajectory:
     return replace(row, **changed)  # type: ignore[arg-type]
 
 
-def _ended(ending: str, other: Ending) -> Callable[[Forger], None]:
+def _ended(ending: str, other: StopReason) -> Callable[[Forger], None]:
     return lambda f: f.row(f.batch_with(ending), lambda row: replace(row, ending=other), ending=ending)
 
 
 def _without_stop(f: Forger) -> None:
-    f.row(f.batch_with(Ending.STOP), lambda row: _last(row, tokens=5), ending=Ending.STOP)
+    f.row(f.batch_with(StopReason.STOP), lambda row: _last(row, tokens=5), ending=StopReason.STOP)
 
 
 def _too_long(f: Forger) -> None:
-    f.row(f.batch_with(Ending.STOP), lambda row: longer(row, 9), ending=Ending.STOP)
+    f.row(f.batch_with(StopReason.STOP), lambda row: longer(row, 9), ending=StopReason.STOP)
 
 
 def _versions(row: Trajectory, versions: tuple[int, ...]) -> Trajectory:
@@ -175,10 +175,10 @@ def _reward(row: Trajectory) -> Trajectory:
 RESPONSES = (
     ("a token of a response masked out", AUDIT, lambda f: f.row(B, lambda row: _masked(row, given(row), False))),
     ("a token of a prompt counted as the policy's", AUDIT, lambda f: f.row(B, lambda row: _masked(row, 1, True))),
-    ("an ending: cut instead of stopped", AUDIT, _ended("stop", Ending.LENGTH)),
-    ("an ending: stopped instead of cut", AUDIT, _ended("length", Ending.STOP)),
-    ("an ending: aborted", AUDIT, _ended("stop", Ending.ABORTED)),
-    ("an ending: failed", AUDIT, _ended("length", Ending.FAILED)),
+    ("an ending: cut instead of stopped", AUDIT, _ended("stop", StopReason.LENGTH)),
+    ("an ending: stopped instead of cut", AUDIT, _ended("length", StopReason.STOP)),
+    ("an ending: aborted", AUDIT, _ended("stop", StopReason.ABORTED)),
+    ("an ending: failed", AUDIT, _ended("length", StopReason.FAILED)),
     ("a stop token replaced by another token", AUDIT, _without_stop),
     ("a response of more than `max_new_tokens`", AUDIT, _too_long),
     ("a token beyond the vocabulary", AUDIT, lambda f: f.row(B, lambda row: _first_response(row, tokens=999_999))),

@@ -6,7 +6,15 @@ from rollflow.storage.log.entries import RunCreated, VersionPublished
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import PolicyStore, PolicyVersion
-from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.records import (
+    Discard,
+    DiscardReason,
+    GroupKey,
+    StopReason,
+    StoredObject,
+    Trajectory,
+    TrajectoryGroup,
+)
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 
 SIZE = 2  # trajectories of a group
@@ -37,7 +45,15 @@ def group(prompt: int, started: int = 0, attempt: int = 0) -> TrajectoryGroup:
     """Two trajectories of two tokens each, all of version `started`."""
     made = tuple(
         Trajectory(
-            s, started, (1, 2, 3), (False, True, True), (0.0, -0.5, -0.25), (-1, started, started), s, "r", Ending.STOP
+            s,
+            started,
+            (1, 2, 3),
+            (False, True, True),
+            (0.0, -0.5, -0.25),
+            (-1, started, started),
+            s,
+            "r",
+            StopReason.STOP,
         )
         for s in range(SIZE)
     )

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollflow.storage.log.expected import Expected, Limits, Prompts
+from rollflow.storage.log.expected import BatchLimits, Expected, ExpectedPrompts
 from rollflow.storage.records import DiscardReason
 from rollflow.tasks.rollout.limits import RolloutLimits, filtered
 from tests.support.pipeline import Pipeline
 
 
-def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> Limits:
+def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> BatchLimits:
     """Return the limits of a scheduler: it discards late dispatches as stale or redundant, and others by its filter."""
     left = DiscardReason.REDUNDANT if limits.extra_groups else DiscardReason.STALE
-    return Limits(
+    return BatchLimits(
         sources=len(limits.shares),
         groups=limits.groups,
         group_size=limits.group_size,
@@ -31,7 +31,7 @@ def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> Limits:
 def expected_of(pipeline: Pipeline, *, single_turn: bool = True) -> Expected:
     """Return what an audit expects of a pipeline that has run."""
 
-    def limits(config: Mapping[str, Any]) -> Limits:
+    def limits(config: Mapping[str, Any]) -> BatchLimits:
         return limits_for(pipeline.scheduler.limits, single_turn=single_turn)
 
-    return Expected(limits, Prompts(lambda index: (pipeline._prompt(index), False), {}, pipeline.vocabulary))
+    return Expected(limits, ExpectedPrompts(lambda index: (pipeline._prompt(index), False), {}, pipeline.vocabulary))

@@ -8,21 +8,21 @@ from collections.abc import Awaitable, Callable
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.config import Routing
-from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
+from rollflow.tasks.rollout.slots import EngineSlots, SlotQueue, Ticket
 from rollflow.tasks.runtime.clock import run_virtual
 
 PATIENCE = 5.0
 
 
-def lane(slots: int, *, serves: bool = True) -> Lane:
+def lane(slots: int, *, serves: bool = True) -> EngineSlots:
     """An engine's; ready for requests, or not."""
-    made = Lane(TimedEngine(TimedEngineConfig()), slots)
+    made = EngineSlots(TimedEngine(TimedEngineConfig()), slots)
     if serves:
         made.serves.set()
     return made
 
 
-def queue_of(*lanes: Lane, routing: Routing = "least-work") -> SlotQueue:
+def queue_of(*lanes: EngineSlots, routing: Routing = "least-work") -> SlotQueue:
     """These, in their places."""
     queue = SlotQueue(routing, PATIENCE)
     for place, one in enumerate(lanes):
@@ -30,7 +30,7 @@ def queue_of(*lanes: Lane, routing: Routing = "least-work") -> SlotQueue:
     return queue
 
 
-async def taken(queue: SlotQueue, count: int = 1, group: object = None) -> list[tuple[Lane, Ticket]]:
+async def taken(queue: SlotQueue, count: int = 1, group: object = None) -> list[tuple[EngineSlots, Ticket]]:
     """So many requests, one after the other, and where each went."""
     found = []
     for _ in range(count):

@@ -26,7 +26,7 @@ from rollflow.storage.log.entries import (
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import DiscardReason, Ending, GroupKey, StoredObject, Trajectory
+from rollflow.storage.records import DiscardReason, GroupKey, StopReason, StoredObject, Trajectory
 from rollflow.storage.trajectories import StagedBatch, committed_group
 from tests.support.expected import limits_for
 from tests.support.log_runs import read
@@ -116,7 +116,7 @@ class Ledger:
 
     def _check_trajectory(self, one: Trajectory, started: int) -> None:
         versions = [version for version, mine in zip(one.versions, one.loss_mask, strict=True) if mine]
-        assert one.ending in (Ending.STOP, Ending.LENGTH)
+        assert one.ending in (StopReason.STOP, StopReason.LENGTH)
         assert versions
         assert versions == sorted(versions)
         assert one.started_version == (min(versions) if self.case.staleness == "oldest-token" else started)

@@ -18,19 +18,19 @@ from rollflow.storage.log.entries import (
     Body,
     ConfigChanged,
     Entry,
-    Group,
     Pruned,
     RunCreated,
+    TrainedGroup,
     VersionPublished,
 )
-from rollflow.storage.log.run_log import Attached, Log, Writer
+from rollflow.storage.log.run_log import AttachedObject, Log, Writer
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import (
     Discard,
     DiscardReason,
-    Ending,
     GroupKey,
+    StopReason,
     StoredObject,
     Trajectory,
     TrajectoryGroup,
@@ -47,7 +47,7 @@ def create_run(store: ObjectStore, alpha: float = 2.0, **kept: int) -> None:
     Log(store).create(RunCreated("test", config, "0" * 64, len(SHARES)))
 
 
-def trajectories(group: Group) -> TrajectoryGroup:
+def trajectories(group: TrainedGroup) -> TrajectoryGroup:
     """What the log says of a group, as samples: the first one is the oldest."""
     split = [TOKENS // SIZE + (place < TOKENS % SIZE) for place in range(SIZE)]
     samples = tuple(
@@ -60,7 +60,7 @@ def trajectories(group: Group) -> TrajectoryGroup:
             (-1,) + (group.newest,) * count,
             1.0,
             "right",
-            Ending.STOP,
+            StopReason.STOP,
         )
         for sample, count in enumerate(split)
     )
@@ -156,7 +156,7 @@ class Scheduler:
         while len(self.running) < GROUPS:
             self.dispatch(state.version)
         taken = self.running[:GROUPS]
-        groups = tuple(Group(*key, started, max(started, state.version), TOKENS) for key, started in taken)
+        groups = tuple(TrainedGroup(*key, started, max(started, state.version), TOKENS) for key, started in taken)
         data = self._file(number, groups)
         path = f"trajectories/{number:08d}-{self.writer.claim}-{uuid.uuid4().hex[:8]}.arrow"
         issued, discards = tuple(self.issued), tuple(self.discards)
@@ -165,7 +165,7 @@ class Scheduler:
             assert file is not None
             return BatchCommitted(number, file, SIZE * GROUPS, groups, issued, discards, surplus)
 
-        entry = self.writer.append(body, Attached(path, data))
+        entry = self.writer.append(body, AttachedObject(path, data))
         self.running = self.running[GROUPS:]
         self.issued, self.discards = [], []
         if self.holes:
@@ -176,7 +176,7 @@ class Scheduler:
             self.begin()
         return entry
 
-    def _file(self, number: int, groups: tuple[Group, ...]) -> bytes:
+    def _file(self, number: int, groups: tuple[TrainedGroup, ...]) -> bytes:
         if self.arrow:
             return bytes(TrajectoryBatch.from_groups([trajectories(group) for group in groups]).to_bytes())
         return f"batch {number} of {groups} {uuid.uuid4().hex}".encode()

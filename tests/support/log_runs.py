@@ -16,17 +16,17 @@ from rollflow.storage.log.entries import (
     Body,
     Claimed,
     Entry,
-    Group,
     RunCreated,
+    TrainedGroup,
     VersionPublished,
     decode,
     encode,
     entry_path,
 )
-from rollflow.storage.log.run_log import Attached, Log
+from rollflow.storage.log.run_log import AttachedObject, Log
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
-from rollflow.storage.records import Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.records import GroupKey, StopReason, StoredObject, Trajectory, TrajectoryGroup
 from tests.support.log_actors import GROUPS, SHARES, Learner, Scheduler, Supervisor
 
 G = 4  # trajectories of a group
@@ -59,18 +59,18 @@ def group(key: GroupKey, started: int, newest: int) -> TrajectoryGroup:
             (-1, start, newest, newest)[: 3 + s % 2],
             float(s),
             "right",
-            Ending.STOP,
+            StopReason.STOP,
         )
         for s, start in enumerate(starts)
     )
     return TrajectoryGroup(key, f"p{key.prompt}", DOMAINS[key.prompt % len(SHARES)], made)
 
 
-def told(group: TrajectoryGroup) -> Group:
+def told(group: TrajectoryGroup) -> TrainedGroup:
     """What an entry says of a group."""
     versions = [v for t in group.trajectories for v, own in zip(t.versions, t.loss_mask, strict=True) if own]
     started = group.started_version
-    return Group(*group.key, started, max([started, *versions]), group.response_tokens)
+    return TrainedGroup(*group.key, started, max([started, *versions]), group.response_tokens)
 
 
 class RealScheduler(Scheduler):
@@ -88,7 +88,7 @@ class RealScheduler(Scheduler):
             assert file is not None
             return BatchCommitted(number, file, G * GROUPS, told_of, issued, discards, surplus)
 
-        entry = self.writer.append(body, Attached(path, TrajectoryBatch.from_groups(taken).to_pieces()))
+        entry = self.writer.append(body, AttachedObject(path, TrajectoryBatch.from_groups(taken).to_pieces()))
         self.running = self.running[GROUPS:]
         self.issued, self.discards = [], []
         if self.holes:

@@ -11,11 +11,11 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.base import GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions, Started
+from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration, WeightsProbe
 from rollflow.tasks.runtime.clock import run_virtual
 
 CONFIG = TimedEngineConfig(slots=4, max_new_tokens=40, median_tokens=400, seconds_per_token=0.1, update_seconds=0.5)
-NO_PROBE = Probe((), (), 0.1)
+NO_PROBE = WeightsProbe((), (), 0.1)
 WEIGHTS = Path("weights")
 
 
@@ -65,7 +65,7 @@ def request(name: str, seed: int = 1) -> GenerationRequest:
     return GenerationRequest(name, (1, 2), 40, seed=seed)
 
 
-def asking(proxy: InferenceProxy, name: str, asked: RequestOptions | None = None) -> asyncio.Task[Started]:
+def asking(proxy: InferenceProxy, name: str, asked: RequestOptions | None = None) -> asyncio.Task[VersionedGeneration]:
     """A request under way."""
     return asyncio.create_task(proxy.generate(request(name), asked))
 

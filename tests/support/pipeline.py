@@ -22,7 +22,7 @@ from rollflow.storage.channel import Channel
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchVoided, VersionPublished, entry_path
 from rollflow.storage.log.run_log import Log, Writer
-from rollflow.storage.log.state import RunState, Waiting
+from rollflow.storage.log.state import CommittedBatch, RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Prompt, StoredObject
@@ -37,9 +37,9 @@ from rollflow.tasks.rollout import build_proxy, build_scheduler
 from rollflow.tasks.rollout.config import AnyRouting, RolloutConfig
 from rollflow.tasks.rollout.evaluation import Evaluations
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import Probe
+from rollflow.tasks.rollout.proxy import WeightsProbe
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
-from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
+from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 from tests.support.described import describe
@@ -136,7 +136,7 @@ class Pipeline:
             if evaluations:
                 evaluations.published(version)
 
-        hooks = Hooks(published, lambda _: self.scheduler.wake())
+        hooks = VersionCallbacks(published, lambda _: self.scheduler.wake())
         sync = WeightSync(self.proxy, self, self.in_flight, hooks)  # type: ignore[arg-type]
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(sync.run(self.versions))
@@ -225,9 +225,9 @@ class Pipeline:
             pass
         return newest
 
-    async def fetch(self, version: int) -> tuple[Path, Probe]:
+    async def fetch(self, version: int) -> tuple[Path, WeightsProbe]:
         """`VersionFeed`."""
-        return Path(), Probe((), (), 0.1)
+        return Path(), WeightsProbe((), (), 0.1)
 
     async def _score(self, request: ScoreRequest) -> Score:
         await asyncio.sleep(self.reward_seconds)
@@ -251,7 +251,7 @@ class Pipeline:
             await self.channel.ack(version - 1)
             await self.channel.announce(version)
 
-    async def _next_batch(self, number: int) -> Waiting:
+    async def _next_batch(self, number: int) -> CommittedBatch:
         """Batch `number` as it stands in the log; one that is damaged or not finite is voided and waited for anew."""
         while True:
             try:
@@ -271,7 +271,7 @@ class Pipeline:
         """What is wrong with the present making of batch `number`."""
         return self.damage.get((number, voids_of(self.store, number))) if self.damage else None
 
-    def _publish(self, version: int, batch: Waiting | None) -> None:
+    def _publish(self, version: int, batch: CommittedBatch | None) -> None:
         files = {
             name: save({"number": np.array([float(version)])})
             for name in ("weights/model.safetensors", "learner/state.safetensors")

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from torch.distributed import HashStore
 
-from rollflow.tasks.learners.gloo_ranks import GlooRanks
-from rollflow.tasks.learners.ranks import Ranks
+from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
+from rollflow.tasks.learners.distributed.ranks import Ranks
 
 SECONDS = 60.0
 Found = TypeVar("Found")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Ending, GroupKey, Prompt, TrajectoryGroup
+from rollflow.storage.records import GroupKey, Prompt, StopReason, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
@@ -23,9 +23,9 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout import build_proxy, build_scheduler
 from rollflow.tasks.rollout.config import AnyRouting, FilterConfig
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import Probe
+from rollflow.tasks.rollout.proxy import WeightsProbe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
-from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
+from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
@@ -33,7 +33,7 @@ from tests.support.ledger import Ledger
 
 SOON = 1e-3
 MAX_NEW_TOKENS = 8
-NO_PROBE = Probe((), (), 0.1)
+NO_PROBE = WeightsProbe((), (), 0.1)
 FILTERS = {
     "none": None,
     "above 0": FilterConfig(min_mean=0.0),
@@ -154,7 +154,7 @@ class Watched(TimedEngine):
         began, useful = clock(), bool(request.prefix) or self._first(request.id, self.version)
         try:
             made = await super().generate(request)
-            in_vain = not useful and made.ending is not Ending.ABORTED
+            in_vain = not useful and made.ending is not StopReason.ABORTED
             assert not in_vain or clock() < began + self._latency + SOON, "made for no batch, and nobody stopped it"
             await self._wait()
             return made
@@ -195,7 +195,7 @@ class Life:
         ports = SchedulerPorts(self._prompt, self._score, self._commit, pack=_as_it_is)
         self.writer = self.ledger.scheduling()
         self.scheduler = build_scheduler(case.limits, ports, self.proxy, ResumePoint.of_state(self.writer.log.state))
-        hooks = Hooks(self.scheduler.published, lambda _: self.scheduler.wake())
+        hooks = VersionCallbacks(self.scheduler.published, lambda _: self.scheduler.wake())
         sync = WeightSync(self.proxy, self, case.in_flight, hooks)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -259,7 +259,7 @@ class Life:
         await self.ledger.until(lambda: self.ledger.version > version)
         return self.ledger.version
 
-    async def fetch(self, version: int) -> tuple[Path, Probe]:
+    async def fetch(self, version: int) -> tuple[Path, WeightsProbe]:
         """See `VersionFeed`."""
         await asyncio.sleep(self.case.fetch_seconds)
         return Path(), NO_PROBE

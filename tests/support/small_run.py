@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollflow.flows.config import parse
 from rollflow.flows.prepare import prepare
 from rollflow.storage.log.state import NOBODY
-from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.records import Discard, DiscardReason, GroupKey, StopReason, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.policies.config import ColdStart
@@ -178,7 +178,7 @@ def trajectory(
         (-1,) * quiet + versions,
         float(sample % 2),
         "right" if sample % 2 else "wrong: 7 is not the answer",
-        Ending.STOP if length < 8 else Ending.LENGTH,
+        StopReason.STOP if length < 8 else StopReason.LENGTH,
     )
 
 

@@ -48,7 +48,7 @@ def post_training(config: dict[str, Any], run_id: str | None = None, storage: st
 def main() -> None:
     from rollflow.flows.deployments import serve
     from rollflow.flows.recover import recover
-    from rollflow.flows.services.registering import Offer
+    from rollflow.flows.services.registering import DeploymentOffer
     from tests.support.trivial_supervisor import (
         post_training,  # not the one of `__main__`: flow processes import it by name
     )
@@ -58,7 +58,9 @@ def main() -> None:
     parser.add_argument("--automations", action="store_true")
     given = parser.parse_args()
     asyncio.run(
-        serve([Offer(one, NAME) for one in (post_training, recover)], given.ready, automations=given.automations)
+        serve(
+            [DeploymentOffer(one, NAME) for one in (post_training, recover)], given.ready, automations=given.automations
+        )
     )
 
 

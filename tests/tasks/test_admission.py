@@ -10,22 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.tasks.rollout.admission import Due, Room, Supply, allowance, next_batch, room
+from rollflow.tasks.rollout.admission import (
+    AdmissionDecision,
+    AdmissionInputs,
+    BatchesToForm,
+    allowance,
+    next_batch,
+    room,
+)
 from rollflow.tasks.rollout.limits import RolloutLimits
 
 PARTS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 2.75])
 
 
 @st.composite
-def dues(draw: st.DrawFn) -> Due:
+def dues(draw: st.DrawFn) -> BatchesToForm:
     """What is to be formed, at any moment of a run."""
     number = draw(st.integers(0, 6))
     missing = draw(st.sets(st.integers(0, max(0, number - 1)), max_size=number))
-    return Due(number, tuple(sorted(missing)), draw(st.integers(max(0, number - 2), 9)))
+    return BatchesToForm(number, tuple(sorted(missing)), draw(st.integers(max(0, number - 2), 9)))
 
 
 @given(due=dues())
-def test_what_is_due_is_the_lost_batches_and_then_the_new_ones(due: Due) -> None:
+def test_what_is_due_is_the_lost_batches_and_then_the_new_ones(due: BatchesToForm) -> None:
     order = [*due.missing, *range(due.number, due.last)]
     assert due.count == len(order)
     assert [due.at(place) for place in range(len(order))] == order
@@ -38,7 +45,7 @@ def test_what_is_due_is_the_lost_batches_and_then_the_new_ones(due: Due) -> None
 
 @given(version=st.integers(-1, 6), due=dues(), outstanding=st.integers(0, 9), groups=st.integers(1, 5), ahead=PARTS)
 def test_the_allowance_is_the_groups_of_due_batches_before_the_reach(
-    version: int, due: Due, outstanding: int, groups: int, ahead: float
+    version: int, due: BatchesToForm, outstanding: int, groups: int, ahead: float
 ) -> None:
     reach = groups * (version + 1 + ahead)  # groups of all batches, formed or not
     numbered = [(place, place // groups) for place in range(math.floor(reach))]
@@ -70,16 +77,16 @@ def test_allowance(
 # --- rooms: 4 groups a batch, batches 0 to 9, alpha = 1, 8 groups at a time in 16 slots -------------------------
 
 LIMITS = RolloutLimits(0, 10, 4, 2, 1.0, 8, 1, 9, 1.0)
-SUPPLY = Supply(version=2, due=Due(3, (), 10), running=5, outstanding=1, generating=10, slots=16)
+SUPPLY = AdmissionInputs(version=2, due=BatchesToForm(3, (), 10), running=5, outstanding=1, generating=10, slots=16)
 
 
-def rooms(extra: int = 0, limits: dict[str, Any] | None = None, **supply: Any) -> Room:
+def rooms(extra: int = 0, limits: dict[str, Any] | None = None, **supply: Any) -> AdmissionDecision:
     return room(replace(SUPPLY, **supply), replace(LIMITS, **(limits or {})), extra)
 
 
 def test_the_plain_case() -> None:
     """Batch 3 under version 2: 4 * (2 + 1 + 1) groups may be started in all, 12 are formed, 1 is outstanding."""
-    assert rooms() == Room(batch=3, fresh=3, wanted=27, free=True)
+    assert rooms() == AdmissionDecision(batch=3, fresh=3, wanted=27, free=True)
 
 
 def test_alpha_reaches_a_whole_batch_further() -> None:
@@ -92,40 +99,46 @@ def test_a_part_of_alpha_starts_only_what_may_replace_slower_ones() -> None:
     half = {"async_ratio": 1.5, "at_bound": "drop"}
     assert rooms(limits=half).fresh == 5  # half a batch more
     assert rooms(limits=half | {"at_bound": "wait"}).fresh == 3
-    assert rooms(limits=half, due=Due(4, (), 10), outstanding=0).fresh == 0  # it would be for batch 4: too old
+    assert (
+        rooms(limits=half, due=BatchesToForm(4, (), 10), outstanding=0).fresh == 0
+    )  # it would be for batch 4: too old
 
 
 def test_what_is_too_late_for_its_batch_gets_no_room_though_some_is_left() -> None:
     """Version 0, alpha = 0.5: 4 * 1.5 groups; batch 0 is formed, and batch 1 wants a version above 0."""
     fraction = {"async_ratio": 0.5, "at_bound": "drop"}
-    assert rooms(limits=fraction, version=0, due=Due(0, (), 10), outstanding=0).fresh == 6
-    assert rooms(limits=fraction, version=0, due=Due(1, (), 10), outstanding=0).fresh == 0
-    assert rooms(limits=fraction, version=0, due=Due(1, (), 10), outstanding=3).fresh == -1  # below 0 it stays
-    assert rooms(limits=fraction, version=1, due=Due(1, (), 10), outstanding=0).fresh == 6
-    assert rooms(limits={"async_ratio": 1.0}, version=0, due=Due(1, (), 10), outstanding=0).fresh == 4  # just in time
+    assert rooms(limits=fraction, version=0, due=BatchesToForm(0, (), 10), outstanding=0).fresh == 6
+    assert rooms(limits=fraction, version=0, due=BatchesToForm(1, (), 10), outstanding=0).fresh == 0
+    assert (
+        rooms(limits=fraction, version=0, due=BatchesToForm(1, (), 10), outstanding=3).fresh == -1
+    )  # below 0 it stays
+    assert rooms(limits=fraction, version=1, due=BatchesToForm(1, (), 10), outstanding=0).fresh == 6
+    assert (
+        rooms(limits={"async_ratio": 1.0}, version=0, due=BatchesToForm(1, (), 10), outstanding=0).fresh == 4
+    )  # just in time
 
 
 def test_a_lost_batch_has_room_of_its_own() -> None:
-    assert rooms(due=Due(3, (1,), 10)) == Room(batch=1, fresh=7, wanted=31, free=True)
+    assert rooms(due=BatchesToForm(3, (1,), 10)) == AdmissionDecision(batch=1, fresh=7, wanted=31, free=True)
 
 
 def test_extras_are_for_the_round_of_the_next_batch() -> None:
-    assert rooms(extra=2) == Room(batch=3, fresh=5, wanted=29, free=True)
-    formed = rooms(extra=2, due=Due(4, (), 10), outstanding=0)  # this version's batches are formed
-    assert formed == Room(batch=3, fresh=0, wanted=24, free=True)
-    ahead = rooms(extra=2, limits={"async_ratio": 2.0, "ahead": 1.0}, due=Due(4, (), 10), outstanding=0)
-    assert ahead == Room(batch=3, fresh=0, wanted=24, free=True)  # by `ahead`, though alpha would allow it
+    assert rooms(extra=2) == AdmissionDecision(batch=3, fresh=5, wanted=29, free=True)
+    formed = rooms(extra=2, due=BatchesToForm(4, (), 10), outstanding=0)  # this version's batches are formed
+    assert formed == AdmissionDecision(batch=3, fresh=0, wanted=24, free=True)
+    ahead = rooms(extra=2, limits={"async_ratio": 2.0, "ahead": 1.0}, due=BatchesToForm(4, (), 10), outstanding=0)
+    assert ahead == AdmissionDecision(batch=3, fresh=0, wanted=24, free=True)  # by `ahead`, though alpha would allow it
 
 
 def test_at_the_end_no_more_is_started_than_the_run_wants() -> None:
-    assert rooms(due=Due(9, (), 10), version=9).wanted == 3
-    assert rooms(due=Due(9, (1,), 10), version=9).wanted == 7
-    assert rooms(due=Due(10, (), 10), version=9, outstanding=0).wanted == 0
+    assert rooms(due=BatchesToForm(9, (), 10), version=9).wanted == 3
+    assert rooms(due=BatchesToForm(9, (1,), 10), version=9).wanted == 7
+    assert rooms(due=BatchesToForm(10, (), 10), version=9, outstanding=0).wanted == 0
 
 
 def test_before_the_first_version_there_is_no_room() -> None:
-    assert rooms(extra=2, version=-1, due=Due(0, (), 10), outstanding=0) == Room(0, 0, 0, True)
-    assert rooms(extra=2, version=0, due=Due(0, (), 10), outstanding=0) == Room(0, 10, 42, True)
+    assert rooms(extra=2, version=-1, due=BatchesToForm(0, (), 10), outstanding=0) == AdmissionDecision(0, 0, 0, True)
+    assert rooms(extra=2, version=0, due=BatchesToForm(0, (), 10), outstanding=0) == AdmissionDecision(0, 10, 42, True)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +171,7 @@ def test_engines_have_room(supply: dict[str, Any], free: bool) -> None:
     ],
 )
 def test_one_more_starts_or_alpha_holds_it(fresh: int, wanted: int, free: bool, opens: bool, is_held: bool) -> None:
-    found = Room(0, fresh, wanted, free)
+    found = AdmissionDecision(0, fresh, wanted, free)
     assert (found.opens, found.is_held) == (opens, is_held)
 
 
@@ -170,10 +183,10 @@ def test_one_more_starts_or_alpha_holds_it(fresh: int, wanted: int, free: bool, 
         ({"outstanding": 4}, {}, 3),  # alpha reaches no further
         ({"outstanding": 4}, {"async_ratio": 2.0}, 4),
         ({"outstanding": 4}, {"async_ratio": 2.0, "ahead": 1.5, "at_bound": "drop"}, 3),
-        ({"due": Due(3, (1,), 10)}, {}, 1),
-        ({"due": Due(3, (1,), 10), "outstanding": 4}, {}, 3),
-        ({"version": -1, "due": Due(0, (), 10)}, {}, 0),
-        ({"version": -1, "due": Due(0, (), 10)}, {"async_ratio": 0.0}, -1),
+        ({"due": BatchesToForm(3, (1,), 10)}, {}, 1),
+        ({"due": BatchesToForm(3, (1,), 10), "outstanding": 4}, {}, 3),
+        ({"version": -1, "due": BatchesToForm(0, (), 10)}, {}, 0),
+        ({"version": -1, "due": BatchesToForm(0, (), 10)}, {"async_ratio": 0.0}, -1),
     ],
 )
 def test_which_batch_the_next_group_is_for(supply: dict[str, Any], limits: dict[str, Any], batch: int) -> None:

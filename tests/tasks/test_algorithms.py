@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.records import GroupKey, StopReason, Trajectory, TrajectoryGroup
 from rollflow.tasks.objectives.advantages import EPSILON, TINY, advantages, overlong, whitened
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.config import Advantage
-from rollflow.tasks.objectives.lines import lines_of
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
-from rollflow.tasks.objectives.rows import Rows
+from rollflow.tasks.objectives.rows import BatchRows
+from rollflow.tasks.objectives.shared_prefix import lines_of
 
 F64 = torch.float64
 
@@ -125,7 +125,7 @@ def trajectory(prompt: list[int], response: list[int], sample: int = 0, reward: 
     mask = (False,) * len(prompt) + (True,) * len(response)
     logprobs = (0.0,) * len(prompt) + tuple(-0.5 - 0.01 * t for t in response)
     versions = (-1,) * len(prompt) + (0,) * len(response)
-    return Trajectory(sample, 0, tokens, mask, logprobs, versions, reward, "", Ending.STOP)
+    return Trajectory(sample, 0, tokens, mask, logprobs, versions, reward, "", StopReason.STOP)
 
 
 def batch_of(*groups: list[Trajectory]) -> TrajectoryBatch:
@@ -135,7 +135,7 @@ def batch_of(*groups: list[Trajectory]) -> TrajectoryBatch:
 
 def test_packing_pairs_every_masked_token_with_its_predictor() -> None:
     batch = batch_of([trajectory([5, 6], [7]), trajectory([5, 6], [8, 9, 10], 1)], [trajectory([1], [2, 3])])
-    data = Rows.of(batch)
+    data = BatchRows.of(batch)
     assert data.groups.tolist() == [0, 0, 1]
     assert data.masked_tokens.tolist() == [1, 3, 2]
     [micro] = micro_batches(data, [0, 1, 2], 1000)
@@ -154,7 +154,7 @@ def pairs_of(micro: MicroBatch) -> list[tuple[int, int, int]]:
 def test_responses_share_one_prompt() -> None:
     """[5 6 | 8 9 10 | 7] and [1 | 2 3]: each response attends to its prompt and itself; positions follow the prompt."""
     batch = batch_of([trajectory([5, 6], [7]), trajectory([5, 6], [8, 9, 10], 1)], [trajectory([1], [2, 3])])
-    data = Rows.of(batch)
+    data = BatchRows.of(batch)
     [micro] = micro_batches(data, [0, 1, 2], 1000, width=64)
     assert micro.tokens.tolist() == [[5, 6, 8, 9, 10, 7], [1, 2, 3, 0, 0, 0]]
     assert pairs_of(micro) == [(1, 6, 8), (1, 8, 9), (1, 9, 10), (0, 6, 7), (2, 1, 2), (2, 2, 3)]
@@ -190,7 +190,7 @@ def test_every_masked_token_is_packed_once_in_context(
         head = [next(number) for _ in range(prompt)]
         made.append([trajectory(head, [next(number) for _ in range(n)], i) for i, n in enumerate(lengths)])
     batch = batch_of(*made)
-    data = Rows.of(batch)
+    data = BatchRows.of(batch)
     found = {}
     for micro in micro_batches(data, range(len(batch)), most, width):
         lengths_L = (micro.tokens != 0).sum(1)
@@ -260,7 +260,7 @@ def test_single_token_has_weight_one() -> None:
 def test_response_joins_a_line_only_if_that_saves_work() -> None:
     """Behind a prompt of one token, long responses would waste attention on each other."""
     short, long = [trajectory([1] * 50, [2] * 3, i) for i in range(4)], [trajectory([1], [2] * 50, i) for i in range(4)]
-    data = Rows.of(batch_of(short, long))
+    data = BatchRows.of(batch_of(short, long))
     lines = lines_of(data, range(8), 1000, 2)
     assert [line.rows for line in lines] == [(0, 1, 2, 3), (4,), (5,), (6,), (7,)]
     assert [line.length for line in lines] == [62, 51, 51, 51, 51]
@@ -269,7 +269,7 @@ def test_response_joins_a_line_only_if_that_saves_work() -> None:
 
 def test_micro_batches_keep_their_budget_and_all_rows() -> None:
     batch = batch_of(*[[trajectory([1] * n, [2] * (n % 4 + 1))] for n in range(1, 30)])
-    data = Rows.of(batch)
+    data = BatchRows.of(batch)
     found = list(micro_batches(data, range(29), 64))
     assert sorted({r for m in found for r in m.row_M.tolist()}) == list(range(29))
     assert all(m.tokens.numel() <= 64 for m in found)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollflow.tasks.runtime.async_once import Once
+from rollflow.tasks.runtime.async_once import AsyncOnce
 
 
 async def test_it_is_made_by_the_first_who_asks_and_there_for_all() -> None:
@@ -17,7 +17,7 @@ async def test_it_is_made_by_the_first_who_asks_and_there_for_all() -> None:
         made.append(7)
         return made[-1]
 
-    one = Once(make)
+    one = AsyncOnce(make)
     assert one.found is None
     assert await asyncio.gather(one.get(), one.get()) == [7, 7]
     assert (await one.get(), one.found, made) == (7, 7, [7])
@@ -31,7 +31,7 @@ async def test_who_asks_after_a_failure_has_it_made_again() -> None:
             raise error
         return "there"
 
-    one = Once(make)
+    one = AsyncOnce(make)
     with pytest.raises(ValueError, match="away"):
         await one.get()
     assert one.found is None
@@ -44,7 +44,7 @@ async def test_who_stops_waiting_stops_nobody_else() -> None:
     async def make() -> bool:
         return await going.wait()
 
-    one = Once(make)
+    one = AsyncOnce(make)
     first, second = (asyncio.create_task(one.get()) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.learners import roles, torch_learner
+from rollflow.tasks.learners import torch_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.forward import models
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from tests.contracts.test_learners import saved
 from tests.contracts.test_shared_prompts import groups
@@ -83,7 +84,7 @@ def test_blank_model_is_tested_once_after_its_load(folder: Path, monkeypatch: py
         return None
 
     made = begun(folder)
-    monkeypatch.setattr(roles, "shared_width", tried)
+    monkeypatch.setattr(models, "shared_width", tried)
     other = begun(folder, blank=True)
     assert seen == []
     for _ in range(2):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.records import GroupKey, StopReason, Trajectory, TrajectoryGroup
 from rollflow.tasks.rollout.buffer import Rank, TrajectoryBuffer
 
 
 def group(prompt: int, started: int) -> TrajectoryGroup:
-    one = Trajectory(0, started, (1,), (True,), (0.0,), (started,), 1.0, "", Ending.STOP)
+    one = Trajectory(0, started, (1,), (True,), (0.0,), (started,), 1.0, "", StopReason.STOP)
     return TrajectoryGroup(GroupKey(prompt, 0), f"p{prompt}", "d", (one,))
 
 

@@ -26,14 +26,14 @@ from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig, Routing
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions
+from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, WeightsProbe
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.expected import expected_of
 from tests.support.pipeline import Pipeline
 
-NO_PROBE = Probe((), (), 0.1)
+NO_PROBE = WeightsProbe((), (), 0.1)
 DROP: Any = {"at_bound": "drop"}
 
 

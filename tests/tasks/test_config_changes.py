@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows.commands.replay import Outcome, replay
+from rollflow.flows.commands.replay import ReplayOutcome, replay
 from rollflow.flows.commands.resume import record_change
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.log.audit import audit
@@ -39,9 +39,9 @@ def again(context: RunContext) -> RunContext:
     return RunContext(context.uri, context.cache)
 
 
-def replayed(context: RunContext) -> list[Outcome]:
+def replayed(context: RunContext) -> list[ReplayOutcome]:
     """Train all versions again."""
-    found: list[Outcome] = []
+    found: list[ReplayOutcome] = []
     replay(again(context), None, True, print, found.append)
     return found
 

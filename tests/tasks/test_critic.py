@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import NotFinite
-from rollflow.tasks.learners.critic import explained_variance, value_loss
+from rollflow.tasks.learners.forward.critic import explained_variance, value_loss
 from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.gae import token_advantages, token_rewards
 from tests.contracts.test_learners import batch, saved

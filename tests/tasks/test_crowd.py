@@ -12,20 +12,20 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout import build_proxy
 from rollflow.tasks.rollout.baselines import WholeGroupProxy, WholeGroupQueue
 from rollflow.tasks.rollout.config import AnyRouting
-from rollflow.tasks.rollout.proxy import Probe, RequestOptions
+from rollflow.tasks.rollout.proxy import RequestOptions, WeightsProbe
 from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.counts import examples
 from tests.support.tickets import width
 
 SLOTS = 3
-NO_PROBE = Probe((), (), 0.1)
+NO_PROBE = WeightsProbe((), (), 0.1)
 TIMED = TimedEngineConfig(slots=SLOTS, median_tokens=4, max_new_tokens=12, seconds_per_token=0.1, update_seconds=0.1)
 
 
@@ -53,7 +53,7 @@ class Crowd:
 
     routing: AnyRouting
     in_flight: InFlight
-    tasks: dict[int, asyncio.Task[Ending]] = field(default_factory=dict)
+    tasks: dict[int, asyncio.Task[StopReason]] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
     cancelled: set[int] = field(default_factory=set)
 
@@ -70,7 +70,7 @@ class Crowd:
             if isinstance(outcome, asyncio.CancelledError):
                 assert number in self.cancelled
             else:
-                assert outcome in (Ending.STOP, Ending.LENGTH) or number in self.aborted, outcome
+                assert outcome in (StopReason.STOP, StopReason.LENGTH) or number in self.aborted, outcome
         assert self.proxy.running == 0
         assert all(lane.taken == 0 for lane in self.proxy._queue.places.values())
 
@@ -118,10 +118,10 @@ class Crowd:
         await asyncio.sleep(2 * TIMED.update_seconds + 0.1)
         assert all(self.tasks[key].done() for key in alone), "an aborted request goes on"
 
-    def ask(self, coroutine: Coroutine[Any, Any, Ending]) -> None:
+    def ask(self, coroutine: Coroutine[Any, Any, StopReason]) -> None:
         self.tasks[len(self.tasks)] = asyncio.create_task(coroutine)
 
-    async def together(self, queue: WholeGroupQueue, number: int, size: int, priority: int) -> Ending:
+    async def together(self, queue: WholeGroupQueue, number: int, size: int, priority: int) -> StopReason:
         """A group that holds slots of one engine until its last response ends; it may be wider than an engine."""
         group = f"group {number}"
         await queue.hold(group, size, priority)
@@ -134,10 +134,10 @@ class Crowd:
         finally:
             queue.give_back(group)
 
-    async def one(self, name: str, priority: int, group: str = "") -> Ending:
+    async def one(self, name: str, priority: int, group: str = "") -> StopReason:
         request = GenerationRequest(f"r{name}", (1,), 12, seed=priority)
         asked = RequestOptions(priority, group or priority)
-        return Ending((await self.proxy.generate(request, asked)).generation.ending)
+        return StopReason((await self.proxy.generate(request, asked)).generation.ending)
 
 
 EVENTS = st.tuples(

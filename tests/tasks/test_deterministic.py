@@ -13,9 +13,9 @@ import torch
 from rollflow.storage.errors import Corrupt
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.checkpoint.shards import from_files, to_files
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.randomness import DEVICE_RNG, RNG, begin_process
-from rollflow.tasks.learners.shards import from_files, to_files
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.policies.device import WORKSPACE
 from tests.contracts.test_learners import joined, saved, trained

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollflow.tasks.learners import token_logprobs
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.diagnostics import Diagnostics
+from rollflow.tasks.learners.forward import token_logprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
 from rollflow.tasks.policies.device import send

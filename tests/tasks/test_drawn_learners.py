@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.config import Critic, DeepSpeedTrain, Lora, Reference, TorchTrain, TrainConfig
+from rollflow.tasks.learners.config import CriticConfig, DeepSpeedTrain, Lora, ReferenceConfig, TorchTrain, TrainConfig
 from rollflow.tasks.objectives.config import (
     Advantage,
     BinaryTv,
@@ -89,8 +89,8 @@ OBJECTIVES = of(
 )
 KEYS: dict[str, st.SearchStrategy[Any]] = {
     "objective": OBJECTIVES,
-    "critic": of(Critic, learning_rate=between(1e-5, 1e-3), value_clip=between(0.01, 1)),
-    "reference": of(Reference, every=st.integers(0, 2)),
+    "critic": of(CriticConfig, learning_rate=between(1e-5, 1e-3), value_clip=between(0.01, 1)),
+    "reference": of(ReferenceConfig, every=st.integers(0, 2)),
     "lora": st.none()
     | of(Lora, rank=st.integers(1, 4), alpha=between(1, 32), targets=st.just(("q_proj", "down_proj"))),
     "learning_rate": between(1e-5, 1e-3),

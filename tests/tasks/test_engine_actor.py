@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.actors.wire import (
     pack_generations,
@@ -23,10 +23,10 @@ from rollflow.tasks.actors.wire import (
     unpack_partials,
     unpack_requests,
 )
-from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from tests.support.here import Here
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.support.waiting import HANG_SECONDS, soon
@@ -36,17 +36,17 @@ TIMED = TimedEngineConfig(median_tokens=1000, sigma=0.0, seconds_per_token=0.01,
 
 
 def test_what_travels_arrives_unchanged() -> None:
-    prefix = Partial.of((4, 5), (-0.5, -1e-9), (0, 3))
+    prefix = TokenSpan.of((4, 5), (-0.5, -1e-9), (0, 3))
     requests = [GenerationRequest("a", (1, 2), 3, 0.7, 5), GenerationRequest("b", (9,), 4, 1.0, None, prefix)]
     assert unpack_requests(pack_requests(requests)) == requests
     generations = [
-        Generation("a", Partial.of((1, 2), (-0.1, -1e-9), (0, 1)), Ending.STOP, 3),
-        Generation("b", Partial(), Ending.ABORTED),
-        Generation("c", Partial.of((7,), (-3.5,), (2,)), Ending.LENGTH),
+        Generation("a", TokenSpan.of((1, 2), (-0.1, -1e-9), (0, 1)), StopReason.STOP, 3),
+        Generation("b", TokenSpan(), StopReason.ABORTED),
+        Generation("c", TokenSpan.of((7,), (-3.5,), (2,)), StopReason.LENGTH),
     ]
     assert unpack_generations(pack_generations(generations)) == generations
     assert unpack_generations(pack_generations([])) == []
-    partials = {"a": prefix, "b": Partial()}
+    partials = {"a": prefix, "b": TokenSpan()}
     assert unpack_partials(pack_partials(partials)) == partials
 
 
@@ -91,7 +91,7 @@ async def test_an_engine_that_died_is_started_anew_within_its_actor(ray_node: No
     await old.close()
     proxy = InferenceProxy([], 4, replacement_seconds=HANG_SECONDS)
     await proxy.join(0, new)
-    await proxy.update(5, Here(), Probe((), (), 0.1), "continue")
+    await proxy.update(5, Here(), WeightsProbe((), (), 0.1), "continue")
     assert (await proxy.generate(GenerationRequest("x", (3,), 1))).generation.versions == (5,)
     await new.close()
     with pytest.raises(EngineFailed, match="closed"):
@@ -114,7 +114,7 @@ async def serving(*silent_seconds: float) -> tuple[list[RayEngine], InferencePro
     for engine in engines:
         await engine.start()
     proxy = InferenceProxy(engines, 4, replacement_seconds=HANG_SECONDS)
-    await proxy.update(0, Here(), Probe((), (), 0.1), "continue")
+    await proxy.update(0, Here(), WeightsProbe((), (), 0.1), "continue")
     return engines, proxy
 
 
@@ -208,8 +208,8 @@ async def test_a_timed_response_is_a_function_of_its_seed() -> None:
     assert one == two[::-1]
     lengths = sorted(len(generation.tokens) for generation in one)
     assert 12 <= lengths[100] <= 20
-    assert {generation.ending for generation in one} == {Ending.STOP, Ending.LENGTH}
-    assert all((g.ending is Ending.LENGTH) <= (len(g.tokens) == 64) for g in one)
+    assert {generation.ending for generation in one} == {StopReason.STOP, StopReason.LENGTH}
+    assert all((g.ending is StopReason.LENGTH) <= (len(g.tokens) == 64) for g in one)
 
 
 @pytest.mark.slow
@@ -257,6 +257,6 @@ async def test_what_cannot_be_sent_fails_at_once_and_nobody_waits_for_it() -> No
     with pytest.raises(TypeError, match="Int32s"):  # a prompt: at its caller alone
         await engine.generate(GenerationRequest("a", ("no token",), 3))  # type: ignore[arg-type]
     engine.check()
-    odd = Partial((1,), (-0.5,), (0,))  # type: ignore[arg-type]
+    odd = TokenSpan((1,), (-0.5,), (0,))  # type: ignore[arg-type]
     with pytest.raises(EngineFailed, match="submit: AttributeError"):
         await asyncio.wait_for(engine.generate(GenerationRequest("b", (1,), 3, prefix=odd)), HANG_SECONDS)

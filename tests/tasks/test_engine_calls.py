@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.here import Here
 from tests.support.near_actor import Near, NearEngineActor
@@ -134,7 +134,7 @@ def test_a_dead_engine_is_gone_with_all_its_tokens_once_another_has_its_requests
     async def main() -> None:
         dead, other = Called(), Called()
         proxy = InferenceProxy([dead.engine, other.engine], 4, replacement_seconds=100.0)
-        await proxy.update(0, HERE, Probe((), (), 0.1), "continue")
+        await proxy.update(0, HERE, WeightsProbe((), (), 0.1), "continue")
         requests = [GenerationRequest(f"r{seed}", (3,), 100, seed=seed) for seed in range(6)]
         running = [asyncio.create_task(proxy.generate(request)) for request in requests]
         await asyncio.sleep(0.6)
@@ -224,7 +224,7 @@ class Caller:
         made = one.task.result()
         assert made.tokens == one.whole.tokens[: len(made.tokens)]
         assert made.id == one.whole.id
-        assert made.ending == (one.whole.ending if len(made.tokens) == 100 else Ending.ABORTED)
+        assert made.ending == (one.whole.ending if len(made.tokens) == 100 else StopReason.ABORTED)
         assert len(made.tokens) == 100 or one.may_end
         assert list(made.versions) == sorted(made.versions)
         assert len(made.versions) == len(made.logprobs) == len(made.tokens)

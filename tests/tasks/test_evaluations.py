@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollflow.flows.keepalive.restarts import Budget
+from rollflow.flows.keepalive.restarts import RestartBudget
 from rollflow.storage.errors import Corrupt, EngineFailed
 from rollflow.storage.log.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
@@ -26,10 +26,10 @@ from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineC
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,
+    EvaluationPorts,
     Evaluations,
+    EvaluationSkipped,
     Evaluator,
-    Means,
-    Skipped,
     evaluated,
     evaluation_path,
     evaluations,
@@ -40,7 +40,7 @@ from rollflow.tasks.rollout.evaluation import (
     store_evaluation,
     store_skipped,
 )
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.config import RecoveryConfig, RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.verifiers.base import Score
@@ -64,7 +64,7 @@ class Beside:
 
     def __call__(self, pipeline: Pipeline) -> Evaluations:
         self.pipeline = pipeline
-        means = Means(
+        means = EvaluationPorts(
             wanted=lambda version: version % 2 == 0,
             evaluated=self._evaluated,
             engine=pipeline.proxy.lent if self.lent else self._own,
@@ -88,17 +88,17 @@ class Beside:
             asyncio.get_running_loop().call_later(20.0, engine.kill)
         yield engine
 
-    async def _fetch(self, version: int) -> tuple[Path, Probe]:
+    async def _fetch(self, version: int) -> tuple[Path, WeightsProbe]:
         if version in self.gone:
             raise Corrupt(f"version {version} is missing")
-        return Path(), Probe((), (), 0.1)
+        return Path(), WeightsProbe((), (), 0.1)
 
     async def _score(self, request: ScoreRequest) -> Score:
         return Score(1.0, "fine")
 
-    async def _keep(self, found: Evaluation | Skipped) -> None:
+    async def _keep(self, found: Evaluation | EvaluationSkipped) -> None:
         self.at[found.version] = self.pipeline.proxy.version
-        if isinstance(found, Skipped):
+        if isinstance(found, EvaluationSkipped):
             store_skipped(self.pipeline.store, found)
         else:
             store_evaluation(self.pipeline.store, found)
@@ -173,7 +173,7 @@ def test_no_engine_is_lent_while_there_is_one_alone() -> None:
         engine = TimedEngine(SLOW)
         await engine.start()
         proxy = InferenceProxy([engine], 4)
-        await proxy.update(0, Path(), Probe((), (), 0.1), "continue")
+        await proxy.update(0, Path(), WeightsProbe((), (), 0.1), "continue")
         with pytest.raises(EngineFailed, match="no engine can be lent"):
             async with proxy.lent():
                 pass
@@ -200,7 +200,7 @@ def test_a_lent_engine_that_cannot_come_back_is_told_among_the_failed() -> None:
 
     async def main() -> None:
         proxy = InferenceProxy([Cut(SLOW), Cut(SLOW)], 4, 600.0)
-        await proxy.update(0, Path(), Probe((), (), 0.1), "continue")
+        await proxy.update(0, Path(), WeightsProbe((), (), 0.1), "continue")
         with pytest.raises(EngineFailed, match="cannot be had"):
             await cut_off(proxy)
         [(place, why)] = proxy.failed.items()
@@ -219,7 +219,7 @@ def test_an_evaluation_ends_with_the_run_also_where_the_lent_engine_is_dead() ->
         engines = [TimedEngine(SLOW), TimedEngine(SLOW)]
         pipeline = Pipeline(MemoryStore(uuid4().hex))
         pipeline.proxy = InferenceProxy(engines, 4, 600.0)
-        await pipeline.proxy.update(0, Path(), Probe((), (), 0.1), "continue")
+        await pipeline.proxy.update(0, Path(), WeightsProbe((), (), 0.1), "continue")
         due = Beside(lent=True)(pipeline)
         due.published(0)
         evaluating = asyncio.create_task(due.run())
@@ -259,7 +259,7 @@ def test_what_is_damaged_was_not_evaluated_and_hides_no_other(damaged: str) -> N
     run = MemoryStore(uuid4().hex)
     good = Evaluation(0, 0.5, 0.5, 8, 3.0, True)
     store_evaluation(run, good)
-    store_skipped(run, Skipped(2, "its weights are gone"))
+    store_skipped(run, EvaluationSkipped(2, "its weights are gone"))
     run.put(evaluation_path(1), damaged.encode())
     run.put(skipped_path(1), damaged.encode())
     assert [evaluated(run, version) for version in range(4)] == [True, False, True, False]
@@ -310,7 +310,7 @@ def test_pass_at_k_is_of_each_prompts_own_responses(samples: int, expected: dict
         engine = TimedEngine(SLOW)
         await engine.start()
         proxy = InferenceProxy([engine], 4)
-        await proxy.update(0, Path(), Probe((), (), 0.1), "continue")
+        await proxy.update(0, Path(), WeightsProbe((), (), 0.1), "continue")
         prompts = [replace(prompt_at(right), reference={"right": right}) for right in range(3)]
         return await Evaluator(prompts, samples, 1.0, 8, score).run(proxy, 0)
 
@@ -334,7 +334,7 @@ def test_a_version_whose_weights_are_gone_is_skipped_with_its_reason() -> None:
     beside = Beside(gone=(2,))
     pipeline = ran(beside)
     assert [each.version for each in evaluations(pipeline.store)] == [0, 4, 6]
-    assert skipped(pipeline.store) == [Skipped(2, "its weights are gone: version 2 is missing")]
+    assert skipped(pipeline.store) == [EvaluationSkipped(2, "its weights are gone: version 2 is missing")]
 
 
 def test_weights_stay_until_their_evaluation_is_stored() -> None:
@@ -371,31 +371,33 @@ def test_a_version_that_no_engine_can_take_is_skipped_with_the_reason() -> None:
         async def update(self, version: int, weights: Path) -> None:
             raise EngineFailed("these are not its weights")
 
-    kept: list[Evaluation | Skipped] = []
+    kept: list[Evaluation | EvaluationSkipped] = []
     limits = RecoveryConfig()
-    budget = Budget(limits)
+    budget = RestartBudget(limits)
 
     @asynccontextmanager
     async def engine() -> AsyncIterator[Engine]:
         yield Refusing(TimedEngineConfig())
         budget.spend("engine-evaluation", "it was closed")
 
-    async def fetch(_: int) -> tuple[Path, Probe]:
-        return Path(), Probe((), (), 0.1)
+    async def fetch(_: int) -> tuple[Path, WeightsProbe]:
+        return Path(), WeightsProbe((), (), 0.1)
 
     async def nothing(_: object) -> bool:
         return False
 
-    async def keep(found: Evaluation | Skipped) -> None:
+    async def keep(found: Evaluation | EvaluationSkipped) -> None:
         kept.append(found)
 
     async def score(_: ScoreRequest) -> Score:
         return Score(1.0, "")
 
-    means = Means(lambda _: True, nothing, engine, fetch, Evaluator((), 1, 0.0, 8, score), keep, 4, limits.restarts)
+    means = EvaluationPorts(
+        lambda _: True, nothing, engine, fetch, Evaluator((), 1, 0.0, 8, score), keep, 4, limits.restarts
+    )
     due = Evaluations(means, 0)
     due.published(0)
     run_virtual(due.run())
     [one] = kept
-    assert isinstance(one, Skipped)
+    assert isinstance(one, EvaluationSkipped)
     assert "these are not its weights" in one.reason

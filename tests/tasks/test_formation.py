@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.records import GroupKey, StopReason, Trajectory, TrajectoryGroup
 from rollflow.tasks.rollout.buffer import TrajectoryBuffer
 from rollflow.tasks.rollout.formation import Formation
 from rollflow.tasks.rollout.group import GroupRollout
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.running_by_version import Starts
+from rollflow.tasks.rollout.running_by_version import RunningByVersion
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class One:
 
     @property
     def group(self) -> TrajectoryGroup:
-        only = Trajectory(0, self.started, (1,), (True,), (0.0,), (self.started,), 1.0, "", Ending.STOP)
+        only = Trajectory(0, self.started, (1,), (True,), (0.0,), (self.started,), 1.0, "", StopReason.STOP)
         return TrajectoryGroup(self.key, f"p{self.number}", "d", (only,))
 
 
 def formation(limits: RolloutLimits, waiting: list[One], running: list[One]) -> Formation:
-    """`running` stand for the dispatches: what `Starts` asks of those is the same."""
-    buffer, starts = TrajectoryBuffer(), Starts()
+    """`running` stand for the dispatches: what `RunningByVersion` asks of those is the same."""
+    buffer, starts = TrajectoryBuffer(), RunningByVersion()
     for one in waiting:
         buffer.add(one.group, one.number, awaited=one.awaited)
     for one in running:

@@ -16,7 +16,7 @@ from transformers import RobertaConfig, RobertaForCausalLM
 
 from rollflow.storage.errors import NotFinite, RankFailed
 from rollflow.tasks.learners.config import TorchTrain
-from rollflow.tasks.learners.ranked import RankedLearner
+from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from rollflow.tasks.learners.updates import Updates
 from tests.contracts.test_learners import batch, changed, saved
 from tests.support.tiny_policy import VOCABULARY, make_policy, make_weights
@@ -45,9 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_parts(
     folder: Path, ranks: int = 2, dtype: str = "float32", seconds: float = 60.0, **given: Any
-) -> RankedLearner:
+) -> MultiRankLearner:
     config = TorchTrain(sharded=True, ranks=ranks, rank_seconds=seconds, learning_rate=RATE, **given)
-    made: RankedLearner = begun(folder, config, dtype)
+    made: MultiRankLearner = begun(folder, config, dtype)
     return made
 
 

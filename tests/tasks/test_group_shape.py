@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.tasks.engines import fixed_shape
 from rollflow.tasks.engines.base import Generation, GenerationRequest
-from rollflow.tasks.engines.fixed_shape import ON_CPU, ON_GPU, FixedShapeSampler, Group, fit_rows
+from rollflow.tasks.engines.fixed_shape import ON_CPU, ON_GPU, AttentionRows, FixedShapeSampler, fit_rows
 from tests.support.tiny_policy import make_policy, make_weights
 
 REQUESTS = [
@@ -42,7 +42,7 @@ def run_all(sampler: FixedShapeSampler, requests: list[GenerationRequest]) -> di
 
 def test_gpu_shape_gives_each_request_its_bits(sampler: FixedShapeSampler) -> None:
     together = run_all(sampler, REQUESTS)
-    assert {generation.ending for generation in together.values()} == {Ending.LENGTH}
+    assert {generation.ending for generation in together.values()} == {StopReason.LENGTH}
     for request in REQUESTS:
         assert run_all(sampler, [request]) == {request.id: together[request.id]}
 
@@ -54,5 +54,5 @@ def test_long_spans_have_fewer_rows_on_a_gpu(row_bytes: int, rows: int) -> None:
 
 def test_cpu_groups_have_64_rows(sampler: FixedShapeSampler) -> None:
     """Whatever the row size, since recorded runs depend on it."""
-    group = Group(sampler._config, 64, torch.float32, torch.device("meta"), ON_CPU)
+    group = AttentionRows(sampler._config, 64, torch.float32, torch.device("meta"), ON_CPU)
     assert len(group.rows) == 64

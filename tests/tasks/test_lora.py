@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners.config import Lora, TorchTrain
-from rollflow.tasks.learners.lora import LoraPolicy
-from rollflow.tasks.learners.reference import named_tensors
+from rollflow.tasks.learners.forward.lora import LoraPolicy
+from rollflow.tasks.learners.forward.reference import named_tensors
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import new_learner, restore

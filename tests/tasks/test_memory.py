@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from rollflow.storage.records import Trajectory
-from rollflow.tasks.learners import freed, token_logprobs
+from rollflow.tasks.learners import malloc_trim
+from rollflow.tasks.learners.forward import token_logprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.policies import adding_embedding, adding_linear
-from rollflow.tasks.policies.head import OwnHead
+from rollflow.tasks.policies.head import LMHead
 from tests.contracts.test_learners import batch, saved
 from tests.contracts.test_shared_prompts import groups
 from tests.contracts.test_token_logprobs import ARCHITECTURES, learner_of, model_of
@@ -56,13 +57,13 @@ def test_parts_by_token_never_exceed_a_chunk(folder: Path, chunk: int, monkeypat
 def test_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for objectives that need whole rows; and no more logits exist at once than allowed."""
     seen: list[int] = []
-    logits = OwnHead.__call__
+    logits = LMHead.__call__
 
-    def noted(self: OwnHead, hidden_MH: torch.Tensor) -> torch.Tensor:
+    def noted(self: LMHead, hidden_MH: torch.Tensor) -> torch.Tensor:
         seen.append(len(hidden_MH))
         return logits(self, hidden_MH)
 
-    monkeypatch.setattr(OwnHead, "__call__", noted)
+    monkeypatch.setattr(LMHead, "__call__", noted)
 
     def gradients(chunk: int, *, adds: bool = True) -> tuple[float, torch.Tensor]:
         keeps = {"correction": {"second_moment": 30}} if kind == "m2po" else {}  # otherwise no token would be kept
@@ -113,12 +114,12 @@ def test_no_gradient_is_left_after_a_step(folder: Path) -> None:
     assert all(parameter.grad is None for parameter in own)
 
 
-@pytest.mark.skipif(freed._trim() is None, reason="this C library keeps what is freed")
+@pytest.mark.skipif(malloc_trim._trim() is None, reason="this C library keeps what is freed")
 def test_memory_freed_by_a_large_step_is_released() -> None:
     """The C library does not release memory between two pieces in use by itself."""
     code = """
 import gc, sys, torch
-from rollflow.tasks.learners.freed import give_back
+from rollflow.tasks.learners.malloc_trim import give_back
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 torch.empty(2**24, dtype=torch.uint8); gc.collect()  # from here on pieces of less are on the heap

@@ -17,7 +17,7 @@ from rollflow.storage.objects.base import pieces
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
-from rollflow.tasks.learners.ranked import RankedLearner
+from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from rollflow.tasks.run.config_switch import MappedFiles
 from rollflow.tasks.run.restore import files
 from tests.contracts.test_learners import batch
@@ -54,15 +54,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return described(found, vocab_size=400, intermediate_size=1024, num_hidden_layers=16)
 
 
-def begun(folder: Path, *, blank: bool) -> RankedLearner:
+def begun(folder: Path, *, blank: bool) -> MultiRankLearner:
     config = TorchTrain(sharded=True, ranks=2, warmup_versions=0)
     start = LearnerStart(folder, trained=False, blank=blank, versions=9, shard_bytes=FILE)
     made = build_learner(config, start)
-    assert isinstance(made, RankedLearner)
+    assert isinstance(made, MultiRankLearner)
     return made
 
 
-def pids(made: RankedLearner) -> list[int]:
+def pids(made: MultiRankLearner) -> list[int]:
     """Return the processes of all ranks, the first rank's first."""
     return [os.getpid(), *(one.process.pid for one in made._others._started.values())]
 

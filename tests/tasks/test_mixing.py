@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import Group
+from rollflow.storage.log.entries import TrainedGroup
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.memory import MemoryStore
@@ -213,7 +213,7 @@ def mixed(store: MemoryStore, **changes: object) -> Pipeline:
     return Pipeline(store, **(settings | changes))  # type: ignore[arg-type]
 
 
-def trained(store: MemoryStore) -> list[tuple[Group, ...]]:
+def trained(store: MemoryStore) -> list[tuple[TrainedGroup, ...]]:
     """Version by version."""
     log = Log(store)
     entries = [PolicyStore(log).find(version).batch_entry for version in range(1, log.state.version + 1)]

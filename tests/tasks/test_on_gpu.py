@@ -36,7 +36,7 @@ def sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FixedShapeSample
     """A sampler whose model is on another device."""
     make_policy(tmp_path)
     monkeypatch.setattr(fixed_shape, "find_device", lambda: DEVICE)
-    monkeypatch.setattr(fixed_shape, "OwnHead", _Head)
+    monkeypatch.setattr(fixed_shape, "LMHead", _Head)
     return FixedShapeSampler(tmp_path, torch.float32, 64, ())
 
 

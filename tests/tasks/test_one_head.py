@@ -16,7 +16,7 @@ from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.engines.transformers import TransformersEngine
 from rollflow.tasks.policies.attention import attention_of
 from rollflow.tasks.policies.cold_start import answer_loss
-from rollflow.tasks.policies.head import OwnHead
+from rollflow.tasks.policies.head import LMHead
 from tests.contracts.test_token_logprobs import ARCHITECTURES, by_the_model, learner_of, model_of, tokens_of
 
 SHAPED = ("gemma2", "gemma3_text", "granite", "granitemoe", "cohere", "cohere2")  # logits with a soft-cap or a scale
@@ -60,7 +60,7 @@ def plain_loss(model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]])
 @pytest.mark.parametrize("name", ["llama", *SHAPED])
 def test_cold_start_trains_on_the_models_own_log_probs(name: str) -> None:
     model, pairs = model_of(name).eval(), [(tokens_of(5, 1), tokens_of(4, 2)), (tokens_of(3, 3), tokens_of(7, 4))]
-    loss = answer_loss(model.get_decoder(), OwnHead(model), pairs)
+    loss = answer_loss(model.get_decoder(), LMHead(model), pairs)
     torch.testing.assert_close(loss, plain_loss(model, pairs), atol=1e-5, rtol=0)
 
 
@@ -72,4 +72,4 @@ def test_matrix_head_equals_the_product_to_the_bit(name: str, dtype: torch.dtype
     model = model_of(name).to(dtype).eval()
     hidden = torch.randn(rows, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.inference_mode():
-        assert torch.equal(OwnHead(model)(hidden), model.get_output_embeddings()(hidden))
+        assert torch.equal(LMHead(model)(hidden), model.get_output_embeddings()(hidden))

@@ -22,7 +22,7 @@ from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.policies.folder import is_weights
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.config import RunConfig, StoreConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.clock import run_virtual
@@ -30,7 +30,7 @@ from tests.support.described import describe
 from tests.support.small_run import prepare_small, train_small
 from tests.support.waiting import HANG_SECONDS
 
-NO_PROBE = Probe((), (), 0.1)
+NO_PROBE = WeightsProbe((), (), 0.1)
 CONFIG = TimedEngineConfig(slots=4, max_new_tokens=50, median_tokens=50, sigma=0.0, seconds_per_token=0.1)
 
 

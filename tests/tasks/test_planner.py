@@ -14,13 +14,13 @@ from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.config import RolloutConfig
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.bounds import bounds_of, work_of
-from rollflow.tasks.simulation.candidates import Budget, Candidate, Limits, Outcome
+from rollflow.tasks.simulation.candidates import Candidate, CandidateOutcome, PlanLimits, SimulationBudget
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.planner import Planned, choose, plan, settled_bias
+from rollflow.tasks.simulation.planner import Plan, choose, plan, settled_bias
 from rollflow.tasks.simulation.world import simulate
 
-SMALL = Budget(40, 4, 100, 12, 300)
+SMALL = SimulationBudget(40, 4, 100, 12, 300)
 PLAIN = Candidate(4, 2.0, False, 1.0, 0, 0, False, "drop")
 
 
@@ -108,12 +108,12 @@ def test_where_dropping_passes_a_limit_waiting_is_looked_at() -> None:
     """No waste at all is allowed: what is dropped at the bound is waste, what is waited for is not."""
     uneven = hardware(engines={"slots": 2}, responses={"sigma": 1.2, "cap": 1000})
     dropping = recipe(rollout=RolloutConfig(at_bound="drop"))
-    planned = plan(dropping, uneven, 6, largest=1, budget=SMALL, limits=Limits(bias=0.02, waste=0.0))
+    planned = plan(dropping, uneven, 6, largest=1, budget=SMALL, limits=PlanLimits(bias=0.02, waste=0.0))
     assert planned.recommended is not None
     assert planned.recommended.candidate.at_bound == "wait"
     assert planned.recommended.candidate.async_ratio == 1
     assert planned.recommended.wasted == 0
-    assert "wasteful" in max(planned.finals, key=lambda one: one.wasted).marks(Limits(waste=0.0))
+    assert "wasteful" in max(planned.finals, key=lambda one: one.wasted).marks(PlanLimits(waste=0.0))
 
 
 @pytest.mark.long
@@ -127,7 +127,7 @@ def test_a_wider_bound_at_the_same_depth_is_looked_at() -> None:
         6,
         largest=4,
         budget=SMALL,
-        limits=Limits(bias=1.0),
+        limits=PlanLimits(bias=1.0),
         watch=lambda _, one: seen.append(one.candidate),
     )
     assert {(one.async_ratio, one.ahead) for one in seen} >= {(4.0, 1.0)}
@@ -173,14 +173,14 @@ def figures() -> Figures:
     return simulate(candidate.config(recipe(), hardware()), candidate.hardware(hardware()), versions=4).figures
 
 
-def outcome(figures: Figures, alpha: float, speed: float, bias: float = 0.0, wasted: float = 0.0) -> Outcome:
+def outcome(figures: Figures, alpha: float, speed: float, bias: float = 0.0, wasted: float = 0.0) -> CandidateOutcome:
     fast = replace(figures, trajectories_per_second=speed)
-    return Outcome(replace(PLAIN, async_ratio=alpha), 4, fast, bias, 0.001, wasted)
+    return CandidateOutcome(replace(PLAIN, async_ratio=alpha), 4, fast, bias, 0.001, wasted)
 
 
 def test_the_smallest_alpha_within_five_per_cent_is_taken(figures: Figures) -> None:
     finals = [outcome(figures, alpha, speed) for alpha, speed in ((0, 50), (1, 94.9), (2, 95.1), (3, 99), (4, 100))]
-    best, taken = choose(finals, Limits())
+    best, taken = choose(finals, PlanLimits())
     assert best is finals[4]
     assert taken is finals[2]
 
@@ -188,9 +188,9 @@ def test_the_smallest_alpha_within_five_per_cent_is_taken(figures: Figures) -> N
 def test_neither_biased_nor_wasteful_is_taken_nor_measured_against(figures: Figures) -> None:
     plain = outcome(figures, 2, 100)
     finals = [plain, outcome(figures, 1, 120, bias=-0.03), outcome(figures, 1, 120, wasted=0.2)]
-    assert choose(finals, Limits()) == (plain, plain)
-    assert choose(finals[1:], Limits()) == (None, None)
-    assert choose(finals, Limits(bias=0.1))[1] is finals[1]
+    assert choose(finals, PlanLimits()) == (plain, plain)
+    assert choose(finals[1:], PlanLimits()) == (None, None)
+    assert choose(finals, PlanLimits(bias=0.1))[1] is finals[1]
 
 
 def test_what_a_wider_bound_would_bring_is_told(figures: Figures) -> None:
@@ -199,8 +199,8 @@ def test_what_a_wider_bound_would_bring_is_told(figures: Figures) -> None:
         deep, candidate=replace(deep.candidate, ahead=1.0), figures=replace(figures, trajectories_per_second=110)
     )
 
-    def planned(*finals: Outcome) -> Outcome | None:
-        return Planned(finals, narrow, narrow, narrow, (), True, 0, 0).wider
+    def planned(*finals: CandidateOutcome) -> CandidateOutcome | None:
+        return Plan(finals, narrow, narrow, narrow, (), True, 0, 0).wider
 
     assert planned(narrow, deep, wide) is wide  # what runs deeper is another matter
     assert planned(narrow, replace(wide, bias=-0.3)) is None  # it passes a limit
@@ -210,13 +210,13 @@ def test_what_a_wider_bound_would_bring_is_told(figures: Figures) -> None:
 
 def test_of_equally_fast_ones_the_least_wasteful_is_taken(figures: Figures) -> None:
     finals = [outcome(figures, 1, 100, wasted=0.1), outcome(figures, 1, 99.5, wasted=0.01)]
-    assert choose(finals, Limits())[1] is finals[1]
+    assert choose(finals, PlanLimits())[1] is finals[1]
 
 
 def test_a_bias_counts_beyond_two_standard_errors(figures: Figures) -> None:
     one = outcome(figures, 1, 100, bias=-0.03)
-    assert one.marks(Limits()) == ("biased",)
-    assert replace(one, bias_error=0.006).marks(Limits()) == ()
+    assert one.marks(PlanLimits()) == ("biased",)
+    assert replace(one, bias_error=0.006).marks(PlanLimits()) == ()
 
 
 # --- the settled bias ---------------------------------------------------------------------------------------

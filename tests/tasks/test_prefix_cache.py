@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.runnable import CPU_BLOCK_TOKENS
@@ -81,4 +81,4 @@ async def started(engine: VllmEngine, version: int) -> list[asyncio.Task[Generat
 def check(made: Generation, prompt: Sequence[int], weights: Path) -> None:
     expected = reference_logprobs(weights, (*prompt, *made.tokens))
     assert made.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-4)
-    assert made.ending in (Ending.STOP, Ending.LENGTH)
+    assert made.ending in (StopReason.STOP, StopReason.LENGTH)

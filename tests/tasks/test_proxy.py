@@ -12,14 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Ending
-from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
+from rollflow.storage.records import StopReason
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, Started
+from rollflow.tasks.rollout.proxy import InferenceProxy, VersionedGeneration, WeightsProbe
 from rollflow.tasks.runtime.clock import run_virtual
 
-NO_PROBE = Probe((), (), 0.1)
+NO_PROBE = WeightsProbe((), (), 0.1)
 CONFIG = TimedEngineConfig(slots=4, max_new_tokens=50, median_tokens=30, sigma=0.5, seconds_per_token=0.1)
 
 
@@ -34,7 +34,7 @@ class Probed(TimedEngine):
         return (-1.0, -2.0 - (0.5 if self.version >= self.wrong_from else 0.0))
 
 
-PROBE = Probe((1, 2, 3), (-1.0, -2.0), 0.01)
+PROBE = WeightsProbe((1, 2, 3), (-1.0, -2.0), 0.01)
 
 
 def request(number: int) -> GenerationRequest:
@@ -52,7 +52,7 @@ def test_a_wrong_engine_is_closed_and_its_requests_go_elsewhere() -> None:
         await asyncio.sleep(1.0)
         await proxy.update(1, Path(), PROBE, "continue")
         made = await asyncio.gather(*running)
-        assert all(m.generation.ending in (Ending.STOP, Ending.LENGTH) for m in made)
+        assert all(m.generation.ending in (StopReason.STOP, StopReason.LENGTH) for m in made)
         assert list(proxy.failed) == [1]
         assert "differ from the learner's by 0.5 nats" in proxy.failed[1]
         assert proxy.version == 1
@@ -165,10 +165,10 @@ class World:
 
     in_flight: InFlight
     first: dict[int, int] = field(default_factory=dict)  # version at the first start, by seed
-    had: dict[int, Partial] = field(default_factory=dict)  # the most that was sampled before a death, by seed
+    had: dict[int, TokenSpan] = field(default_factory=dict)  # the most that was sampled before a death, by seed
     version: int = 0
 
-    async def run(self, events: list[tuple[float, int, str]]) -> tuple[InferenceProxy, list[Started]]:
+    async def run(self, events: list[tuple[float, int, str]]) -> tuple[InferenceProxy, list[VersionedGeneration]]:
         self.engines = [await self.engine() for _ in range(3)]
         self.proxy = InferenceProxy(self.engines, 4, replacement_seconds=100.0)
         await self.proxy.update(0, Path(), NO_PROBE, self.in_flight)
@@ -215,10 +215,10 @@ class Observed(TimedEngine):
         try:
             made = await super().generate(request)
         except EngineFailed:
-            had = self.progress({request.id: 0}).get(request.id, Partial())
+            had = self.progress({request.id: 0}).get(request.id, TokenSpan())
             self.world.had[seed] = max(had, request.prefix, key=len)
             raise
-        if made.ending is Ending.ABORTED:
+        if made.ending is StopReason.ABORTED:
             self.world.had[seed] = made.made
         return made
 

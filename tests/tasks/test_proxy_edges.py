@@ -8,7 +8,7 @@ import pytest
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.base import InFlight
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from tests.support.noting import NO_PROBE, WEIGHTS, Noting, asking, virtual
 
 
@@ -25,7 +25,7 @@ from tests.support.noting import NO_PROBE, WEIGHTS, Noting, asking, virtual
     ],
 )
 def test_a_probe_names_the_worst_difference(found: list[float] | None, worst: str | None) -> None:
-    probe = Probe((1, 2, 3), (-1.0, -2.0), 0.25)
+    probe = WeightsProbe((1, 2, 3), (-1.0, -2.0), 0.25)
     if worst is None:
         probe.check(found)
         return
@@ -35,8 +35,8 @@ def test_a_probe_names_the_worst_difference(found: list[float] | None, worst: st
 
 def test_a_probe_that_answers_for_other_tokens_is_no_probe() -> None:
     with pytest.raises(ValueError, match="zip"):
-        Probe((1, 2, 3), (-1.0, -2.0), 0.25).check([-1.0])
-    Probe((), (), 0.25).check([-1.0])
+        WeightsProbe((1, 2, 3), (-1.0, -2.0), 0.25).check([-1.0])
+    WeightsProbe((), (), 0.25).check([-1.0])
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "restart"])
@@ -46,7 +46,7 @@ def test_an_update_in_its_order(in_flight: InFlight) -> None:
         proxy, clock = InferenceProxy([probed], 4), asyncio.get_running_loop().time
         changes: list[int] = []
         proxy.on_change = lambda: changes.append(proxy.version)
-        await proxy.update(3, WEIGHTS, Probe((7, 8), (-1.0,), 0.1), in_flight)
+        await proxy.update(3, WEIGHTS, WeightsProbe((7, 8), (-1.0,), 0.1), in_flight)
         assert probed.calls == [
             ("fetch", 3, WEIGHTS),
             ("suspend", in_flight),
@@ -69,7 +69,7 @@ def test_an_engine_that_fails_in_an_update_is_closed_and_its_requests_go_on(fail
     async def main() -> None:
         bad, good = Noting([-1.0]), Noting([-1.0])
         proxy = InferenceProxy([bad, good], 1)
-        probe = Probe((1, 2), (-1.0,), 0.1)
+        probe = WeightsProbe((1, 2), (-1.0,), 0.1)
         await proxy.update(0, WEIGHTS, probe, "continue")
         running = [asking(proxy, "a"), asking(proxy, "b")]
         await asyncio.sleep(1.0)

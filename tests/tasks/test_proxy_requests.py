@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest
-from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, Started
+from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration
 from tests.support.noting import NO_PROBE, WEIGHTS, Noting, asking, request, virtual
 
 
@@ -25,10 +25,10 @@ def test_an_abort_reaches_the_engine_that_runs_the_request_and_no_other() -> Non
         await proxy.abort(["a", "c", "nobody"])
         first, waiting = await tasks[0], await tasks[2]
         assert sorted(engine.calls for engine in engines) == [[], [("abort", "a")]]
-        assert (first.generation.ending, len(first.generation.tokens), first.version) == (Ending.ABORTED, 10, 0)
-        assert (waiting.generation.id, waiting.generation.ending) == ("c", Ending.ABORTED)
+        assert (first.generation.ending, len(first.generation.tokens), first.version) == (StopReason.ABORTED, 10, 0)
+        assert (waiting.generation.id, waiting.generation.ending) == ("c", StopReason.ABORTED)
         assert (len(waiting.generation.tokens), waiting.version) == (0, 0)
-        assert (await tasks[1]).generation.ending is Ending.LENGTH
+        assert (await tasks[1]).generation.ending is StopReason.LENGTH
         assert proxy.running == 0
 
     virtual(main)
@@ -45,7 +45,7 @@ def test_an_engine_that_cannot_abort_is_out() -> None:
         await proxy.abort(["a", "b"])
         assert proxy.failed == {0: "no abort"}
         made = await asyncio.gather(*tasks)
-        assert [one.generation.ending for one in made] == [Ending.ABORTED] * 2
+        assert [one.generation.ending for one in made] == [StopReason.ABORTED] * 2
         assert [len(one.generation.tokens) for one in made] == [10, 10]
         assert (proxy.taken_over, proxy.restarted) == (0, 0)
         await asyncio.sleep(0)
@@ -65,13 +65,13 @@ def test_what_is_aborted_between_two_engines_has_the_tokens_it_made() -> None:
         await asyncio.sleep(1.0)
         await proxy.abort(["a"])
         made = await task
-        assert (made.generation.ending, len(made.generation.tokens), made.version) == (Ending.ABORTED, 10, 0)
+        assert (made.generation.ending, len(made.generation.tokens), made.version) == (StopReason.ABORTED, 10, 0)
         assert clock() == pytest.approx(0.5 + 2.05)  # it waits for nobody
 
     virtual(main)
 
 
-async def granted(proxy: InferenceProxy, starts: list[int]) -> asyncio.Task[Started]:
+async def granted(proxy: InferenceProxy, starts: list[int]) -> asyncio.Task[VersionedGeneration]:
     """A request that waited for the only slot of the only engine, has it now, and does not know yet."""
     await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
     [lane] = proxy._queue.live
@@ -93,7 +93,7 @@ def test_what_is_aborted_while_its_engine_is_updated_never_starts() -> None:
         await proxy.abort(["a"])
         lane.serves.set()
         made = (await task).generation
-        assert (made.id, made.ending, len(made.tokens)) == ("a", Ending.ABORTED, 0)
+        assert (made.id, made.ending, len(made.tokens)) == ("a", StopReason.ABORTED, 0)
         assert (starts, lane.taken, proxy.running) == ([], 0, 0)
 
     virtual(main)

@@ -15,14 +15,14 @@ from rollflow.flows.commands.log import describe_entry
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import NotFinite
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import BatchVoided, Group, entry_path
+from rollflow.storage.log.entries import BatchVoided, TrainedGroup, entry_path
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import GroupKey
 from rollflow.tasks.actors.learner import MAKINGS, LearnerActor
-from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.learners.base import Settle, at_once
+from rollflow.tasks.learners.base import WaitForPublish, at_once
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
 from rollflow.tasks.rollout.group import sample_seed
@@ -128,7 +128,7 @@ def test_nonfinite_version_is_trained_on_the_next_batch(
     train_small(context, 3)
     sound, broken = TorchLearner.step, breaking(where, math.nan)
 
-    def once(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
+    def once(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> object:
         step = broken if version == 3 and not context.log.state.voids else sound
         return step(self, batch, version, settle)
 
@@ -173,7 +173,7 @@ def test_minibatches_before_a_nonfinite_one_are_undone(
     train_small(context, 3)
     whole_step = TorchLearner.step
 
-    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
+    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> object:
         own = self.objective
         if version == 3 and not context.log.state.voids:
             self.objective = SecondIsNaN(own)
@@ -226,7 +226,7 @@ class Poisons(TimedEngine):
         if request.seed not in self.seeds:
             return made
         values = [*list(made.logprobs)[:-1], -math.inf]
-        return replace(made, made=Partial.of(made.tokens, values, made.versions))
+        return replace(made, made=TokenSpan.of(made.tokens, values, made.versions))
 
 
 @pytest.mark.parametrize("stops", [(), (0.4, 0.4, 0.4)], ids=["unbroken", "stopped"])
@@ -253,7 +253,7 @@ def test_nonfinite_rows_are_sampled_with_another_seed(alpha: float, stops: Colle
     assert {2, 9, 10} <= trained
 
 
-def groups_of(pipeline: Pipeline, version: int) -> Sequence[Group]:
+def groups_of(pipeline: Pipeline, version: int) -> Sequence[TrainedGroup]:
     entry = pipeline.policies.find(version).batch_entry
     assert entry is not None
     return pipeline.batches.committed(entry).groups

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from rollflow.tasks.learners.rank_gpus import VISIBLE, begin_backend, check_gpus, take_gpu
+from rollflow.tasks.learners.distributed.rank_gpus import VISIBLE, begin_backend, check_gpus, take_gpu
 
 
 @pytest.mark.parametrize(("given", "rank", "seen"), [(None, 2, "2"), ("4,6,7", 1, "6"), ("GPU-a,GPU-b", 0, "GPU-a")])

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import NotFinite
-from rollflow.tasks.learners import gloo_ranks
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import Lora, TorchTrain
-from rollflow.tasks.learners.gloo_ranks import GlooRanks
-from rollflow.tasks.learners.ranked import RankedLearner
-from rollflow.tasks.learners.ranks import Lost, Ranks
+from rollflow.tasks.learners.distributed import gloo_ranks
+from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
+from rollflow.tasks.learners.distributed.ranks import RankLost, Ranks
+from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.config import PartsObjective, Penalties
 from tests.contracts.test_learners import batch, saved
@@ -230,7 +230,7 @@ def test_late_rank_is_named() -> None:
         ranks.add(torch.ones(1))
         if ranks.rank == 1:
             return []
-        with pytest.raises(Lost):
+        with pytest.raises(RankLost):
             ranks.add(torch.ones(1))
         return ranks.behind()
 
@@ -244,7 +244,7 @@ def test_late_rank_is_named() -> None:
 def test_all_ranks_pack_the_same_lines(folder: Path) -> None:
     """The first rank tests if prompts can be shared, and sends the result; or ranks would skip or repeat rows."""
     start = LearnerStart(folder, trained=True, versions=10)
-    made = RankedLearner(TorchTrain(ranks=2), start)
+    made = MultiRankLearner(TorchTrain(ranks=2), start)
     alone = TorchLearner.begun(TorchTrain(share_prompts=False), start)
     assert made._own.width is not None
     made._own.width = None

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollflow.tasks.learners.before import known_before
+from rollflow.tasks.learners.forward.pre_update import known_before
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.config import Penalties
 from rollflow.tasks.objectives.penalties import adapted
-from rollflow.tasks.objectives.rows import Rows
+from rollflow.tasks.objectives.rows import BatchRows
 from tests.contracts.test_learners import batch
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.support.user_code import put_in_reach
@@ -67,7 +67,7 @@ def test_kl_in_reward_is_the_distance_of_the_response(folder: Path) -> None:
     """k1, summed over each response, from the recorded log-probs and the reference's own."""
     made = compared(folder, kl="k1", kl_in="reward")
     given = near(some_batch(), made)
-    data, paid = Rows.of(given), torch.tensor(given.table["reward"].to_pylist())
+    data, paid = BatchRows.of(given), torch.tensor(given.table["reward"].to_pylist())
     for row, logp in enumerate(token_logprobs(made, given)):  # here the reference equals the policy
         sampled = torch.from_numpy(data.behaviour[data.starts[row] : data.starts[row + 1]])
         paid[row] -= 0.1 * float((sampled - logp.detach()).sum())

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollflow.tasks.learners.config import Critic, DeepSpeedTrain, TorchTrain, with_ranks
-from rollflow.tasks.learners.shards import file_of
+from rollflow.tasks.learners.checkpoint.shards import file_of
+from rollflow.tasks.learners.config import CriticConfig, DeepSpeedTrain, TorchTrain, with_ranks
 from rollflow.tasks.objectives.config import PartsObjective
-from rollflow.tasks.run.replay_diff import FAR, Distance, distance_of_files
+from rollflow.tasks.run.replay_diff import FAR, ReplayDistance, distance_of_files
 
 
-def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor], before: dict[str, Tensor] | None = None) -> Distance:
+def apart(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], before: dict[str, Tensor] | None = None
+) -> ReplayDistance:
     return distance_of_files(
         "file.safetensors", file_of(ours), file_of(theirs), file_of(before) if before is not None else None
     )
@@ -89,7 +91,7 @@ def test_other_tensors_or_nan_are_far(theirs: dict[str, Tensor]) -> None:
 
 
 def test_integers_are_equal_or_far() -> None:
-    assert apart({"a": torch.tensor([1])}, {"a": torch.tensor([1])}) == Distance()
+    assert apart({"a": torch.tensor([1])}, {"a": torch.tensor([1])}) == ReplayDistance()
     assert apart({"a": torch.tensor([1])}, {"a": torch.tensor([2])}) == FAR
 
 
@@ -97,7 +99,7 @@ def test_integers_are_equal_or_far() -> None:
     "train",
     [
         TorchTrain(ranks=4, spread=True, sharded=True, learning_rate=3e-5, objective=PartsObjective(kind="dapo")),
-        TorchTrain(minibatches=2, objective=PartsObjective(kind="ppo"), critic=Critic(learning_rate=2e-4)),
+        TorchTrain(minibatches=2, objective=PartsObjective(kind="ppo"), critic=CriticConfig(learning_rate=2e-4)),
         DeepSpeedTrain(ranks=3, zero=3, options={"zero_optimization": {"reduce_bucket_size": 7}}),
     ],
 )

@@ -27,10 +27,10 @@ from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.objects.disk import mapped
 from rollflow.storage.records import GroupKey, StoredObject
 from rollflow.tasks.actors.learner import LearnerActor
-from rollflow.tasks.learners.base import Learner, Settle, at_once
+from rollflow.tasks.learners.base import Learner, WaitForPublish, at_once
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.run.context import RunContext
-from rollflow.tasks.run.restore import Restored, files, new_learner, restore, train_again
+from rollflow.tasks.run.restore import RestoredVersion, files, new_learner, restore, train_again
 from rollflow.tasks.runtime.node import node_cache
 from tests.support.log_runs import of_kind
 from tests.support.small_run import ALL_ROLES, StoreFeed, prepare_small, train_small
@@ -50,7 +50,7 @@ def hashes(learner: Learner) -> dict[str, str]:
     return {name: digest(pieces(data)) for name, data in files(learner).items()}
 
 
-def restored(context: RunContext, version: int, *, heal: bool = False) -> tuple[Learner, Restored]:
+def restored(context: RunContext, version: int, *, heal: bool = False) -> tuple[Learner, RestoredVersion]:
     learner = new_learner(context, blank=True)
     return learner, restore(context.policies, context.batches, learner, version, heal=heal)
 
@@ -296,7 +296,7 @@ def test_batch_voided_by_another_is_not_published(
                 lost(self, number)
             return data
 
-    def voiding(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
+    def voiding(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> object:
         metrics = step(self, batch, version, settle)
         if late:
             lost(feed, version)
@@ -387,7 +387,7 @@ def objects(context: RunContext) -> list[str]:
 def breaking(where: Callable[[Learner], torch.Tensor], value: float) -> Callable[..., object]:
     whole = TorchLearner.step
 
-    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
+    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> object:
         metrics = whole(self, batch, version, settle)
         with torch.no_grad():
             where(self).view(-1)[-1] = value
@@ -410,7 +410,7 @@ def test_nonfinite_policy_is_not_published_as_version_0(small: Prepare) -> None:
 def test_nonfinite_metric_is_left_out_and_reported(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     sound, context = TorchLearner.step, small()
 
-    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
+    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> object:
         return {**sound(self, batch, version, settle), "kl_of_mine": float("inf"), "gap_of_mine": float("nan")}
 
     monkeypatch.setattr(TorchLearner, "step", step)

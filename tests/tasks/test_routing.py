@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.tasks.rollout.slots import Lane, Ticket
+from rollflow.tasks.rollout.slots import EngineSlots, Ticket
 from tests.support.lanes import lane, queue_of, taken, virtual
 
 
@@ -41,7 +41,7 @@ def test_it_is_always_the_engine_that_would_be_done_first(count: int) -> None:
     draw = random.Random(count)
 
     async def main() -> None:
-        held: list[tuple[Lane, Ticket]] = []
+        held: list[tuple[EngineSlots, Ticket]] = []
         lanes = [lane(6) for _ in range(count)]
         paces = {id(one): draw.randint(1, 20) for one in lanes}
         queue = queue_of(*lanes)

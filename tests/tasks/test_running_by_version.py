@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollflow.storage.records import GroupKey
-from rollflow.tasks.rollout.running_by_version import Starts
+from rollflow.tasks.rollout.running_by_version import RunningByVersion
 
 BOUNDS = (0.0, 0.5, 1.0, 2.0, 2.5, 4.0)
 
 
 @dataclass(frozen=True)
 class One:
-    """Stands for a dispatch: what `Starts` asks of those is the same."""
+    """Stands for a dispatch: what `RunningByVersion` asks of those is the same."""
 
     prompt: int
     awaited: bool
@@ -32,7 +32,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(EVERY), st.sampled_from([None, 0, 1, 
 
 @given(STEPS)
 def test_whatever_starts_starts_again_or_ends(steps: list[tuple[Any, int | None]]) -> None:
-    starts, known = Starts(), dict[Any, int]()
+    starts, known = RunningByVersion(), dict[Any, int]()
     for one, version in steps:
         if version is None:
             starts.remove(one)
@@ -44,7 +44,7 @@ def test_whatever_starts_starts_again_or_ends(steps: list[tuple[Any, int | None]
         assert starts._running.keys() == starts._awaited.keys() == set(known.values())  # what is past is forgotten
 
 
-def check(starts: Starts, known: dict[Any, int]) -> None:
+def check(starts: RunningByVersion, known: dict[Any, int]) -> None:
     for bound in BOUNDS:
         old = [one for one, version in known.items() if version < bound]
         assert starts.count_before(bound) == len(old)

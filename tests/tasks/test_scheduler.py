@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import EngineFailed, Stale
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, Written
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, WrittenEntry
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Log
-from rollflow.storage.log.state import Deposed, TooOld
+from rollflow.storage.log.state import Deposed, GroupTooOld
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
@@ -35,7 +35,7 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.config import AnyRouting, FilterConfig
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.clock import Deadlock, run_virtual
 from rollflow.tasks.simulation.parts import check_fresh
@@ -392,7 +392,7 @@ def test_a_request_that_fails_is_sent_again_and_its_group_keeps_the_rest(attempt
         config = TimedEngineConfig(slots=4, max_new_tokens=64, sigma=1.5, seconds_per_token=0.1)
         engines = [Noting(config), Noting(config)]
         proxy = InferenceProxy(engines[:1], 4, 1.0)
-        await proxy.update(0, Path(), Probe((), (), 0.0), "continue")
+        await proxy.update(0, Path(), WeightsProbe((), (), 0.0), "continue")
         ended = asyncio.Event()
 
         async def generated(_: int) -> None:
@@ -434,7 +434,7 @@ def test_a_stale_group_cannot_be_committed() -> None:
     with pytest.raises(Stale, match="started under version 0, batch 6 allows 4"):
         check_fresh(batch, 2.0)
     writer = Log(pipeline.store).claim("scheduler")
-    with pytest.raises(TooOld, match="started under version 0, batch 6 allows 6"):
+    with pytest.raises(GroupTooOld, match="started under version 0, batch 6 allows 6"):
         TrajectoryStore(writer.log).commit(writer, batch)
     assert pipeline.state.n == entry + 1  # the claim
 
@@ -466,7 +466,7 @@ def test_a_deposed_scheduler_stops_at_its_next_look_at_the_log(tmp_path: Path, m
     context, looks, follow = RunContext(str(tmp_path), tmp_path / "cache"), list[int](), Log.follow
     context.log.claim("supervisor")
 
-    def counted(self: Log) -> list[Written]:
+    def counted(self: Log) -> list[WrittenEntry]:
         looks.append(len(looks))
         if len(looks) == 3:
             Log(context.store).claim("scheduler", who="the second one")

@@ -16,9 +16,9 @@ from rollflow.storage.records import (
     Cursor,
     Discard,
     DiscardReason,
-    Ending,
     GroupKey,
     Prompt,
+    StopReason,
     Trajectory,
     TrajectoryGroup,
 )
@@ -144,7 +144,7 @@ def test_where_a_scheduler_begins() -> None:
 
 def scored(scheduler: RolloutScheduler, prompt: int, reward: float, started: int = 0, *, awaited: bool = True) -> None:
     """A group of one response ended with this reward; it counts as the one that was issued last."""
-    one = Trajectory(0, started, (1,), (True,), (0.0,), (started,), reward, "", Ending.STOP)
+    one = Trajectory(0, started, (1,), (True,), (0.0,), (started,), reward, "", StopReason.STOP)
     rollout = scheduler._create_rollout(Issue(GroupKey(prompt, 0), 1, awaited=awaited))
     scheduler._add_scored(TrajectoryGroup(rollout.key, "p", "d", (one,)), rollout)
 

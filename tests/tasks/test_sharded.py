@@ -19,9 +19,9 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, NotFinite, RankFailed
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.config import Critic, DeepSpeedTrain, Reference, TorchTrain, TrainConfig
-from rollflow.tasks.learners.ranked import RankedLearner
-from rollflow.tasks.learners.shards import from_files
+from rollflow.tasks.learners.checkpoint.shards import from_files
+from rollflow.tasks.learners.config import CriticConfig, DeepSpeedTrain, ReferenceConfig, TorchTrain, TrainConfig
+from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.config import PartsObjective, Penalties
 from tests.contracts.test_learners import batch, changed, joined, saved
@@ -40,11 +40,11 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "PPO with a critic": {
         "minibatches": 2,
         "objective": PartsObjective(kind="ppo"),
-        "critic": Critic(learning_rate=1e-4),  # at a higher rate AdamW enlarges rounding differences
+        "critic": CriticConfig(learning_rate=1e-4),  # at a higher rate AdamW enlarges rounding differences
     },
     "a penalty to a reference": {
         "objective": PartsObjective(penalties=Penalties(kl_to="reference", kl_weight=0.1, kl_target=0.01)),
-        "reference": Reference(every=3),
+        "reference": ReferenceConfig(every=3),
     },
 }
 Batches = Callable[[int], TrajectoryBatch]
@@ -59,9 +59,9 @@ def begun(folder: Path, config: TrainConfig, dtype: str = "float32") -> Any:
     return build_learner(config, LearnerStart(folder, trained=True, versions=12, dtype=dtype))
 
 
-def sharded(folder: Path, zero: int, dtype: str = "float32", seconds: float = 60.0, **given: Any) -> RankedLearner:
+def sharded(folder: Path, zero: int, dtype: str = "float32", seconds: float = 60.0, **given: Any) -> MultiRankLearner:
     config = DeepSpeedTrain.model_validate({"zero": zero, "rank_seconds": seconds, "learning_rate": 1e-4, **given})
-    made: RankedLearner = begun(folder, config, dtype)
+    made: MultiRankLearner = begun(folder, config, dtype)
     return made
 
 
@@ -89,7 +89,7 @@ def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one))
 
 
-def rank_of(made: RankedLearner) -> int:
+def rank_of(made: MultiRankLearner) -> int:
     """Return the process of rank 1."""
     pid = made._others._started[1].process.pid
     assert pid is not None
@@ -101,7 +101,7 @@ def tensors(made: Any) -> Mapping[str, Tensor]:
     return from_files({**made.weights(), **made.state()})
 
 
-def assert_gathered_file_by_file(made: RankedLearner) -> None:
+def assert_gathered_file_by_file(made: MultiRankLearner) -> None:
     """Check that names need no work of other ranks, and that each requested file is gathered from all ranks."""
     asked, ask = [], made._others.ask
     made._others.ask = lambda given: (asked.append(given.file), ask(given))  # type: ignore[method-assign,func-returns-value]
@@ -187,7 +187,7 @@ def test_files_are_gathered_while_the_next_step_runs(folder: Path, zero: int, mo
     assert_gathered_beside_a_step(sharded(folder, zero, **KINDS["PPO with a critic"]), monkeypatch)
 
 
-def assert_gathered_beside_a_step(made: RankedLearner, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_gathered_beside_a_step(made: MultiRankLearner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gather files during the passes, and again before any change; check that the step gives the same result."""
     made.step(batch(0), 0)
     before, found = saved(made), list[object]()
@@ -315,6 +315,6 @@ def test_state_of_two_ranks_continues_on_any_number(folder: Path, zero: int) -> 
 
 
 def test_missing_deepspeed_is_refused_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.tasks.learners.rank_process.find_spec", lambda name: None)
+    monkeypatch.setattr("rollflow.tasks.learners.multi_rank.rank_process.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^train.learner = deepspeed: DeepSpeed is not installed here; install it"):
         begun(folder, DeepSpeedTrain())

@@ -22,8 +22,8 @@ from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import pieces
 from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.config import Critic, TorchTrain
-from rollflow.tasks.learners.shards import NAMES, from_files, shapes_of, tensors_of, to_files
+from rollflow.tasks.learners.checkpoint.shards import NAMES, from_files, shapes_of, tensors_of, to_files
+from rollflow.tasks.learners.config import CriticConfig, TorchTrain
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.objectives.config import PartsObjective
 from rollflow.tasks.policies.config import ColdStart
@@ -148,7 +148,7 @@ class Held(bytearray):
 def test_learner_frees_each_file_before_the_next(tmp_path: Path) -> None:
     """A learner that loads large files has one of them in memory at a time."""
     folder = make_weights(make_policy(tmp_path), seed=1)
-    config = TorchTrain(objective=PartsObjective(kind="ppo"), critic=Critic())
+    config = TorchTrain(objective=PartsObjective(kind="ppo"), critic=CriticConfig())
     made = TorchLearner.begun(config, LearnerStart(folder, trained=True, versions=9, shard_bytes=2**14))
     made.step(batch(0), 0)
     weights, state = joined(made.weights()), joined(made.state())

@@ -25,11 +25,11 @@ from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.config import EvaluationConfig, FilterConfig, RolloutConfig
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
-from rollflow.tasks.simulation.bounds import Work, bounds_of
+from rollflow.tasks.simulation.bounds import Workload, bounds_of
 from rollflow.tasks.simulation.figures import Figures
-from rollflow.tasks.simulation.fit import Recorded, correlation_of, fitted, normal_scores
+from rollflow.tasks.simulation.fit import RecordedVersion, correlation_of, fitted, normal_scores
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.world import World, simulate
+from rollflow.tasks.simulation.world import SimulatedRun, simulate
 
 
 def recipe(**changes: Any) -> RunConfig:
@@ -141,7 +141,7 @@ def test_no_step_is_below_what_no_schedule_passes(sections: dict[str, Any]) -> N
 
 
 def test_the_bounds_are_those_of_the_proposition() -> None:
-    work = Work(
+    work = Workload(
         100,
         mu=2.0,
         mu_least=2.0,
@@ -456,7 +456,7 @@ def test_lengths_have_the_correlation_that_was_asked_for() -> None:
 # --- fitting ------------------------------------------------------------------------------------------------
 
 
-def recorded(version: int, active: float, draw: np.random.Generator) -> Recorded:
+def recorded(version: int, active: float, draw: np.random.Generator) -> RecordedVersion:
     """A version of 60 groups of 4, on an engine with prefill 0.2 and 0.05 s a token at n = 1, slowing 0.1."""
     shared = np.repeat(draw.normal(size=60), 4)
     z = np.sqrt(0.6) * shared + np.sqrt(0.4) * draw.normal(size=240)
@@ -464,7 +464,7 @@ def recorded(version: int, active: float, draw: np.random.Generator) -> Recorded
     seconds = (0.2 + 0.05 * tokens) * (1 + 0.1 * (active - 1))
     lasted = float(seconds.sum()) / active
     groups = np.repeat(np.arange(60), 4).tolist()
-    return Recorded(version, lasted, 0.5, 0.03, 0.1, groups, tokens.tolist(), seconds.tolist(), [0.02] * 240)
+    return RecordedVersion(version, lasted, 0.5, 0.03, 0.1, groups, tokens.tolist(), seconds.tolist(), [0.02] * 240)
 
 
 @pytest.mark.long
@@ -480,7 +480,7 @@ def test_what_was_recorded_is_found_again() -> None:
     assert np.median(fit.responses.lengths) == pytest.approx(50, rel=0.1)
 
 
-class Noting(World):
+class Noting(SimulatedRun):
     """A simulated run that is recorded as a real one is."""
 
     def __init__(self, config: RunConfig, machine: Hardware) -> None:
@@ -496,7 +496,7 @@ class Noting(World):
         self.indices.append([group.key.prompt for group in staged.groups for _ in group.trajectories])
         await super()._commit(staged)
 
-    def recorded(self, first: int) -> list[Recorded]:
+    def recorded(self, first: int) -> list[RecordedVersion]:
         """The versions from `first` on."""
         steps, found = self.records.steps, []
         paused = {update.version: update for update in self.records.updates}
@@ -505,7 +505,7 @@ class Noting(World):
             if after.version > first and after.version in paused:
                 update, batch = paused[after.version], self.batches[number]
                 found.append(
-                    Recorded(
+                    RecordedVersion(
                         version=after.version,
                         seconds=after.ended - before.ended,
                         waited=after.began - before.ended,

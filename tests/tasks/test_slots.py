@@ -16,7 +16,7 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.baselines import WholeGroupQueue
-from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
+from rollflow.tasks.rollout.slots import EngineSlots, SlotQueue, Ticket
 from rollflow.tasks.runtime.clock import VirtualClockLoop, run_virtual
 from tests.support.counts import examples
 from tests.support.tickets import width
@@ -60,7 +60,7 @@ class LanesMachine(RuleBasedStateMachine):
         self.loop = VirtualClockLoop()
         self.queue = queue or SlotQueue("prefix", PATIENCE)
         self.holders: list[tuple[Holder, asyncio.Task[None]]] = []
-        self.all: list[Lane] = []
+        self.all: list[EngineSlots] = []
         self.cancelled: list[asyncio.Task[None]] = []
         self.step(self.join, 0)
 
@@ -82,7 +82,7 @@ class LanesMachine(RuleBasedStateMachine):
 
     def join(self, place: int) -> None:
         """As the proxy does: it serves already, and what was there is out."""
-        lane = Lane(TimedEngine(TIMED), SLOTS)
+        lane = EngineSlots(TimedEngine(TIMED), SLOTS)
         lane.serves.set()
         self.all.append(lane)
         old = self.queue.put(place, lane)
@@ -228,7 +228,7 @@ WholeGroupsMachine.TestCase.settings = LanesMachine.TestCase.settings
 TestWholeGroups = pytest.mark.many(WholeGroupsMachine.TestCase)
 
 
-async def waiting(queue: SlotQueue, ticket: Ticket) -> asyncio.Task[Lane | None]:
+async def waiting(queue: SlotQueue, ticket: Ticket) -> asyncio.Task[EngineSlots | None]:
     """It stands in the queue, or has its slots."""
     task = asyncio.create_task(queue.take(ticket))
     await asyncio.sleep(0)
@@ -238,7 +238,7 @@ async def waiting(queue: SlotQueue, ticket: Ticket) -> asyncio.Task[Lane | None]
 @pytest.mark.parametrize("how", ["cancelled", "withdrawn"])
 def test_when_a_wide_ticket_leaves_the_queue_those_behind_it_go(how: str) -> None:
     async def main() -> None:
-        queue, lane = WholeGroupQueue(SLOTS, PATIENCE), Lane(TimedEngine(TIMED), SLOTS)
+        queue, lane = WholeGroupQueue(SLOTS, PATIENCE), EngineSlots(TimedEngine(TIMED), SLOTS)
         lane.serves.set()
         queue.put(0, lane)
         wide = queue.create_ticket(0, width=SLOTS)

@@ -24,10 +24,10 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles, staged
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
-from rollflow.tasks.learners.freed import given_back
-from rollflow.tasks.learners.gathered import Gathered, staged
-from rollflow.tasks.learners.ranked import RankedLearner
+from rollflow.tasks.learners.malloc_trim import given_back
+from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from tests.contracts.test_learners import batch
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_sharded import KINDS, SOAK
@@ -47,8 +47,8 @@ def begun(folder: Path, config: TrainConfig) -> Any:
     return build_learner(config, LearnerStart(folder, trained=True, versions=12, shard_bytes=SHARD_BYTES))
 
 
-def in_parts(folder: Path, ranks: int = 2, seconds: float = 60.0, **given: Any) -> RankedLearner:
-    made: RankedLearner = begun(folder, TorchTrain(sharded=True, ranks=ranks, rank_seconds=seconds, **given))
+def in_parts(folder: Path, ranks: int = 2, seconds: float = 60.0, **given: Any) -> MultiRankLearner:
+    made: MultiRankLearner = begun(folder, TorchTrain(sharded=True, ranks=ranks, rank_seconds=seconds, **given))
     return made
 
 
@@ -118,9 +118,9 @@ class Stopped(Odd):
 
 
 @pytest.fixture
-def ended() -> Iterator[list[RankedLearner]]:
+def ended() -> Iterator[list[MultiRankLearner]]:
     """Collect learners, and end them after the test."""
-    found: list[RankedLearner] = []
+    found: list[MultiRankLearner] = []
     yield found
     for made in found:
         made._others.end()
@@ -145,7 +145,7 @@ def expected(made: Any) -> Mapping[str, str]:
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "ranks"), [(KIND, 3), (ROLES, 2), pytest.param(ROLES, 4, marks=SOAK)])
 def test_ranks_store_the_files_that_one_rank_would_store(
-    folder: Path, tmp_path: Path, ended: list[RankedLearner], kind: Mapping[str, Any], ranks: int
+    folder: Path, tmp_path: Path, ended: list[MultiRankLearner], kind: Mapping[str, Any], ranks: int
 ) -> None:
     """Ranks store equally many files; the first rank stores its own state. One rank alone continues from the files."""
     ended.append(made := in_parts(folder, ranks, **kind))
@@ -169,7 +169,7 @@ def test_ranks_store_the_files_that_one_rank_would_store(
 
 
 @pytest.mark.long
-def test_deepspeeds_files_are_stored_by_its_ranks(folder: Path, tmp_path: Path, ended: list[RankedLearner]) -> None:
+def test_deepspeeds_files_are_stored_by_its_ranks(folder: Path, tmp_path: Path, ended: list[MultiRankLearner]) -> None:
     """DeepSpeed's ranks also share the work."""
     ended.append(made := begun(folder, DeepSpeedTrain.model_validate({"zero": 2, "ranks": 2, **KIND})))
     made.step(batch(0), 0)
@@ -181,7 +181,7 @@ def test_deepspeeds_files_are_stored_by_its_ranks(folder: Path, tmp_path: Path, 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [Full, Away])
 def test_store_error_on_a_rank_is_raised_by_the_learner(
-    folder: Path, tmp_path: Path, ended: list[RankedLearner], kind: type[Full]
+    folder: Path, tmp_path: Path, ended: list[MultiRankLearner], kind: type[Full]
 ) -> None:
     ended.append(made := in_parts(folder))
     made.step(batch(0), 0)
@@ -194,7 +194,9 @@ def test_store_error_on_a_rank_is_raised_by_the_learner(
 
 
 @pytest.mark.long
-def test_store_that_a_rank_does_not_share_is_refused(folder: Path, tmp_path: Path, ended: list[RankedLearner]) -> None:
+def test_store_that_a_rank_does_not_share_is_refused(
+    folder: Path, tmp_path: Path, ended: list[MultiRankLearner]
+) -> None:
     """Otherwise a log entry would name a file that nobody finds."""
     ended.append(made := in_parts(folder))
     made.step(batch(0), 0)
@@ -203,12 +205,12 @@ def test_store_that_a_rank_does_not_share_is_refused(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_slow_store_does_not_count_as_a_hang(folder: Path, tmp_path: Path, ended: list[RankedLearner]) -> None:
+def test_slow_store_does_not_count_as_a_hang(folder: Path, tmp_path: Path, ended: list[MultiRankLearner]) -> None:
     """The store takes longer than ranks wait for each other."""
     ended.append(made := in_parts(folder, seconds=SECONDS))
     made.step(batch(0), 0)
     files, sizes = made.weights(), made._own.sizes()
-    assert isinstance(files, Gathered)
+    assert isinstance(files, GatheredFiles)
     second = list(sizes)[1]  # the second of two ranks stores it
     found = files.put(second, Slow(tmp_path), "stored")
     assert found.sha256 == digest(pieces(files[second]))
@@ -217,13 +219,13 @@ def test_slow_store_does_not_count_as_a_hang(folder: Path, tmp_path: Path, ended
 @pytest.mark.long
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_rank_that_dies_while_storing_is_named(
-    folder: Path, tmp_path: Path, ended: list[RankedLearner], sent: signal.Signals
+    folder: Path, tmp_path: Path, ended: list[MultiRankLearner], sent: signal.Signals
 ) -> None:
     """The third of three ranks is killed or stopped."""
     ended.append(made := in_parts(folder, 3, seconds=SECONDS))
     made.step(batch(0), 0)
     files, third = made.weights(), list(made._own.sizes())[2]
-    assert isinstance(files, Gathered)
+    assert isinstance(files, GatheredFiles)
     killed = Timer(KILL_SECONDS, lambda: os.kill(made._others._started[2].process.pid, signal.SIGKILL))
     store, sentence = Stopped(tmp_path), r"rank 2 of 3 did not come to the others within"
     if sent == signal.SIGKILL:

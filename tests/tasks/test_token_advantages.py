@@ -15,28 +15,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollflow.storage.records import Ending, Trajectory
-from rollflow.tasks.learners.before import judge
-from rollflow.tasks.learners.critic import value_loss
+from rollflow.storage.records import StopReason, Trajectory
+from rollflow.tasks.learners.forward.critic import value_loss
+from rollflow.tasks.learners.forward.pre_update import judge
 from rollflow.tasks.objectives.config import Advantage, Penalties
 from rollflow.tasks.objectives.penalties import adapted
-from rollflow.tasks.objectives.rows import Rows
+from rollflow.tasks.objectives.rows import BatchRows
 from tests.tasks.test_algorithms import batch_of
 
-Row = tuple[list[bool], float, Ending]  # for each token after the prompt, True if the policy sampled it; reward; ending
+Row = tuple[
+    list[bool], float, StopReason
+]  # for each token after the prompt, True if the policy sampled it; reward; ending
 NUMBER = st.integers(-16, 16).map(lambda quarters: quarters / 4)
-ROWS = st.tuples(st.lists(st.booleans(), max_size=7), NUMBER, st.sampled_from([Ending.STOP, Ending.LENGTH]))
+ROWS = st.tuples(st.lists(st.booleans(), max_size=7), NUMBER, st.sampled_from([StopReason.STOP, StopReason.LENGTH]))
 UNIT = st.sampled_from([0.0, 1.0, 0.95]) | st.floats(0.01, 1)
 
 
-def data_of(rows: list[Row]) -> Rows:
+def data_of(rows: list[Row]) -> BatchRows:
     made = []
     for mask, reward, ending in rows:
         whole = (False, False, *mask)
         quiet = (0.0,) * len(whole)
         versions = tuple(0 if chosen else -1 for chosen in whole)
         made.append(Trajectory(0, 0, (5,) * len(whole), whole, quiet, versions, reward, "", ending))
-    return Rows.of(batch_of(made))
+    return BatchRows.of(batch_of(made))
 
 
 def expected(part: Advantage, row: Row, values: list[float], prices: list[float]) -> list[float]:
@@ -130,7 +132,7 @@ def test_kl_weight_moves_by_the_clipped_error(weight: float, target: float, gain
 def test_advantages_are_computed_in_float64() -> None:
     """No float32 holds the mean of these rewards exactly; a recorded run keeps its float32 advantages."""
     part = Advantage(baseline="group", scale="none")
-    data = data_of([([True], reward, Ending.STOP) for reward in (1e8, 1e8 + 8, 3.0)])
+    data = data_of([([True], reward, StopReason.STOP) for reward in (1e8, 1e8 + 8, 3.0)])
     exact = [value - fmean([1e8, 1e8 + 8, 3.0]) for value in (1e8, 1e8 + 8, 3.0)]
     found, recorded = judge(part, data, 7), judge(part, data, 7, dtype=torch.float32)
     assert found.advantage_B.tolist() == torch.tensor(exact).tolist()
@@ -150,7 +152,7 @@ def test_large_reward_counts_as_any_other(baseline: str, scale: str, large: floa
     part = Advantage(baseline=baseline, scale=scale)  # type: ignore[arg-type]
     found = []
     for reward in (large, math.copysign(1e6, large)):
-        data = data_of([([True] * n, reward * (n == 2), Ending.STOP) for n in (1, 2, 3)])
+        data = data_of([([True] * n, reward * (n == 2), StopReason.STOP) for n in (1, 2, 3)])
         found.append(judge(part, data, 7, price_B=torch.full((6,), 0.25)).advantage_B.tolist())
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert any(found[0])

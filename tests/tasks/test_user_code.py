@@ -37,7 +37,7 @@ from rollflow.tasks.environments import build_environment
 from rollflow.tasks.objectives.imported import ImportedObjective
 from rollflow.tasks.policies.vocabulary import vocabulary_of
 from rollflow.tasks.rollout import build_scheduler
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
@@ -93,7 +93,7 @@ class RolledFeed(StoreFeed):
         engine = TimedEngine(config.engine)
         await engine.start()
         proxy = InferenceProxy([engine], config.engine.slots)
-        await proxy.update(number, Path(), Probe((), (), 0.0), "continue")
+        await proxy.update(number, Path(), WeightsProbe((), (), 0.0), "continue")
         async with self._pool() as pool:
 
             async def score(request: ScoreRequest) -> Score:

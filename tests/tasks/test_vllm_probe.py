@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from rollflow.storage.errors import ConfigError, EngineFailed
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.tasks.actors.engine_client import RayEngine
-from rollflow.tasks.engines.base import GenerationRequest, Partial
+from rollflow.tasks.engines.base import GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine
 from tests.support.cores import TITLE, core, cores
@@ -130,7 +130,7 @@ async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path, ray_nod
     resumed = [replace(request, prefix=known[request.id]) for request in failed]
     for request, made in zip(resumed, await asyncio.gather(*map(engine.generate, resumed)), strict=True):
         assert made.tokens[: len(request.prefix)] == request.prefix.tokens
-        assert made.ending is Ending.STOP or len(made.tokens) == request.max_new_tokens
+        assert made.ending is StopReason.STOP or len(made.tokens) == request.max_new_tokens
         expected = reference_logprobs(weights, request.prompt + made.tokens)[2:]
         assert made.logprobs == pytest.approx(expected, abs=1e-4)
 
@@ -160,7 +160,7 @@ async def _actor(policy: Path, weights: Path) -> tuple[RayEngine, list[psutil.Pr
     return engine, [process, *process.children(recursive=True)]
 
 
-async def _progress(engine: RayEngine, requests: list[GenerationRequest]) -> dict[str, Partial]:
+async def _progress(engine: RayEngine, requests: list[GenerationRequest]) -> dict[str, TokenSpan]:
     """The tokens of the first report."""
     ids = {request.id: 0 for request in requests}
     return await soon(lambda: {id: partial for id, partial in engine.progress(ids).items() if partial})

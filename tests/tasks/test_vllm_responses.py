@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Float32s
-from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine
 from rollflow.tasks.runtime.clock import run_virtual
@@ -32,8 +32,8 @@ from rollflow.tasks.runtime.clock import run_virtual
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 STOP, LENGTH, ABORT, ERROR = range(4)  # vLLM's FinishReason
-ENDINGS = {STOP: Ending.STOP, LENGTH: Ending.LENGTH, ABORT: Ending.ABORTED}
-PREFIX = Partial.of((501, 502, 503), (-0.5, -0.25, -1.0), (0, 0, 1))
+ENDINGS = {STOP: StopReason.STOP, LENGTH: StopReason.LENGTH, ABORT: StopReason.ABORTED}
+PREFIX = TokenSpan.of((501, 502, 503), (-0.5, -0.25, -1.0), (0, 0, 1))
 VOCABULARY = 1000
 
 
@@ -118,7 +118,7 @@ class Running:
     folder: Path
     core: Core = field(default_factory=Core)
 
-    async def begun(self, prefix: Partial = PREFIX) -> Running:
+    async def begun(self, prefix: TokenSpan = PREFIX) -> Running:
         self.engine = engine_on(self.core, self.folder)
         self.task = asyncio.create_task(self.engine.generate(GenerationRequest("a", (3,), 8, prefix=prefix)))
         while not self.core.sent:
@@ -163,7 +163,7 @@ def test_an_output_that_cannot_be_read_is_the_engines_end(
         running.core.tell([odd], "2")
         with pytest.raises(EngineFailed, match=why):
             await running.task
-        assert running.engine.progress({"a": 0})["a"] == PREFIX + Partial.of((4,), (-1.0,), (1,))
+        assert running.engine.progress({"a": 0})["a"] == PREFIX + TokenSpan.of((4,), (-1.0,), (1,))
 
     run_virtual(main())
 
@@ -242,7 +242,7 @@ PLACES = st.integers(0, 7)
 ENDS = st.sampled_from([None, None, None, STOP, LENGTH, ABORT, ERROR])
 OUTPUTS = st.lists(st.tuples(PLACES, st.integers(0, 3), ENDS), min_size=1, max_size=6)
 STEPS = st.one_of(
-    st.tuples(st.just("ask"), st.sampled_from([Partial(), PREFIX, PREFIX.before(1)])),
+    st.tuples(st.just("ask"), st.sampled_from([TokenSpan(), PREFIX, PREFIX.before(1)])),
     st.tuples(st.just("step"), OUTPUTS),
     st.tuples(st.just("abort"), st.lists(PLACES, max_size=3)),
     st.tuples(st.just("cancel"), PLACES),
@@ -261,7 +261,7 @@ class Expected:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
-    ending: Ending | str | None = None  # "failed"
+    ending: StopReason | str | None = None  # "failed"
     cancelled: bool = False
 
 
@@ -293,7 +293,7 @@ class Script:
                 await asyncio.sleep(0)
         self.check_progress()
 
-    async def ask(self, prefix: Partial) -> None:
+    async def ask(self, prefix: TokenSpan) -> None:
         id, before = f"r{len(self.asked)}", len(self.core.sent)
         task = asyncio.create_task(self.engine.generate(GenerationRequest(id, (3, 4), 1000, prefix=prefix)))
         while len(self.core.sent) == before:
@@ -318,7 +318,7 @@ class Script:
     async def abort(self, places: list[int]) -> None:
         for place in places:
             one = self.asked[place]
-            one.ending = one.ending or Ending.ABORTED
+            one.ending = one.ending or StopReason.ABORTED
         await self.engine.abort([self.asked[place].id for place in places])
 
     def check_progress(self) -> None:
@@ -337,12 +337,12 @@ class Script:
             with pytest.raises(EngineFailed, match="vLLM ended a response with the reason error"):
                 await one.task
         else:
-            assert await one.task == Generation(one.id, said(one), one.ending or Ending.STOP)
+            assert await one.task == Generation(one.id, said(one), one.ending or StopReason.STOP)
 
 
-def said(one: Expected) -> Partial:
+def said(one: Expected) -> TokenSpan:
     """What was made of it."""
-    return Partial.of(one.tokens, one.logprobs, one.versions)
+    return TokenSpan.of(one.tokens, one.logprobs, one.versions)
 
 
 async def ran(script: Script, steps: list[Any]) -> Script:

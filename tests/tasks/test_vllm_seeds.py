@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollflow.storage.records import Ending
+from rollflow.storage.records import StopReason
 from rollflow.tasks.actors.rollout import build_run_engine
-from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine
 from rollflow.tasks.rollout.config import RolloutConfig
@@ -21,7 +21,7 @@ from tests.support.tiny_policy import make_policy, make_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
-NOTHING = Partial()
+NOTHING = TokenSpan()
 NUMBERS = itertools.count()
 PROMPTS = [tuple(3 + (7 * place + group) % 300 for place in range(40)) for group in range(4)]
 CROWD = tuple(3 + place % 300 for place in range(200))  # 60 of them are more tokens than vLLM computes in one step
@@ -41,7 +41,7 @@ async def test_what_is_asked_again_is_drawn_as_before(tmp_path: Path) -> None:
         await asyncio.sleep(0.3)
         await load(engine, tmp_path / "weights", 1)  # all that runs is computed anew, its prompts in one step each
         assert [made.tokens for made in await asyncio.gather(*among)] == [made.tokens for made in first]
-        assert Ending.ABORTED not in {made.ending for made in await asyncio.gather(*crowd)}
+        assert StopReason.ABORTED not in {made.ending for made in await asyncio.gather(*crowd)}
         await goes_on(engine, first[0])
     finally:
         await engine.close()
@@ -70,7 +70,7 @@ def test_a_runs_engines_are_started_so(tmp_path: Path, rollout: RolloutConfig) -
     assert engine._derive_seed(GenerationRequest("a", (3,), 8, seed=5)) == (5 if rollout.leaves_behind else None)
 
 
-async def ask(engine: VllmEngine, prompt: tuple[int, ...], seed: int, prefix: Partial = NOTHING) -> Generation:
+async def ask(engine: VllmEngine, prompt: tuple[int, ...], seed: int, prefix: TokenSpan = NOTHING) -> Generation:
     return await engine.generate(GenerationRequest(f"{next(NUMBERS)}", prompt, 32, 1.0, seed, prefix))
 
 

@@ -15,8 +15,8 @@ import pytest
 from benchmarks.wall_clock import CASES, HARDWARE, WallWorld, engine_actors, recipe
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
-from rollflow.tasks.simulation.records import Formed
-from rollflow.tasks.simulation.world import World
+from rollflow.tasks.simulation.records import FormedBatch
+from rollflow.tasks.simulation.world import SimulatedRun
 
 VERSIONS = 3
 
@@ -27,7 +27,7 @@ def actors(ray_node: None) -> Iterator[list[Any]]:
         yield found
 
 
-async def formed(world: World) -> list[Formed]:
+async def formed(world: SimulatedRun) -> list[FormedBatch]:
     await world.run(VERSIONS, lambda version: None)
     return world.records.formed[:VERSIONS]
 
@@ -43,7 +43,7 @@ def planned(case: str) -> RunConfig:
 def test_on_a_wall_clock_the_same_is_trained(actors: list[Any], case: str) -> None:
     config = planned(case)
     wall = asyncio.run(formed(WallWorld(config, actors)))
-    virtual = run_virtual(formed(World(config, HARDWARE, config, timeline=False)))
+    virtual = run_virtual(formed(SimulatedRun(config, HARDWARE, config, timeline=False)))
     assert [batch.trajectories for batch in wall] == [12] * VERSIONS
     assert max(staleness for batch in wall for staleness in batch.staleness) <= config.async_ratio
     if config.async_ratio == 0:  # else it is time that says which groups come first

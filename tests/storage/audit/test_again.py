@@ -9,7 +9,7 @@ import pytest
 
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log import audit_checkpoints, objects, recheck
-from rollflow.storage.log.audit import Progress, audit
+from rollflow.storage.log.audit import AuditProgress, audit
 from rollflow.storage.log.entries import encode, entry_path
 from rollflow.storage.log.reading import AT_ONCE
 from rollflow.storage.objects.memory import MemoryStore
@@ -185,12 +185,12 @@ def test_only_the_newest_audits_stay(store: MemoryStore) -> None:
 def test_bytes_read_at_a_time_are_limited(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before one more is begun as many have ended as there is no room for beside it; one alone may be larger."""
     monkeypatch.setattr(objects, "MOST_BYTES", 10)
-    ended: list[objects.Looked] = []
+    ended: list[objects.ObjectFinding] = []
     before = []
-    with objects.Looking(store, ended.append) as looking:
+    with objects.ObjectChecks(store, ended.append) as looking:
         for size in (6, 4, 1, 5, 20, 3):
             stored = StoredObject(f"of-{size}", size, store.put(f"of-{size}", b"x" * size))
-            looking.add(objects.Named(stored, 0, "run"))
+            looking.add(objects.NamedObject(stored, 0, "run"))
             before.append(len(ended))
         looking.finish()
     assert before == [0, 0, 1, 1, 4, 5]
@@ -198,12 +198,12 @@ def test_bytes_read_at_a_time_are_limited(store: MemoryStore, monkeypatch: pytes
 
 
 def test_pending_objects_are_limited(store: MemoryStore) -> None:
-    ended: list[objects.Looked] = []
+    ended: list[objects.ObjectFinding] = []
     before = []
     stored = StoredObject("one", 1, store.put("one", b"1"))
-    with objects.Looking(store, ended.append) as looking:
+    with objects.ObjectChecks(store, ended.append) as looking:
         for _ in range(40):
-            looking.add(objects.Named(stored, 0, "run"))
+            looking.add(objects.NamedObject(stored, 0, "run"))
             before.append(len(ended))
         looking.finish()
     assert before == [0] * 32 + list(range(1, 9))
@@ -211,9 +211,9 @@ def test_pending_objects_are_limited(store: MemoryStore) -> None:
 
 
 def test_progress(run: MemoryStore) -> None:
-    told: list[Progress] = []
+    told: list[AuditProgress] = []
     report = audit(run, deep=True, progress=told.append)
-    assert told[-1] == Progress(report.entries, report.entries, report.objects, report.objects, report.bytes)
+    assert told[-1] == AuditProgress(report.entries, report.entries, report.objects, report.objects, report.bytes)
     assert [one.entries for one in told] == sorted(one.entries for one in told)
     assert [one.bytes for one in told] == sorted(one.bytes for one in told)
     assert report.bytes == sum(

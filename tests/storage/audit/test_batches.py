@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import BatchCommitted, Group, entry_path
+from rollflow.storage.log.entries import BatchCommitted, TrainedGroup, entry_path
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import StoredObject, TrajectoryGroup
 from tests.support.audited import VERSIONS, file_of, found, of_first
@@ -73,7 +73,9 @@ def test_any_four_of_the_surplus_responses_are_clean(store: MemoryStore) -> None
     ],
     ids=["tokens", "started later", "started earlier", "newest"],
 )
-def test_wrong_counts_and_versions_in_an_entry_are_found(run: MemoryStore, false: Callable[[Group], Group]) -> None:
+def test_wrong_counts_and_versions_in_an_entry_are_found(
+    run: MemoryStore, false: Callable[[TrainedGroup], TrainedGroup]
+) -> None:
     entry = committed(run, 3)
     changed(run, entry.n, lambda body: replace(body, groups=(body.groups[0], false(body.groups[1]))))
     assert found(run) == {("lineage", file_of(run, 3))}
@@ -101,7 +103,7 @@ def test_wrong_start_in_file_and_entry_is_found(run: MemoryStore) -> None:
     assert found(run) == {("stale", path)}
 
 
-def said(body: BatchCommitted, **change: int) -> Group:
+def said(body: BatchCommitted, **change: int) -> TrainedGroup:
     """The second group of a commit, with something else said of it."""
     return body.groups[1]._replace(**change)
 

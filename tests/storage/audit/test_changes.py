@@ -15,7 +15,7 @@ from rollflow.storage.log.configs import RecordedConfig, readable_configs, recor
 from rollflow.storage.log.entries import BatchCommitted, ConfigChanged, VersionPublished, entry_path
 from rollflow.storage.log.garbage import orphans
 from rollflow.storage.log.run_log import Log
-from rollflow.storage.log.state import Refused
+from rollflow.storage.log.state import EntryRefused
 from rollflow.storage.objects.memory import MemoryStore
 from tests.support.counts import examples
 from tests.support.log_actors import Learner, Supervisor
@@ -126,7 +126,7 @@ def test_earlier_learner_appends_nothing() -> None:
     actors.learner.log.follow()
     Supervisor(store).change(versions=12)
     for step in (actors.learner.publish, actors.scheduler.commit):
-        with pytest.raises(Refused, match="config was changed"):
+        with pytest.raises(EntryRefused, match="config was changed"):
             step()
     assert len(of_kind(store, VersionPublished)) == 1
 
@@ -195,6 +195,6 @@ def _changed(store: MemoryStore, actors: Actors, what: str, value: int) -> Actor
     given = {key: {"learning_rate": value} if what == "train.learning_rate" else values.get(key, value)}
     try:
         return resumed(store, **given)
-    except Refused:
+    except EntryRefused:
         claim = Supervisor(store).writer.claim
         return Actors(actors.supervisor, RealScheduler(store, claim), Learner(store, claim))

@@ -13,7 +13,7 @@ from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log import audit_checkpoints, snapshots
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import Pruned, RunCreated, entry_path, sealed
-from rollflow.storage.log.report import SPANS, AuditReport, Rows
+from rollflow.storage.log.report import SPANS, AuditReport, RowCounts
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import FOLD
 from rollflow.storage.objects import ObjectStore
@@ -81,7 +81,7 @@ def test_printed_table_shows_the_report(run: MemoryStore, capsys: pytest.Capture
 def test_long_run_is_counted_by_version_ranges() -> None:
     report, doubled = AuditReport(), {1: 1, SPANS + 1: 2, 2 * SPANS + 1: 4, 4 * SPANS + 1: 8}
     for version in range(1, 4 * SPANS + 2):
-        report.trained(version, Rows(Counter({version % 2: 3}), Counter({"sums": 1})))
+        report.trained(version, RowCounts(Counter({version % 2: 3}), Counter({"sums": 1})))
         assert report.span == max(span for first, span in doubled.items() if version >= first)
     assert sorted(report.staleness_by_version) == list(range(1, 4 * SPANS + 2, 8))
     assert report.staleness_by_version[9] == {0: 12, 1: 12}

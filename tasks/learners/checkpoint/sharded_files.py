@@ -1,0 +1,44 @@
+"""Files whose shards are gathered from several ranks when they are asked for, so that memory holds few at a time.
+
+`staged` has several ranks gather and store files at the same time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from rollflow.storage.log.run_log import Writer
+from rollflow.storage.objects.base import Data
+from rollflow.storage.policies import PolicyStore, Put
+from rollflow.storage.records import StoredObject
+
+
+class GatheredFiles(Mapping[str, Data]):
+    """Files by name, gathered one at a time and not kept. They are valid until the tensors behind them change."""
+
+    def __init__(
+        self, names: Iterable[str], gather: Callable[[str], Data], put: Put | None = None, movers: int = 1
+    ) -> None:
+        """`put` has a rank store a file; `movers` is the number of files stored at a time."""
+        self._names, self._gather, self._turn = tuple(names), gather, threading.Lock()
+        self.put, self.movers = put, movers
+
+    def __getitem__(self, name: str) -> Data:
+        if name not in self._names:
+            raise KeyError(name)
+        with self._turn:
+            return self._gather(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def staged(policies: PolicyStore, writer: Writer, version: int, files: Mapping[str, Data]) -> tuple[StoredObject, ...]:
+    """Store the files of a version that is not published yet."""
+    if isinstance(files, GatheredFiles):
+        return policies.stage(writer, version, files, files.movers, files.put)
+    return policies.stage(writer, version, files)

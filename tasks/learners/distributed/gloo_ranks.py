@@ -1,0 +1,199 @@
+"""Ranks that add up tensors with gloo, and gradients on GPUs with NCCL.
+
+torch's own wrapper (DistributedDataParallel) does not fit. It averages over ranks, while our losses are weighted over
+the whole minibatch. It hooks into the model's forward, while we run decoder and head separately. It waits for a
+backward pass of each rank, while one of ours may have no rows.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+
+from rollflow.tasks.learners.distributed.load_balance import deal, imbalance
+from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
+from rollflow.tasks.learners.distributed.ranks import Piece, RankLost, Ranks
+
+HOST = "127.0.0.1"  # address of ranks on one machine
+BUCKET = 2**23  # elements in one all-reduce: 32 MiB
+STORE_SECONDS = 60.0  # longest time for an answer of the TCP store
+START_SECONDS = 120.0  # longest time for started ranks to find each other
+
+
+class GlooRanks(Ranks):
+    """One of several ranks, by gloo. See `ranks`."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        count: int,
+        seconds: float,
+        check: Callable[[], None] = lambda: None,
+        name: str = "group",
+        host: str = HOST,
+    ) -> None:
+        """Join a group; all its ranks must join at about the same time. `seconds` bounds each later collective call.
+
+        `name` tells several groups of the same ranks apart. `host` is the address of this rank for the others.
+        """
+        self.rank, self.count, self._check = rank, count, check
+        self.store, self._name, self.host = store, name, host
+        self._group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, count, _options(host))
+        self.beside: GlooRanks | None = None  # a second group of the same ranks, for work beside a step
+        self._bound = timedelta(seconds=seconds)
+        self.seconds = seconds
+        self._done = 0
+        self._loads = np.zeros(count)
+
+    def own(self, pieces: list[Piece], length: Callable[[Piece], int]) -> list[Piece]:
+        """See `Ranks`."""
+        lengths = [length(piece) for piece in pieces]
+        dealt = deal(lengths, self.count)
+        self._loads += [sum(lengths[piece] for piece in own) for own in dealt]
+        return [pieces[piece] for piece in dealt[self.rank]]
+
+    def add(self, found: Tensor) -> None:
+        """See `Ranks`."""
+        if found.numel():
+            self._together(lambda: self._group.allreduce(found, timeout=self._bound).wait())
+
+    @torch.no_grad()
+    def add_gradients(self, parameters: Iterable[nn.Parameter], loss: float) -> float:
+        """See `Ranks`."""
+        given = list(parameters)
+        found = torch.tensor([loss, *(parameter.grad is not None for parameter in given)], dtype=torch.float64)
+        self.add(found)
+        changed = [parameter for parameter, ranks in zip(given, found[1:].tolist(), strict=True) if ranks]
+        for bucket in _buckets(changed):
+            self._add_bucket(bucket)
+        return float(found[0])
+
+    def gathered(self, found: np.ndarray) -> list[np.ndarray]:
+        """See `Ranks`."""
+        counts = torch.zeros(self.count, dtype=torch.float64)
+        counts[self.rank] = len(found)
+        self.add(counts)
+        every = [int(count) for count in counts]
+        flat = torch.zeros(sum(every), dtype=torch.float64)
+        parts = torch.split(flat, every)
+        parts[self.rank].copy_(torch.from_numpy(found))
+        self.add(flat)
+        return [part.numpy() for part in parts if len(part)]
+
+    def check(self) -> None:
+        """See `Ranks`."""
+        self._check()
+
+    def told(self) -> dict[str, float]:
+        """See `Ranks`."""
+        found, self._loads = {"rank_imbalance": imbalance(self._loads.tolist())}, np.zeros(self.count)
+        return found
+
+    def from_first(self, data: Tensor) -> None:
+        """Broadcast the first rank's values into `data`."""
+        self._together(lambda: self._group.broadcast(data, 0, timeout=self._bound).wait())
+
+    def to_one(self, rank: int, own: Tensor, parts: Sequence[Tensor]) -> None:
+        """On `rank`, copy the `own` tensor of each rank into `parts`; each `own` is sent in one piece."""
+        if self.rank != rank:
+            self._together(lambda: self._sent(own, rank))
+            return
+        parts[rank].copy_(own)
+        self._together(lambda: self._received(parts))
+
+    def behind(self) -> list[int]:
+        """Return the ranks that have done fewer collective calls than this one. Callers ask after a failure."""
+        found = [rank for rank in range(self.count) if rank != self.rank and self._came(rank) < self._done]
+        return found or (self.beside.behind() if self.beside else [])
+
+    def go_beside(self) -> None:
+        """Create the group `beside`; all ranks must call this together."""
+        self.beside = GlooRanks(self.store, self.rank, self.count, self.seconds, self._check, "beside", self.host)
+
+    def _came(self, rank: int) -> int:
+        """Return the number of collective calls that a rank has begun."""
+        return int(self.store.get(self._at(rank))) if self.store.check([self._at(rank)]) else 0
+
+    def _at(self, rank: int) -> str:
+        """Return the store key that holds a rank's number of collective calls."""
+        return f"{self._name}/at/{rank}"
+
+    def _sent(self, own: Tensor, rank: int) -> None:
+        if own.numel():
+            self._group.send([own], rank, 0).wait(self._bound)
+
+    def _received(self, parts: Sequence[Tensor]) -> None:
+        for rank, part in enumerate(parts):
+            if rank != self.rank and part.numel():
+                self._group.recv([part], rank, 0).wait(self._bound)
+
+    def _add_bucket(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add up the gradients in float32, whatever their type; a rank without a gradient adds zeros."""
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([grad.reshape(-1).float() for grad in found])
+        if flat.is_cuda:
+            self._together(lambda: self._on_gpus.allreduce(flat, timeout=self._bound).wait())
+        else:
+            self.add(flat)
+        for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter)
+
+    @cached_property
+    def _on_gpus(self) -> Any:
+        """The NCCL group, for tensors on GPUs; all ranks must ask for it together."""
+        from torch.distributed import ProcessGroupNCCL  # missing from torch builds for CPUs
+
+        begin_backend(torch.device("cuda"), self.host, blocking=True)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = self._bound
+        return ProcessGroupNCCL(PrefixStore(f"{self._name}/nccl", self.store), self.rank, self.count, options)
+
+    def _together(self, work: Callable[[], object]) -> None:
+        self._done += 1
+        try:
+            self.store.set(self._at(self.rank), str(self._done))
+            work()
+        except RuntimeError as error:
+            raise RankLost(str(error)) from error
+
+
+def first_store(host: str = HOST) -> TCPStore:
+    """Open the TCP store in which ranks find each other and count their calls; it listens on `host` only."""
+    listening = socket.create_server((host, 0))
+    port, bound = listening.getsockname()[1], timedelta(seconds=STORE_SECONDS)
+    fd = listening.detach()  # the store owns it from here
+    return TCPStore(host, port, is_master=True, timeout=bound, wait_for_workers=False, master_listen_fd=fd)
+
+
+def store_at(host: str, port: int) -> Store:
+    """Connect to the first rank's TCP store."""
+    return TCPStore(host, port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
+
+
+def _options(host: str) -> Any:
+    """Return options of a group whose members listen on `host` only."""
+    found = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    found._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    found._timeout = timedelta(seconds=START_SECONDS)
+    return found
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Split parameters into buckets of at most `BUCKET` elements, in their order."""
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket

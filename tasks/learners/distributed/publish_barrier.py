@@ -1,0 +1,63 @@
+"""The publish barrier of ranks: a step changes stored tensors on no rank before the first rank allows it.
+
+    first rank: settle() ...... WAIT ...... WAIT ...... GO_ON or STOP
+    other rank:                 reads each message, and then goes on or stops
+
+- If the first rank's `settle` raises, the step ends on all ranks (`StepStopped`), and no stored tensor has changed.
+- A slow store does not count as a hang: while the first rank waits for it, it sends WAIT again and again.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from enum import IntEnum
+
+import torch
+
+from rollflow.tasks.learners.base import WaitForPublish
+from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
+
+TIMES = 4  # messages within `train.rank_seconds`
+
+
+class BarrierMessage(IntEnum):
+    """A message of the first rank."""
+
+    WAIT = 0
+    GO_ON = 1
+    STOP = 2
+
+
+class StepStopped(Exception):
+    """Raised where the step ends with no stored tensor changed; the first rank knows the `error`."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def settled(ranks: GlooRanks, settle: WaitForPublish) -> None:
+    """Call `settle` on the first rank, and report the result to the other ranks."""
+    with ThreadPoolExecutor(1, "settling") as thread:
+        job = thread.submit(settle)
+        while wait([job], ranks.seconds / TIMES).not_done:
+            _say(ranks, BarrierMessage.WAIT)
+    error = job.exception()
+    _say(ranks, BarrierMessage.GO_ON if error is None else BarrierMessage.STOP)
+    if error is not None:
+        raise StepStopped(error)
+
+
+def told(ranks: GlooRanks) -> None:
+    """Wait on another rank until the first rank allows the step to go on."""
+    while (word := _say(ranks)) == BarrierMessage.WAIT:
+        pass
+    if word == BarrierMessage.STOP:
+        raise StepStopped
+
+
+def _say(ranks: GlooRanks, word: BarrierMessage = BarrierMessage.WAIT) -> BarrierMessage:
+    """Broadcast the first rank's message, and return it."""
+    found = torch.tensor([word])
+    ranks.from_first(found)
+    return BarrierMessage(int(found))

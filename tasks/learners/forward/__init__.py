@@ -1,0 +1,1 @@
+"""The models of a step and what they say of tokens: log-probs, values, reference."""

@@ -1,0 +1,141 @@
+"""The critic estimates the reward still to come, before each token (PPO: Schulman et al. 2017).
+
+At the first trained version the critic is a copy of the policy with a new head that outputs zero; or it is that head
+alone, on the policy's hidden states. It is trained on every row towards the returns of `objectives/gae.py`, after the
+policy's own update on the same rows. Its weights and moments are part of the learner's state.
+
+Shapes: M masked tokens of a micro-batch, B of a batch, H hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollflow.tasks.learners.checkpoint.shards import Named
+from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.optimizer.trained_tensors import TrainedTensors, check_fit
+from rollflow.tasks.objectives.packing import MicroBatch
+from rollflow.tasks.policies.device import send
+
+WEIGHT = "weight/"  # prefix of the weights' names in the critic's state
+
+
+class ValueHead(nn.Module):
+    """One number for each hidden state; `decoder` computes the states, or is None if the policy does."""
+
+    def __init__(self, decoder: nn.Module | None, hidden: int) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.head = nn.Linear(hidden, 1)  # float32, whatever type the decoder has
+
+
+class Critic:
+    """See the module's docstring."""
+
+    def __init__(self, policy: Any, config: RankedTrain) -> None:
+        self._policy, self._config, self._dtype = policy, config.critic, policy.dtype
+        own = copy.deepcopy(policy.get_decoder()) if config.critic.model == "own" else None
+        embeddings = policy.get_output_embeddings().weight
+        self.model = ValueHead(own, embeddings.shape[-1]).to(embeddings.device)
+        self.optimized = TrainedTensors(dict(self.model.named_parameters()), config, config.critic.learning_rate)
+        self.begun = False
+
+    def begin(self) -> None:
+        """Before a run's first update, copy the policy's decoder and set the head to zero."""
+        if not self.begun:
+            if self.model.decoder is not None:
+                self.model.decoder.load_state_dict(self._policy.get_decoder().state_dict())
+            for parameter in self.model.head.parameters():
+                nn.init.zeros_(parameter)
+            self.optimized.load(())
+            self.begun = True
+
+    def values(self, micro: MicroBatch) -> Tensor:
+        """Return (M,) float32, the expected reward before each of the tokens."""
+        device = self.model.head.weight.device
+        row, position = (send(index, device) for index in micro.where)
+        hidden_MH = self._hidden(micro.inputs(device, self._dtype))[row, position]
+        found: Tensor = self.model.head(hidden_MH.float()).squeeze(-1)
+        return found
+
+    def update(self, micros: Iterable[MicroBatch], values_B: Tensor, returns_B: Tensor, tokens: int) -> float:
+        """Add up the gradient of the mean loss over `tokens`; return that loss. `values_B` are the values before it."""
+        self.optimized.clear()
+        total = 0.0
+        for micro in micros:
+            found_M = self.values(micro)
+            old_M, return_M = (known_B[micro.among].to(found_M) for known_B in (values_B, returns_B))
+            loss = value_loss(found_M, old_M, return_M, self._config.value_clip).sum() / max(tokens, 1)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimized.trained.take_gradients()
+            total += float(loss.detach())
+        return total
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the critic's whole state; empty before its start."""
+        return {**self._weights(), **self.optimized.tensors()} if self.begun else {}
+
+    def check(self, saved: Mapping[str, Tensor]) -> None:
+        """Raise `Corrupt` unless `tensors` could have returned these."""
+        if saved:
+            check_fit("the critic's state does", saved, {**self._weights(), **self.optimized.like(others(saved))})
+
+    @torch.no_grad()
+    def load(self, saved: Named) -> None:
+        """Replace the state by tensors that `tensors` returned."""
+        self.begun = False
+        self.optimized.load(self._without_weights(saved))
+
+    def _without_weights(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
+        """Load the critic's weights on the way; yield the other tensors."""
+        for name, tensor in saved:
+            self.begun = True
+            if name.startswith(WEIGHT):
+                self._take(name.removeprefix(WEIGHT), tensor)
+            else:
+                yield name, tensor
+            del tensor  # free its file before the next one is read
+
+    def _take(self, name: str, weight: Tensor) -> None:
+        self.model.get_parameter(name).copy_(weight)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {f"{WEIGHT}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def _hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return (L, T, H) hidden states; without a gradient if the policy computes them."""
+        own = self.model.decoder
+        decoder = self._policy.get_decoder() if own is None else own
+        with torch.set_grad_enabled(own is not None and torch.is_grad_enabled()):
+            found: Tensor = decoder(**inputs, use_cache=False).last_hidden_state
+        return found
+
+
+def value_loss(value_M: Tensor, old_M: Tensor, return_M: Tensor, clip: float) -> Tensor:
+    """Return (M,) half the larger of two squared errors: of the value, and of the value clipped around the old one.
+
+    The value may move by at most `clip`. It is the clip of PPO's first code (Schulman et al. 2017), as in verl and TRL.
+    """
+    held_M = old_M + (value_M - old_M).clamp(-clip, clip)
+    return torch.maximum((value_M - return_M).square(), (held_M - return_M).square()) / 2
+
+
+def explained_variance(values_B: Tensor, returns_B: Tensor) -> float:
+    """Return 1 - Var(return - value) / Var(return).
+
+    It is 1 for a perfect critic, and 0 for a constant critic or constant returns.
+    """
+    spread = float(returns_B.double().var(correction=0)) if len(returns_B) else 0.0
+    if spread == 0.0:
+        return 0.0
+    return 1 - float((returns_B.double() - values_B.double()).var(correction=0)) / spread
+
+
+def others(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that are not weights."""
+    return {name: value for name, value in saved.items() if not name.startswith(WEIGHT)}

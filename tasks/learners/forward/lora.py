@@ -1,0 +1,237 @@
+"""LoRA: the policy's weights stay fixed, and a small adapter beside each linear layer is trained.
+
+    y = W x + (alpha / rank) B A x        W (out, in) stays; A (rank, in) and B (out, rank) are trained
+
+(Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models, section 4.1.)
+
+- Only the adapter has gradients, masters and moments. It is in float32, or in the policy's type without masters.
+- A starts random and B at zero, so that the policy stays the same to the bit. The adapter is off before the first
+  trained version: a cold start, which trains the policy in place, trains W.
+- Published weights are W + (alpha / rank) B A, added in float32, rounded to the policy's type, under the policy's own
+  names. So a reader of a version need not know about adapters.
+- The adapter is part of the learner's state. W is not: it is read again from the run's first weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.learners.checkpoint.shards import Named
+from rollflow.tasks.learners.config import Lora, RankedTrain
+from rollflow.tasks.learners.forward.reference import Reference, named_tensors
+from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
+from rollflow.tasks.learners.forward.trained_policy import TrainedPolicy
+
+log = logging.getLogger(__name__)
+
+NAME = "default"  # peft's name of the adapter
+ADAPTER = "adapter/"  # prefix of the adapter's tensors in the learner state
+
+
+class LoraPolicy(TrainedPolicy):
+    """See the module's docstring. `first` returns the run's first weights by Hugging Face name."""
+
+    def __init__(self, model: Any, config: RankedTrain, first: Callable[[], Mapping[str, Tensor]]) -> None:
+        assert config.lora is not None
+        self._first, self._warned = first, False
+        kind = torch.float32 if config.master_dtype == "float32" else model.dtype
+        self._layers = _adapted(model, config.lora, kind)
+        self._scale = config.lora.alpha / config.lora.rank
+        super().__init__(model, config, dict(_parameters(self._layers)))
+        self.model.requires_grad_(True)
+        self._switch(False)
+        self.begun = False
+
+    def begin(self, rate: float) -> None:
+        """See `Optimized`; also freezes the policy's own weights and switches the adapter on."""
+        self._begin()
+        super().begin(rate)
+
+    def reference(self, every: int, token_logprobs: TokenLogprobs) -> Reference:
+        """See `TrainedPolicy`."""
+        return AdapterReference(self, every, token_logprobs)
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """See `TrainedPolicy`: the adapter is off, and the weights include it."""
+        if not self.begun:
+            yield
+            return
+        bases = [layer.get_base_layer().weight for layer in self._layers.values()]
+        sums = [self._sum(base, layer) for base, layer in zip(bases, self._layers.values(), strict=True)]
+        self._warn_of_rounding(bases, sums)
+        self._switch(False)
+        try:
+            with swapped(zip(bases, sums, strict=True)):
+                yield
+        finally:
+            self._switch(True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the adapter's tensors and AdamW's state of them."""
+        return {**self._adapter(), **super().tensors()}
+
+    def like(self, saved: Iterable[str]) -> dict[str, Tensor]:
+        """See `Optimized`."""
+        return {**self._adapter(), **super().like(name for name in saved if not name.startswith(ADAPTER))}
+
+    @torch.no_grad()
+    def load(self, given: Named) -> None:
+        """See `Optimized`; the model must already have the weights that were published with this state.
+
+        W is the run's first weight if that and the adapter give the published weight. If they do not (another kind of
+        machine published it), W is the published weight minus the adapter's part: the log decides what a version is.
+        Later published weights then contain that difference, too.
+        """
+        super().load(self._without_adapter(given))
+        self._begin()
+        self._find_base()
+
+    def _without_adapter(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
+        """Load the adapter's tensors on the way; yield the others."""
+        own = self._adapter()
+        for name, tensor in saved:
+            if name in own:
+                own[name].copy_(tensor)
+            else:
+                yield name, tensor
+            del tensor  # free its file before the next one is read
+
+    def _find_base(self) -> None:
+        first = self._first()
+        for name, layer in self._layers.items():
+            weight = layer.get_base_layer().weight
+            left = (weight.float() - self._part(layer)).to(weight.dtype)
+            base = first.get(f"{name}.weight", left).to(weight)
+            weight.copy_(torch.where(self._sum(base, layer) == weight, base, left))
+
+    def _begin(self) -> None:
+        self.model.requires_grad_(False)
+        self._switch(True)
+        self.begun = True
+
+    def _adapter(self) -> dict[str, Tensor]:
+        return {f"{ADAPTER}{name}": parameter.detach() for name, parameter in self.trained.parameters.items()}
+
+    def _switch(self, on: bool) -> None:
+        for layer in self._layers.values():
+            layer.enable_adapters(on)
+
+    @torch.no_grad()
+    def _sum(self, base: Tensor, layer: Any) -> Tensor:
+        """Return a layer's published weight; the base weight to the bit where the part is zero (-0 + 0 gives +0)."""
+        part = self._part(layer)
+        return torch.where(part == 0, base, (base.float() + part).to(base.dtype))
+
+    @torch.no_grad()
+    def _warn_of_rounding(self, bases: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        """Log once which share of the adapter's change is lost by rounding the published weights."""
+        if self._warned or self.model.dtype == torch.float32:
+            return
+        added = lost = 0.0
+        for base, published, layer in zip(bases, sums, self._layers.values(), strict=True):
+            part = self._part(layer)
+            added += float(part.square().sum(dtype=torch.float64))
+            lost += float((published.float() - (base.float() + part)).square().sum(dtype=torch.float64))
+        if added:
+            self._warned = True
+            share = 100 * math.sqrt(lost / added)
+            log.warning(
+                "policy.dtype = 'bfloat16' with [train.lora]: rounding changes the published weights by %.0f%% of what "
+                "the adapter adds to them (root mean square); its own weights keep the rest for later versions. "
+                "policy.dtype = 'float32' loses nothing",
+                share,
+            )
+
+    def _part(self, layer: Any) -> Tensor:
+        """Return the adapter's part of a layer's weight: (out, in), float32."""
+        found: Tensor = self._scale * (layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float())
+        return found
+
+    def _named(self) -> dict[str, Tensor]:
+        """Return the model's tensors by the names that they had before the adapter was added."""
+        named = named_tensors(self.model)
+        return {name.replace(".base_layer.", "."): t for name, t in named.items() if ".lora_" not in name}
+
+
+class AdapterReference(Reference):
+    """A reference that is an adapter, without a model of its own: it replaces the policy's adapter during a pass.
+
+    The first reference is the policy without an adapter, so its adapter adds zero.
+    """
+
+    def __init__(self, policy: LoraPolicy, every: int, token_logprobs: TokenLogprobs) -> None:
+        self._parameters, self._every, self._own_pass = policy.trained.parameters, every, token_logprobs
+        self._adapter = {name: torch.zeros_like(p, requires_grad=False) for name, p in self._parameters.items()}
+        self.token_logprobs, self.now = self._pass, self._of_policy
+        self.version = -1
+
+    def _pass(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        with swapped((parameter, self._adapter[name]) for name, parameter in self._parameters.items()):
+            return self._own_pass(*given, **options)
+
+    def _of_policy(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def _kept(self) -> dict[str, Tensor]:
+        return self._adapter
+
+
+@contextmanager
+def swapped(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+    """Give each parameter the values of the other tensor during the block."""
+    own = [(parameter, parameter.data, other) for parameter, other in pairs]
+    try:
+        for parameter, _, other in own:
+            parameter.data = other
+        yield
+    finally:
+        for parameter, data, _ in own:
+            parameter.data = data
+
+
+def _adapted(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]:
+    """Put adapters into the model's decoder; return the adapted layers by their names in the model.
+
+    Raises:
+        ConfigError: a target names no linear layer.
+    """
+    decoder = model.get_decoder()
+    chosen = _chosen([name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)], config)
+    held = nn.Module()  # without the config by which peft would choose other layers, and experts, in the place of these
+    held.decoder = decoder
+    inject_adapter_in_model(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen), held)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for layer in found.values():
+        layer.lora_A.to(kind)
+        layer.lora_B.to(kind)
+    return found
+
+
+def _chosen(linear: Sequence[str], config: Lora) -> list[str]:
+    """Return the names of the decoder's linear layers that get an adapter."""
+    targets = config.targets or linear
+    chosen = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
+    if lost := [target for target in targets if not chosen[target]] or ([] if linear else ["all"]):
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+        raise ConfigError(
+            f"train.lora.targets = {lost}: the policy's decoder has no such linear layer; choose of these: {known}"
+        )
+    return sorted({name for names in chosen.values() for name in names})
+
+
+def _parameters(layers: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the adapters' parameters by peft's names in a file, without its prefix "base_model.model."."""
+    for name, layer in layers.items():
+        yield f"{name}.lora_A.weight", layer.lora_A[NAME].weight
+        yield f"{name}.lora_B.weight", layer.lora_B[NAME].weight

@@ -1,0 +1,172 @@
+"""The models that take part in a learner's steps: the policy, and what its objective needs beside it.
+
+Shapes: B masked tokens of the batch, M of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollflow.tasks.learners.base import WaitForPublish, at_once
+from rollflow.tasks.learners.checkpoint.shards import SHARD_BYTES
+from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.distributed.ranks import Ranks
+from rollflow.tasks.learners.forward.activation_checkpointing import recompute_layers
+from rollflow.tasks.learners.forward.critic import Critic
+from rollflow.tasks.learners.forward.shared_prompts import shared_width
+from rollflow.tasks.learners.forward.token_logprobs import Pass, TokenLogprobs
+from rollflow.tasks.learners.forward.trained_policy import TrainedPolicy
+from rollflow.tasks.objectives import build_objective
+from rollflow.tasks.objectives.config import PartsObjective, Penalties
+from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
+from rollflow.tasks.objectives.penalties import adapted
+from rollflow.tasks.objectives.rows import BatchRows
+from rollflow.tasks.policies.device import find_device, send
+
+
+def _trained_policy(model: Any, config: RankedTrain, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
+    """Build the trained policy: the whole model, or an adapter, whose library is imported only then."""
+    if config.lora is None:
+        return TrainedPolicy(model, config)
+    from rollflow.tasks.learners.forward.lora import LoraPolicy
+
+    return LoraPolicy(model, config, first)
+
+
+class TrainedModels:
+    """See the module's docstring. `before` and `updates` use these models."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: RankedTrain,
+        *,
+        temperature: float,
+        versions: int,
+        longest: int,
+        seed: int,
+        shard_bytes: int = SHARD_BYTES,
+        first: Callable[[], Mapping[str, Tensor]] = dict,
+        blank: bool = False,
+    ) -> None:
+        """Set up the models. `first` returns the run's first weights, for an adapter. See `LearnerStart`."""
+        torch.manual_seed(seed)
+        self.device = find_device()
+        self.model = model.to(self.device).eval()  # eval mode: it has gradients, and no dropout
+        self.dtype: torch.dtype = model.dtype  # type that the model is run in
+        self.token_logprobs = TokenLogprobs(self.model, judged=not blank)
+        self.config = config
+        self.ranks = Ranks()
+        self.objective = build_objective(config.objective)
+        self.temperature = temperature
+        self.versions = versions
+        self.longest = longest
+        self.shard_bytes = shard_bytes
+        self.policy = _trained_policy(self.model, config, first)
+        self.width: int | None = None
+        self.blank = blank
+        if not blank:
+            self.width = self._shared_width()
+        self._add_roles()
+
+    def try_model(self) -> None:
+        """Test a model that started blank and has its weights now, as other models are tested at the start.
+
+        Raises:
+            ConfigError: the same errors as at the start of any learner.
+        """
+        TokenLogprobs(self.model)
+        self.width, self.blank = self._shared_width(), False
+
+    def _shared_width(self) -> int | None:
+        return shared_width(self.model, self.token_logprobs) if self.config.share_prompts else None
+
+    def _add_roles(self) -> None:
+        """Add the models that the objective needs beside the policy."""
+        objective = self.config.objective
+        self.penalties = objective.penalties if isinstance(objective, PartsObjective) else Penalties()
+        self.kl_weight = self.penalties.kl_weight
+        needed = self.penalties.uses_reference or self.objective.uses_reference
+        every = self.config.reference.every
+        self.reference = self.policy.reference(every, self.token_logprobs) if needed else None
+        self.critic = Critic(self.model, self.config) if objective.advantage.baseline == "critic" else None
+        if self.config.checkpoint_activations:
+            own = self.critic.model.decoder if self.critic else None
+            for decoder in filter(None, (self.model.get_decoder(), own)):
+                recompute_layers(decoder)
+
+    # --- a version ----------------------------------------------------------------------------------------------
+
+    def learning_rate(self, version: int, base: float | None = None) -> float:
+        """Return the learning rate of a version; `base` defaults to the policy's rate.
+
+        It warms up linearly to `base`, then stays constant or falls with the versions left, at least to a tenth.
+        """
+        warm = min(1.0, (version + 1) / max(self.config.warmup_versions, 1))
+        left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
+        return (self.config.learning_rate if base is None else base) * warm * max(left, 0.1)
+
+    def begin(self, version: int, settle: WaitForPublish = at_once) -> None:
+        """Prepare a version's first update.
+
+        Of the stored tensors only a reference's change here: a critic that starts here has not been stored yet.
+        """
+        self.policy.begin(self.learning_rate(version))
+        if self.reference is not None:
+            self.reference.follow(version, settle)
+        if self.critic is not None:
+            self.critic.begin()
+            self.critic.optimized.begin(self.learning_rate(version, self.config.critic.learning_rate))
+
+    def adapted(self, found: Mapping[str, float]) -> Mapping[str, float]:
+        """Adapt the KL penalty's weight for the next version; return the weight that was used, as a metric."""
+        divergence = found.get(f"kl_{self.penalties.kl_to}")
+        if self.penalties.kl_target is None or divergence is None:
+            return {}
+        told = self.kl_weight
+        self.kl_weight = adapted(self.penalties, told, divergence)
+        return {"kl_weight": told}
+
+    # --- passes of models ---------------------------------------------------------------------------------------
+
+    def to_run(self, rows: Sequence[int], signal_R: np.ndarray) -> list[int]:
+        """Return the rows that have a gradient: with advantage exactly zero, only some objectives have one."""
+        return [r for r in rows if self.objective.every_row or signal_R[r]]
+
+    def micros(self, data: BatchRows, rows: Sequence[int]) -> Iterator[MicroBatch]:
+        """Yield this rank's part of these rows as micro-batches."""
+        own = partial(self.ranks.own, length=attrgetter("length"))
+        for micro in micro_batches(data, rows, self.config.micro_tokens, self.width, own):
+            self.ranks.check()
+            yield micro
+
+    @torch.no_grad()
+    def asked(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
+        """Run `of` on the tokens of these rows; return (B,) values, zero for other tokens."""
+        found_B = torch.zeros(len(data.chosen))
+        for micro in self.micros(data, rows):
+            found_B[micro.among] = of(micro).float().cpu()
+        self.ranks.add(found_B)
+        return found_B
+
+    def own_logprobs(self, micro: MicroBatch) -> Tensor:
+        """Return (M,) log-probs of the policy."""
+        return self._token_logprobs(micro, self.token_logprobs)
+
+    def reference_logprobs(self, micro: MicroBatch) -> Tensor:
+        """Return (M,) log-probs of the frozen reference."""
+        assert self.reference is not None
+        return self._token_logprobs(micro, self.reference.token_logprobs)
+
+    def _token_logprobs(self, micro: MicroBatch, of: Pass) -> Tensor:
+        """Return (M,) log-probs at the sampling temperature; the head runs on the masked tokens' positions only."""
+        row, place = (send(index, self.device) for index in micro.where)
+        inputs, targets_M = micro.inputs(self.device, self.dtype), send(micro.targets, self.device)
+        return of(inputs, (row, place), targets_M, temperature=self.temperature)[0]

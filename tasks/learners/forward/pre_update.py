@@ -1,0 +1,120 @@
+"""Values known before a version's first update: advantages, and the log-probs and values of the other models.
+
+Shapes: R rows, B masked tokens of the batch, one row after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollflow.tasks.learners.forward.critic import explained_variance
+from rollflow.tasks.learners.forward.models import TrainedModels
+from rollflow.tasks.objectives.advantages import advantages, shaped
+from rollflow.tasks.objectives.config import Advantage
+from rollflow.tasks.objectives.gae import token_advantages, token_rewards
+from rollflow.tasks.objectives.penalties import kl_estimate
+from rollflow.tasks.objectives.rows import BatchRows
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTargets:
+    """Advantages and returns, computed from the batch's rewards."""
+
+    advantage_B: Tensor  # has the rewards' type
+    signal_R: np.ndarray  # bool: True if a token of the row has an advantage
+    returns_B: Tensor | None = None  # float64, with a critic: the critic's targets
+
+
+@dataclass(frozen=True, slots=True)
+class PreUpdate:
+    """Values known before the first update; those not needed are None. Log-probs are in nats."""
+
+    judged: BatchTargets
+    behaviour_B: Tensor  # log-probs of the behaviour policy, which sampled the tokens
+    proximal_B: Tensor | None  # log-probs of the learner; None with one update a version, which computes them itself
+    kept_B: Tensor | None  # bool: True if the token counts, for objectives that need the whole batch
+    reference_B: Tensor | None  # log-probs of the reference
+    values_B: Tensor | None  # the critic's values
+
+    @property
+    def signal_R(self) -> np.ndarray:
+        """(R,) bool: True if a token of the row has an advantage."""
+        return self.judged.signal_R
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the critic's metrics: explained variance and mean value."""
+        if self.values_B is None or self.judged.returns_B is None or not len(self.values_B):
+            return {}
+        explained = explained_variance(self.values_B, self.judged.returns_B)
+        return {"explained_variance": explained, "value_mean": float(self.values_B.mean())}
+
+
+def known_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
+    """Compute what is known before the first update, with one forward pass for each other model that is needed."""
+    every = range(len(data.rewards))
+    reference_B = roles.asked(data, every, roles.reference_logprobs) if roles.reference else None
+    values_B = roles.asked(data, every, roles.critic.values) if roles.critic else None
+    behaviour_B = torch.from_numpy(data.behaviour)
+    price_B = _price(roles, behaviour_B, reference_B)
+    part = roles.config.objective.advantage
+    dtype = getattr(torch, roles.config.advantage_dtype)
+    judged = judge(part, data, roles.longest, price_B=price_B, values_B=values_B, dtype=dtype)
+    proximal_B = _proximal(roles, data, judged)
+    whole = proximal_B if roles.objective.uses_batch else None
+    kept_B = None if whole is None else roles.objective.keep(whole, behaviour_B)
+    return PreUpdate(judged, behaviour_B, proximal_B, kept_B, reference_B, values_B)
+
+
+def _price(roles: TrainedModels, behaviour_B: Tensor, reference_B: Tensor | None) -> Tensor | None:
+    """Return the KL penalty of each token, which is subtracted from its response's reward."""
+    if reference_B is None or roles.penalties.kl_in != "reward":
+        return None
+    return roles.kl_weight * kl_estimate(roles.penalties, behaviour_B, reference_B)
+
+
+def _proximal(roles: TrainedModels, data: BatchRows, judged: BatchTargets) -> Tensor | None:
+    """Return (B,) log-probs of the learner for the rows that will run, or None.
+
+    With one update a version, the proximal policy is the trained one, and the update computes its log-probs anyway.
+    """
+    if roles.objective.uses_batch:
+        return roles.asked(data, range(len(data.rewards)), roles.own_logprobs)
+    if roles.objective.uses_proximal and roles.config.minibatches > 1:
+        return roles.asked(data, roles.to_run(range(len(data.rewards)), judged.signal_R), roles.own_logprobs)
+    return None
+
+
+def judge(
+    part: Advantage,
+    data: BatchRows,
+    longest: int,
+    *,
+    price_B: Tensor | None = None,
+    values_B: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> BatchTargets:
+    """Compute a batch's advantages in `dtype`; `price_B` is subtracted from rewards, `values_B` are a critic's."""
+    given_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
+    rewards_R = given_R.double() if dtype == torch.float64 or _overflow(given_R, tokens_R) else given_R
+    price_B = torch.zeros(len(data.chosen)) if price_B is None else price_B
+    rows_B, returns_B = torch.from_numpy(data.rows), None
+    if values_B is None:
+        paid_R = rewards_R.index_add(0, rows_B, -price_B.to(rewards_R))
+        found_B = advantages(part, paid_R, torch.from_numpy(data.groups), tokens_R, longest)[rows_B]
+    else:
+        rewards_B = token_rewards(shaped(part, rewards_R, tokens_R, longest), price_B, data.starts)
+        found_B, returns_B = token_advantages(part, rewards_B, values_B, data.starts)
+    signal_R = np.zeros(len(data.rewards), dtype=bool)
+    signal_R[data.rows[found_B.numpy() != 0]] = True
+    return BatchTargets(found_B.to(given_R.dtype), signal_R, returns_B)
+
+
+def _overflow(rewards_R: Tensor, tokens_R: Tensor) -> bool:
+    """Return True if sums of squared rewards may overflow float32: a deviation would be infinite, an advantage zero."""
+    squares_R = rewards_R.double().square() * tokens_R.clamp(min=1)
+    return float(squares_R.sum()) > torch.finfo(rewards_R.dtype).max

@@ -1,0 +1,76 @@
+"""The reference: a frozen policy that a penalty measures the divergence from.
+
+It is the policy at the first version that is trained, or with `every` the newest of every n-th version. Its weights are
+part of the learner's state, so that any train step can be replayed whatever was pruned.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollflow.tasks.learners.base import WaitForPublish, at_once
+from rollflow.tasks.learners.checkpoint.shards import Named
+from rollflow.tasks.learners.forward.token_logprobs import Pass, TokenLogprobs
+from rollflow.tasks.learners.optimizer.trained_tensors import check_fit
+
+VERSION = "version"  # key in the state: the version whose weights the reference has
+
+
+class Reference:
+    """See the module's docstring."""
+
+    def __init__(self, policy: Any, every: int) -> None:
+        self._every = every
+        self.now: Callable[[], dict[str, Tensor]] = partial(named_tensors, policy)  # returns the policy's tensors
+        self._model = copy.deepcopy(policy).eval().requires_grad_(False)
+        self.token_logprobs: Pass = TokenLogprobs(self._model, judged=False)  # the policy's head was tested already
+        self.version = -1  # no weights yet
+
+    def follow(self, version: int, settle: WaitForPublish = at_once) -> None:
+        """Take over the policy's weights where that is due. Callers ask before `version` is trained."""
+        if self.version < 0 or (self._every and version % self._every == 0):
+            settle()
+            self._take(self.now())
+            self.version = version
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the reference's whole state; empty before the first trained version."""
+        return {**self._kept(), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
+
+    def check(self, saved: Mapping[str, Tensor]) -> None:
+        """Raise `Corrupt` unless `tensors` could have returned these."""
+        if saved:
+            check_fit("the reference does", saved, {**self._kept(), VERSION: torch.tensor(0)})
+
+    @torch.no_grad()
+    def load(self, saved: Named) -> None:
+        """Replace the state by tensors that `tensors` returned."""
+        self.version, own = -1, self._kept()
+        for name, tensor in saved:
+            if name == VERSION:
+                self.version = int(tensor)
+            else:
+                own[name].copy_(tensor)
+            del tensor  # free its file before the next one is read
+
+    @torch.no_grad()
+    def _take(self, weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in self._kept().items():
+            tensor.copy_(weights[name])
+
+    def _kept(self) -> dict[str, Tensor]:
+        """Return the reference's own tensors."""
+        return named_tensors(self._model)
+
+
+def named_tensors(model: Any) -> dict[str, Tensor]:
+    """Return a policy's tensors by Hugging Face name; tensors tied to each other appear once."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ())
+    keep = {} if not model.config.tie_word_embeddings else tied
+    return {n: t.detach().contiguous() for n, t in model.state_dict().items() if n not in keep}

@@ -1,0 +1,72 @@
+"""A test that a model can run several responses behind one copy of their prompt (`objectives/shared_prefix.py`).
+
+The model must obey an attention mask and given positions. A sliding window, chunked attention or a recurrent state
+would ignore the mask or cover wrong tokens, so an architecture that declares one is refused without a test. The others
+are tested: log-probs of two responses behind one prompt must equal those of each response on its own.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
+from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
+from rollflow.tasks.objectives.rows import BatchRows
+from rollflow.tasks.policies.head import HALF, NEAR, distance
+
+PROMPT, RESPONSES = (3, 4, 5, 6), ((7, 8, 9), (8, 7))
+REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+
+
+def shared_width(model: Any, logprobs: TokenLogprobs) -> int | None:
+    """Return the width of the model's layers; None if the model cannot share prompts."""
+    config = model.config.get_text_config()
+    if not _whole_attention(config):
+        return None
+    try:
+        off = _distance(model, logprobs)
+    except torch.OutOfMemoryError:
+        raise  # lack of memory says nothing about the model's code
+    except REFUSALS:  # raised by a model's own code for a mask or positions that it does not support
+        return None
+    return int(config.hidden_size) if off <= NEAR.get(model.dtype, HALF) else None
+
+
+def _whole_attention(config: Any) -> bool:
+    """Return True if no layer declares that it sees fewer than all previous tokens."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return kinds == {"full_attention"} and window is None
+
+
+@torch.no_grad()
+def _distance(model: Any, logprobs: TokenLogprobs) -> float:
+    """Return the largest difference between the log-probs of the two responses, in nats."""
+    rows = _tried()
+    found = [
+        torch.cat([_of(model, logprobs, micro) for micro in micro_batches(rows, [0, 1], 100, width)])
+        for width in (None, 10**6)  # at such a width sharing always saves work
+    ]
+    return distance(found[0], found[1])
+
+
+def _of(model: Any, logprobs: TokenLogprobs, micro: MicroBatch) -> torch.Tensor:
+    row, position = (index.to(model.device) for index in micro.where)
+    inputs = micro.inputs(model.device, model.dtype)
+    return logprobs(inputs, (row, position), micro.targets.to(model.device))[0]
+
+
+def _tried() -> BatchRows:
+    """Return the test batch: a group of two rows."""
+    lengths = [len(PROMPT) + len(response) for response in RESPONSES]
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    texts = [token for response in RESPONSES for token in (*PROMPT, *response)]
+    own = [np.arange(begin + len(PROMPT), end) for begin, end in pairwise(offsets)]
+    starts = np.concatenate([[0], np.cumsum([len(one) for one in own])])
+    nothing = np.zeros(int(starts[-1]))
+    groups = np.zeros(2, np.int64)
+    return BatchRows(np.array(texts), offsets, np.concatenate(own), starts, nothing, nothing, groups, np.zeros(2))

@@ -1,0 +1,125 @@
+"""Log-probs of a policy's tokens, through the model's own head.
+
+    tokens --> decoder --> hidden states at the wanted positions --> its head (see `policies/head`) --> log-probs
+
+Training, the pass before a version's first update, and the probe all use this path.
+
+Logits are computed for one chunk of tokens at a time: those of a batch of 16,384 tokens would take 10 GB at a
+vocabulary of 151,936. `chosen_tokens` overwrites them with its results. A learner asks for `parts` and runs each part
+backward before the next one. Logits of a part larger than a chunk are recomputed in the backward pass.
+
+Shapes: R rows, T padded tokens, M positions, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rollflow.tasks.learners.forward.inplace_logprobs import chosen_tokens
+from rollflow.tasks.policies.adding_embedding import AddingEmbedding
+from rollflow.tasks.policies.head import LMHead
+
+LOGITS_BYTES = 2**26  # most bytes of one chunk's logits in float32
+ON_GPU = 16  # factor for GPUs, which few tokens leave mostly idle
+Pass = Callable[..., tuple[Tensor, Tensor | None]]  # the call signature of `TokenLogprobs`
+
+
+class TokenLogprobs:
+    """Log-probs of tokens under `model`, whose parameters are used in place. See the module's docstring."""
+
+    def __init__(self, model: Any, *, judged: bool = True) -> None:
+        """See `LMHead`."""
+        self._head = LMHead(model, judged=judged)
+        self._decoder = model.get_decoder()
+        self._embedding = AddingEmbedding(model)
+        self._times = ON_GPU if model.device.type == "cuda" else 1
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Tensor],
+        where: tuple[Tensor, Tensor],
+        targets_M: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return log-probs (M,) of `targets_M`, in nats, at `temperature`; with `entropy`, also the entropies (M,).
+
+        `inputs` are the decoder's arguments: (R, T) `input_ids` and the rest. `where` is the (row, position) of the M
+        tokens that come before the targets.
+        """
+        return self.of(self.hidden(inputs, where), targets_M, temperature=temperature, entropy=entropy)
+
+    def hidden(self, inputs: Mapping[str, Tensor], where: tuple[Tensor, Tensor]) -> Tensor:
+        """Return (M, H) hidden states of the tokens at `where`."""
+        return cast(Tensor, self._decoder(**inputs, use_cache=False).last_hidden_state[where])
+
+    def of(
+        self, hidden_MH: Tensor, targets_M: Tensor, *, temperature: float = 1.0, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return log-probs (M,), and entropies with `entropy`, from hidden states.
+
+        Logits that would exceed one chunk are recomputed in the backward pass.
+        """
+        parts = max(1, math.ceil(len(targets_M) / self._chunk))
+        if parts == 1:
+            return self._chosen(hidden_MH, targets_M, temperature, entropy)
+        chunks = zip(hidden_MH.tensor_split(parts), targets_M.tensor_split(parts), strict=True)
+        logps, entropies = zip(*(self._chosen_again(*chunk, temperature, entropy) for chunk in chunks), strict=True)
+        return torch.cat(logps), torch.cat(entropies) if entropy else None
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Add gradients up in place during a block of forward and backward: see `LMHead` and `AddingEmbedding`."""
+        with self._head.adding(), self._embedding.adding():
+            yield
+
+    def parts(self, row_M: Tensor, *, by_token: bool) -> list[slice]:
+        """Split the M tokens into parts.
+
+        With `by_token`, no part exceeds a chunk. Otherwise a part has whole rows, and a row larger than a chunk is a
+        part of its own.
+        """
+        return self._even(len(row_M)) if by_token else self._whole_rows(row_M)
+
+    def _even(self, count: int) -> list[slice]:
+        parts = max(1, math.ceil(count / self._chunk))
+        return [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+
+    def _whole_rows(self, row_M: Tensor) -> list[slice]:
+        ends = [*(row_M.diff().nonzero().squeeze(1) + 1).tolist(), len(row_M)]
+        found, begin = list[slice](), 0
+        for end, after in zip(ends, [*ends[1:], math.inf], strict=True):
+            if after - begin > self._chunk and end > begin:
+                found.append(slice(begin, end))
+                begin = end
+        return found or [slice(0, 0)]  # rows without tokens still have a loss
+
+    @property
+    def _chunk(self) -> int:
+        """Number of tokens whose logits are computed at a time."""
+        return max(1, self._times * LOGITS_BYTES // (4 * self._head.vocabulary))
+
+    def _chosen(
+        self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return chosen_tokens(self._head(hidden_MH).float(), targets_M, temperature=temperature, entropy=entropy)
+
+    def _chosen_again(
+        self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return `_chosen`, which keeps nothing for the backward pass and is recomputed there."""
+        found = checkpoint(
+            self._chosen,
+            *(hidden_MH, targets_M, temperature, entropy),
+            use_reentrant=False,
+            preserve_rng_state=False,  # no random numbers are drawn
+        )
+        return cast(tuple[Tensor, Tensor | None], found)

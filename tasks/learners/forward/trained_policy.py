@@ -1,0 +1,56 @@
+"""A policy, its trained parameters and its published weights. Here all parameters are trained and published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollflow.tasks.learners.checkpoint.shards import Named
+from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.forward.reference import Reference, named_tensors
+from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
+from rollflow.tasks.learners.optimizer.trained_tensors import TrainedTensors, check_fit
+
+
+class TrainedPolicy(TrainedTensors):
+    """A policy whose parameters are all trained."""
+
+    def __init__(self, model: Any, config: RankedTrain, given: Mapping[str, nn.Parameter] | None = None) -> None:
+        """`given` has the trained parameters by name; by default all of the model's parameters."""
+        self.model = model
+        super().__init__(given or dict(model.named_parameters()), config, config.learning_rate)
+
+    def reference(self, every: int, token_logprobs: TokenLogprobs) -> Reference:
+        """Return a frozen copy that follows `every` n-th version; `token_logprobs` is the policy's own pass."""
+        return Reference(self.model, every)
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """Run the model with the published weights during the block. No gradient may pass through it."""
+        yield
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the published tensors by Hugging Face name."""
+        with self.published():
+            return self._named()
+
+    def weights_like(self) -> dict[str, Tensor]:
+        """Return tensors with the names, shapes and types of `weights`."""
+        return self.weights()
+
+    @torch.no_grad()
+    def take(self, weights: Named) -> None:
+        """Set the weights to what `weights` returned; `load` must follow. Raise `Corrupt` if one is missing."""
+        left = self._named()
+        for name, tensor in weights:
+            left.pop(name).copy_(tensor)
+            del tensor  # free its file before the next one is read
+        check_fit("weights do", {}, left)
+
+    def _named(self) -> dict[str, Tensor]:
+        """Return the model's tensors by Hugging Face name."""
+        return named_tensors(self.model)

@@ -1,0 +1,329 @@
+"""A learner of several ranks: `Learner` in one process that leads the others.
+
+    learner actor --> first rank (in this process) --orders--> rank 1, rank 2, ...
+                            +---- sums over all ranks (`ranks`) ----+
+
+- The first rank's state counts: it is stored, published and queried. Before a step, its weights and state are sent to
+  the other ranks if they may differ (after a start, a cold start or a `load`).
+- A rank that ends, or does not join the others within `train.rank_seconds`, is named in one sentence (`RankFailed`).
+  Then all ranks end, and a new learner starts from storage.
+- No stored tensor changes on any rank before that rank has settled. So ranks can train while a version is stored. Files
+  of a sharded learner are gathered and stored meanwhile (`staging`), by threads and a process group of their own.
+- No rank outlives this process.
+
+Each other rank is forked from a process that has already done the imports.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from multiprocessing.connection import Connection
+from threading import Lock
+from typing import Any
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import ConfigError, NotFinite, RankFailed, StoreFailed, Unreachable
+from rollflow.storage.objects.base import Data, ObjectStore, pieces
+from rollflow.storage.records import StoredObject
+from rollflow.tasks.learners.base import LearnerStart, WaitForPublish, at_once
+from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles
+from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks, first_store
+from rollflow.tasks.learners.distributed.publish_barrier import StepStopped, settled
+from rollflow.tasks.learners.distributed.rank_gpus import check_gpus
+from rollflow.tasks.learners.distributed.rank_protocol import (
+    NEAR,
+    CallLearner,
+    LoadState,
+    Meeting,
+    Pipes,
+    SendFile,
+    TrainStep,
+)
+from rollflow.tasks.learners.distributed.ranks import RankLost, lost
+from rollflow.tasks.learners.distributed.staging import Staging
+from rollflow.tasks.learners.multi_rank.rank_process import LOST, MEET, failed, gone, learner_of, ready, run_rank, sent
+from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner
+from rollflow.tasks.runtime.actor_warnings import ear
+
+IMPORTS = "rollflow.tasks.learners.multi_rank.rank_imports"  # imported once, in the process that ranks are forked from
+READY_SECONDS = 300.0  # time for a rank to import modules and read the model
+GRACE_SECONDS = 5.0  # time for ranks that lost another one to end by themselves
+POLL_SECONDS = 0.05
+
+
+class MultiRankLearner:
+    """See the module's docstring."""
+
+    def __init__(self, config: RankedTrain, start: LearnerStart) -> None:
+        """Start the other ranks. Raise `ConfigError` if GPUs are too few, or as a learner of one rank does."""
+        if start.ranks == NEAR:
+            check_gpus(config.ranks)
+        kind = learner_of(config)
+        self._others = OtherRanks(config, start)
+        weakref.finalize(self, self._others.end)
+        self._own = kind.begun(config, start)
+        self._ranks = self._own.ranks = self._others.meet()
+        self._alike = False  # True if the other ranks have this rank's weights and state
+        self._turn = Lock()  # one file is gathered at a time: all ranks gather in the same order
+
+    @property
+    def model(self) -> Any:
+        """The first rank's model. See `Learner`."""
+        return self._own.model
+
+    def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> Mapping[str, float]:
+        """See `Learner`.
+
+        Raises:
+            RankFailed: a rank ended or hangs; this learner is unusable from then on. The other methods of a sharded
+                learner raise it, too.
+        """
+        if not self._alike:
+            settle()  # the tensors sent to the others are those being stored
+        with self._together(f"version {version + 1} was trained"):
+            if not self._alike:
+                self._share()
+            data = batch.to_pieces()
+            self._others.order(TrainStep(version, _size(data)))
+            sent(self._ranks, data)
+            return self._own.step(batch, version, partial(settled, self._ranks, settle))
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """See `Learner`."""
+        found: tuple[float, ...] = self._asked("logprobs", tuple(tokens))
+        return found
+
+    def broken(self) -> str | None:
+        """See `Learner`."""
+        found: str | None = self._asked("broken")
+        return found
+
+    def check_ranks(self) -> None:
+        """See `Learner`."""
+        with self._together("the next batch was waited for"):
+            self._ranks.check()
+
+    def weights(self) -> Mapping[str, Data]:
+        """See `Learner`."""
+        return self._gathered(self._own.weights())
+
+    def state(self) -> Mapping[str, Data]:
+        """See `Learner`."""
+        return self._gathered(self._own.state())
+
+    def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
+        """See `Learner`."""
+        if not self._own.can_shard:
+            self._own.load(weights, state)
+            self._alike = False
+            return
+        self._own.check(weights, state)
+        with self._together("a version was loaded"):
+            self._become(weights, state)
+
+    @property
+    def _sharded(self) -> bool:
+        return self._own.sharded
+
+    def _gathered(self, files: Mapping[str, Data]) -> Mapping[str, Data]:
+        """Return the first rank's files; those of a sharded learner are gathered from all ranks when asked for."""
+        own = self._own
+        if not isinstance(own, ShardedLearner) or not own.sharded:
+            return files
+        after = self._others.ordered
+
+        def gather(ask: SendFile) -> Data:
+            with self._together(f"{ask.file} was gathered"), self._turn:
+                self._others.ask(replace(ask, after=after))
+                return own.gather(ask.file, ask.to)
+
+        def put(file: str, store: ObjectStore, path: str) -> StoredObject:
+            with self._together(f"{file} was stored"):
+                return staging.put(file, store, path)
+
+        staging = Staging(self._ranks, own.sizes(), own.shard_bytes, gather)
+        return GatheredFiles(files, lambda file: gather(SendFile(file)), put, staging.movers)
+
+    def _asked(self, name: str, *given: Any) -> Any:
+        """Return what the first rank's method returns; for a sharded learner all ranks call it."""
+        if not self._sharded:
+            return getattr(self._own, name)(*given)
+        with self._together(f"{name} were asked for"):
+            self._others.order(CallLearner(name, given))
+            return getattr(self._own, name)(*given)
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Run work of all ranks; any error ends all ranks, except those that are no rank's fault."""
+        try:
+            with lost():
+                yield
+        except NotFinite:
+            raise  # all ranks raise it alike
+        except StepStopped as stopped:
+            raise stopped.error or stopped from None  # all ranks raise it alike
+        except (StoreFailed, Unreachable, ConfigError):
+            raise  # the store failed, no rank did
+        except RankLost as error:
+            raise self._others.failed(what, error) from error
+        except BaseException:
+            self._others.end()
+            raise
+
+    def _share(self) -> None:
+        """Give the other ranks this rank's weights and state."""
+        weights, state = self._own.weights(), self._own.state()
+        if self._own.can_shard:
+            self._become(weights, state)
+        else:
+            self._send(weights, state)
+        self._alike = True
+
+    def _become(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
+        """Load these files on all ranks; each rank keeps its shards of one file after the other."""
+        if not self._sharded:
+            self._others.order(CallLearner("shard"))
+            self._own.shard()
+        self._send(weights, state)
+        self._own.take(weights.items(), state.items())
+        if self._own.blank:
+            self._others.order(CallLearner("try_model"))
+            self._own.try_model()
+        self._alike = True
+
+    def _send(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
+        """Have the other ranks load these files."""
+        sizes, rest = ({name: _size(data) for name, data in part.items()} for part in (weights, state))
+        self._others.order(LoadState(sizes, rest, self._own.width))
+        for data in chain(weights.values(), state.values()):
+            sent(self._ranks, data)
+
+
+class ForkedRank:
+    """A rank that runs in a forked process on this machine."""
+
+    def __init__(self, config: RankedTrain, start: LearnerStart, rank: int, meeting: Meeting) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([IMPORTS])
+        pairs = context.Pipe(), context.Pipe()
+        self.pipes, theirs = (Pipes(*ends) for ends in zip(*pairs, strict=True))
+        given = rank, meeting, theirs, config, start, ear()
+        self.process = context.Process(target=run_rank, args=given, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ended(self) -> int | None:
+        """See `StartedRank`."""
+        return self.process.exitcode
+
+    def end(self) -> None:
+        """See `StartedRank`."""
+        self.process.kill()
+        self.pipes.close()
+
+
+class OtherRanks:
+    """The processes of the other ranks: they start, take orders and end together."""
+
+    def __init__(self, config: RankedTrain, start: LearnerStart) -> None:
+        self._config, self._host = config, start.ranks.host
+        self._store = first_store(self._host)
+        self.ordered = 0  # number of orders sent
+        self._ranks: GlooRanks | None = None  # None until all ranks have started
+        self._failed: RankFailed | None = None
+        self._failing = Lock()
+        meeting, begin = Meeting(self._host, self._store.port), start.ranks.start or partial(ForkedRank, config, start)
+        self._started = {rank: begin(rank, meeting) for rank in range(1, config.ranks)}
+
+    def meet(self) -> GlooRanks:
+        """Wait until all ranks have started; return the first rank's view of the group."""
+        deadline = time.monotonic() + READY_SECONDS
+        try:
+            while late := [rank for rank in self._started if not self._store.check([ready(rank)])]:
+                self._check()
+                if time.monotonic() > deadline:
+                    raise RankLost(f"{self._name(late[0])} was not there within {READY_SECONDS:g} s")
+                time.sleep(POLL_SECONDS)
+            self._store.set(MEET, "")
+            count, seconds = self._config.ranks, self._config.rank_seconds
+            self._ranks = GlooRanks(self._store, 0, count, seconds, self._check, host=self._host)
+            return self._ranks
+        except (RankLost, RuntimeError) as error:
+            raise self.failed("the ranks started", error) from error
+
+    def order(self, order: CallLearner | LoadState | TrainStep) -> None:
+        """Send an order to all other ranks."""
+        self.ordered += 1
+        _send([one.pipes.orders for one in self._started.values()], order)
+
+    def ask(self, ask: SendFile) -> None:
+        """Have all other ranks send their shards of a file, whatever else they do."""
+        _send([one.pipes.asked for one in self._started.values()], ask)
+
+    def failed(self, when: str, error: Exception) -> RankFailed:
+        """End all ranks and return the error that names the faulty one; later calls return the same error."""
+        with self._failing:
+            if self._failed is None:
+                self._failed = RankFailed(
+                    f"{self._blamed(error)} while {when}; all ranks end, and begin again from storage"
+                )
+                self.end()
+            return self._failed
+
+    def _blamed(self, error: Exception) -> str:
+        """Return which rank failed and how. Ranks that lost another one end by themselves within `GRACE_SECONDS`."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and any(one.ended() is None for one in self._started.values()):
+            time.sleep(POLL_SECONDS)
+        ended = {rank: one.ended() for rank, one in self._started.items()}
+        for rank, how in ended.items():
+            if how is not None and how != LOST and not self._store.check([gone(rank)]):
+                return self._ended(rank, how)
+        silent = getattr(error, "rank", None)
+        alive = [rank for rank, how in ended.items() if how is None] if silent is None else [silent]
+        if self._ranks and (late := self._ranks.behind() or alive):
+            return f"{self._name(late[0])} did not come to the others within {self._config.rank_seconds:g} s"
+        return str(error).partition("\n")[0]
+
+    def end(self) -> None:
+        """Kill all other ranks."""
+        for one in self._started.values():
+            one.end()
+
+    def _check(self) -> None:
+        if ended := [rank for rank, one in self._started.items() if one.ended() is not None]:
+            raise RankLost(f"{self._name(ended[0])} ended")
+
+    def _ended(self, rank: int, how: int | str) -> str:
+        """Describe how a rank ended."""
+        if self._store.check([failed(rank)]):
+            return f"{self._name(rank)} failed ({self._store.get(failed(rank)).decode()})"
+        if isinstance(how, int):
+            how = f"was killed by {signal.Signals(-how).name}" if how < 0 else f"ended with code {how}"
+        return f"{self._name(rank)} {how}"
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} of {self._config.ranks}"
+
+
+def _send(to: Sequence[Connection], what: object) -> None:
+    """Send an object through each pipe; raise `RankLost` if nobody reads one."""
+    try:
+        for pipe in to:
+            pipe.send(what)
+    except OSError as error:
+        raise RankLost(str(error)) from error
+
+
+def _size(data: Data) -> int:
+    """Return the bytes of a file."""
+    return sum(len(piece) for piece in pieces(data))

@@ -1,0 +1,10 @@
+"""Imports of the process that ranks are forked from: most of a rank's start, done once for all ranks."""
+
+from __future__ import annotations
+
+from rollflow.tasks.policies.quick_imports import quick_imports
+
+with quick_imports():
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    import rollflow.tasks.learners.multi_rank.rank_process  # noqa: F401

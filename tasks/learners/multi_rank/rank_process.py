@@ -1,0 +1,251 @@
+"""The process of a rank other than the first: it executes the first rank's orders.
+
+    orders --> load the files that the first rank sends | take a step on the batch that it sends --> next order
+    requests for files --> its shards of each, beside the step; it stores some of the files      --> next request
+
+- The process ends with its owner, even while it is stopped (SIGSTOP). It was forked from a fork server that ends with
+  the owner, and the kernel kills it when the fork server ends.
+- It sends no answer: the first rank knows the result of each step itself. If the rank fails, it writes the reason to
+  the shared store and ends. If it loses the other ranks, it ends with the exit code `LOST`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from threading import Condition, Thread
+from typing import Any
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import ConfigError, NotFinite
+from rollflow.storage.objects.base import Data, pieces
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import DeepSpeedTrain, RankedTrain, TorchTrain
+from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks, store_at
+from rollflow.tasks.learners.distributed.publish_barrier import StepStopped, told
+from rollflow.tasks.learners.distributed.rank_gpus import take_gpu
+from rollflow.tasks.learners.distributed.rank_protocol import (
+    CallLearner,
+    LoadState,
+    Meeting,
+    Pipes,
+    SendFile,
+    TrainStep,
+)
+from rollflow.tasks.learners.distributed.ranks import RankLost, lost
+from rollflow.tasks.learners.distributed.staging import stage
+from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner
+from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.runtime.actor_warnings import send_to
+from rollflow.tasks.runtime.fork_server import PR_SET_NAME
+
+MEET = "meet"  # store key that the first rank sets when it has started
+POLL_SECONDS = 0.1
+LOST, FAILED = 3, 4  # exit codes of a rank: it lost the others; it failed and wrote the reason
+PR_SET_PDEATHSIG = 1
+CHUNK = 2**25  # most bytes in one broadcast
+
+
+class OwnerGone(Exception):
+    """Raised when the owner has closed the pipe, so that no order will follow."""
+
+
+class OrderCount:
+    """The number of orders that a rank has executed."""
+
+    def __init__(self) -> None:
+        self._count, self._changed = 0, Condition()
+
+    def one_more(self) -> None:
+        """Count one more executed order."""
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait_for(self, count: int, seconds: float) -> None:
+        """Wait until `count` orders were executed; raise `RankLost` if that takes longer than `seconds`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._count >= count, seconds):
+                raise RankLost(f"{count} orders were not obeyed within {seconds:g} s")
+
+
+def learner_of(config: RankedTrain) -> type[TorchLearner]:
+    """Return the class that each rank runs; raise `ConfigError` if its library is not installed."""
+    if isinstance(config, DeepSpeedTrain):
+        if find_spec("deepspeed") is None:
+            cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.learner = "torch"'
+            raise ConfigError(f"train.learner = deepspeed: DeepSpeed is not installed here; {cure}")
+        from rollflow.tasks.learners.sharding.deepspeed_learner import DeepSpeedLearner
+
+        return DeepSpeedLearner
+    if isinstance(config, TorchTrain) and config.sharded:
+        from rollflow.tasks.learners.sharding.fsdp_learner import FsdpLearner
+
+        return FsdpLearner
+    return TorchLearner
+
+
+def run_rank(
+    rank: int, meeting: Meeting, pipes: Pipes, config: RankedTrain, start: LearnerStart, ear: socket.socket
+) -> None:
+    """Run `serve_rank` in a process that was forked for it; warnings go to the socket `ear`."""
+    _end_with_owner()
+    _be_named(name := f"rank {rank} of {config.ranks}")
+    send_to(ear, name, rank)
+    take_gpu(rank)
+    serve_rank(rank, meeting, meeting.host, pipes, config, start)
+
+
+def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: RankedTrain, start: LearnerStart) -> None:
+    """Execute orders until the owner ends. `host` is the address of this machine for the other ranks."""
+    store, obeyed = store_at(meeting.host, meeting.port), OrderCount()
+    with _ending(store, rank):
+        learner = learner_of(config).begun(config, replace(start, blank=True))  # the first rank sends weights and state
+        store.set(ready(rank), "")
+        while not store.check([MEET]):  # the first rank reads its weights meanwhile; the owner bounds this wait
+            time.sleep(POLL_SECONDS)
+        learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)
+        Thread(target=_give, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
+        while True:
+            order: CallLearner | LoadState | TrainStep = _next(pipes.orders)
+            with lost():
+                _obey(learner, ranks, order)
+            obeyed.one_more()
+
+
+def _next(pipe: Connection) -> Any:
+    """Return the next order or request; raise `OwnerGone` on a closed pipe, which work must not be mistaken for."""
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionError) as error:
+        raise OwnerGone from error
+
+
+def _give(store: Store, learner: TorchLearner, asked: Connection, obeyed: OrderCount) -> None:
+    """Send shards of files on request until the owner ends."""
+    ranks = learner.ranks
+    assert isinstance(ranks, GlooRanks)
+    with _ending(store, ranks.rank):
+        while True:
+            ask: SendFile = _next(asked)
+            obeyed.wait_for(ask.after, ranks.seconds)
+            assert isinstance(learner, ShardedLearner)
+            data = learner.gather(ask.file, ask.to)
+            if ask.to == ranks.rank:
+                Thread(target=_stage, args=(store, ranks, ask, data), daemon=True).start()
+            del data  # free it while this thread waits for the next request
+
+
+def _stage(store: Store, ranks: GlooRanks, ask: SendFile, data: Data) -> None:
+    """Store a file that was gathered on this rank."""
+    assert ask.place is not None
+    with _ending(store, ranks.rank):
+        stage(ranks, ask.place, data)
+
+
+@contextlib.contextmanager
+def _ending(store: Store, rank: int) -> Iterator[None]:
+    """End the process with the exit code that fits the error of the block."""
+    try:
+        yield
+    except OwnerGone:
+        return
+    except RankLost:
+        with contextlib.suppress(RuntimeError):
+            store.set(gone(rank), "")
+        os._exit(LOST)  # without delay: the first rank looks for the fault among ranks that end otherwise
+    except Exception as error:  # noqa: BLE001 - the first rank reports any error
+        with contextlib.suppress(RuntimeError):  # the store is gone, so nobody can read it
+            store.set(failed(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
+        os._exit(FAILED)
+
+
+def _obey(learner: TorchLearner, ranks: GlooRanks, order: CallLearner | LoadState | TrainStep) -> None:
+    match order:
+        case CallLearner():
+            getattr(learner, order.name)(*order.given)
+        case LoadState():
+            weights, state = (
+                ((name, received(ranks, n)) for name, n in part.items()) for part in (order.weights, order.state)
+            )
+            learner.take(weights, state)  # each file as it arrives
+            learner.width, learner.blank = order.width, False
+        case TrainStep():
+            with contextlib.suppress(NotFinite, StepStopped):  # the first rank raises it
+                batch = TrajectoryBatch.from_bytes(bytes(received(ranks, order.size)))
+                learner.step(batch, order.version, partial(told, ranks))
+
+
+def sent(ranks: GlooRanks, data: Data) -> None:
+    """Broadcast bytes from the first rank; at most one chunk of them is copied."""
+    for chunk in _chunks(data):
+        ranks.from_first(torch.frombuffer(chunk, dtype=torch.uint8))
+
+
+def received(ranks: GlooRanks, size: int) -> memoryview:
+    """Receive bytes that the first rank broadcasts."""
+    data = bytearray(size)
+    for begin in range(0, size, CHUNK):
+        ranks.from_first(torch.frombuffer(data, dtype=torch.uint8, count=min(CHUNK, size - begin), offset=begin))
+    return memoryview(data)
+
+
+def _chunks(data: Data) -> Iterator[bytearray]:
+    """Yield all bytes, `CHUNK` at a time."""
+    chunk = bytearray()
+    for piece in pieces(data):
+        for begin in range(0, len(piece), CHUNK):
+            chunk += piece[begin : begin + CHUNK]
+            if len(chunk) >= CHUNK:
+                yield chunk[:CHUNK]
+                chunk = chunk[CHUNK:]
+    if chunk:
+        yield chunk
+
+
+def ready(rank: int) -> str:
+    """Return the store key that a rank sets when it can meet the others."""
+    return f"ready/{rank}"
+
+
+def gone(rank: int) -> str:
+    """Return the store key that a rank sets when it ends because it lost another one."""
+    return f"gone/{rank}"
+
+
+def failed(rank: int) -> str:
+    """Return the store key under which a rank writes why it failed."""
+    return f"failed/{rank}"
+
+
+def _end_with_owner() -> None:
+    """End this process with its owner (see the module's docstring); ignore SIGINT, which the owner handles."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform.startswith("linux"):
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The fork server lives while any process holds this pipe open; only the owner may hold it.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+
+
+def _be_named(name: str) -> None:
+    """Set the process name that `top` shows; the kernel keeps its first 15 bytes."""
+    if sys.platform.startswith("linux"):
+        _prctl(PR_SET_NAME, name.encode())
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,1 @@
+"""The trained tensors: float32 master weights and AdamW; the check that all numbers are finite."""

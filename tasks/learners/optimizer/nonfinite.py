@@ -1,0 +1,40 @@
+"""Checks that raise `NotFinite` before the optimizer uses a NaN or an infinity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollflow.storage.errors import NotFinite
+from rollflow.tasks.learners.base import AGAIN
+from rollflow.tasks.objectives.rows import BatchRows
+
+
+def check_batch(data: BatchRows, version: int) -> None:
+    """Raise `NotFinite` if a log-prob or a reward is not finite: an objective might clip it to a normal value."""
+    made_by = {"a log-prob": (data.behaviour, "engine"), "a reward": (data.rewards, "verifier")}
+    for name, (values, maker) in made_by.items():
+        wrong = values[~np.isfinite(values)]
+        if len(wrong):
+            raise NotFinite(
+                f"version {version + 1} is not trained: {name} of batch {version} is {wrong[0]}; "
+                f"mend the {maker}, and {AGAIN}"
+            )
+
+
+def check_figures(figures: Mapping[str, float], version: int, key: str = "train.learning_rate") -> None:
+    """Raise `NotFinite` if a figure of an update is not finite; call this before the optimizer step."""
+    for name, value in figures.items():
+        if not np.isfinite(value):
+            cure = f"{AGAIN}, and a lower {key}"
+            raise NotFinite(f"version {version + 1} is not trained: {name} of batch {version} is {value}; {cure}")
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return True if no element is a NaN or an infinity; one pass, without a copy."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))

@@ -1,0 +1,112 @@
+"""Parameters with their AdamW, saved and loaded as tensors by name; used for the policy and for the critic.
+
+    begin --> (forward, backward, take_gradients)* --> clip --> apply --> ... --> tensors
+
+Saved for each parameter that AdamW has changed: its moments ("exp_avg/<parameter>"), its step, and its master if it
+has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rollflow.storage.errors import Corrupt
+from rollflow.tasks.learners.checkpoint.shards import Named
+from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.optimizer.master_weights import MasterWeights
+
+MASTER = "master"  # key of a saved master
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter that it has changed
+
+
+class TrainedTensors:
+    """See the module's docstring. Names are the names in `given`."""
+
+    def __init__(self, given: Mapping[str, nn.Parameter], config: RankedTrain, learning_rate: float) -> None:
+        self.max_grad_norm, self.fused = config.max_grad_norm, config.fused_adamw
+        self.trained = MasterWeights(given, wide=config.master_dtype == "float32")
+        self.adamw = torch.optim.AdamW(
+            self.trained.parameters.values(),
+            lr=learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=config.fused_adamw,
+        )
+
+    def begin(self, rate: float) -> None:
+        """Prepare a version's first update: set the rate, and take over weights that other code has changed."""
+        self.trained.follow()
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+
+    def clear(self) -> None:
+        """Delete the gradients."""
+        self.trained.clear()
+
+    def clip(self) -> float:
+        """Scale down a gradient longer than `max_grad_norm`; return its original length."""
+        return float(torch.nn.utils.clip_grad_norm_(self.trained.parameters.values(), self.max_grad_norm))
+
+    def apply(self) -> None:
+        """Take the optimizer step and delete the gradient, which would use memory while the version is published."""
+        self.adamw.step()
+        self.trained.publish()
+        self.clear()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the saved tensors of the parameters that AdamW has changed: "exp_avg/<parameter>" and so on."""
+        return {
+            f"{key}/{name}": torch.as_tensor(value).detach()
+            for name, parameter in self.trained.parameters.items()
+            if (kept := self.adamw.state.get(parameter))
+            for key, value in {**kept, **({MASTER: parameter} if self.trained.wide else {})}.items()
+        }
+
+    def like(self, saved: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors with the shapes and types of those expected for the parameters that `saved` mentions."""
+        named = {name.partition("/")[2] for name in saved}
+        one = torch.zeros(())
+        return {
+            f"{key}/{name}": one if key == "step" else parameter
+            for name, parameter in self.trained.parameters.items()
+            for key in (*MOMENTS, *([MASTER] if self.trained.wide else []))
+            if name in named
+        }
+
+    def load(self, given: Named) -> None:
+        """Replace the state by tensors that `tensors` returned; the model must have the weights of that time."""
+        self.adamw.state.clear()
+        mastered = []
+        for name, value in given:
+            key, _, parameter = name.partition("/")
+            trained = self.trained.parameters[parameter]
+            if key == MASTER:
+                trained.detach().copy_(value)
+                mastered.append(parameter)
+                continue
+            device = "cpu" if key == "step" and not self.fused else trained.device
+            self.adamw.state[trained][key] = value.to(device, copy=True)
+            del value  # free its file before the next one is read
+        self.trained.begin(mastered)
+
+
+def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Raise `Corrupt` unless both have the same tensors by name, shape and type."""
+    found, wanted = ({(n, t.shape, t.dtype) for n, t in tensors.items()} for tensors in (given, own))
+    if differing := sorted({name for name, *_ in found ^ wanted}):
+        raise Corrupt(f"{what} not fit the model: {', '.join(differing[:4])}")
+
+
+def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[str]) -> None:
+    """Raise `Corrupt` if a file's name begins with none of `stems`, or if a stem has no file after the first update.
+
+    `saved` has the names of the policy's tensors. Before the first update, critic and reference store nothing.
+    """
+    strange = sorted(name for name in files if not name.startswith(tuple(stems)))
+    begun = any(name.startswith(MOMENTS) for name in saved)
+    lacking = [stem for stem in stems if begun and not any(name.startswith(stem) for name in files)]
+    if differing := [*strange, *lacking]:
+        raise Corrupt(f"the learner state does not fit the model: {', '.join(differing[:4])}")

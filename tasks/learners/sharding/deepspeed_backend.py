@@ -1,0 +1,237 @@
+"""DeepSpeed shards moments (ZeRO 1), gradients (2) and weights (3); it adds up gradients, clips and steps.
+
+None of DeepSpeed's own files is stored. A rank's shard of a tensor is a piece of the flattened tensor; a rank may have
+none. Gathering puts each shard back at its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from rollflow.tasks.learners.checkpoint.shards import Named
+from rollflow.tasks.learners.config import DeepSpeedTrain
+from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
+from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
+from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS
+from rollflow.tasks.learners.sharding.backend import AnyForward, ShardingBackend
+
+SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's op for sums between processes, which it compiles at first use
+
+
+def begin_group(ranks: GlooRanks, device: torch.device) -> None:
+    """Create the process group that DeepSpeed uses. A process has one group: an earlier one is replaced."""
+    backend = begin_backend(device, ranks.host, blocking=False)
+    local = ranks.rank if device.type == "cpu" else 0  # a rank sees only its own GPU
+    os.environ |= {"DS_ACCELERATOR": device.type, "MASTER_ADDR": ranks.host, "MASTER_PORT": "0"}
+    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(ranks.count)}
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Replaced
+    from deepspeed.utils import groups, logger
+
+    logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # raised at each call
+    deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    groups._WORLD_GROUP = deepspeed.comm.comm.cdb = None
+    # ZeRO 3 replaces this function for good. With the replacement, a bias gets its gradient after the weight's.
+    # ZeRO 2 adds up gradients in the order in which they arrive, which must be the same on all ranks.
+    torch.nn.functional.linear = getattr(Replaced, "linear_bk", torch.nn.functional.linear)
+    store, bound = PrefixStore("deepspeed", ranks.store), timedelta(seconds=ranks.seconds)
+    torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.count, timeout=bound)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=bound)
+
+
+class DeepSpeedTensors(ShardingBackend):
+    """Parameters of `model` behind DeepSpeed's engine."""
+
+    def __init__(self, model: nn.Module, config: DeepSpeedTrain, ranks: GlooRanks) -> None:
+        import deepspeed
+
+        super().__init__(model, config, ranks)
+        self.zero, self.fused, self.given = config.zero, config.fused_adamw, dict(model.named_parameters())
+        adamw = torch.optim.AdamW(
+            self.given.values(), betas=config.betas, weight_decay=config.weight_decay, fused=config.fused_adamw
+        )
+        options = merged(config.options, set_options(config))
+        self.engine, *_ = deepspeed.initialize(model=AnyForward(model).eval(), optimizer=adamw, config=options)
+        self.zeroed: Any = self.engine.optimizer
+        self.step = 0.0  # number of steps taken
+        self._dirty = False  # True if there is a gradient
+
+    def run(self, of: Callable[[], Tensor]) -> Tensor:
+        """See `ShardingBackend`."""
+        if self.zero == 3 and not (order := self.zeroed._get_param_coordinator()).is_invalid_trace():
+            order._invalidate_trace()  # else each pass of each rank must follow the previous pass's order of modules
+        found: Tensor = self.engine(of)
+        return found
+
+    def added(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
+        """See `ShardingBackend`.
+
+        With ZeRO 2 and 3 each rank keeps only its shard of each pass's gradient. DeepSpeed adds gradients up over the
+        ranks at the pass that is marked as the last. It averages over ranks; a loss here is weighted over the whole
+        minibatch, so it is multiplied by the number of ranks.
+        """
+        given, found = list(passes), list[float]()
+        for number, of in enumerate(given, 1):
+            self._dirty = True
+            self.engine.set_gradient_accumulation_boundary(number == len(given))
+            loss = self.run(of)
+            self.engine.backward(loss * self.ranks.count, scale_wrt_gas=False)
+            found.append(float(loss.detach()))
+        return found
+
+    def begin(self, rate: float) -> None:
+        """See `Optimized`."""
+        for group in self.zeroed.param_groups:
+            group["lr"] = rate
+
+    def clear(self) -> None:
+        """See `Optimized`."""
+        if not self._dirty:
+            return
+        self.zeroed.zero_grad()
+        if self.zero < 3:
+            self.zeroed.micro_step_id = -1
+            self.zeroed._release_preflattened_grad_buffers()
+            for part in self.zeroed.averaged_gradients:
+                self.zeroed.averaged_gradients[part] = self.zeroed.all_grad_tensors[part] = None
+        self._dirty = False
+
+    def clip(self) -> float:
+        """Return the gradient's length; `apply` scales the gradient."""
+        if not self._dirty:
+            return 0.0
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        zeroed = self.zeroed
+        norm = zeroed.scaled_global_norm() if self.zero < 3 else combine_grad_norm_groups(zeroed._get_norm_groups())
+        return float(norm) if norm >= 0 else float("nan")  # DeepSpeed returns -1 if it is not finite
+
+    def apply(self) -> None:
+        """See `Optimized`. Do nothing if no rank has a gradient."""
+        if self._dirty:
+            self.engine.step()
+            self.step += 1
+            self._dirty = False
+
+    def put(self, name: str, weight: Tensor) -> None:
+        """See `ShardingBackend`."""
+        self.own(name, None).copy_(self.part_of(name, weight))
+        self._put_policy(self.given[name], weight)
+
+    def changed(self) -> Sequence[str]:
+        """See `ShardingBackend`."""
+        return list(self.given) if self.step else []
+
+    def steps(self, name: str) -> Tensor:
+        """See `ShardingBackend`; the number is the same for all parameters."""
+        return torch.tensor(self.step)
+
+    def own(self, name: str, key: str | None) -> Tensor:
+        """See `ShardingBackend`."""
+        if (part := self._part(name)) is None:
+            return torch.empty(0)
+        flat, begin, _, numbers = part
+        source: Tensor = flat if key is None else self.zeroed.optimizer.state[flat][key]
+        return source.detach()[begin : begin + numbers]
+
+    def place(self, name: str) -> tuple[int, int]:
+        """See `ShardingBackend`."""
+        _, _, begin, numbers = self._part(name) or (None, 0, 0, 0)
+        return begin, numbers
+
+    def load(self, given: Named) -> None:
+        """See `Optimized`."""
+        self.clear()
+        kept, self.step = self.zeroed.optimizer.state, 0.0
+        kept.clear()
+        for saved, value in given:
+            key, _, name = saved.partition("/")
+            for flat in () if kept else self._flats():
+                kept[flat] = {moment: torch.zeros_like(flat) for moment in MOMENTS[1:]}
+            if key == "step":
+                self.step = float(value)
+            elif key == MASTER:
+                self._put_master(name, self.part_of(name, value))
+            else:
+                self.own(name, key).copy_(self.part_of(name, value))
+            del value  # free its file before the next one is read
+        for flat, of_flat in kept.items():
+            of_flat["step"] = torch.tensor(self.step, device=flat.device if self.fused else "cpu")
+
+    def _flats(self) -> list[Tensor]:
+        """Return the flat tensors that this rank's AdamW changes."""
+        found: list[Tensor] = (
+            self.zeroed.single_partition_of_fp32_groups if self.zero < 3 else self.zeroed.fp32_partitioned_groups_flat
+        )
+        return found
+
+    def _part(self, name: str) -> tuple[Tensor, int, int, int] | None:
+        """Return this rank's shard of a parameter; None if it has none.
+
+        The shard is given by its tensor of `_flats`, its offset there, its offset in the parameter, and its number of
+        elements.
+        """
+        parameter: Any = self.given[name]
+        if self.zero < 3:
+            part = parameter._hp_mapping
+            if part is None:
+                return None
+            begins = part.hp_fragment_address.start, part.lp_fragment_address.start
+            return self._flats()[part.param_group_index], *begins, part.lp_fragment_address.numel
+        group, begin, size = self.zeroed.grad_position[self.zeroed.get_param_id(parameter)]
+        first = self.ranks.rank * size
+        numbers = min(size, parameter.ds_numel - first)
+        return (self._flats()[group], begin, first, numbers) if numbers > 0 else None
+
+    @torch.no_grad()
+    def _put_policy(self, parameter: Any, value: Tensor) -> None:
+        """Set the weights that the model runs with; with ZeRO 3 a shard of them, and small parameters whole, too."""
+        if self.zero < 3:
+            parameter.copy_(value)
+            return
+        first = self.ranks.rank * parameter.ds_tensor.ds_numel
+        own = value.reshape(-1)[first : first + parameter.ds_tensor.ds_numel]
+        parameter.ds_tensor.data[: len(own)] = own
+        if parameter.numel() == parameter.ds_numel:
+            parameter.data.copy_(value)
+
+
+def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
+    """Return the options that rollflow sets. Parameters keep their type: bfloat16 mode changes ZeRO 1's optimizer."""
+    return {
+        "train_batch_size": config.ranks,
+        "train_micro_batch_size_per_gpu": 1,  # counted by itself, and by us
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm,
+        "zero_optimization": {"stage": config.zero, **_offloaded(config)},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 2**31,
+    }
+
+
+def _offloaded(config: DeepSpeedTrain) -> dict[str, Any]:
+    """Return the offload options, not pinned: only copies to a GPU profit from pinned memory."""
+    keys = {"none": (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
+    return {key: {"device": "cpu", "pin_memory": False} for key in keys[config.offload]}
+
+
+def merged(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge both option trees; where both have a key, `own` counts."""
+    inner = {n: merged(given.get(n, {}), part) for n, part in own.items() if isinstance(part, Mapping)}
+    return {**given, **own, **inner}

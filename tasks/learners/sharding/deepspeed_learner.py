@@ -1,0 +1,20 @@
+"""A learner sharded over its ranks by DeepSpeed."""
+
+from __future__ import annotations
+
+from rollflow.tasks.learners.sharding.deepspeed_backend import DeepSpeedTensors, begin_group
+from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner, ShardedPolicy
+
+
+class DeepSpeedPolicy(ShardedPolicy, DeepSpeedTensors):
+    """A policy sharded by DeepSpeed."""
+
+
+class DeepSpeedLearner(ShardedLearner):
+    """See the module's docstring."""
+
+    engine, engine_of_policy = DeepSpeedTensors, DeepSpeedPolicy
+
+    def begin_group(self) -> None:
+        """See `ShardedLearner`."""
+        begin_group(self.ranks, self.device)

@@ -1,0 +1,187 @@
+"""torch's own sharding (FSDP2): of each parameter, its gradient and its moments, each rank keeps some rows.
+
+    a layer: gather --> forward --> reshard
+             gather --> backward --> reshard; its gradient is reduced over ranks and sharded
+
+- At most two layers are whole at a time, beside the head, which may be tied to the embeddings.
+- AdamW changes FSDP's shards in place. With masters the shards are the masters, in float32; gathered weights are
+  rounded to the policy's type.
+- Gradients are added up in float32 after each pass.
+- A shard is a number of rows of the first dimension, the same number on each rank; the last ranks may have fewer, or
+  none. A gathered tensor has the shards' rows in rank order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.learners.checkpoint.shards import Named
+from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
+from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
+from rollflow.tasks.learners.forward.activation_checkpointing import layers_of
+from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, TrainedTensors
+from rollflow.tasks.learners.sharding.backend import AnyForward, ShardingBackend
+from rollflow.tasks.learners.sharding.fsdp_cpu_patch import gathered_once
+
+
+def begin_group(ranks: GlooRanks, device: torch.device) -> None:
+    """Create the process group that FSDP uses. A process has one group: an earlier one is replaced."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    store, bound = PrefixStore("fsdp", ranks.store), timedelta(seconds=ranks.seconds)
+    where: dict[str, Any] = {"store": store, "rank": ranks.rank, "world_size": ranks.count}
+    torch.distributed.init_process_group(begin_backend(device, ranks.host, blocking=False), **where, timeout=bound)
+
+
+class FsdpTensors(ShardingBackend):
+    """The sharded parameters of `model`; `trained` has this rank's shards."""
+
+    def __init__(self, model: nn.Module, config: RankedTrain, ranks: GlooRanks) -> None:
+        super().__init__(model, config, ranks)
+        self._model = model
+        self._root = self._in_parts()
+        parts = {name: nn.Parameter(part) for name, part in self._parts()}
+        TrainedTensors.__init__(self, parts, config, config.learning_rate)
+
+    def run(self, of: Callable[[], Tensor]) -> Tensor:
+        """See `ShardingBackend`."""
+        found: Tensor = self._root(of)
+        if not found.requires_grad:
+            self._root.reshard()  # without a backward pass FSDP does not reshard
+        return found
+
+    def added(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
+        """See `ShardingBackend`."""
+        found = list[float]()
+        for of in passes:
+            loss = self.run(of)
+            loss.backward()  # type: ignore[no-untyped-call]
+            found.append(float(loss.detach()))
+        for name, gradient in self._parts(of_gradients=True):
+            self.trained.parameters[name].grad = gradient
+        return found
+
+    def clear(self) -> None:
+        """See `TrainedTensors`."""
+        super().clear()
+        self._model.zero_grad()
+
+    def clip(self) -> float:
+        """See `TrainedTensors`; the length is that of all ranks' shards."""
+        own = self.trained.parameters.values()
+        square = get_total_norm([part.grad for part in own if part.grad is not None]).double().square().cpu()
+        self.ranks.add(square)
+        clip_grads_with_norm_(own, self.max_grad_norm, norm := square.sqrt().float())
+        return float(norm)
+
+    def put(self, name: str, weight: Tensor) -> None:
+        """See `ShardingBackend`."""
+        self.own(name, None).copy_(self.part_of(name, weight))
+
+    def changed(self) -> Sequence[str]:
+        """See `ShardingBackend`."""
+        return [name for name, part in self.trained.parameters.items() if part in self.adamw.state]
+
+    def steps(self, name: str) -> Tensor:
+        """See `ShardingBackend`."""
+        return self.own(name, "step")
+
+    def own(self, name: str, key: str | None) -> Tensor:
+        """See `ShardingBackend`."""
+        part = self.trained.parameters[name]
+        found: Tensor = part if key is None else self.adamw.state[part][key]
+        return found.detach()
+
+    def place(self, name: str) -> tuple[int, int]:
+        """See `ShardingBackend`."""
+        shape = self.shapes[name]
+        rows, numbers = -(-shape[0] // self.ranks.count), shape[1:].numel()
+        begin, end = (min(rank * rows, shape[0]) for rank in (self.ranks.rank, self.ranks.rank + 1))
+        return begin * numbers, (end - begin) * numbers
+
+    @torch.no_grad()
+    def load(self, given: Named) -> None:
+        """See `TrainedTensors`. Masters are loaded last: where weights are loaded on the way, those come first."""
+        self.clear()
+        masters = dict[str, Tensor]()
+        super().load(self._but_masters(given, masters))
+        for name, own in masters.items():
+            self._put_master(name, own)
+
+    def _but_masters(self, given: Named, masters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's shards of the saved tensors; put those of masters into `masters`."""
+        for saved, value in given:
+            key, _, name = saved.partition("/")
+            if key == MASTER:
+                masters[name] = self.part_of(name, value).clone()  # a view would keep the whole file in memory
+            else:
+                yield saved, value if key == "step" else self.part_of(name, value)
+            del value  # free its file before the next one is read
+
+    def _in_parts(self) -> Any:
+        """Shard the model: modules of another type than most, then separate modules and layers, then the rest."""
+        root = AnyForward(self._model).eval()
+        device = next(self._model.parameters()).device
+        mesh = init_device_mesh(device.type, (self.ranks.count,))
+        layers = layers_of(self._model, "train.sharded")
+        for module in dict.fromkeys([*_of_another_type(self._model), *layers, *_apart(self._model, layers), root]):
+            self._cut(module, mesh)
+        return root
+
+    def _cut(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard the parameters of a module that are not sharded yet."""
+        given = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        if len(types := {parameter.dtype for parameter in given}) > 1:
+            why = f"a {type(module).__name__} has parameters of several types"
+            raise ConfigError(f"train.sharded = true: {why}; set it to false")
+        policy = MixedPrecisionPolicy(next(iter(types), None), torch.float32, cast_forward_inputs=False)
+        for parameter in given if self.wide else ():
+            parameter.data = parameter.data.float()
+        cut: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy)
+        cut.set_gradient_divide_factor(1.0)  # add up, do not average: our losses are weighted over the whole minibatch
+        cut.set_force_sum_reduction_for_comms(True)
+        gathered_once(cut)
+
+    def _parts(self, *, of_gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's shards, or their gradients, by name; parameters without a gradient are left out."""
+        for name, parameter in self._model.named_parameters():
+            found: Any = parameter.grad if of_gradients else parameter.detach()
+            if found is not None:
+                yield name, found.to_local()
+
+
+def _apart(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+    """Return modules outside the layers that can be gathered alone: norms, and embeddings that are not also the head.
+
+    The rest is mostly one tensor, the head's weights, which `policies/head.py` reads outside its module. Modules with
+    child modules belong to the rest, too: a child would be gathered with its parent, and once more alone.
+    """
+    inner, owners = {*layers.modules()}, Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    outer = [(m, [*m.parameters(recurse=False)]) for m in model.modules() if m not in inner and not [*m.children()]]
+    return [
+        module
+        for module, own in outer
+        if own and all(p.dim() == 1 or (isinstance(module, nn.Embedding) and owners[id(p)] == 1) for p in own)
+    ]
+
+
+def _of_another_type(model: nn.Module) -> list[nn.Module]:
+    """Return modules whose own parameters are not of the most frequent type: an FSDP group must have one type."""
+    kinds = {m: {p.dtype for p in m.parameters(recurse=False)} for m in model.modules()}
+    every = [kind for found in kinds.values() for kind in found]
+    most = max(every, key=every.count)
+    return [module for module, found in kinds.items() if found - {most}]

@@ -1,0 +1,32 @@
+"""The torch learner sharded over its ranks (`train.sharded`), by FSDP2."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.forward.activation_checkpointing import layers_of
+from rollflow.tasks.learners.sharding.fsdp_backend import FsdpTensors, begin_group
+from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner, ShardedPolicy
+
+
+class FsdpPolicy(ShardedPolicy, FsdpTensors):
+    """A policy sharded by FSDP2."""
+
+
+class FsdpLearner(ShardedLearner):
+    """See the module's docstring."""
+
+    engine, engine_of_policy = FsdpTensors, FsdpPolicy
+
+    @classmethod
+    def begun(cls, config: RankedTrain, start: LearnerStart) -> Self:
+        """See `TorchLearner`; raise `ConfigError` if the model has no list of layers."""
+        made = super().begun(config, start)
+        layers_of(made.model, "train.sharded")
+        return made
+
+    def begin_group(self) -> None:
+        """See `ShardedLearner`."""
+        begin_group(self.ranks, self.device)

@@ -1,0 +1,321 @@
+"""A learner whose weights, gradients and moments are sharded over its ranks. It trains the same as `TorchLearner`.
+
+    torch learner, whole or blank --shard--> backends --take--> step, load, weights, state: of all ranks
+
+- All ranks run the same number of passes, since they meet in each pass. A rank with fewer micro-batches runs a row
+  whose loss counts nothing.
+- The learner starts whole, so that a cold start trains the whole model. It is sharded before the first step or load.
+  Its content is then sent file by file, and each rank keeps its shards.
+- Stored files have the names and shapes of the torch learner's, so they are the same for any number of ranks. Each
+  file is gathered when it is asked for, on the rank that will store it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollflow.storage.objects.base import Data
+from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles
+from rollflow.tasks.learners.checkpoint.shards import Files, Named, file_of, index_of, layout
+from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
+from rollflow.tasks.learners.forward.critic import WEIGHT, Critic, others, value_loss
+from rollflow.tasks.learners.forward.reference import named_tensors
+from rollflow.tasks.learners.forward.trained_policy import TrainedPolicy
+from rollflow.tasks.learners.malloc_trim import give_back
+from rollflow.tasks.learners.optimizer.nonfinite import all_finite, check_figures
+from rollflow.tasks.learners.optimizer.trained_tensors import check_fit
+from rollflow.tasks.learners.randomness import random_state
+from rollflow.tasks.learners.sharding.backend import ShardingBackend
+from rollflow.tasks.learners.torch_learner import CRITIC, REFERENCE, STATE, WEIGHTS, TorchLearner
+from rollflow.tasks.learners.updates import Updates
+from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
+from rollflow.tasks.objectives.rows import BatchRows
+
+Stored = dict[str, dict[str, dict[str, Tensor]]]  # tensors by name, by file, by stem
+
+
+class ShardedPolicy(TrainedPolicy, ShardingBackend):
+    """A policy behind a sharding backend; the other base of a subclass says which backend."""
+
+    def __init__(self, model: Any, config: RankedTrain, ranks: GlooRanks) -> None:
+        self.model = model
+        given = dict(model.named_parameters())
+        self.rest = {name: tensor for name, tensor in named_tensors(model).items() if name not in given}
+        super(TrainedPolicy, self).__init__(model, config, ranks)  # of the backend
+
+    def everywhere(self) -> dict[str, Tensor]:
+        """See `ShardingBackend`; returns the weights."""
+        return {**super().everywhere(), **self.rest}
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `TrainedPolicy`. Sharded tensors have no values here: `weight` gathers them."""
+        return self.weights_like()
+
+    def weights_like(self) -> dict[str, Tensor]:
+        """See `TrainedPolicy`."""
+        return {**self.alike(), **self.rest}
+
+    @torch.no_grad()
+    def take(self, weights: Named) -> None:
+        """See `TrainedPolicy`."""
+        for name, tensor in weights:
+            if name in self.rest:
+                self.rest[name].copy_(tensor)
+            else:
+                self.put(name, tensor)
+            del tensor  # free its file before the next one is read
+
+
+class ShardedCritic(Critic):
+    """A critic behind a sharding backend of its own."""
+
+    optimized: ShardingBackend
+
+    def shard(self, policy: ShardedPolicy, engine: ShardingBackend) -> None:
+        """Switch to the shards in `engine`; the critic was built beside a policy that was whole."""
+        self._policy_weights = policy.everywhere
+        self._decoder = next(n for n, found in policy.model.named_modules() if found is policy.model.get_decoder())
+        self.optimized = engine
+
+    def begin(self) -> None:
+        """See `Critic`."""
+        if not self.begun:
+            own = {f"decoder{name.removeprefix(self._decoder)}": t for name, t in self._policy_weights().items()}
+            shapes = self.optimized.shapes
+            for name, shape in shapes.items():
+                self.optimized.put(name, torch.zeros(shape) if name.startswith("head.") else own[name])
+            self.optimized.load(())
+            self.begun = True
+
+    def values(self, micro: MicroBatch) -> Tensor:
+        """See `Critic`."""
+        if torch.is_grad_enabled():
+            return super().values(micro)  # within a pass of the backend
+        return self.optimized.run(lambda: Critic.values(self, micro))
+
+    def loss(self, micro: MicroBatch, values_B: Tensor, returns_B: Tensor, share: float) -> Tensor:
+        """Return the sum of `value_loss` over a micro-batch's tokens, times `share`."""
+        found_M = self.values(micro)
+        old_M, return_M = (known_B[micro.among].to(found_M) for known_B in (values_B, returns_B))
+        return value_loss(found_M, old_M, return_M, self._config.value_clip).sum() * share
+
+    def check(self, saved: Mapping[str, Tensor]) -> None:
+        """See `Critic`."""
+        if saved:
+            own = {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.alike().items()}
+            check_fit("the critic's state does", saved, {**own, **self.optimized.like(others(saved))})
+
+    def _take(self, name: str, weight: Tensor) -> None:
+        self.optimized.put(name, weight)
+
+    def tensor(self, saved: str, to: int) -> Tensor:
+        """Gather one of `tensors` on rank `to`."""
+        of = self.optimized
+        return of.weight(saved.removeprefix(WEIGHT), to) if saved.startswith(WEIGHT) else of.tensor(saved, to)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.alike().items()}
+
+
+class ShardedLearner(TorchLearner):
+    """See the module's docstring; a subclass says which backend shards the models."""
+
+    engine: type[ShardingBackend]
+    engine_of_policy: type[ShardedPolicy]
+    policy: ShardedPolicy
+    critic: ShardedCritic | None
+    ranks: GlooRanks
+    can_shard = True
+
+    def begin_group(self) -> None:
+        """Create the process group that the backends use. A process has one group: an earlier one is replaced."""
+        raise NotImplementedError
+
+    def shard(self) -> None:
+        """Shard policy and critic; `take` must follow. All ranks take part, in this and in all later work."""
+        critic = ShardedCritic(self.model, self.config) if self.critic is not None else None
+        self.begin_group()
+        self.ranks.go_beside()
+        self.policy = self.engine_of_policy(self.model, self.config, self.ranks)
+        if critic is not None:
+            critic.shard(self.policy, self.engine(critic.model, self.config, self.ranks))
+        if self.reference is not None:
+            self.reference.now = self.policy.everywhere
+        self.critic, self.updates, self.sharded = critic, ShardedUpdates, True
+
+    def take(self, weights: Files, state: Files) -> None:
+        """See `TorchLearner`."""
+        super().take(weights, state)
+        give_back(self.model.parameters())
+
+    @torch.no_grad()
+    def try_model(self) -> None:
+        """See `Roles`."""
+
+        def tried() -> Tensor:
+            TorchLearner.try_model(self)
+            return torch.zeros(())
+
+        if self.sharded:
+            self.policy.run(tried)
+        else:
+            super().try_model()
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """See `Learner`."""
+        if not self.sharded:
+            return super().logprobs(tokens)
+        found = self.policy.run(lambda: torch.tensor(TorchLearner.logprobs(self, tokens), dtype=torch.float64))
+        give_back(self.model.parameters())  # free the gathered weights before the version is published
+        return tuple(found.tolist())
+
+    def broken(self) -> str | None:
+        """See `Learner`; each rank checks its own shards."""
+        if not self.sharded:
+            return super().broken()
+        critic = self.critic.optimized.finite(WEIGHT) if self.critic and self.critic.begun else {}
+        whole = self.reference.tensors() if self.reference else {}
+        reference = {name: all_finite(tensor) for name, tensor in whole.items()}
+        found = [*self.policy.finite().items(), *critic.items(), *reference.items()]
+        wrong = torch.tensor([not finite for _, finite in found], dtype=torch.float32)
+        self.ranks.add(wrong)
+        return next((name for (name, _), ranks in zip(found, wrong.tolist(), strict=True) if ranks), None)
+
+    def weights(self) -> Mapping[str, Data]:
+        """See `Learner`; files of a sharded learner are `gathered` when they are asked for."""
+        return self._files([WEIGHTS]) if self.sharded else super().weights()
+
+    def state(self) -> Mapping[str, Data]:
+        """See `Learner`; files of a sharded learner are `gathered` when they are asked for."""
+        return self._files([STATE, CRITIC, REFERENCE]) if self.sharded else super().state()
+
+    def gather(self, file: str, to: int) -> Data:
+        """Gather a file of the weights or the state on rank `to`; every other rank sends its shards to that rank."""
+        return self._file(self._stored(), to, file)
+
+    def sizes(self) -> Mapping[str, tuple[int, bool]]:
+        """Return for each file of the weights and the state its bytes, and True if any rank can store it."""
+        return {
+            file: (sum(like.nbytes for like in shard.values()), stem != STATE or all(map(_in_parts, shard.values())))
+            for stem, shards in self._stored().items()
+            for file, shard in (*shards.items(), *((index, {}) for index in index_of(stem, shards)))
+        }
+
+    def _files(self, stems: Sequence[str]) -> Mapping[str, Data]:
+        stored = {stem: shards for stem, shards in self._stored().items() if stem in stems}
+        names = [name for stem, shards in stored.items() for name in (*shards, *index_of(stem, shards))]
+        return GatheredFiles(names, partial(self._file, stored, 0))
+
+    def _file(self, stored: Stored, to: int, file: str) -> Data:
+        for stem, shards in stored.items():
+            if file in shards:
+                return file_of({name: self._tensor(stem, name, like, to) for name, like in shards[file].items()})
+            if file in (index := index_of(stem, shards)):
+                return index[file]
+        raise KeyError(file)
+
+    def _stored(self) -> Stored:
+        """Return the tensors that a version stores, by stem and file; sharded ones are on the "meta" device."""
+        own = {**random_state(self.config, self.device), **self._weight_of_kl(), **self.policy.tensors()}
+        roles = {stem: tensors for stem, role in self._roles() if (tensors := role.tensors())}
+        stored = {WEIGHTS: self.policy.weights(), STATE: own, **roles}
+        return {stem: layout(stem, tensors, self.shard_bytes) for stem, tensors in stored.items()}
+
+    def _tensor(self, stem: str, name: str, like: Tensor, to: int) -> Tensor:
+        if not _in_parts(like):
+            return like
+        if stem == WEIGHTS:
+            return self.policy.weight(name, to)
+        return self.critic.tensor(name, to) if self.critic and stem == CRITIC else self.policy.tensor(name, to)
+
+    def own_logprobs(self, micro: MicroBatch) -> Tensor:
+        """See `Roles`."""
+        return self.policy.run(lambda: TorchLearner.own_logprobs(self, micro))
+
+    @torch.no_grad()
+    def asked(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
+        """See `Roles`."""
+        found_B = torch.zeros(len(data.chosen))
+        for micro, counts in self.together(data, rows):
+            said = of(micro)
+            if counts:
+                found_B[micro.among] = said.float().cpu()
+        self.ranks.add(found_B)
+        return found_B
+
+    def together(self, data: BatchRows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield as many micro-batches as every other rank does: each with True if its loss counts."""
+        own = list(self.micros(data, rows))
+        counts = torch.zeros(self.ranks.count)
+        counts[self.ranks.rank] = len(own)
+        self.ranks.add(counts)
+        passes = int(counts.max())
+        for number in range(passes):
+            micro = own[number] if number < len(own) else self._any(data)
+            yield micro, number < len(own)
+
+    def _any(self, data: BatchRows) -> MicroBatch:
+        """Return a micro-batch of the shortest row."""
+        row = min(
+            range(len(data.rewards)), key=lambda row: (data.masked_tokens[row] == 0, data.masked_tokens[row], row)
+        )
+        return next(micro_batches(data, [row], self.config.micro_tokens))
+
+
+class ShardedUpdates(Updates):
+    """Updates by a sharding backend: each pass is one forward and one backward of the whole model.
+
+    Where the logits would be large, they are recomputed in the backward pass.
+    """
+
+    roles: ShardedLearner
+
+    def _update(self, part: list[int]) -> dict[str, float]:
+        roles, policy = self.roles, self.roles.policy
+        weight_R = self.weights_of(part)
+        policy.clear()
+        micros = roles.together(self.data, roles.to_run(part, self.before.signal_R))
+        losses = policy.added(partial(self._pass, micro, weight_R, counts) for micro, counts in micros)
+        total = torch.tensor(sum(losses), dtype=torch.float64)
+        roles.ranks.add(total)
+        figures = {"loss": float(total), "grad_norm": policy.clip()}
+        check_figures(figures, self.seen.version)
+        self.settle()
+        policy.apply()
+        self.seen.updates += 1
+        return figures
+
+    def _pass(self, micro: MicroBatch, weight_R: Tensor, counts: bool) -> Tensor:
+        """Return the loss of a micro-batch."""
+        hidden_MH = self.token_logprobs.hidden(micro.inputs(self.device, self.roles.dtype), micro.where)
+        if counts:
+            return self.loss_of(slice(None), hidden_MH, micro, weight_R)
+        return self.token_logprobs.of(hidden_MH, micro.targets.to(self.device))[0].sum() * 0.0
+
+    def _update_critic(self, part: list[int]) -> dict[str, float]:
+        roles, critic, before = self.roles, self.roles.critic, self.before
+        if critic is None:
+            return {}
+        assert before.values_B is not None
+        assert before.judged.returns_B is not None
+        tokens = max(int(self.data.masked_tokens[part].sum()), 1)
+        critic.optimized.clear()
+        of = partial(critic.loss, values_B=before.values_B, returns_B=before.judged.returns_B)
+        passes = (partial(of, micro, share=counts / tokens) for micro, counts in roles.together(self.data, part))
+        total = torch.tensor(sum(critic.optimized.added(passes)), dtype=torch.float64)
+        roles.ranks.add(total)
+        figures = {"value_loss": float(total), "critic_grad_norm": critic.optimized.clip()}
+        check_figures(figures, self.seen.version, "train.critic.learning_rate")
+        critic.optimized.apply()
+        return figures
+
+
+def _in_parts(stored: Tensor) -> bool:
+    """Return True if the stored tensor is sharded; other tensors are whole on each rank."""
+    return stored.device.type == "meta"

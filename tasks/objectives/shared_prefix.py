@@ -1,0 +1,109 @@
+"""Lines are the sequences that a model runs. Rows of a group may share one copy of their prompt, computed once.
+
+    rows    p p p a a a      line    p p p a a a b b          b attends to p and to b, and begins where p ends
+            p p p b b
+
+Attention over a line is dense (T x T), so a row joins a line only if that costs less than a line of its own.
+
+Shapes: R rows, L lines, T padded tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from rollflow.tasks.objectives.rows import BatchRows
+
+PAIRS = 6  # PAIRS x width pairs of tokens cost as much attention as one token costs in the rest of a layer
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequence:
+    """One row, or some rows of a group behind one copy of their prompt."""
+
+    rows: tuple[int, ...]
+    prompt: int  # tokens of the shared prompt; 0 for a single row
+    length: int  # tokens of the whole line
+
+
+def lines_of(data: BatchRows, rows: Sequence[int], most: int, width: int | None) -> list[PackedSequence]:
+    """Pack these rows into lines; a line with several rows has at most `most` tokens. Without `width`, a line a row."""
+    if width is None:
+        return [_alone(data, row) for row in rows]
+    ordered = sorted(rows, key=lambda row: (data.groups[row], -data.lengths[row], row))
+    parts = (list(part) for _, part in groupby(ordered, key=lambda row: data.groups[row]))
+    return [line for part in parts for line in _of_group(data, part, most, width)]
+
+
+def _alone(data: BatchRows, row: int) -> PackedSequence:
+    return PackedSequence((row,), 0, int(data.lengths[row]))
+
+
+def _of_group(data: BatchRows, rows: list[int], most: int, width: int) -> Iterator[PackedSequence]:
+    """Yield lines of one group's rows, longest first: each row joins the line before it if that saves work."""
+    prompt, line = _prompt(data, rows), _alone(data, rows[0])
+    for row in rows[1:]:
+        own = int(data.lengths[row]) - prompt
+        if prompt and line.length + own <= most and _saves(line.length, own, prompt, PAIRS * width):
+            line = PackedSequence((*line.rows, row), prompt, line.length + own)
+        else:
+            yield line
+            line = _alone(data, row)
+    yield line
+
+
+def _saves(length: int, own: int, prompt: int, pairs: int) -> bool:
+    """Return True if `own` more tokens in a line cost less than a separate row, whose attention is causal."""
+    joined = own * pairs + 2 * length * own + own**2
+    return joined < (prompt + own) * pairs + (prompt + own) ** 2 / 2
+
+
+def _prompt(data: BatchRows, rows: list[int]) -> int:
+    """Return the number of leading tokens that all rows share and that the policy did not sample."""
+    if len(rows) < 2:
+        return 0
+    firsts = [data.chosen[data.starts[r]] if data.masked_tokens[r] else data.offsets[r + 1] for r in rows]
+    most = min(int(first - data.offsets[r]) for first, r in zip(firsts, rows, strict=True))
+    heads = np.stack([data.tokens[data.offsets[r] : data.offsets[r] + most] for r in rows])
+    return int(np.logical_and.accumulate((heads == heads[0]).all(0)).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Lines, padded. `at` and `among` cover the M masked tokens of the lines' rows, row by row."""
+
+    tokens: np.ndarray  # (L, T) int64
+    positions: np.ndarray  # (L, T) int64
+    part: np.ndarray  # (L, T) int64: 0 for a prompt or a single row; 1, 2, ... for rows behind it; -1 for padding
+    at: tuple[np.ndarray, np.ndarray]  # (M,) line, (M,) place of the token before each masked token
+    among: np.ndarray  # (M,) number of each token among the batch's masked tokens
+    row: np.ndarray  # (M,) row of the batch
+
+
+def lay(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
+    """Lay out lines as arrays, padded to the longest."""
+    shape = len(lines), max(line.length for line in lines)
+    tokens, positions, part = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    at_line, at_place, among, of_row = [], [], [], []
+    for i, line in enumerate(lines):
+        tokens[i, : line.prompt] = data.tokens[data.offsets[line.rows[0]] :][: line.prompt]
+        positions[i, : line.prompt], part[i, : line.prompt] = np.arange(line.prompt), 0
+        place = line.prompt
+        for number, row in enumerate(line.rows, 1 if line.prompt else 0):
+            begin, end = int(data.offsets[row]), int(data.offsets[row + 1])
+            here = slice(place, place + end - begin - line.prompt)
+            tokens[i, here] = data.tokens[begin + line.prompt : end]
+            positions[i, here], part[i, here] = np.arange(line.prompt, end - begin), number
+            own = np.arange(data.starts[row], data.starts[row + 1])
+            before = data.chosen[own] - begin - 1  # place in the row
+            at_place.append(np.where(before < line.prompt, before, before - line.prompt + place))
+            at_line.append(np.full(len(own), i))
+            among.append(own)
+            of_row.append(np.full(len(own), row))
+            place = here.stop
+    at = np.concatenate(at_line), np.concatenate(at_place)
+    return Packing(tokens, positions, part, at, np.concatenate(among), np.concatenate(of_row))

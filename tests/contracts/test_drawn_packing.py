@@ -1,0 +1,101 @@
+"""Randomly drawn rows that share a prompt: log-probs and gradients equal those of each row alone.
+
+Rows have any length up to the model's context. There are groups of one, rows without tokens of the policy, copies,
+prompts that are prefixes of other prompts, tokens of an environment, and micro-batches shorter than a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollflow.storage.records import StopReason, Trajectory
+from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.objectives.rows import BatchRows
+from rollflow.tasks.objectives.shared_prefix import lines_of
+from tests.contracts.test_token_logprobs import learner_of, model_of
+from tests.support.counts import examples
+from tests.tasks.test_algorithms import batch_of
+
+CONTEXT = 64  # context length of the tested models
+Piece = tuple[bool, list[int]]  # True if the policy sampled these tokens
+Row = tuple[int, list[Piece]]  # number of tokens of the group's prompt, and the pieces after them
+
+
+def row_of(prompt: Sequence[int], row: Row) -> Trajectory:
+    """Build a trajectory no longer than the context, with at least one token."""
+    taken, pieces = row
+    made = [(False, token) for token in prompt[: max(1, taken)]]
+    made += [(chosen, token) for chosen, tokens in pieces for token in tokens]
+    mask, tokens = (tuple(column) for column in zip(*made[:CONTEXT], strict=True))
+    quiet = tuple(0.0 if not chosen else -0.5 for chosen in mask)
+    return Trajectory(0, 0, tokens, mask, quiet, tuple(0 if c else -1 for c in mask), 1.0, "", StopReason.LENGTH)
+
+
+TOKENS = st.lists(st.integers(3, 6), max_size=12)  # few values, so that rows are alike by chance
+PIECES = st.lists(st.tuples(st.booleans(), TOKENS), max_size=3)
+PROMPT = st.lists(st.integers(3, 6), min_size=1, max_size=20)
+GROUPS = st.lists(st.tuples(PROMPT, st.lists(st.tuples(st.just(99), PIECES), min_size=1)), min_size=1, max_size=3)
+LONG = [(True, [3] * 30)]
+SAID = [(True, [4, 5])]
+
+
+@cache
+def learner(name: str) -> TorchLearner:
+    return learner_of(model_of(name).double())
+
+
+def found(made: TorchLearner, data: BatchRows, micro_tokens: int, width: int | None) -> tuple[Tensor, Tensor]:
+    """Return (B,) log-probs, and the gradient of a weighted sum of them."""
+    made.config = made.config.model_copy(update={"micro_tokens": micro_tokens})
+    made.width = width
+    made.model.zero_grad()
+    logp_B = torch.zeros(len(data.chosen), dtype=torch.float64)
+    for micro in made.micros(data, range(len(data.rewards))):
+        logp_M = made.own_logprobs(micro)
+        logp_B[micro.among] = logp_M.detach().double()
+        (logp_M * (1.0 + micro.among)).sum().backward()
+    grads = [
+        torch.zeros(p.numel(), dtype=p.dtype) if p.grad is None else p.grad.flatten() for p in made.model.parameters()
+    ]
+    return logp_B, torch.cat(grads)
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@settings(max_examples=examples(300), deadline=None)
+@given(groups=GROUPS, micro_tokens=st.sampled_from([1, 7, 64, 4096]), width=st.sampled_from([1, 32, 10**6]))
+@example([([3, 4, 5], [(99, LONG), (99, LONG), (99, [])])], 4096, 10**6)  # a line beyond the context, copies, no tokens
+@example([([3] * 40, [(99, LONG)] * 4)], 4096, 10**6)  # each row ends at the last position
+@example([([3, 4, 5], [(99, SAID), (2, SAID), (99, [(False, [4]), *SAID])]), ([3, 4], [(99, SAID)])], 4, 10**6)
+def test_drawn_rows_match_each_row_alone(
+    name: str, groups: list[tuple[list[int], list[Row]]], micro_tokens: int, width: int
+) -> None:
+    data = BatchRows.of(batch_of(*([row_of(prompt, row) for row in rows] for prompt, rows in groups)))
+    together, alone = (found(learner(name), data, micro_tokens, wide) for wide in (width, None))
+    for one, other in zip(together, alone, strict=True):  # a model's own norms are in float32
+        assert float((one - other).norm()) <= 1e-6 * float(other.norm())
+    check_lines(data, micro_tokens, width)
+
+
+def check_lines(data: BatchRows, micro_tokens: int, width: int) -> None:
+    """Check that each row is in one line, and that a line of several rows fits a micro-batch and saves tokens."""
+    every = range(len(data.rewards))
+    lines = lines_of(data, every, micro_tokens, width)
+    assert sorted(row for line in lines for row in line.rows) == list(every)
+    for line in lines:
+        alone = int(data.lengths[list(line.rows)].sum())
+        assert line.length == alone - line.prompt * (len(line.rows) - 1)
+        assert len(line.rows) == 1 or line.length <= micro_tokens
+        assert len({int(data.groups[row]) for row in line.rows}) == 1
+        for one, other in pairwise(line.rows):
+            heads = [data.tokens[data.offsets[row] :][: line.prompt] for row in (one, other)]
+            assert np.array_equal(*heads)
