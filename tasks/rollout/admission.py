@@ -1,5 +1,4 @@
-"""Admission: decides how many prompt groups may start now. Pure functions of the state at one moment
-(`AdmissionInputs`).
+"""Admission: decides how many prompt groups may start now. Pure functions of the present state, `AdmissionInputs`.
 
 Batch b trains version b. A group that started under version v is fresh enough for batch b if b <= v + alpha. So while
 the engines serve v, groups may start for the unformed batches below v + 1 + alpha. Nothing generated is wasted, as long

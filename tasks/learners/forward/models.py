@@ -41,7 +41,7 @@ def _trained_policy(model: Any, config: RankedTrain, first: Callable[[], Mapping
 
 
 class TrainedModels:
-    """See the module's docstring. `before` and `updates` use these models."""
+    """See the module's docstring. `pre_update` and `updates` use these models."""
 
     def __init__(
         self,

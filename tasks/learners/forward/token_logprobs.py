@@ -5,8 +5,8 @@
 Training, the pass before a version's first update, and the probe all use this path.
 
 Logits are computed for one chunk of tokens at a time: those of a batch of 16,384 tokens would take 10 GB at a
-vocabulary of 151,936. `chosen_tokens` overwrites them with its results. A learner asks for `parts` and runs each part
-backward before the next one. Logits of a part larger than a chunk are recomputed in the backward pass.
+vocabulary of 151,936. `inplace_logprobs` overwrites them with its results. A learner asks for `parts` and runs each
+part backward before the next one. Logits of a part larger than a chunk are recomputed in the backward pass.
 
 Shapes: R rows, T padded tokens, M positions, H hidden, V vocabulary.
 """

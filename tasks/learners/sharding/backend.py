@@ -146,7 +146,7 @@ class ShardingBackend(TrainedTensors):
         return {name: [(int(a), int(b)) for a, b in found[:, at]] for at, name in enumerate(self.types)}
 
     def _put_master(self, name: str, own: Tensor) -> None:
-        """Set this rank's shard of a master, except where it does not round to the parameter (see `masters`)."""
+        """Set this rank's shard of a master, except where it does not round to the parameter (see `master_weights`)."""
         kind, now = self.types[name], self.own(name, None)
         own = own.to(now.device)
         now.copy_(torch.where(own.to(kind) == now.to(kind), own, now))
