@@ -138,7 +138,7 @@ def test_silent_and_idle_actor_is_stuck(tmp_path: Path) -> None:
     context, result = keep(tmp_path, "deaf work", answer=3.0, patience=HANG_SECONDS)
     assert result == "done"
     [recovery] = RecoveryLog(context.store).read()
-    assert recovery.reason.endswith("s for the status of worker, which does nothing")
+    assert recovery.reason.endswith("s for the status of worker, whose process is idle")
 
 
 def test_busy_actor_without_progress_is_restarted(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_impossible_export_is_one_sentence(
         (("small", 9, new), "version 9 is not published; run 'small' has versions 0 to 6"),
         (
             ("small", 1, new),
-            "version 1: its weights are no longer kept; of run 'small' those of versions 0, 2, 3, 4, 5, 6",
+            "version 1: its weights are no longer kept; run 'small' has those of versions 0, 2, 3, 4, 5, 6 ",
         ),
         (("small", 3, tmp_path / "full"), "exists and is not empty; name a new one"),
         (("small", 3, tmp_path / "file"), "cannot be written (Not a directory)"),

@@ -37,9 +37,9 @@ import sys, signal
 from pathlib import Path
 from rollflow.flows.keepalive.stack import keep
 from rollflow.flows.services import stack
-from rollflow.flows.services.stop_flag import Told
+from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.tasks.run.config import RecoveryConfig
-ended, place = Told(), Path(sys.argv[1])
+ended, place = StopFlag(), Path(sys.argv[1])
 signal.signal(signal.SIGTERM, lambda *_: ended.set())
 with stack.hold_keeper(place):
     keep(place, sys.argv[2:], RecoveryConfig(restarts=2, backoff_seconds=0), ended)

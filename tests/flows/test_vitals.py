@@ -60,7 +60,7 @@ def test_computing_actor_is_not_dead(world: World, vitals: Vitals) -> None:
 
 def test_idle_actor_is_stuck(world: World, vitals: Vitals) -> None:
     world.share, world.used = 0.005, 100.0  # what idle threads use; it had worked before
-    with pytest.raises(Unreachable, match="the status of learner, which does nothing"):
+    with pytest.raises(Unreachable, match="the status of learner, whose process is idle"):
         world.starting(vitals, 3600.0)
     assert 30.0 <= world.now <= 35.0
 
@@ -73,7 +73,7 @@ def test_answer_resets_the_silent_time(world: World, vitals: Vitals) -> None:
 
 def test_actor_without_a_process_is_stuck(world: World, vitals: Vitals) -> None:
     world.share, world.gone = 1.0, True
-    with pytest.raises(Unreachable, match="does nothing"):
+    with pytest.raises(Unreachable, match="is idle"):
         world.starting(vitals, 3600.0)
 
 
