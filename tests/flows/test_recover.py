@@ -151,7 +151,7 @@ def test_exhausted_budget_fails_the_flow_run(deployment: str, run: RunContext) -
         flow_run = successor.flow_run
         with api() as client:
             client.set_flow_run_state(flow_run, Crashed(message="killed. By the test"), force=True)
-    with pytest.raises(RestartsExhausted, match="started again 2 times within 600 s"):
+    with pytest.raises(RestartsExhausted, match="restarted 2 times within 600 s"):
         restart_supervisor(flow_run, run)
     with api() as client:
         state = client.read_flow_run(flow_run).state

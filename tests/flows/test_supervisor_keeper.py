@@ -241,7 +241,7 @@ def test_user_restart_resets_the_supervisor_budget(tmp_path: Path, monkeypatch: 
     two = supervisor(Crashed(), after=one)
     assert follow_up(two).pending.attempt == 4
     last = supervisor(Crashed(), after=two)
-    with pytest.raises(RestartsExhausted, match="started again 2 times"):
+    with pytest.raises(RestartsExhausted, match="restarted 2 times"):
         follow_up(last)
 
 
