@@ -1,7 +1,7 @@
-"""Alterations of a finished run, and what finds each: the table of `docs/audit.md`.
+"""Alterations of a finished run, and what detects each: the table of `docs/audit.md`.
 
-The run is that of `tests/storage/audit/test_alterations.py`: 12 versions, alpha 1, two sources of prompts, batches
-of 2 groups of 4 rows; dispatch 4.0 was discarded as stale with batch 2, and prompt 4 was trained on as 4.1.
+The run is that of `tests/storage/audit/test_alterations.py`: 12 versions, alpha 1, two sources of prompts, batches of 2
+groups of 4 rows. Dispatch 4.0 was discarded as stale with batch 2, and prompt 4 was trained on as 4.1.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Literal
 from rollflow.storage.records import Discard, DiscardReason, GroupKey, StopReason, Trajectory
 from tests.support.forger import Forger, Groups, asked, given, longer, of_all, put
 
-Finder = Literal["audit", "says", "anchor", "replay"]  # "says": the audit names it, and is clean
+Finder = Literal["audit", "says", "anchor", "replay"]  # "says": the audit reports it, but without a violation
 AUDIT: tuple[Finder, ...] = ("audit", "anchor")
 ANCHOR: tuple[Finder, ...] = ("anchor",)
 REPLAY: tuple[Finder, ...] = ("anchor", "replay")
 SAYS: tuple[Finder, ...] = ("says", "anchor")
 NOBODY: tuple[Finder, ...] = ()
-B = 5  # the batch that is altered, if nothing speaks for another one
+B = 5  # the batch to alter, unless an alteration needs another one
 NAN = float("nan")
 
 
 @dataclass(frozen=True)
 class Alteration:
-    """What is altered, what finds it, and how it is made."""
+    """An alteration, what detects it, and how it is made."""
 
     part: str
     what: str
@@ -61,7 +61,7 @@ def _swapped_keys(groups: Groups) -> Groups:
 
 
 def _swapped_responses(groups: Groups) -> Groups:
-    """Swap the responses of two groups behind their own prompts."""
+    """Swap the responses of two groups, but not their prompts."""
     one, other = groups
     prompts = [list(group.trajectories[0].tokens)[: given(group.trajectories[0])] for group in groups]
     return [
@@ -125,7 +125,7 @@ PROMPTS = (
 
 
 def _last(row: Trajectory, **columns: object) -> Trajectory:
-    """The row with other values at its last token."""
+    """Return the row with other values at its last token."""
     changed = {name: put(getattr(row, name), len(row.tokens) - 1, value) for name, value in columns.items()}
     return replace(row, **changed)  # type: ignore[arg-type]
 
@@ -148,7 +148,7 @@ def _too_long(f: Forger) -> None:
 
 
 def _versions(row: Trajectory, versions: tuple[int, ...]) -> Trajectory:
-    """Return the row with other versions of its first tokens, and the last of them for all others."""
+    """Return the row with `versions` for its first tokens, and the last of them for all later tokens."""
     own = given(row)
     count = len(row.tokens) - own
     made = [versions[min(place, len(versions) - 1)] for place in range(count)]
@@ -263,7 +263,7 @@ def _moved(to: int) -> Callable[[Forger], None]:
 
 
 def _invented(reason: DiscardReason, started: int = 0) -> Callable[[Forger], None]:
-    """Add a discard of the prompt that is in flight at the end, with the last batch."""
+    """Add a discard of the prompt that is in flight at the end, to the last batch."""
 
     def forge(f: Forger) -> None:
         [prompt] = f.context.log.state.open
@@ -273,12 +273,12 @@ def _invented(reason: DiscardReason, started: int = 0) -> Callable[[Forger], Non
 
 
 def _issued(f: Forger) -> None:
-    """Issue one more prompt of a source with batch 1: the trained ones come an issue later."""
+    """Issue one more prompt of a source with batch 1, so that the trained prompts come one issue later."""
     f.batch(1, lambda body: replace(body, issued=(*body.issued, max(body.issued) + 1)))
 
 
 def _never_ended(f: Forger) -> None:
-    """Issue a prompt with the first batch that never ends: the others have the next indices."""
+    """Issue with the first batch a prompt that never ends, so that the others have the next indices."""
     f.batch(0, lambda body: replace(body, issued=(*body.issued, 25)))
 
 

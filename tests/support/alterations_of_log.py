@@ -1,4 +1,4 @@
-"""The rest of the table of `alterations`: versions, the run's beginning, the log itself, and files beside it."""
+"""The rest of the table of `alterations`: versions, the run's first entry, the log itself, and files beside it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.support.alterations import ANCHOR, AUDIT, NOBODY, REPLAY, SAYS, Alter
 from tests.support.forger import Forger
 from tests.support.log_runs import committed, published, read
 
-APPENDED: tuple[Finder, ...] = ("audit",)  # an anchor says nothing of what comes after it
-V = 6  # the version that is altered
+APPENDED: tuple[Finder, ...] = ("audit",)  # an anchor proves nothing about later entries
+V = 6  # the version to alter
 
 
 def all_alterations() -> list[Alteration]:
@@ -31,7 +31,7 @@ def _others() -> Iterator[Alteration]:
 
 
 def _floats(data: bytes) -> int:
-    """Return where the numbers of a safetensors file begin."""
+    """Return the offset of the numbers in a safetensors file."""
     return 8 + int.from_bytes(data[:8], "little")
 
 
@@ -217,7 +217,7 @@ def _cut(f: Forger) -> None:
 
 
 def _cut_by_one(f: Forger) -> None:
-    """Cut off the newest entry, which prunes."""
+    """Cut off the newest entry, which records pruning."""
     f.log(lambda entries: entries[:-1])
 
 
@@ -270,7 +270,7 @@ def _swapped(entries: list[Entry]) -> list[Entry]:
     return [*entries[: n - 1], entries[n], entries[n - 1], *entries[n + 1 :]]
 
 
-# --- what lies beside it -------------------------------------------------------------------------------------------
+# --- files beside the log ------------------------------------------------------------------------------------------
 
 
 def _evaluation(f: Forger) -> None:

@@ -1,4 +1,4 @@
-"""Runs for an audit, and what it finds in them."""
+"""Runs to audit, and helpers to read an audit's violations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSIONS, ALPHA = 6, 3.0
 
 
 def lagging(store: ObjectStore) -> Actors:
-    """Six versions and a batch that waits, formed one ahead; groups are committed a version after they were started."""
+    """Make a run of six versions and a waiting batch; its groups are committed one version after their start."""
     actors = Actors.begin(store, alpha=ALPHA)
     actors.ahead()
     started(actors, 0)
@@ -28,45 +28,45 @@ def lagging(store: ObjectStore) -> Actors:
 
 
 def started(actors: Actors, version: int) -> None:
-    """A batch's groups run."""
+    """Start the groups of a batch."""
     for _ in range(GROUPS):
         actors.scheduler.dispatch(version)
 
 
 def found(run: ObjectStore) -> set[tuple[str, str]]:
-    """Kind and path of all violations, which an audit from the first entry and a later one agree on."""
+    """Return the kind and path of all violations; a full audit and one from a checkpoint must agree on them."""
     violations = audit(run, deep=True).violations
     assert audit(run).violations == violations
     return {(violation.kind, violation.where) for violation in violations}
 
 
 def file_of(run: ObjectStore, number: int) -> str:
-    """Where the file of a batch lies."""
+    """Return the path of a batch's file."""
     body = committed(run, number).body
     assert isinstance(body, BatchCommitted)
     return body.file.path
 
 
 def weights_of(run: ObjectStore, version: int) -> str:
-    """Where the weights of a version lie."""
+    """Return the path of a version's weights."""
     body = published(run, version).body
     assert isinstance(body, VersionPublished)
     return body.weights[0].path
 
 
 def other_alpha(body: RunCreated, alpha: float) -> RunCreated:
-    """The run's first entry, with another bound of staleness than the one that is hashed."""
+    """Return the first entry with another staleness bound than the hashed one."""
     return replace(body, config={**body.config, "async_ratio": alpha})
 
 
 def of_first(group: TrajectoryGroup, **change: object) -> TrajectoryGroup:
-    """The group with its first trajectory changed."""
+    """Return the group with a changed first trajectory."""
     first = replace(group.trajectories[0], **change)  # type: ignore[arg-type]
     return replace(group, trajectories=(first, *group.trajectories[1:]))
 
 
 class Watched(MemoryStore):
-    """Calls `before` with the path of every read."""
+    """A store that calls `before` with the path of every read."""
 
     def get(self, path: str) -> bytes:
         WATCHING[self.name](path)

@@ -1,9 +1,9 @@
-"""A moto server of this process that Terraform can apply to.
+"""A moto server in this process that Terraform can apply to.
 
-moto proves that the calls exist and fit together, not what AWS would do. Three things differ from moto as it comes:
+moto proves that the calls exist and fit together, not what AWS would do. Three things differ from plain moto:
 - `budgets` gets two calls that Terraform makes and moto 5.2.5 lacks.
-- The versions of a key can be deleted from a bucket whose versioning is suspended, delete markers included.
-- A bucket's statement that denies requests without TLS is set aside: moto speaks HTTP and evaluates no condition, so it
+- The versions of a key can be deleted from a bucket whose versioning is suspended, including delete markers.
+- A bucket's statement that denies requests without TLS is ignored: moto speaks HTTP and evaluates no condition, so it
   would deny everything.
 """
 
@@ -26,7 +26,7 @@ USED = ("autoscaling", "budgets", "cloudwatch", "ec2", "iam", "kms", "rds", "s3"
 
 @contextmanager
 def aws_server() -> Iterator[str]:
-    """The endpoint of an empty moto server."""
+    """Start an empty moto server and yield its endpoint."""
     for service in USED:
         for account in get_backend(service).values():  # type: ignore[call-overload]
             for backend in account.values():
@@ -44,7 +44,7 @@ def aws_server() -> Iterator[str]:
 
 
 def variables(endpoint: str) -> dict[str, str]:
-    """The environment by which Terraform and rollflow reach the server and nothing else."""
+    """Return the environment with which Terraform and rollflow reach only this server."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "test",
@@ -55,7 +55,7 @@ def variables(endpoint: str) -> dict[str, str]:
 
 
 def _get_permission(bucket: FakeBucket, action: str, resource: str) -> Any:
-    """Evaluate a bucket's policy as for a request by TLS."""
+    """Evaluate a bucket's policy as for a request over TLS."""
     if bucket.policy is None:
         return PermissionResult.NEUTRAL
     policy = json.loads(bucket.policy)
@@ -64,7 +64,7 @@ def _get_permission(bucket: FakeBucket, action: str, resource: str) -> Any:
 
 
 def is_tls_only(statement: dict[str, Any]) -> bool:
-    """Tell whether a statement denies every request without TLS and no other."""
+    """Return whether a statement denies every request without TLS and no other request."""
     return (
         statement["Effect"] == "Deny"
         and statement["Principal"] in ("*", {"AWS": "*"})

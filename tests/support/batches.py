@@ -1,4 +1,4 @@
-"""Runs on the two stores: batches as a scheduler would form them, versions as a learner would publish them."""
+"""Runs in the two stores: batches as a scheduler would form them, versions as a learner would publish them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rollflow.storage.records import (
 )
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 
-SIZE = 2  # trajectories of a group
-TURN = 3  # prompts that are issued with each batch: two are its groups, one was left behind
+SIZE = 2  # trajectories in a group
+TURN = 3  # prompts issued with each batch: two become its groups, one is preempted
 
 
 def begin(run: ObjectStore, async_ratio: float = 0.0, sources: int = 1, **kept: int) -> None:
-    """Create a run and claim it as a supervisor; `kept` are its rules of retention."""
+    """Create a run and claim it as a supervisor; `kept` are its retention rules."""
     config = {"async_ratio": async_ratio, "group_size": SIZE, "store": kept}
     log = Log(run)
     log.create(RunCreated("test", config, "0" * 64, sources))
@@ -30,19 +30,19 @@ def begin(run: ObjectStore, async_ratio: float = 0.0, sources: int = 1, **kept: 
 
 
 def scheduling(run: ObjectStore) -> tuple[TrajectoryStore, Writer]:
-    """A scheduler's own view of the run, and its claim."""
+    """Open the run as a scheduler and claim it."""
     log = Log(run)
     return TrajectoryStore(log), log.claim("scheduler")
 
 
 def learning(run: ObjectStore) -> tuple[PolicyStore, Writer]:
-    """A learner's own view of the run, and its claim."""
+    """Open the run as a learner and claim it."""
     log = Log(run)
     return PolicyStore(log), log.claim("learner")
 
 
 def group(prompt: int, started: int = 0, attempt: int = 0) -> TrajectoryGroup:
-    """Two trajectories of two tokens each, all of version `started`."""
+    """Build a group of two trajectories with two tokens each, all of version `started`."""
     made = tuple(
         Trajectory(
             s,
@@ -61,7 +61,9 @@ def group(prompt: int, started: int = 0, attempt: int = 0) -> TrajectoryGroup:
 
 
 def staged(number: int = 0, started: int = 0, attempt: int = 0) -> StagedBatch:
-    """Batch `number` of a run that forms them in order from one source, or its groups issued again (`attempt`)."""
+    """Build batch `number` of a run that forms batches in order from one source; `attempt` above 0 for reissued
+    groups.
+    """
     first = TURN * number
     groups = group(first, started, attempt), group(first + 1, started, attempt)
     if attempt:
@@ -71,7 +73,7 @@ def staged(number: int = 0, started: int = 0, attempt: int = 0) -> StagedBatch:
 
 
 def publish(policies: PolicyStore, writer: Writer, number: int | None = None) -> PolicyVersion:
-    """Version `number`, or the next one, of the batch that waits for it; its weights say whose they are."""
+    """Publish version `number`, or the next one, on its waiting batch; its weights contain its number."""
     version = policies.newest() + 1 if number is None else number
     state = policies.log.state
     weights = policies.stage(writer, version, {"weights/model.safetensors": f"{version} by {writer.claim}".encode()})
@@ -82,7 +84,7 @@ def publish(policies: PolicyStore, writer: Writer, number: int | None = None) ->
 
 
 def train(run: ObjectStore, versions: int, *, prune: bool = False) -> tuple[PolicyStore, Writer]:
-    """So many versions more (version 0 is one of them) by new roles, each with its batch."""
+    """Publish this many more versions, including version 0, with new roles, each on its own batch."""
     (batches, scheduler), (policies, learner) = scheduling(run), learning(run)
     for number in range(policies.newest() + 1, policies.newest() + 1 + versions):
         if number and batches.waiting(number - 1) is None:
@@ -95,14 +97,14 @@ def train(run: ObjectStore, versions: int, *, prune: bool = False) -> tuple[Poli
 
 
 def ready(run: ObjectStore, async_ratio: float = 0.0, sources: int = 1) -> tuple[TrajectoryStore, Writer]:
-    """A run with version 0, and its scheduler."""
+    """Create a run with version 0, and open it as a scheduler."""
     begin(run, async_ratio, sources)
     train(run, 1)
     return scheduling(run)
 
 
 def file_of(batches: TrajectoryStore, number: int) -> StoredObject:
-    """The file of a batch that waits."""
+    """Return the file of a waiting batch."""
     waiting = batches.waiting(number)
     assert waiting is not None
     return waiting.file

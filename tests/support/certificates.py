@@ -1,4 +1,4 @@
-"""A certificate authority of a test's own, and one certificate that it signed: for Ray, Prefect and MLflow with TLS."""
+"""A certificate authority for tests, and one certificate that it signed: for Ray, Prefect and MLflow with TLS."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DAY = datetime.timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """Files in PEM format."""
+    """The files, in PEM format."""
 
     authority: Path
     certificate: Path
@@ -26,7 +26,7 @@ class Certificates:
 
     @property
     def ray(self) -> dict[str, str]:
-        """The environment of every process of a Ray cluster with TLS."""
+        """Return the environment of every process of a Ray cluster with TLS."""
         return {
             "RAY_USE_TLS": "1",
             "RAY_TLS_SERVER_CERT": str(self.certificate),

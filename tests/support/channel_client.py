@@ -1,4 +1,4 @@
-"""A client of the channel's actor, as its own process: `python -m tests.support.channel_client ADDRESS STORE`."""
+"""A client of the channel's actor, as a separate process: `python -m tests.support.channel_client ADDRESS STORE`."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ from tests.support.waiting import HANG_SECONDS
 
 
 def kill_process() -> None:
-    """SIGKILL of the actor's process."""
+    """Kill the actor's process with SIGKILL."""
     actor = ray.get_actor(CHANNEL)
     os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
 
 
 def take_its_place(store: ObjectStore, version: int) -> None:
-    """What the supervisor does when it finds the actor dead."""
+    """Start a new actor, as the supervisor does when it finds the actor dead."""
     while True:
         try:
             ray.get(start_channel(store, 2, version).actor.ping.remote(0.0))
             return
-        except ray.exceptions.RayActorError:  # its end has not got round yet
+        except ray.exceptions.RayActorError:  # Ray does not know of the death yet
             time.sleep(0.1)
 
 
 async def blocking(function: Any, *arguments: Any, **options: Any) -> Any:
-    """A call of the learner's, from a thread of its own."""
+    """Call a blocking method of the learner, in a thread."""
     return await asyncio.to_thread(function, *arguments, **options)
 
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Who commits; the run is so far ahead that no version is needed."""
+    """Commits batches; the run is so far ahead that it needs no version."""
 
     store: ObjectStore
     batches: TrajectoryStore
     writer: Writer
 
     def commit(self, number: int, attempt: int = 0) -> tuple[int, pa.Buffer]:
-        """Batch `number`; returns its entry and its bytes."""
+        """Commit batch `number`; return its entry and its bytes."""
         entry, _ = self.batches.commit(self.writer, staged(number, attempt=attempt))
         return entry.n, self.batches.read(file_of(self.batches, number))
 
 
 async def ordinary(channel: RayChannel, scheduler: Scheduler) -> None:
-    """Bounded, leased, acknowledged, idempotent; payloads large enough for shared memory."""
+    """Calls are bounded, leased, acknowledged and idempotent; payloads are large enough for shared memory."""
     entry, data = scheduler.commit(0)
     following, _ = scheduler.commit(1)
     big = pa.py_buffer(bytes(range(256)) * 8192)  # 2 MiB
@@ -99,7 +99,7 @@ async def answered_by_the_next(channel: RayChannel, scheduler: Scheduler) -> Non
     take_its_place(scheduler.store, 1)
     assert await channel.waiting() == 0
     _, third = scheduler.commit(2)
-    assert await lease == third  # from the store: its put was lost
+    assert await lease == third  # read from the store, because its put was lost
     for number in range(1, 5):
         await blocking(channel.finish, number, number + 1)
     await put
@@ -107,9 +107,9 @@ async def answered_by_the_next(channel: RayChannel, scheduler: Scheduler) -> Non
 
 
 async def never_a_voided_one(channel: RayChannel, scheduler: Scheduler) -> None:
-    """What was voided is not handed out again; what was committed in its place is."""
+    """A voided batch is not leased again, but the batch committed in its place is."""
     entry, data = [scheduler.commit(number) for number in range(3, 7)][-1]
-    await channel.put(6, Path("gone.arrow"), HANG_SECONDS, entry)  # not fatal: it is found in the store
+    await channel.put(6, Path("gone.arrow"), HANG_SECONDS, entry)  # the missing file is found in the store
     await channel.put(6, data, HANG_SECONDS, entry)
     assert await blocking(channel.lease, 6, HANG_SECONDS) == data
     file = file_of(scheduler.batches, 6)
@@ -146,7 +146,7 @@ async def lost_with_its_owner(channel: RayChannel, scheduler: Scheduler) -> None
 
 
 async def by_the_name_of_its_file(channel: RayChannel, scheduler: Scheduler) -> None:
-    """A file is not copied: who leases it maps it, or gets what the store has if there is no such file here."""
+    """A file is not copied: the client maps it, or reads the batch from the store if it has no such file."""
     await blocking(channel.finish, 6, 7)
     entry, data = scheduler.commit(7)
     path = file_of(scheduler.batches, 7).path
@@ -163,10 +163,10 @@ async def by_the_name_of_its_file(channel: RayChannel, scheduler: Scheduler) -> 
 
 
 async def nobody_there(channel: RayChannel) -> None:
-    """Nobody takes the dead one's place: the wait ends, in words."""
+    """No actor replaces the dead one: the wait ends with a clear error."""
     actor = ray.get_actor(CHANNEL)
     ray.kill(actor)
-    with contextlib.suppress(ray.exceptions.RayActorError):  # a kill is only asked for: it may still take a batch
+    with contextlib.suppress(ray.exceptions.RayActorError):  # a kill is asynchronous: it may still take a batch
         async with asyncio.timeout(HANG_SECONDS):
             while True:
                 await actor.ping.remote(0.1)
@@ -176,7 +176,7 @@ async def nobody_there(channel: RayChannel) -> None:
 
 
 async def main(store: ObjectStore) -> None:
-    """All of it, with one channel after the other and one client."""
+    """Run all checks, with one client and one channel after another."""
     scheduler = Scheduler(store, *ready(store, async_ratio=9))
     channel = start_channel(store, 2, 0)
     await ordinary(channel, scheduler)

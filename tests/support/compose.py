@@ -1,8 +1,8 @@
-"""The services of `infra/compose.yaml` as processes: each on a machine of its own, by the commands of the file.
+"""The services of `infra/compose.yaml` as processes: each on a machine of its own, started by the file's commands.
 
-What a container would have is made of the file: host names, environment, command, health check, order. No container
-engine is needed, so three things differ. Postgres is Debian's, moto stands in for the S3 server, and what the rollflow
-image holds is this repository with its environment.
+The file defines what a container would get: host names, environment, command, health check, order. No container engine
+is needed, so three things differ: Postgres is Debian's, moto replaces the S3 server, and this repository with its
+environment replaces the rollflow image.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DATA = "/home/postgres/data"
 
 
 def why_not() -> str:
-    """Why the services cannot be started here; empty if they can."""
+    """Return why the services cannot be started here; "" if they can."""
     if not [*POSTGRES.glob("*/bin/postgres")]:
         return "no Postgres server (Debian's package postgresql)"
     try:
@@ -44,7 +44,7 @@ def why_not() -> str:
 
 
 def secrets() -> dict[str, str]:
-    """Return what `infra/secrets.sh` writes."""
+    """Return the secrets that `infra/secrets.sh` writes."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "env"
         subprocess.run([REPOSITORY / "infra/secrets.sh", file], check=True)
@@ -65,7 +65,7 @@ def interpolate(text: str, values: Mapping[str, str]) -> str:
 
 
 def read(values: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the services of the file, in an order in which each can start after those it depends on."""
+    """Return the services of the file, ordered so that each comes after those it depends on."""
     services = yaml.safe_load(interpolate(FILE.read_text(), values))["services"]
     ordered: dict[str, dict[str, Any]] = {}
     while len(ordered) < len(services):
@@ -78,7 +78,7 @@ def read(values: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 class Compose:
-    """The services while the block lasts."""
+    """Runs the services for the length of a block."""
 
     def __init__(self, values: Mapping[str, str] | None = None) -> None:
         self.values = dict(values or secrets())
@@ -101,7 +101,7 @@ class Compose:
         self._stack.close()
 
     def up(self) -> Self:
-        """Start each service once those it depends on are as it asks."""
+        """Start each service once the conditions on its dependencies hold."""
         for name, service in self.services.items():
             for other, wanted in service.get("depends_on", {}).items():
                 self.wait(other, wanted["condition"])
@@ -112,7 +112,7 @@ class Compose:
         return self
 
     def start(self, name: str) -> None:
-        """Start a service by its command, in its environment."""
+        """Start a service with its command and environment."""
         if name == "postgres":
             self._start_postgres()
         elif name == "s3":
@@ -121,7 +121,7 @@ class Compose:
             self.processes[name] = self._run(name, shlex.split(self.services[name]["command"]))
 
     def kill(self, *names: str) -> None:
-        """SIGKILL everything that runs on the machines of these services."""
+        """Kill all processes on the machines of these services with SIGKILL."""
         for name in names:
 
             def gone(machine: Machine = self.machines[name]) -> bool:
@@ -159,7 +159,7 @@ class Compose:
             raise AssertionError(f"{name}: {condition}: {error}\n{self.output(name)}") from None
 
     def _is_healthy(self, name: str) -> bool:
-        """Run a service's health check; where it fails, wait as long as the file says before the next."""
+        """Run a service's health check; if it fails, wait for the interval in the file."""
         check = self.services[name]["healthcheck"]
         healthy = self.execute(name, ["sh", "-c", check["test"]], seconds=HANG_SECONDS).returncode == 0
         if not healthy:
@@ -178,11 +178,11 @@ class Compose:
         return self._run(name, command)
 
     def output(self, name: str) -> str:
-        """The end of what a service and the commands beside it have said."""
+        """Return the end of the output of a service and the commands beside it."""
         return self.machines[name].output(100)
 
     def memory(self, name: str) -> int:
-        """Return the bytes that a service takes now; what processes share is counted once."""
+        """Return the memory of a service in bytes; memory shared by processes counts once."""
         total = 0
         for process in self.machines[name].processes():
             with contextlib.suppress(psutil.Error):
@@ -200,7 +200,7 @@ class Compose:
         return [*prefix, *command]
 
     def _environment(self, name: str) -> dict[str, str]:
-        """Return the variables that the service's section and its image set."""
+        """Return the variables set by the service's section and its image."""
         image = {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), *self._postgres_path(), os.environ["PATH"]]),
             "HOME": str(self.machines[name].home),
@@ -251,7 +251,7 @@ AS_POSTGRES = ["--reuid=postgres", "--regid=postgres", "--clear-groups"]
 
 
 def serve_s3() -> None:
-    """Stand in for the S3 server: at the port of `AWS_ENDPOINT_URL_S3`, until it is killed."""
+    """Serve S3 at the port of `AWS_ENDPOINT_URL_S3`, until this process is killed."""
     import threading
 
     from tests.support.s3_server import s3_server

@@ -1,4 +1,4 @@
-"""vLLM's own processes, by the name that vLLM gives them."""
+"""Finds vLLM's own processes, by the name that vLLM gives them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import psutil
 
 from tests.support.waiting import HANG_SECONDS
 
-TITLE = "VLLM::EngineCor"  # as much of the title as the kernel keeps: psutil has no more of a process that just ended
+TITLE = "VLLM::EngineCor"  # the kernel truncates the title; psutil knows no more of a process that has just ended
 
 
 def cores(owner: psutil.Process) -> list[psutil.Process]:
-    """The living EngineCore processes below `owner`."""
+    """List the living EngineCore processes below `owner`."""
     found = []
     for child in owner.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -23,7 +23,7 @@ def cores(owner: psutil.Process) -> list[psutil.Process]:
 
 
 def core(owner: psutil.Process) -> psutil.Process:
-    """The EngineCore process below `owner`, which has one; looked for again, since a listing may miss a process."""
+    """Return the only EngineCore process below `owner`; search again, because a listing may miss a process."""
     limit = time.monotonic() + HANG_SECONDS
     while not (found := cores(owner)):
         assert time.monotonic() < limit, f"no EngineCore below {owner}: {owner.children(recursive=True)}"

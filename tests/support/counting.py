@@ -1,4 +1,4 @@
-"""A store that counts and fails, and logs of claims."""
+"""A store that counts writes and can fail, and logs that consist of claims."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.log_actors import create_run
 
 
 class Counting(MemoryStore):
-    """Counts its writes, by folder; writes that begin with `broken` fail in their way."""
+    """Counts its writes by folder; writes to paths that begin with a key of `broken` fail with its error."""
 
     writes: ClassVar[Counter[str]] = Counter()
     broken: ClassVar[dict[str, list[Exception]]] = {}
@@ -33,7 +33,7 @@ class Counting(MemoryStore):
 
 
 def claims(store: ObjectStore, count: int) -> Log:
-    """A log with `count` entries, of which all but the first are claims."""
+    """Make a log of `count` entries, all of them claims but the first."""
     create_run(store)
     log = Log(store)
     for number in range(1, count):

@@ -1,6 +1,6 @@
-"""How many cases the largest property tests draw: a tenth in `make test`, all of them in `make soak`.
+"""The number of cases that the largest property tests draw: a tenth in `make test`, all of them in `make soak`.
 
-Those tests have the marker `many`. What was found once by drawing stands beside them as an example, and is always run.
+Those tests have the marker `many`. A case that once failed is an explicit example, and always runs.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ ALL = os.environ.get("ROLLFLOW_DRAW") == "all"
 
 
 def examples(whole: int) -> int:
-    """Of so many cases, how many are drawn now."""
+    """Return how many of `whole` cases to draw in this test run."""
     return whole if ALL else whole // 10

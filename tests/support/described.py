@@ -1,4 +1,4 @@
-"""Runs that are there and have done nothing: the first entry of their log."""
+"""Runs that exist but have done nothing: their log has only the first entry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Config = RunConfig | Mapping[str, Any]
 
 
 def describe(store: ObjectStore, run_id: str = "test", config: Config | None = None, **more: Any) -> None:
-    """Create a run; a `config` that is no `RunConfig` may leave keys out."""
+    """Create a run; a `config` that is not a `RunConfig` may omit keys."""
     defaults = RunConfig().model_dump(mode="json")
     tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else {**defaults, **(config or {})}
     sources = more.pop("sources", len(tree["prompts"]))
@@ -25,7 +25,7 @@ def describe(store: ObjectStore, run_id: str = "test", config: Config | None = N
 
 
 def change_config(store: ObjectStore, **changes: Any) -> None:
-    """Another config for a run that exists: every entry is written anew, each with the hash of the one before."""
+    """Change the config of an existing run: every entry is rewritten with the hash of its predecessor."""
 
     def changed_in(created: RunCreated) -> RunCreated:
         tree = {**created.config, **changes}

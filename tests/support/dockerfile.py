@@ -1,7 +1,7 @@
-"""The steps of a Dockerfile, run as written in a folder that becomes the root: no container engine is needed.
+"""Runs the steps of a Dockerfile in a folder that becomes the root, without a container engine.
 
 `debian:12-slim` is what debootstrap makes of Debian 12 (its smallest variant). FROM, ARG, ENV, WORKDIR, RUN, COPY and
-USER do what they say; RUN gets the mounts that it asks for from folders of the caller.
+USER work as in Docker; RUN gets the mounts that it asks for from folders of the caller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOUNT = re.compile(r"--mount=from=(\w+),target=(\S+)\s+")
 
 @dataclass
 class Stage:
-    """One `FROM ... AS name` and what follows it."""
+    """One `FROM ... AS name` and its steps."""
 
     parent: str
     steps: list[tuple[str, str]] = field(default_factory=list)
@@ -52,24 +52,24 @@ def steps(file: Path, target: str) -> Iterator[tuple[str, str]]:
 
 
 class Root:
-    """A folder as the root of an image that is being built."""
+    """A folder that is the root of an image under construction."""
 
     def __init__(self, folder: Path, context: Path, mounts: Mapping[str, Path], arguments: Mapping[str, str]) -> None:
-        """`arguments`: build arguments, such as a registry's address."""
+        """Prepare the root; `arguments` are build arguments, such as a registry's address."""
         self.folder, self.context, self.mounts, self.arguments = folder, context, mounts, arguments
         self.environment: dict[str, str] = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **arguments}
         self.place, self.user = "/", "root"
 
     def build(self, file: Path, target: str) -> None:
-        """Do all steps of a target."""
+        """Run all steps of a target."""
         for verb, rest in steps(file, target):
             print(f"{verb} {rest[:150]}", flush=True)
             getattr(self, f"_{verb.lower()}")(rest)
 
     def run(self, command: str, mounts: Mapping[Path, str] | None = None) -> str:
-        """Run a shell command in the root as its user, where WORKDIR says; return what it printed.
+        """Run a shell command in the root, as its user and in its working directory; return its output.
 
-        `mounts` maps folders to where the command sees them; like /proc and /dev, they are there for the command alone.
+        `mounts` maps folders to their paths inside; like /proc and /dev, they exist only for this command.
         """
         script = [f"mount -t proc proc {self.folder}/proc", f"mount --rbind /dev {self.folder}/dev"]
         for source, target in (mounts or {}).items():
@@ -88,7 +88,7 @@ class Root:
         self._trust()
 
     def _trust(self) -> None:
-        """Have pip trust the registry that it trusts here, whose certificate may be known on this machine alone."""
+        """Let pip trust the registry that it trusts here, whose certificate may be known only on this machine."""
         if bundle := os.environ.get("PIP_CERT"):
             self.environment["PIP_CERT"] = str(shutil.copy(bundle, self.folder / "etc/pip.pem"))[
                 len(str(self.folder)) :
@@ -120,7 +120,7 @@ class Root:
                 shutil.copy(self.context / source, into)
 
     def _copy_context(self, into: Path) -> None:
-        """Copy what `.dockerignore` lets through: it names what is not ignored, one pattern a line."""
+        """Copy the files that `.dockerignore` allows: it names the included ones, one pattern per line."""
         lines = (self.context / ".dockerignore").read_text().split()
         assert lines[0] == "*", "the file begins by ignoring everything"
         for pattern in (line.removeprefix("!") for line in lines if line.startswith("!")):

@@ -1,4 +1,4 @@
-"""Numbers that carry one derivative along (forward mode), in plain floats: gradients of formulas, exact to rounding."""
+"""Dual numbers (forward-mode differentiation) in plain floats: gradients of formulas, exact to rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dual:
-    """A value and its derivative by one variable."""
+    """A value and its derivative with respect to one variable."""
 
     value: float
     slope: float = 0.0
@@ -38,25 +38,25 @@ class Dual:
 
 
 def dual(x: Dual | float) -> Dual:
-    """A constant has no slope."""
+    """Convert a number, whose derivative is 0."""
     return x if isinstance(x, Dual) else Dual(float(x))
 
 
 def exp(x: Dual) -> Dual:
-    """e^x."""
+    """Compute e^x."""
     return Dual(math.exp(x.value), math.exp(x.value) * x.slope)
 
 
 def clip(x: Dual, low: float, high: float) -> Dual:
-    """x within bounds; at a bound it is held."""
+    """Clip x; outside the bounds the derivative is 0."""
     return x if low <= x.value <= high else Dual(min(max(x.value, low), high))
 
 
 def least(x: Dual, y: Dual) -> Dual:
-    """The smaller one."""
+    """Return the smaller of two numbers."""
     return x if x.value <= y.value else y
 
 
 def most(x: Dual, y: Dual) -> Dual:
-    """The larger one."""
+    """Return the larger of two numbers."""
     return x if x.value >= y.value else y

@@ -1,4 +1,4 @@
-"""What an audit expects of a made-up run: limits as a scheduler has them, and the pipeline's prompts."""
+"""What an audit expects of a simulated run: the scheduler's limits and the pipeline's prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.pipeline import Pipeline
 
 
 def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> BatchLimits:
-    """Return the limits of a scheduler: it discards late dispatches as stale or redundant, and others by its filter."""
+    """Return the limits of a scheduler, which discards slow groups as stale or redundant, and others by its filter."""
     left = DiscardReason.REDUNDANT if limits.extra_groups else DiscardReason.STALE
     return BatchLimits(
         sources=len(limits.shares),

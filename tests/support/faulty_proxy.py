@@ -1,7 +1,7 @@
-"""An HTTP proxy on loopback that does to an object store's answers what networks and services do to them.
+"""An HTTP proxy on loopback that injects the faults of networks and services into an object store's answers.
 
-A lost answer is the real thing: the server has done the work and the client's connection closes. Faults are asked
-for by count, or happen at random with given rates from a seeded generator.
+A lost answer is real: the server has done the work, and the client's connection closes. Faults are requested by count,
+or happen at random at given rates, from a seeded generator.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 
 from tests.support.waiting import HANG_SECONDS
 
-SLOW_SECONDS = 0.3  # what a slow body takes longer
+SLOW_SECONDS = 0.3  # additional time of a slow body
 
 
 class Fault(enum.Enum):
-    """What can happen to one request."""
+    """The fault of one request."""
 
     THROTTLE = "503 SlowDown, nothing done"
     ERROR = "500 InternalError, nothing done"
@@ -37,7 +37,7 @@ class Fault(enum.Enum):
 
 
 class FaultyProxy:
-    """Forwards requests to `target`, with the faults that were asked for."""
+    """Forwards requests to `target`, with the requested faults."""
 
     def __init__(self, target: str, rates: Mapping[Fault, float] | None = None, seed: int = 0) -> None:
         self._target = urlsplit(target).netloc
@@ -46,7 +46,7 @@ class FaultyProxy:
         self._lock = threading.Lock()
         self._next: dict[str, list[Fault]] = {}
         self._seen: Counter[str] = Counter()
-        self.faults: Counter[Fault] = Counter()  # that happened
+        self.faults: Counter[Fault] = Counter()  # faults that have happened
         self._answers: dict[str, tuple[int, bytes]] = {}
         self._speaks = threading.Event()
         self._speaks.set()
@@ -57,11 +57,11 @@ class FaultyProxy:
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
     def lose_answers(self, method: str, count: int) -> None:
-        """Serve the next `count` requests of `method`, but close the connection in place of an answer."""
+        """Serve the next `count` requests of `method`, but close their connections instead of answering."""
         self.do(method, Fault.LOST, count)
 
     def do(self, method: str, fault: Fault, count: int = 1) -> None:
-        """Let `fault` happen to the next `count` requests of `method`."""
+        """Inject `fault` into the next `count` requests of `method`."""
         self._next[method] = [fault] * count
 
     def answer(self, method: str, status: int, code: str) -> None:
@@ -69,11 +69,11 @@ class FaultyProxy:
         self._answers[method] = (status, error_body(code))
 
     def fall_silent(self) -> None:
-        """Accept requests and answer none, until it comes back; then the ones that came in are served after all."""
+        """Accept requests without answering until `come_back`, which then serves them."""
         self._speaks.clear()
 
     def refuse(self) -> None:
-        """Close every connection without an answer, until it comes back."""
+        """Close every connection without an answer until `come_back`."""
         self._refuses = True
         self._speaks.set()
 
@@ -83,7 +83,7 @@ class FaultyProxy:
         self._speaks.set()
 
     def seen(self, method: str) -> int:
-        """How many requests of `method` came in."""
+        """Return how many requests of `method` came in."""
         return self._seen[method]
 
     def __enter__(self) -> FaultyProxy:
@@ -123,7 +123,7 @@ class FaultyProxy:
                 self._reply(request, *self._forward(request, body), fault)
 
     def _fault(self, method: str) -> Fault | None:
-        """What happens to this request."""
+        """Choose the fault of this request."""
         with self._lock:
             self._seen[method] += 1
             asked, draw = self._next.get(method), self._draw.random()
@@ -197,5 +197,5 @@ class FaultyProxy:
 
 
 def error_body(code: str) -> bytes:
-    """An S3 error as the service writes it."""
+    """Build the body of an S3 error."""
     return f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()

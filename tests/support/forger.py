@@ -18,7 +18,7 @@ Groups = list[TrajectoryGroup]
 
 @dataclass(frozen=True)
 class Forger:
-    """One altered run. See the module's docstring."""
+    """Alters one run. See the module's docstring."""
 
     context: RunContext
 
@@ -30,7 +30,7 @@ class Forger:
     # --- entries ------------------------------------------------------------------------------------------------
 
     def log(self, change: Callable[[list[Entry]], list[Entry]]) -> None:
-        """Replace the log, numbered and chained anew."""
+        """Replace the log, with new numbers and hashes."""
         rewritten(self.store, change(read(self.store)))
 
     def entry(self, n: int, change: Callable[[Entry], Entry]) -> None:
@@ -50,7 +50,7 @@ class Forger:
         self.entry(0, lambda one: replace(one, body=change(one.body)))  # type: ignore[arg-type]
 
     def config(self, change: Mapping[str, Any]) -> None:
-        """Replace the config and its hash; of a section, only the given keys."""
+        """Replace the config and its hash; in a section, only the given keys."""
 
         def changed(body: RunCreated) -> RunCreated:
             config = dict(body.config)
@@ -75,7 +75,7 @@ class Forger:
         return StoredObject(path, len(data), self.store.put(path, data))
 
     def begun_with(self, path: str, data: bytes) -> None:
-        """Replace a file of the policy that the run began with."""
+        """Replace a file of the policy with which the run began."""
         stored = self.put(path, data)
         files = lambda body: tuple(stored if one.path == path else one for one in body.policy)  # noqa: E731
         self.creation(lambda body: replace(body, policy=files(body)))
@@ -95,13 +95,13 @@ class Forger:
         self.creation(changed)
 
     def file_of_prompts(self, change: Callable[[bytes], bytes]) -> None:
-        """Replace a file of prompts that the run keeps, and pin it by its own hash."""
+        """Replace a kept prompt file, and pin it by the new hash."""
         pin = self.context.created.prompts[0]
         stored = self.put(pin["kept"], change(self.store.get(pin["kept"])))
         self.pin(0, sha256=stored.sha256, size=stored.size)
 
     def weights(self, number: int, change: Callable[[bytes], bytes], kind: str = "weights") -> None:
-        """Replace weights (or learner state) of a version, under their own name."""
+        """Replace weights (or learner state) of a version, under the same name."""
         [stored, *others] = getattr(published(self.store, number).body, kind)
         other = self.put(stored.path, change(self.store.get(stored.path)))
         self.version(number, lambda body: replace(body, **{kind: (other, *others)}))
@@ -115,7 +115,7 @@ class Forger:
         return TrajectoryBatch.from_bytes(self.store.get(body.file.path)).groups()
 
     def rows(self, number: int, change: Callable[[Groups], Groups], *, counts: bool = True) -> None:
-        """Replace rows of batch `number`; its entry describes them correctly, unless its `counts` stay."""
+        """Replace rows of batch `number`; its entry describes them correctly, unless `counts` is False."""
         groups = change(self.groups(number))
         data = TrajectoryBatch.from_groups(groups).to_bytes().to_pybytes()
 
@@ -163,7 +163,7 @@ def put(values: Sequence[Any], place: int, value: Any) -> tuple[Any, ...]:
 
 
 def asked(row: Trajectory, prompt: Sequence[int]) -> Trajectory:
-    """Return the row's response behind another prompt."""
+    """Return the row's response after another prompt."""
     own, more = given(row), len(prompt)
     return replace(
         row,

@@ -1,4 +1,4 @@
-"""A forked child of a process that has run other tests."""
+"""Runs work in a forked child of the test process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 def alone(work: Callable[..., object], *given: object) -> None:
-    """Do the work, and end this process at once: what other tests' libraries do at the end is the parent's to do.
+    """Do the work, and end this process without exit handlers, which belong to the parent.
 
-    If the work raises, the process ends with exit code 1, as any child.
+    If the work raises, the process ends with exit code 1.
     """
     work(*given)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Where an engine finds weights in a test. It is sent to actors, whose processes import this module: no torch here."""
+"""A source of weights for engines in tests. Actors import this module, so it must not import torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Here:
-    """A `WeightsSource` where there is one node: the folder, whatever the version."""
+    """A `WeightsSource` for a single node: the same folder for every version."""
 
     folder: Path = Path()
     patience: float | None = None
 
     def weights(self, version: int) -> Path:
-        """See `WeightsSource`."""
+        """Return the folder."""
         return self.folder

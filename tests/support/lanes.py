@@ -1,4 +1,4 @@
-"""A slot queue with engines that do nothing: what it decides, worked by hand."""
+"""A slot queue with engines that do nothing, for examples worked by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE = 5.0
 
 
 def lane(slots: int, *, serves: bool = True) -> EngineSlots:
-    """An engine's; ready for requests, or not."""
+    """Create the lane of an engine that serves or does not."""
     made = EngineSlots(TimedEngine(TimedEngineConfig()), slots)
     if serves:
         made.serves.set()
@@ -23,7 +23,7 @@ def lane(slots: int, *, serves: bool = True) -> EngineSlots:
 
 
 def queue_of(*lanes: EngineSlots, routing: Routing = "least-work") -> SlotQueue:
-    """These, in their places."""
+    """Create a queue with these lanes, in their places."""
     queue = SlotQueue(routing, PATIENCE)
     for place, one in enumerate(lanes):
         queue.put(place, one)
@@ -31,7 +31,7 @@ def queue_of(*lanes: EngineSlots, routing: Routing = "least-work") -> SlotQueue:
 
 
 async def taken(queue: SlotQueue, count: int = 1, group: object = None) -> list[tuple[EngineSlots, Ticket]]:
-    """So many requests, one after the other, and where each went."""
+    """Take this many slots, one after another; return the lane of each."""
     found = []
     for _ in range(count):
         ticket = queue.create_ticket(0, group)
@@ -42,7 +42,7 @@ async def taken(queue: SlotQueue, count: int = 1, group: object = None) -> list[
 
 
 def virtual(main: Callable[[], Awaitable[None]]) -> None:
-    """Run it on the virtual clock, for 100 seconds at most."""
+    """Run a coroutine on the virtual clock, for at most 100 seconds."""
 
     async def bounded() -> None:
         async with asyncio.timeout(100):

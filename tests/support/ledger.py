@@ -1,7 +1,7 @@
-"""A run's log and an account of every dispatch in it, which believes neither the fold nor the scheduler.
+"""A run's log with an independent account of every dispatch, which relies neither on the fold nor on the scheduler.
 
-The account is kept from what the log's entries say, byte by byte as they lie there; the fold's state and what the
-scheduler holds are compared with it at each commit.
+The account is kept from the bytes of the log's entries. At each commit it is compared with the fold's state and with
+the scheduler's own state.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tests.support.log_runs import read
 if TYPE_CHECKING:
     from tests.support.schedules import Case
 
-MADE_UP = StoredObject("made/up", 0, "")  # in the place of every file
-STUCK_SECONDS = 2000.0  # virtual, without a new batch; the longest that a batch may honestly take is far below
+MADE_UP = StoredObject("made/up", 0, "")  # replaces every file
+STUCK_SECONDS = 2000.0  # virtual seconds without a new batch; a correct batch takes far less
 
 
 class Ledger:
-    """A run's log, and an account of every dispatch in it. Each commit is checked against all before it."""
+    """A run's log and an account of every dispatch. Each commit is checked against all earlier entries."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -51,31 +51,31 @@ class Ledger:
         self.learner = self.log.claim("learner")
         self.version = -1
         self.batches: dict[int, StagedBatch] = {}  # by number, without the voided ones
-        self.entries: dict[int, int] = {}  # number -> the entry that committed it
+        self.entries: dict[int, int] = {}  # batch number -> the entry that committed it
         self.issued, self.filtered = [0] * len(case.shares), [0] * len(case.shares)  # by source
         self.open: set[GroupKey] = set()  # dispatches without a fate
         self.missing: list[int] = []
-        self.started: dict[GroupKey, dict[int, int]] = {}  # version at which each sample reached an engine first
+        self.started: dict[GroupKey, dict[int, int]] = {}  # version at which each sample first reached an engine
         self.discards: Counter[DiscardReason] = Counter()
-        self.slow: Counter[int] = Counter()  # prompt -> times it ran and was left behind
+        self.slow: Counter[int] = Counter()  # prompt -> times it ran and was preempted
         self._next = 0
         self._changed = asyncio.Event()
         self.publish(0)
 
     @property
     def trained(self) -> list[list[tuple[GroupKey, list[tuple[int, ...]]]]]:
-        """What each version was trained on: dispatches, and what was said."""
+        """The dispatches and responses that each version was trained on."""
         batches = (self.batches[number].groups for number in range(self.case.batches))
         return [[(group.key, [t.tokens for t in group.trajectories]) for group in groups] for groups in batches]
 
     def scheduling(self) -> Writer:
-        """The scheduler's role, with a view of the log of its own, for a process that starts."""
+        """Open the log as the scheduler of a starting process."""
         return Log(self.store).claim("scheduler")
 
     async def commit(self, writer: Writer, staged: StagedBatch, held: Sequence[GroupKey]) -> None:
-        """Takes a moment; after it the batch is there for ever. Then it waits for room, as in the channel.
+        """Commit a batch after a moment, then wait for room as in the channel.
 
-        `held` are the dispatches that the scheduler had without a fate when it staged the batch.
+        `held` are the dispatches without a fate when the scheduler staged the batch.
         """
         await asyncio.sleep(self.case.commit_seconds)
         assert staged.number == (self.missing[0] if self.missing else self._next)
@@ -101,11 +101,11 @@ class Ledger:
         await self.until(lambda: staged.number < self.version + int(self.case.async_ratio) + 1)
 
     def _read(self, entry: Entry) -> Entry:
-        """What lies in the store as this entry."""
+        """Return the stored bytes of this entry."""
         return decode(self.store.get(entry_path(entry.n)), entry.n, self.store.get).entry
 
     def _check_groups(self, staged: StagedBatch) -> None:
-        """N groups of G finished responses; each as fresh as alpha asks, by what the engines saw."""
+        """Check a batch: N groups of G finished responses, each as fresh as alpha demands, by what the engines saw."""
         case = self.case
         assert len(staged.groups) == case.groups
         for group in staged.groups:
@@ -124,7 +124,7 @@ class Ledger:
             assert len(set(versions)) == 1
 
     def _account(self, body: BatchCommitted) -> None:
-        """Since the commit before, every dispatch has come to one fate or is open; none came from nowhere."""
+        """Check that since the previous commit every dispatch has exactly one fate or is open, and none is unknown."""
         for prompt in body.issued:
             place = divmod(prompt, len(self.issued))
             assert place == (self.issued[place[1]], place[1]), "a gap, or issued before"
@@ -143,7 +143,7 @@ class Ledger:
         self.slow.update(d.key.prompt for d in body.discards if d.slow)
 
     def _check_state(self, state: RunState) -> None:
-        """The state from which the next process would begin is the account."""
+        """Check that the state from which the next process would start equals the account."""
         assert (state.issued, state.filtered) == (self.issued, self.filtered)
         assert set(state.in_flight) == self.open
         assert len(state.in_flight) == len(self.open)
@@ -151,7 +151,7 @@ class Ledger:
         assert state.behind == {prompt: n for prompt, n in self.slow.items() if prompt in waiting}
 
     def void(self, count: int) -> None:
-        """So many of the batches that were not trained on are gone; their prompts are issued again."""
+        """Void this many untrained batches; their prompts are issued again."""
         for number in [number for number in sorted(self.batches) if number >= self.version][:count]:
             self._append(BatchVoided(number, self.entries.pop(number), "made up"))
             gone = self.batches.pop(number)
@@ -163,7 +163,7 @@ class Ledger:
         assert self.log.state.holes == self.missing
 
     async def batch(self, number: int) -> StagedBatch:
-        """A batch, once it is there; within bounds."""
+        """Wait for a batch, for a bounded time, and return it."""
         try:
             async with asyncio.timeout(STUCK_SECONDS):
                 await self.until(lambda: number in self.batches)
@@ -172,7 +172,7 @@ class Ledger:
         return self.batches[number]
 
     def publish(self, version: int) -> None:
-        """A version was trained."""
+        """Note a trained version."""
         batch = self.entries[version - 1] if version else None
         self._append(VersionPublished(version, batch, (MADE_UP,), (MADE_UP,)))
         self.version = version
@@ -182,17 +182,17 @@ class Ledger:
         self.learner.append(lambda state, stored: body)
 
     def check_end(self) -> None:
-        """The log from its beginning to its end, once more."""
+        """Check the whole log once more."""
         check_log(read(self.store), self.case.batches, self.case.groups, self.open)
 
     def close(self) -> None:
-        """Nothing is left of it."""
+        """Check that every dispatch has a fate."""
         self.log.settle()
         for path in list(self.store.list()):
             self.store.delete(path)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a change after which this holds."""
+        """Wait until this holds after some change."""
         while not condition():
             await self._changed.wait()
 
@@ -202,10 +202,10 @@ class Ledger:
 
 
 def check_log(entries: Sequence[Entry], versions: int, groups: int, open_: Collection[GroupKey]) -> None:
-    """What the entries of a run that has ended say, without the fold.
+    """Check the entries of an ended run, without the fold.
 
-    All versions are there, each trained on its own batch of `groups`, and no prompt is trained on twice. Every dispatch
-    was issued once and has one fate, or is `open_`. Each source was issued without a gap, and so was each attempt.
+    All versions exist, each trained on its own batch of `groups`, and no prompt is trained on twice. Every dispatch was
+    issued once and has one fate, or is in `open_`. Each source was issued without gaps, and so was each attempt.
     """
     issued, ended, batches = Counter[GroupKey](), Counter[GroupKey](), dict[int, BatchCommitted]()
     trained = list[int]()

@@ -1,4 +1,4 @@
-"""Actors for tests of who keeps them. Their processes import this module: each import is paid for at each start."""
+"""Actors for tests of their keepers. Their processes import this module, so each import costs time at each start."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ BUSY_SECONDS = 15.0
 
 
 class Worker:
-    """An actor whose lives end as the file `lives` says: "die", "full", "nan", "raise", "deposed", "hang", "work".
+    """An actor whose lives follow the words in the file `lives`: "die", "full", "nan", "raise", "deposed", "hang",
+    "work".
 
-    Python's lock is held by one that is "busy", which computes, and by one that is "deaf", which does nothing.
+    A "busy" actor computes and a "deaf" one does nothing; both hold Python's global lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +59,7 @@ class Worker:
 
 
 class Joins:
-    """What a scheduler is to its engines' keeper: it takes them."""
+    """Stands in for the scheduler: it accepts engines from their keeper."""
 
     def join(self, number: int) -> None:
         pass

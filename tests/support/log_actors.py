@@ -1,4 +1,4 @@
-"""The roles of a run on its log, without engines and training: each has its own log, and dies by being forgotten."""
+"""The roles of a run on its log, without engines and training: each has its own log, and dies when it is dropped."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from rollflow.storage.records import (
     TrajectoryGroup,
 )
 
-SHARES = (2, 1)  # prompts of each source that are issued in turn
+SHARES = (2, 1)  # prompts issued from each source in turn
 GROUPS, SIZE = 2, 3
-TOKENS = 7  # of a group
+TOKENS = 7  # tokens of a group
 
 
 def create_run(store: ObjectStore, alpha: float = 2.0, **kept: int) -> None:
-    """Entry 0."""
+    """Build entry 0."""
     config = {"async_ratio": alpha, "group_size": SIZE, "store": {"keep_last": 2, "keep_every": 4, **kept}}
     Log(store).create(RunCreated("test", config, "0" * 64, len(SHARES)))
 
 
 def trajectories(group: TrainedGroup) -> TrajectoryGroup:
-    """What the log says of a group, as samples: the first one is the oldest."""
+    """Build the log's description of a group from samples; the first one is the oldest."""
     split = [TOKENS // SIZE + (place < TOKENS % SIZE) for place in range(SIZE)]
     samples = tuple(
         Trajectory(
@@ -68,13 +68,13 @@ def trajectories(group: TrainedGroup) -> TrajectoryGroup:
 
 
 def stored(store: ObjectStore, path: str, data: bytes) -> StoredObject:
-    """An object that is there."""
+    """Put an object and describe it."""
     return StoredObject(path, len(data), store.put(path, data))
 
 
 @dataclass
 class Supervisor:
-    """Takes the run."""
+    """Claims the run as a supervisor."""
 
     store: ObjectStore
     log: Log = field(init=False)
@@ -85,7 +85,7 @@ class Supervisor:
         self.writer = self.log.claim("supervisor", who="a supervisor")
 
     def change(self, **given: Any) -> Entry:
-        """Change the config from here on; a section that is given replaces the one before."""
+        """Change the config from here on; a given section replaces the old one."""
 
         def body(state: RunState, _: object) -> Body:
             before = recorded_configs(self.log)[-1].config
@@ -99,11 +99,11 @@ class Supervisor:
 
 @dataclass
 class Scheduler:
-    """Issues prompts and commits batches from what it has in its head; begins again when a batch was voided."""
+    """Issues prompts and commits batches from its own state; starts again when a batch was voided."""
 
     store: ObjectStore
     under: int
-    arrow: bool = False  # whether its batches are real ones
+    arrow: bool = False  # whether its batches are real files
     log: Log = field(init=False)
     writer: Writer = field(init=False)
 
@@ -113,13 +113,13 @@ class Scheduler:
         self.begin()
 
     def begin(self) -> None:
-        """From the state alone."""
+        """Start from the log's state alone."""
         state = self.log.state
         self.voids, self.number = state.voids, state.next_batch
         self.holes = deque(state.holes)
         self.counts = list(state.issued)
         self.waits = deque(state.in_flight)
-        self.running: list[tuple[GroupKey, int]] = []  # and the version it was started under
+        self.running: list[tuple[GroupKey, int]] = []  # groups, with the versions of their start
         self.issued: list[int] = []
         self.discards: list[Discard] = []
 
@@ -136,7 +136,7 @@ class Scheduler:
         return key
 
     def discard(self, place: int, reason: DiscardReason, tokens: int = 5) -> None:
-        """A group that runs is given up."""
+        """Preempt a running group."""
         key, started = self.running.pop(place)
         self.discards.append(Discard(key, reason, started, tokens))
         if reason.issued_again:
@@ -144,11 +144,11 @@ class Scheduler:
 
     @property
     def next(self) -> int:
-        """The number of the batch it forms next."""
+        """Number of the next batch."""
         return self.holes[0] if self.holes else self.number
 
     def commit(self, surplus: int = 0) -> Entry:
-        """Form a batch of the groups that are fresh enough; the others are stale."""
+        """Form a batch from the fresh groups, and discard the stale ones."""
         number, state = self.next, self.log.state
         for place in reversed(range(len(self.running))):
             if self.running[place][1] < number - state.alpha:
@@ -184,7 +184,7 @@ class Scheduler:
 
 @dataclass
 class Learner:
-    """Publishes versions, voids what it cannot read, prunes what is released."""
+    """Publishes versions, voids batches that it cannot read, and prunes what retention releases."""
 
     store: ObjectStore
     under: int
@@ -196,7 +196,7 @@ class Learner:
         self.writer = self.log.claim("learner", self.under)
 
     def publish(self) -> Entry:
-        """The next version; what it was trained on must wait in the state that it has read."""
+        """Publish the next version; its batch must wait in the state that this learner has read."""
         state = self.log.state
         number = state.version + 1
         batch = state.waiting[number - 1].entry if number else None
@@ -206,12 +206,12 @@ class Learner:
         return self.writer.append(lambda state, _: VersionPublished(number, batch, (weights,), states))
 
     def void(self, number: int, cause: Literal["damaged", "not-finite"] = "damaged") -> Entry:
-        """A waiting batch cannot be used."""
+        """Void a waiting batch."""
         entry = self.log.state.waiting[number].entry
         return self.writer.append(lambda state, _: BatchVoided(number, entry, cause, cause))
 
     def prune(self, most: int | None = None) -> Entry:
-        """What nothing needs, or the oldest of it."""
+        """Prune what nothing needs, or the oldest part of it."""
         objects = tuple(self.log.state.releasable)[:most]
         return self.writer.append(lambda state, _: Pruned(objects))
 
@@ -221,11 +221,11 @@ class Learner:
 
 
 def entries(store: ObjectStore) -> Sequence[bytes]:
-    """Every entry's bytes, by name alone."""
+    """Return the bytes of every entry, by name."""
     return [store.get(path) for path in store.list("log")]
 
 
 def chained(data: Sequence[bytes]) -> bool:
-    """Whether each names the one before."""
+    """Return whether each entry names the hash of its predecessor."""
     hashes = ["", *(hashlib.sha256(one).hexdigest() for one in data)]
     return all(json.loads(one)["prev"] == hashes[n] for n, one in enumerate(data))

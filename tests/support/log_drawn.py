@@ -1,4 +1,4 @@
-"""Entries that may follow what a model has seen, as JSON, and small changes of them."""
+"""Draws entries that may follow the state of a model, as JSON, and small changes of entries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 
 def legal(model: Model) -> Iterator[tuple[Role, int, Json]]:
-    """Entries that may follow, of every kind that one may."""
+    """Draw entries that may follow, of every possible kind."""
     n, claims = len(model.entries), {role: entry["n"] for role, entry in model.claims.items()}
     yield "supervisor", n, dump({"kind": "claimed"})
     if "supervisor" in claims:
@@ -37,7 +37,7 @@ def legal(model: Model) -> Iterator[tuple[Role, int, Json]]:
 
 
 def batches(model: Model) -> Iterator[Json]:
-    """Batches for every number that is to be formed: of what is open, and of two prompts more."""
+    """Draw a batch for every number that is to be formed, from open prompts and two new ones."""
     issued = [model.position(source) * model.sources + source for source in range(model.sources)]
     keys = [*([key.prompt, key.attempt] for key in model.open), *([prompt, 0] for prompt in issued)]
     discards = [[key, "stale", 0, 5] for key in keys[:-2]]
@@ -49,14 +49,14 @@ def batches(model: Model) -> Iterator[Json]:
 
 
 def batch(number: int, groups: list[Any], issued: list[int], discards: list[Any]) -> Json:
-    """A batch as JSON."""
+    """Build a batch as JSON."""
     file = {"path": "trajectories/drawn", "size": 1, "sha256": "0"}
     lists = {"groups": groups, "issued": issued, "discards": discards}
     return dump({"kind": "batch-committed", "number": number, "file": file, "rows": 3 * len(groups), **lists})
 
 
 def versions(model: Model) -> Iterator[Json]:
-    """The next version, where its batch is there."""
+    """Draw the next version, if its batch exists."""
     weights = [{"path": "weights", "size": 1, "sha256": "0"}]
     number = model.latest + 1
     entry = model.alive[number - 1]["n"] if number - 1 in model.alive else None
@@ -72,9 +72,10 @@ def versions(model: Model) -> Iterator[Json]:
 
 
 def changes(model: Model) -> Iterator[Json]:
-    """Changes of the config: of keys that may always change, and of those by which batches are formed where none waits.
+    """Draw changes of the config: of keys that may always change, and, if no batch waits, of keys that batches depend
+    on.
 
-    Alpha may be what the oldest group that waits allows.
+    Alpha is at least the staleness of the oldest waiting group.
     """
     oldest = [n - group[2] for n, entry in model.waiting.items() for group in entry["body"]["groups"]]
     others = {"versions": max(model.latest, 0), "async_ratio": max([0, *oldest]), "train": {"learning_rate": 0.5}}
@@ -93,13 +94,13 @@ def changed_config(model: Model, given: Json) -> Json:
 
 
 def dump(body: Json) -> Json:
-    """A body with all its fields."""
+    """Return a body with all its fields."""
     whole: Json = BODY.dump_python(BODY.validate_python(body), mode="json")
     return whole
 
 
 def changed(draw: Any, model: Model, role: Role, claim: int, body: Json) -> tuple[Role, int, Json]:
-    """One small change."""
+    """Draw one small change."""
     what = draw(st.sampled_from(["role", "claim", "body", "body", "body", "body"]))
     if what == "role":
         return draw(st.sampled_from(["creator", "supervisor", "scheduler", "learner"])), claim, body
@@ -112,7 +113,7 @@ def changed(draw: Any, model: Model, role: Role, claim: int, body: Json) -> tupl
 
 
 def moved(draw: Any, model: Model, name: str, value: Any) -> Any:
-    """Another value of the same type."""
+    """Return another value of the same type."""
     if name == "changes":
         return []
     if name == "config":
@@ -149,12 +150,12 @@ def nulled(draw: Any, name: str, value: int) -> int | None:
 
 
 def stepped(draw: Any, one: Any, step: int) -> Any:
-    """A list's element, with one of its numbers moved, or with another reason or kind."""
+    """Change a list's element: one of its numbers, its reason or its kind."""
     if isinstance(one, int):
         return one + step
     if isinstance(one, dict):
         return one
-    if isinstance(one[-1], str):  # of what is pruned
+    if isinstance(one[-1], str):  # an element of what is pruned
         return (
             [one[0] + step, one[1]] if draw(st.booleans()) else [one[0], "state" if one[1] == "weights" else "weights"]
         )
@@ -167,7 +168,7 @@ def stepped(draw: Any, one: Any, step: int) -> Any:
 
 
 def added(draw: Any, model: Model, name: str) -> Any:
-    """Something in an empty list."""
+    """Return an element for an empty list."""
     if name == "objects":
         return [[draw(st.integers(-1, model.latest + 1)), draw(st.sampled_from(["weights", "state"]))]]
     if name == "issued":

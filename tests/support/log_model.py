@@ -1,7 +1,7 @@
-"""A run's log as a plain model: all that ever happened, and rules that look at nothing but that.
+"""A run's log as a plain model: all entries so far, and rules that depend only on them.
 
-It shares no code with the fold. It reads entries as JSON, keeps every dispatch's fate for ever, and says of any entry
-whether it may follow. Slow, and it grows: for tests.
+The model shares no code with the fold. It reads entries as JSON, keeps every dispatch's fate forever, and decides
+whether an entry may follow. It is slow and grows without bound, so it is only for tests.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LEFT_BEHIND = (DiscardReason.STALE, DiscardReason.REDUNDANT)
 
 
 class Illegal(Exception):
-    """An entry may not follow."""
+    """Raised if an entry may not follow."""
 
 
 def need(holds: bool, why: str) -> None:
-    """The word that every rule here is written with."""
+    """Raise `Illegal` unless a condition holds; every rule here uses this."""
     if not holds:
         raise Illegal(why)
 
@@ -48,19 +48,19 @@ def _at(config: Json, key: tuple[str, ...]) -> object:
 
 @dataclass
 class Model:
-    """Everything that the entries so far have said."""
+    """The content of all entries so far."""
 
     entries: list[Json] = field(default_factory=list)
-    hashes: list[str] = field(default_factory=lambda: [""])  # of the entries, behind that of none
+    hashes: list[str] = field(default_factory=lambda: [""])  # of the entries, after that of no entry
     claims: dict[str, Json] = field(default_factory=dict)  # role -> its newest claim, as an entry
     fates: dict[GroupKey, str] = field(default_factory=dict)  # every dispatch, in the order of issue
-    tokens: dict[GroupKey, int] = field(default_factory=dict)  # of those with a fate
-    slow: Counter[int] = field(default_factory=Counter)  # prompt -> its dispatches that were left behind
-    alive: dict[int, Json] = field(default_factory=dict)  # batch number -> its entry, until that is voided
+    tokens: dict[GroupKey, int] = field(default_factory=dict)  # of dispatches with a fate
+    slow: Counter[int] = field(default_factory=Counter)  # prompt -> number of preempted dispatches
+    alive: dict[int, Json] = field(default_factory=dict)  # batch number -> its entry, until it is voided
     formed: int = 0  # batches that were ever formed, by number
     voids: int = 0
-    rejected: list[tuple[int, int]] = field(default_factory=list)  # (entry, prompt) of voids of what was not finite
-    versions: list[Json] = field(default_factory=list)  # the entries that published them
+    rejected: list[tuple[int, int]] = field(default_factory=list)  # (entry, prompt) of voids of batches not finite
+    versions: list[Json] = field(default_factory=list)  # entries of published versions
     pruned: list[tuple[int, str]] = field(default_factory=list)
 
     # --- what was created -------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Model:
 
     @property
     def configs(self) -> list[Json]:
-        """Return all configs that the run has had."""
+        """Return all configs of the run."""
         return [one["body"]["config"] for one in self.entries if "config" in one["body"]]
 
     @property
@@ -89,10 +89,10 @@ class Model:
 
     @property
     def latest(self) -> int:
-        """The newest version; -1: none."""
+        """The newest version; -1 if there is none."""
         return len(self.versions) - 1
 
-    # --- what follows from the whole story --------------------------------------------------------------------
+    # --- derived from all entries -----------------------------------------------------------------------------
 
     @property
     def open(self) -> list[GroupKey]:
@@ -107,19 +107,19 @@ class Model:
         return [number for number in range(self.formed) if number not in self.alive]
 
     def position(self, source: int) -> int:
-        """How many prompts of a source were ever issued."""
+        """Return how many prompts of a source were ever issued."""
         return sum(1 for key in self.fates if key.attempt == 0 and key.prompt % self.sources == source)
 
     def filtered(self, source: int) -> int:
         return sum(1 for key, fate in self.fates.items() if fate == "filtered" and key.prompt % self.sources == source)
 
     def stored(self) -> set[tuple[int, str]]:
-        """What was published, by version and kind."""
+        """Return the published objects, by version and kind."""
         kinds = ("weights", "state")
         return {(v, kind) for v, entry in enumerate(self.versions) for kind in kinds if entry["body"][kind]}
 
     def needed(self, whole: Json | None = None) -> set[tuple[int, str]]:
-        """What must be there: kept versions, all that alpha still lets a group have started under, and the bases."""
+        """Return the objects that must exist: of kept versions, of start versions within alpha, and of replay bases."""
         whole = whole or self.config
         config, latest = {"keep_last": 5, "keep_every": 10, "state_every": 1} | whole["store"], self.latest
         kept = {v for v in range(latest + 1) if v > latest - config["keep_last"] or v % config["keep_every"] == 0}
@@ -130,13 +130,13 @@ class Model:
         return {(v, "weights") for v in kept | states} | {(v, "state") for v in states}
 
     def may_be_pruned(self) -> set[tuple[int, str]]:
-        """What is there and not needed."""
+        """Return the objects that exist but are not needed."""
         return self.stored() - self.needed() - set(self.pruned)
 
     # --- one more entry ---------------------------------------------------------------------------------------
 
     def why_not(self, role: str, claim: int, body: Json) -> str:
-        """Why `body` may not follow; "" if it may."""
+        """Return why `body` may not follow; "" if it may."""
         try:
             self._check(role, claim, body)
         except Illegal as why:
@@ -144,7 +144,7 @@ class Model:
         return ""
 
     def take(self, data: bytes, read: Callable[[str], bytes]) -> None:
-        """The next entry as it lies in the store."""
+        """Build the next entry as it is stored."""
         tree = json.loads(data)
         body = tree["body"] | (json.loads(read(tree["index"]["path"])) if "index" in tree else {})
         tree["body"] = body
@@ -204,7 +204,7 @@ class Model:
             need(0 <= started <= newest <= self.latest, "versions of the future")
 
     def settle(self, body: Json, fate: str) -> None:
-        """The fates that a commit says, one after the other."""
+        """Yield the fates in a commit, one after another."""
         for prompt in body["issued"]:
             place, source = divmod(prompt, self.sources)
             need(prompt >= 0 and place == self.position(source), "out of its source's order")
@@ -270,14 +270,14 @@ class Model:
                 self.pruned += [(version, kind) for version, kind in body["objects"]]
 
     def trained_on(self, version: int) -> list[list[int]]:
-        """The groups of a version's batch."""
+        """Return the groups of a version's batch."""
         groups: list[list[int]] = self.alive[version - 1]["body"]["groups"] if version else []
         return groups
 
-    # --- against the fold -------------------------------------------------------------------------------------
+    # --- comparison with the fold -----------------------------------------------------------------------------
 
     def compare(self, state: RunState) -> None:
-        """A state of the fold at this very entry says the same."""
+        """Check that the fold's state at this entry agrees."""
         assert (state.n, state.sha256) == (len(self.entries) - 1, self.hashes[-1])
         if not self.entries:
             return
@@ -331,7 +331,7 @@ class Model:
         return {prompt: self.slow[prompt] for prompt in prompts if self.slow[prompt]}
 
     def to_draw_anew(self) -> dict[int, int]:
-        """Prompts that are still to be trained on -> the batches they were in that were not finite."""
+        """Map prompts that are still to be trained on to their number of batches that were not finite."""
         wanted = {key.prompt for key, fate in self.fates.items() if fate in ("open", "batch")}
         return dict(Counter(prompt for _, prompt in self.rejected if prompt in wanted))
 
@@ -357,7 +357,7 @@ class Model:
         assert left <= state.retention.window + 1, "what is held does not grow"
 
     def check_story(self) -> None:
-        """What must be true of a whole log, said once more and more plainly."""
+        """Check the invariants of a whole log, in a second and simpler formulation."""
         for prompt in {key.prompt for key in self.fates}:
             fates = [fate for key, fate in sorted(self.fates.items()) if key.prompt == prompt]
             attempts = sorted(key.attempt for key in self.fates if key.prompt == prompt)

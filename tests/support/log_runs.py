@@ -1,4 +1,4 @@
-"""Runs on a log with real batch files, and a forger of logs: what was altered, with or without a new chain."""
+"""Runs on a log with real batch files, and a forger of logs that alters them with or without a new hash chain."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey, StopReason, StoredObject, Trajectory, TrajectoryGroup
 from tests.support.log_actors import GROUPS, SHARES, Learner, Scheduler, Supervisor
 
-G = 4  # trajectories of a group
+G = 4  # trajectories in a group
 DOMAINS = ("sums", "words")
 CACHES = ("log_snapshots", "log_segments", "audits")
 
 
 def create(store: ObjectStore, alpha: float = 2.0, **more: Any) -> None:
-    """Entry 0, with a config whose hash is its own."""
+    """Build entry 0, with a config and its hash."""
     kept = {"keep_last": 2, "keep_every": 4}
     config = {"async_ratio": alpha, "group_size": G, "store": kept, "rollout": {"extra_responses": 0}, **more}
     Log(store).create(RunCreated("test", config, sha256_of(config), len(SHARES)))
 
 
 def sha256_of(config: object) -> str:
-    """As a run's config is hashed."""
+    """Hash a config as a run does."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def group(key: GroupKey, started: int, newest: int) -> TrajectoryGroup:
-    """Four trajectories: three started under `started`, one under `newest`, all with a token of both."""
+    """Build four trajectories: three started under `started`, one under `newest`, all with a token of both versions."""
     starts = (started, started, started, newest)
     made = tuple(
         Trajectory(
@@ -67,7 +67,7 @@ def group(key: GroupKey, started: int, newest: int) -> TrajectoryGroup:
 
 
 def told(group: TrajectoryGroup) -> TrainedGroup:
-    """What an entry says of a group."""
+    """Build an entry's description of a group."""
     versions = [v for t in group.trajectories for v, own in zip(t.versions, t.loss_mask, strict=True) if own]
     started = group.started_version
     return TrainedGroup(*group.key, started, max([started, *versions]), group.response_tokens)
@@ -102,7 +102,7 @@ class RealScheduler(Scheduler):
 
 @dataclass
 class Actors:
-    """A run under way."""
+    """The actors of a running run."""
 
     supervisor: Supervisor
     scheduler: RealScheduler
@@ -110,7 +110,7 @@ class Actors:
 
     @classmethod
     def begin(cls, store: ObjectStore, alpha: float = 2.0, **more: Any) -> Actors:
-        """A run with version 0."""
+        """Start a run with version 0."""
         create(store, alpha, **more)
         supervisor = Supervisor(store)
         claim = supervisor.writer.claim
@@ -119,13 +119,13 @@ class Actors:
         return actors
 
     def ahead(self, batches: int = 1) -> None:
-        """Batches that wait."""
+        """Number of waiting batches."""
         self.scheduler.log.follow()
         for _ in range(batches):
             self.scheduler.commit()
 
     def train(self, versions: int = 1, *, prune: bool = True) -> Actors:
-        """So many versions more, each after a batch more."""
+        """Publish this many more versions, each after one more batch."""
         for _ in range(versions):
             self.ahead()
             self.learner.log.follow()
@@ -137,7 +137,7 @@ class Actors:
         return self
 
     def prune(self) -> None:
-        """What is not needed, and then its objects."""
+        """Prune what is not needed, and delete its objects."""
         objects = {(version, kind) for version, kind in self.learner.log.state.releasable}
         store, paths = self.learner.store, []
         for entry in read(store):
@@ -153,22 +153,22 @@ class Actors:
 
 
 def read(store: ObjectStore) -> list[Entry]:
-    """The entries, by their names."""
+    """Return the entries by name."""
     return [decode(store.get(path), n, store.get).entry for n, path in enumerate(store.list("log"))]
 
 
 def of_kind(store: ObjectStore, kind: type) -> list[Entry]:
-    """The entries with such a body."""
+    """Return the entries with a body of this type."""
     return [entry for entry in read(store) if isinstance(entry.body, kind)]
 
 
 def committed(store: ObjectStore, number: int) -> Entry:
-    """The newest entry of batch `number`."""
+    """Return the newest entry of batch `number`."""
     return [entry for entry in of_kind(store, BatchCommitted) if _number(entry) == number][-1]
 
 
 def published(store: ObjectStore, number: int) -> Entry:
-    """The entry of version `number`."""
+    """Return the entry of version `number`."""
     return [entry for entry in of_kind(store, VersionPublished) if _number(entry) == number][-1]
 
 
@@ -178,19 +178,19 @@ def _number(entry: Entry) -> int:
 
 
 def forget(store: ObjectStore) -> None:
-    """Remove what else would tell what the log was."""
+    """Remove everything else that shows what the log was."""
     for folder in CACHES:
         for path in list(store.list(folder)):
             store.delete(path)
 
 
 def resealed(store: ObjectStore, n: int, **changed: Any) -> None:
-    """Another entry `n`, whole in itself."""
+    """Replace entry `n` by a valid entry."""
     store.put(entry_path(n), encode(replace(read(store)[n], **changed)).data)
 
 
 def rewritten(store: ObjectStore, entries: list[Entry]) -> None:
-    """Another log, numbered, chained and sealed, without a trace of the one before."""
+    """Replace the log by a numbered, chained and sealed one, without a trace of the old log."""
     for path in list(store.list("log")):
         store.delete(path)
     forget(store)
@@ -204,14 +204,14 @@ def rewritten(store: ObjectStore, entries: list[Entry]) -> None:
 
 
 def changed(store: ObjectStore, n: int, change: Callable[[Any], Any]) -> None:
-    """A log whose entry `n` has another body, chained anew."""
+    """Return the log with another body of entry `n`, chained again."""
     entries = read(store)
     entries[n] = replace(entries[n], body=change(entries[n].body))
     rewritten(store, entries)
 
 
 def inserted(store: ObjectStore, at: int, entry: Entry) -> None:
-    """A log with one entry more at number `at`: all that are behind it, and all who name them, moved on."""
+    """Return the log with one more entry at number `at`; later entries and references to them are renumbered."""
 
     def moved(n: int) -> int:
         return n + (n >= at)
@@ -232,7 +232,7 @@ def inserted(store: ObjectStore, at: int, entry: Entry) -> None:
 
 
 def rebatched(store: ObjectStore, number: int, change: Callable[[list[TrajectoryGroup]], list[TrajectoryGroup]]) -> str:
-    """Another file of batch `number`, which its entry names; the path."""
+    """Replace the file of batch `number` and its name in the entry; return the path."""
     entry = committed(store, number)
     assert isinstance(entry.body, BatchCommitted)
     path = entry.body.file.path

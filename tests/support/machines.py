@@ -1,12 +1,12 @@
-"""Machines on this machine: network, mount and process namespaces, joined by a bridge with an S3 server on it.
+"""Virtual machines on this machine: network, mount and process namespaces, joined by a bridge with an S3 server.
 
     hub 10.77.0.254: bridge, S3 (moto)            each machine: own network, HOME, /tmp, /var/tmp and /dev/shm;
-     |            |            |                  the rest of the disk can only be read
+     |            |            |                  the rest of the disk is read-only
     10.77.0.1   10.77.0.2    10.77.0.3
 
-Nothing crosses between two machines but what goes over that bridge, and nothing leaves it. All processes live in one
-process namespace whose first process is the hub's: when that ends (its standard input is closed, also by the death of
-the test), the kernel ends the others and takes mounts, bridge and links away. Linux, root and iproute2 are needed.
+Machines communicate only over that bridge, and nothing leaves it. All processes live in one process namespace, whose
+first process is the hub's. When that ends (its standard input is closed, also by the death of the test), the kernel
+ends the others and removes mounts, bridge and links. This needs Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 
 
 def why_not() -> str:
-    """Why there can be no such machines here; empty if there can."""
+    """Return why such machines cannot be created here; "" if they can."""
     for tool in ("ip", "unshare", "nsenter"):
         if shutil.which(tool) is None:
             return f"machines in namespaces need `{tool}` (packages iproute2 and util-linux)"
@@ -48,7 +48,7 @@ def why_not() -> str:
 
 
 class Machines:
-    """The hub and the machines on it; all end with the block."""
+    """The hub and its machines, which all end with the block."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -68,29 +68,31 @@ class Machines:
         self._hub.wait()
 
     def objects(self, prefix: str) -> dict[str, int]:
-        """Keys below `prefix` in the bucket, and how often each was read."""
+        """Return the keys below `prefix` in the bucket, and how often each was read."""
         assert self._hub.stdin is not None
         self._hub.stdin.write(f"{prefix}\n")
         self._hub.stdin.flush()
         return dict(_line(self._hub))
 
     def machine(self, name: str, *, own_processes: bool = False) -> Machine:
-        """A new machine, connected; with `own_processes` none sees those of another, as Ray looks for its nodes."""
+        """Connect a new machine; with `own_processes` it has a process namespace, so that Ray finds only its own
+        nodes.
+        """
         self.names.append(name)
         return Machine(self, name, f"{NETWORK}.{len(self.names)}", own_processes=own_processes)
 
     def share_disk(self) -> None:
-        """Give all machines that are made from now on one common disk, at /mnt."""
+        """Give all machines created from now on a common disk at /mnt."""
         inside = ["nsenter", "--target", str(self.pid), "--mount", "--"]
         subprocess.run([*inside, "mount", "-t", "tmpfs", "shared", "/mnt"], check=True)
 
     def ip(self, *arguments: str) -> None:
-        """`ip` in the hub's network."""
+        """Run `ip` in the hub's network."""
         subprocess.run(["nsenter", "--target", str(self.pid), "--net", "ip", *arguments], check=True)
 
 
 class Machine:
-    """One machine."""
+    """One virtual machine."""
 
     def __init__(self, machines: Machines, name: str, address: str, *, own_processes: bool = False) -> None:
         self.machines, self.name, self.address, self.home = machines, name, address, Path("/home", name)
@@ -107,12 +109,12 @@ class Machine:
             f"address add {address}/24 dev eth0",
             "link set lo up",
             "link set eth0 up",
-            f"route add default via {HUB}",  # nothing is sent there: Ray asks the kernel for its own address so
+            f"route add default via {HUB}",  # carries no traffic: Ray asks the kernel for its own address in this way
         ):
             subprocess.run(["nsenter", "--target", str(self.pid), "--net", "ip", *command.split()], check=True)
 
     def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command on it, in its home; its output goes to `output.log` there."""
+        """Start a command in its home; the output goes to `output.log` there."""
         kept = {key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}
         own = {
             "HOME": str(self.home),
@@ -132,7 +134,7 @@ class Machine:
         return keys | {"AWS_ENDPOINT_URL_S3": self.machines.endpoint}
 
     def know(self, hosts: Mapping[str, str]) -> None:
-        """Have it know other machines by name: `hosts` maps names to addresses."""
+        """Let it know other machines by name: `hosts` maps names to addresses."""
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in hosts.items())]
         file = self.home / "hosts"
         self.path(file).write_text("\n".join([*lines, ""]))
@@ -140,20 +142,20 @@ class Machine:
         subprocess.run([*inside, "mount", "--bind", str(file), "/etc/hosts"], check=True)
 
     def path(self, inside: str | Path) -> Path:
-        """Where a file of it can be read from here."""
+        """Return the path under which a file of the machine can be read from here."""
         return Path(f"/proc/{self.pid}/root", str(inside).lstrip("/"))
 
     def output(self, lines: int = 60) -> str:
-        """The end of what its commands have said."""
+        """Return the end of its commands' output."""
         with contextlib.suppress(FileNotFoundError):
             return "\n".join(self.path(self.home / "output.log").read_text(errors="replace").splitlines()[-lines:])
         return ""
 
     def processes(self) -> list[psutil.Process]:
-        """All that run on it but the one that holds it."""
+        """List its processes without the one that holds the namespace."""
         try:
             own = os.readlink(f"/proc/{self.pid}/ns/net")
-        except FileNotFoundError:  # it has lost its power
+        except FileNotFoundError:  # the machine was switched off
             return []
         found = []
         for process in psutil.process_iter():
@@ -163,7 +165,7 @@ class Machine:
         return found
 
     def lose_power(self) -> None:
-        """Its cable goes first, so that nobody hears of its end; then all its processes, and its disk."""
+        """Switch it off: first its network, so that no other machine learns of its end, then its processes and disk."""
         self.machines.ip("link", "delete", self.name)
         limit = time.monotonic() + START_SECONDS
         while (living := self.processes()) and time.monotonic() < limit:
@@ -192,7 +194,7 @@ def _line(helper: subprocess.Popen[str]) -> Any:
 
 
 def _only_child(pid: int) -> int:
-    """The process that unshare or nsenter forked into the process namespace."""
+    """Return the process that unshare or nsenter forked into the process namespace."""
     limit = time.monotonic() + START_SECONDS
     while not (found := psutil.Process(pid).children()) and time.monotonic() < limit:
         time.sleep(0.01)
@@ -203,7 +205,7 @@ def _only_child(pid: int) -> int:
 
 
 def hub() -> None:
-    """A bridge and an S3 server; answers each line with the keys below that prefix, until there are no more lines."""
+    """Run a bridge and an S3 server; answer each line with the keys below that prefix, until the input ends."""
     import logging
 
     import s3fs
@@ -219,13 +221,13 @@ def hub() -> None:
         files = s3fs.S3FileSystem(key="test", secret="test", endpoint_url=endpoint, use_listings_cache=False)
         _say({"endpoint": endpoint})
         for line in sys.stdin:
-            below = f"{line.strip()}/"  # `find` names the folder itself where its first object comes as it looks
+            below = f"{line.strip()}/"  # `find` may name the folder itself while its first object is written
             keys = (key.partition("/")[2] for key in files.find(f"{BUCKET}/{below}"))
             _say({key: reads[key] for key in keys if key.startswith(below)})
 
 
 def machine(name: str) -> None:
-    """A disk of its own; then it waits for its end."""
+    """Mount a separate disk, then wait for the end."""
     own_disk([REPOSITORY, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()])
     Path("/home", name).mkdir()
     _say({})
@@ -233,7 +235,7 @@ def machine(name: str) -> None:
 
 
 def own_disk(needed: Sequence[Path]) -> None:
-    """Empty folders in place of `OWN`, the rest read only; what Python needs stays readable wherever it lies."""
+    """Mount empty folders over `OWN` and make the rest read-only; Python's files stay readable."""
     opened = {path: os.open(path, os.O_PATH) for path in needed}
     _mount("none", "/", flags=MS_REC | MS_PRIVATE)
     for folder in OWN:

@@ -1,4 +1,4 @@
-"""An engine's actor in the test's own process: on the virtual clock, with calls that take time."""
+"""An engine's actor in the test's own process, on the virtual clock, with calls that take time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rollflow.tasks.engines.base import Engine, WeightsSource
 
 
 class NearEngineActor(EngineActor):
-    """`EngineActor` without threads, around an engine that has started."""
+    """An `EngineActor` without threads, around a started engine."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(lambda: engine)
         self._built = engine
 
     async def fetch(self, version: int, source: WeightsSource) -> None:
-        """The timed engine reads no weights."""
+        """Return a path that the timed engine ignores."""
 
     async def update(self, owner: str, version: int, source: WeightsSource) -> None:
         self._check_owner(owner)
@@ -29,19 +29,19 @@ class NearEngineActor(EngineActor):
 
 
 class Near:
-    """What stands for `actor` where Ray's handle does: calls begin in their order, `delays` (in turn) after they were
-    made, as do their answers after they were given. What travels is pickled."""
+    """Replaces Ray's actor handle: calls begin in order, `delays` (in turn) after they were made, and answers arrive
+    with the same delays. Arguments and results are pickled."""
 
     def __init__(self, actor: object, delays: Sequence[float] = (0.0,)) -> None:
         self._actor, self._delays = actor, itertools.cycle(delays)
         self._begun: asyncio.Future[None] | None = None  # the newest call
-        self.asked: list[str] = []  # methods
+        self.asked: list[str] = []  # names of the called methods
 
     def __getattr__(self, method: str) -> _Method:
         return _Method(self, method)
 
     def ask(self, method: str, arguments: tuple[Any, ...]) -> Awaitable[Any]:
-        """Call a method; it is called, too, if nobody waits for its answer."""
+        """Call a method; it runs even if its caller stops waiting."""
         self.asked.append(method)
         former, self._begun = self._begun, asyncio.get_running_loop().create_future()
         call = self._call(former, self._begun, method, pickle.dumps(arguments))
@@ -60,7 +60,7 @@ class Near:
 
 
 class _Method:
-    """One method of it."""
+    """One method of the handle."""
 
     def __init__(self, actor: Near, method: str) -> None:
         self._actor, self._method = actor, method

@@ -1,4 +1,4 @@
-"""An engine that notes what it is asked, and requests for a proxy before such engines; on the virtual clock."""
+"""An engine that records its calls, and requests for a proxy with such engines; on the virtual clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WEIGHTS = Path("weights")
 
 
 class Noting(TimedEngine):
-    """Notes what is asked of it; answers the probe as it is told."""
+    """A timed engine that records its calls, and answers the probe with given values."""
 
     def __init__(self, said: Sequence[float] | None = None) -> None:
         super().__init__(CONFIG)
@@ -61,17 +61,17 @@ class Noting(TimedEngine):
 
 
 def request(name: str, seed: int = 1) -> GenerationRequest:
-    """For 40 tokens, which take four seconds."""
+    """Build a request for 40 tokens, which take four seconds."""
     return GenerationRequest(name, (1, 2), 40, seed=seed)
 
 
 def asking(proxy: InferenceProxy, name: str, asked: RequestOptions | None = None) -> asyncio.Task[VersionedGeneration]:
-    """A request under way."""
+    """Start a request."""
     return asyncio.create_task(proxy.generate(request(name), asked))
 
 
 def virtual(main: Callable[[], Awaitable[None]]) -> None:
-    """Run it on the virtual clock, for 1000 seconds at most."""
+    """Run a coroutine on the virtual clock, for at most 1000 seconds."""
 
     async def bounded() -> None:
         async with asyncio.timeout(1000):

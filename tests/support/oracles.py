@@ -1,6 +1,6 @@
-"""The loss of a whole batch under each preset, written from its paper's formula in plain floats: no parts, no tensors.
+"""The loss of a whole batch under each preset, written from its paper's formula in plain floats, without tensors.
 
-A batch is a list of rows. Its loss is what is minimised. Means are over rows that have tokens; groups compare all rows.
+A batch is a list of rows. Its loss is minimised. Means are over rows with tokens; groups compare all rows.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class Row:
-    """One response: log-probs of its tokens."""
+    """One response: the log-probs of its tokens."""
 
     reward: float
     group: int
     pi: Sequence[Dual]
     mu: Sequence[float]
     proximal: Sequence[float]
-    values: Sequence[float] = ()  # a critic's; else all zero
+    values: Sequence[float] = ()  # of a critic; zero without one
     reference: Sequence[float] = ()
 
 
@@ -42,7 +42,7 @@ def centred(rows: Rows) -> list[float]:
 
 
 def normalised(rows: Rows, penalty: Sequence[float] | None = None) -> list[float]:
-    """GRPO's: over the sample deviation of the group."""
+    """Compute GRPO's advantages: divided by the sample deviation of the group."""
     taken = [
         Row(r.reward - p, r.group, r.pi, r.mu, r.proximal)
         for r, p in zip(rows, penalty or [0.0] * len(rows), strict=True)
@@ -56,14 +56,16 @@ def normalised(rows: Rows, penalty: Sequence[float] | None = None) -> list[float
 
 
 def whitened(rows: Rows) -> list[float]:
-    """Over all tokens of the batch."""
+    """Average over all tokens of the batch."""
     each = [row.reward for row in rows for _ in row.pi]
     mean, variance = statistics.fmean(each), statistics.variance(each)
     return [(row.reward - mean) / math.sqrt(variance + 1e-8) for row in rows]
 
 
 def generalized(rows: Rows, gamma: float = 1.0, lam: float = 1.0) -> list[list[float]]:
-    """GAE of each token as the sum of all surprises from there on (Schulman et al. 2016, eq. 16), then whitened."""
+    """Compute GAE of each token as the discounted sum of later residuals (Schulman et al. 2016, eq. 16), then
+    whiten.
+    """
     found = []
     for row in rows:
         n = len(row.pi)
@@ -103,7 +105,7 @@ def constant(losses: Losses) -> Dual:
 
 
 def by_token(rows: Rows, advantages: Sequence[float], loss: Callable[[Dual, float, float, float], Dual]) -> Losses:
-    """`loss(log pi, log mu, log pi_p, A)` of each token."""
+    """Apply `loss(log pi, log mu, log pi_p, A)` to each token."""
     return [
         [loss(pi, mu, proximal, a) for pi, mu, proximal in zip(row.pi, row.mu, row.proximal, strict=True)]
         for row, a in zip(rows, advantages, strict=True)
@@ -111,7 +113,7 @@ def by_token(rows: Rows, advantages: Sequence[float], loss: Callable[[Dual, floa
 
 
 def held(ratio: Dual, advantage: float, low: float, high: float) -> Dual:
-    """PPO, to be minimised."""
+    """Compute PPO's loss, which is minimised."""
     return -least(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage)
 
 
@@ -129,7 +131,7 @@ def reinforce_plus_plus(rows: Rows) -> Dual:
 
 
 def with_divergence(rows: Rows, kind: str, weight: float) -> Dual:
-    """GRPO, and what each token pays for its distance from the reference."""
+    """Compute GRPO's loss with a penalty for each token's distance from the reference."""
 
     def price(pi: Dual, reference: float) -> Dual:
         off = pi - reference
@@ -140,7 +142,7 @@ def with_divergence(rows: Rows, kind: str, weight: float) -> Dual:
 
 
 def with_priced_rewards(rows: Rows, weight: float) -> Dual:
-    """GRPO, where each response's reward is less for what sampled it being off the reference (k1)."""
+    """Compute GRPO's loss, with each response's reward reduced by its sampler's distance from the reference (k1)."""
     paid = [sum(m - r for m, r in zip(row.mu, row.reference, strict=True)) for row in rows]
     return grpo([replace(row, reward=row.reward - weight * p) for row, p in zip(rows, paid, strict=True)])
 
@@ -162,7 +164,7 @@ def dr_grpo(rows: Rows) -> Dual:
 
 
 def dapo(rows: Rows) -> Dual:
-    """The last fifth of the longest response costs up to 1."""
+    """Compute the length penalty: the last fifth of the longest response costs up to 1."""
     cache = 0.2 * LONGEST
     penalty = [min(max((len(row.pi) - (LONGEST - cache)) / cache, 0.0), 1.0) for row in rows]
     advantages = normalised(rows, penalty)
@@ -170,7 +172,7 @@ def dapo(rows: Rows) -> Dual:
 
 
 def change(row: Row) -> Dual:
-    """log pi/mu of the whole response."""
+    """Compute log pi/mu of the whole response."""
     return sum((pi - mu for pi, mu in zip(row.pi, row.mu, strict=True)), Dual(0.0))
 
 
@@ -260,7 +262,7 @@ def dppo(rows: Rows) -> Dual:
 
 
 def m2po(rows: Rows) -> Dual:
-    """The largest squares go, until the mean of the rest is at most 0.04."""
+    """Remove the largest squares until the mean of the rest is at most 0.04."""
     squares = sorted((p - m) ** 2 for row in rows for p, m in zip(row.proximal, row.mu, strict=True))
     while squares and statistics.fmean(squares) > 0.04:
         squares.pop()
@@ -300,7 +302,7 @@ ORACLES: dict[str, Callable[[Rows], Dual]] = {
 
 
 def gradient(oracle: Callable[[Rows], Dual], rows: Rows) -> list[list[float]]:
-    """By the log-prob of each token."""
+    """Weight by the log-prob of each token."""
     found = []
     for i, row in enumerate(rows):
         slopes = []

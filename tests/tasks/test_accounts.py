@@ -1,4 +1,4 @@
-"""What a scheduler counts and holds, against what it was seen to do."""
+"""The scheduler's counters and its memory, compared with the events observed by a subclass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.pipeline import Pipeline
 
 
 class Seen(RolloutScheduler):
-    """Notes what it does."""
+    """A scheduler that records its events."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -52,7 +52,7 @@ def seen() -> Seen:
     return pipeline.scheduler
 
 
-def test_tokens_and_trajectories_are_counted(seen: Seen) -> None:
+def test_scheduler_counts_tokens_and_trajectories(seen: Seen) -> None:
     counts = seen.counts
     assert counts.tokens == seen.made > 0
     assert counts.discards == Counter(one.reason for one in seen.gone)
@@ -66,7 +66,7 @@ def test_tokens_and_trajectories_are_counted(seen: Seen) -> None:
     assert seen.kept > 12 * 4
 
 
-def test_nothing_is_held_of_what_has_ended(seen: Seen) -> None:
+def test_scheduler_keeps_nothing_of_ended_groups(seen: Seen) -> None:
     assert seen._aborts == set()
     assert seen._left_behind <= set(seen._running.values())
     assert seen.running == len(seen._running)

@@ -1,4 +1,4 @@
-"""Admission, against batches that are counted one by one and rooms that are worked by hand."""
+"""Admission, compared with a count of batches one by one, and with examples worked by hand."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PARTS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 2.75])
 
 @st.composite
 def dues(draw: st.DrawFn) -> BatchesToForm:
-    """What is to be formed, at any moment of a run."""
+    """Draw the due batches at some moment of a run."""
     number = draw(st.integers(0, 6))
     missing = draw(st.sets(st.integers(0, max(0, number - 1)), max_size=number))
     return BatchesToForm(number, tuple(sorted(missing)), draw(st.integers(max(0, number - 2), 9)))
 
 
 @given(due=dues())
-def test_what_is_due_is_the_lost_batches_and_then_the_new_ones(due: BatchesToForm) -> None:
+def test_due_batches_are_lost_ones_then_new_ones(due: BatchesToForm) -> None:
     order = [*due.missing, *range(due.number, due.last)]
     assert due.count == len(order)
     assert [due.at(place) for place in range(len(order))] == order
@@ -44,7 +44,7 @@ def test_what_is_due_is_the_lost_batches_and_then_the_new_ones(due: BatchesToFor
 
 
 @given(version=st.integers(-1, 6), due=dues(), outstanding=st.integers(0, 9), groups=st.integers(1, 5), ahead=PARTS)
-def test_the_allowance_is_the_groups_of_due_batches_before_the_reach(
+def test_allowance_equals_groups_of_due_batches_in_reach(
     version: int, due: BatchesToForm, outstanding: int, groups: int, ahead: float
 ) -> None:
     reach = groups * (version + 1 + ahead)  # groups of all batches, formed or not
@@ -74,7 +74,7 @@ def test_allowance(
     assert allowance(version, outstanding, number=number, missing=missing, groups=4, ahead=ahead) == expected
 
 
-# --- rooms: 4 groups a batch, batches 0 to 9, alpha = 1, 8 groups at a time in 16 slots -------------------------
+# --- decisions: 4 groups a batch, batches 0 to 9, alpha = 1, 8 groups at a time in 16 slots ----------------------
 
 LIMITS = RolloutLimits(0, 10, 4, 2, 1.0, 8, 1, 9, 1.0)
 SUPPLY = AdmissionInputs(version=2, due=BatchesToForm(3, (), 10), running=5, outstanding=1, generating=10, slots=16)
@@ -84,18 +84,18 @@ def rooms(extra: int = 0, limits: dict[str, Any] | None = None, **supply: Any) -
     return room(replace(SUPPLY, **supply), replace(LIMITS, **(limits or {})), extra)
 
 
-def test_the_plain_case() -> None:
+def test_allowance_of_a_plain_case() -> None:
     """Batch 3 under version 2: 4 * (2 + 1 + 1) groups may be started in all, 12 are formed, 1 is outstanding."""
     assert rooms() == AdmissionDecision(batch=3, fresh=3, wanted=27, free=True)
 
 
-def test_alpha_reaches_a_whole_batch_further() -> None:
+def test_alpha_of_one_allows_one_more_batch() -> None:
     assert rooms(limits={"async_ratio": 2.0}).fresh == 7
     assert rooms(limits={"async_ratio": 0.0}).fresh == -1  # batch 3 wants version 3
     assert rooms(limits={"async_ratio": 2.0, "ahead": 1.0}).fresh == 3
 
 
-def test_a_part_of_alpha_starts_only_what_may_replace_slower_ones() -> None:
+def test_fraction_of_alpha_starts_only_replacements() -> None:
     half = {"async_ratio": 1.5, "at_bound": "drop"}
     assert rooms(limits=half).fresh == 5  # half a batch more
     assert rooms(limits=half | {"at_bound": "wait"}).fresh == 3
@@ -104,7 +104,7 @@ def test_a_part_of_alpha_starts_only_what_may_replace_slower_ones() -> None:
     )  # it would be for batch 4: too old
 
 
-def test_what_is_too_late_for_its_batch_gets_no_room_though_some_is_left() -> None:
+def test_group_too_late_for_its_batch_is_not_admitted() -> None:
     """Version 0, alpha = 0.5: 4 * 1.5 groups; batch 0 is formed, and batch 1 wants a version above 0."""
     fraction = {"async_ratio": 0.5, "at_bound": "drop"}
     assert rooms(limits=fraction, version=0, due=BatchesToForm(0, (), 10), outstanding=0).fresh == 6
@@ -118,11 +118,11 @@ def test_what_is_too_late_for_its_batch_gets_no_room_though_some_is_left() -> No
     )  # just in time
 
 
-def test_a_lost_batch_has_room_of_its_own() -> None:
+def test_lost_batch_has_its_own_room() -> None:
     assert rooms(due=BatchesToForm(3, (1,), 10)) == AdmissionDecision(batch=1, fresh=7, wanted=31, free=True)
 
 
-def test_extras_are_for_the_round_of_the_next_batch() -> None:
+def test_extra_groups_belong_to_the_next_batchs_round() -> None:
     assert rooms(extra=2) == AdmissionDecision(batch=3, fresh=5, wanted=29, free=True)
     formed = rooms(extra=2, due=BatchesToForm(4, (), 10), outstanding=0)  # this version's batches are formed
     assert formed == AdmissionDecision(batch=3, fresh=0, wanted=24, free=True)
@@ -130,13 +130,13 @@ def test_extras_are_for_the_round_of_the_next_batch() -> None:
     assert ahead == AdmissionDecision(batch=3, fresh=0, wanted=24, free=True)  # by `ahead`, though alpha would allow it
 
 
-def test_at_the_end_no_more_is_started_than_the_run_wants() -> None:
+def test_last_batches_start_no_surplus_groups() -> None:
     assert rooms(due=BatchesToForm(9, (), 10), version=9).wanted == 3
     assert rooms(due=BatchesToForm(9, (1,), 10), version=9).wanted == 7
     assert rooms(due=BatchesToForm(10, (), 10), version=9, outstanding=0).wanted == 0
 
 
-def test_before_the_first_version_there_is_no_room() -> None:
+def test_no_group_is_admitted_before_the_first_version() -> None:
     assert rooms(extra=2, version=-1, due=BatchesToForm(0, (), 10), outstanding=0) == AdmissionDecision(0, 0, 0, True)
     assert rooms(extra=2, version=0, due=BatchesToForm(0, (), 10), outstanding=0) == AdmissionDecision(0, 10, 42, True)
 
@@ -153,7 +153,7 @@ def test_before_the_first_version_there_is_no_room() -> None:
         ({"running": 8, "generating": 16}, False),
     ],
 )
-def test_engines_have_room(supply: dict[str, Any], free: bool) -> None:
+def test_free_slots_admit_a_group(supply: dict[str, Any], free: bool) -> None:
     assert rooms(**supply).free == free
 
 
@@ -170,7 +170,9 @@ def test_engines_have_room(supply: dict[str, Any], free: bool) -> None:
         (2, 2, True, True, False),
     ],
 )
-def test_one_more_starts_or_alpha_holds_it(fresh: int, wanted: int, free: bool, opens: bool, is_held: bool) -> None:
+def test_decision_tells_whether_alpha_alone_holds_engines(
+    fresh: int, wanted: int, free: bool, opens: bool, is_held: bool
+) -> None:
     found = AdmissionDecision(0, fresh, wanted, free)
     assert (found.opens, found.is_held) == (opens, is_held)
 
@@ -189,6 +191,6 @@ def test_one_more_starts_or_alpha_holds_it(fresh: int, wanted: int, free: bool, 
         ({"version": -1, "due": BatchesToForm(0, (), 10)}, {"async_ratio": 0.0}, -1),
     ],
 )
-def test_which_batch_the_next_group_is_for(supply: dict[str, Any], limits: dict[str, Any], batch: int) -> None:
+def test_next_group_belongs_to_the_expected_batch(supply: dict[str, Any], limits: dict[str, Any], batch: int) -> None:
     assert next_batch(replace(SUPPLY, **supply), replace(LIMITS, **limits)) == batch
     assert rooms(limits=limits, **supply).batch == batch

@@ -1,4 +1,4 @@
-"""What is made once."""
+"""A value that is computed once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from rollflow.tasks.runtime.async_once import AsyncOnce
 
 
-async def test_it_is_made_by_the_first_who_asks_and_there_for_all() -> None:
+async def test_value_is_computed_once_for_all_callers() -> None:
     made: list[int] = []
 
     async def make() -> int:
@@ -23,7 +23,7 @@ async def test_it_is_made_by_the_first_who_asks_and_there_for_all() -> None:
     assert (await one.get(), one.found, made) == (7, 7, [7])
 
 
-async def test_who_asks_after_a_failure_has_it_made_again() -> None:
+async def test_value_is_computed_again_after_a_failure() -> None:
     errors = [ValueError("away"), None]
 
     async def make() -> str:
@@ -38,7 +38,7 @@ async def test_who_asks_after_a_failure_has_it_made_again() -> None:
     assert await one.get() == "there"
 
 
-async def test_who_stops_waiting_stops_nobody_else() -> None:
+async def test_cancelled_caller_stops_no_other_caller() -> None:
     going = asyncio.Event()
 
     async def make() -> bool:

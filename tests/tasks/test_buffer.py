@@ -1,4 +1,4 @@
-"""The buffer against the same decisions made the long way."""
+"""The buffer, compared with a simple implementation of the same decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def group(prompt: int, started: int) -> TrajectoryGroup:
 
 
 def keys(buffer: TrajectoryBuffer) -> list[GroupKey]:
-    """What waits, in the order of rank."""
+    """Draw waiting groups, sorted by rank."""
     return [waiting.group.key for waiting in buffer._groups]
 
 
@@ -23,7 +23,7 @@ STARTS = st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12)
 
 
 @given(starts=STARTS, bound=st.sampled_from([0.0, 0.5, 1.0, 2.5, 5.0]), order=st.randoms(use_true_random=False))
-def test_how_many_go_before(starts: list[tuple[int, bool]], bound: float, order: object) -> None:
+def test_buffer_counts_groups_ahead(starts: list[tuple[int, bool]], bound: float, order: object) -> None:
     buffer, ranks = TrajectoryBuffer(), []
     places = list(enumerate(starts))
     order.shuffle(places)  # type: ignore[attr-defined]  # it is a `Random`
@@ -38,7 +38,7 @@ def test_how_many_go_before(starts: list[tuple[int, bool]], bound: float, order:
 
 
 @given(starts=STARTS, count=st.integers(0, 6), oldest=st.integers(0, 3), in_order=st.booleans())
-def test_what_is_taken(starts: list[tuple[int, bool]], count: int, oldest: int, in_order: bool) -> None:
+def test_buffer_takes_groups_in_order(starts: list[tuple[int, bool]], count: int, oldest: int, in_order: bool) -> None:
     buffer = TrajectoryBuffer()
     for prompt, (started, awaited) in enumerate(starts):
         buffer.add(group(prompt, started), len(starts) - prompt, awaited=awaited)

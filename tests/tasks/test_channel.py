@@ -35,7 +35,7 @@ def channel(capacity: int = 2, *batches: str, version: int = -1) -> Channel[str]
     return Channel(capacity, Stored({n: (0, payload) for n, payload in enumerate(batches)}), version)
 
 
-def test_put_waits_for_room_and_no_longer_than_asked() -> None:
+def test_put_waits_for_room_until_its_deadline() -> None:
     async def main() -> None:
         made = channel(capacity=2)
         await made.put(0, "a", 1)
@@ -51,7 +51,7 @@ def test_put_waits_for_room_and_no_longer_than_asked() -> None:
     run_virtual(main())
 
 
-def test_a_leased_batch_stays_until_it_is_acknowledged() -> None:
+def test_leased_batch_stays_until_acknowledged() -> None:
     async def main() -> None:
         made = channel(2, "stored")
         await made.put(0, "a", 1)
@@ -65,7 +65,7 @@ def test_a_leased_batch_stays_until_it_is_acknowledged() -> None:
     run_virtual(main())
 
 
-def test_repeated_calls_change_nothing() -> None:
+def test_repeated_channel_calls_change_nothing() -> None:
     async def main() -> None:
         made = channel(2, "stored")
         await made.put(0, "a", 1)
@@ -73,7 +73,7 @@ def test_repeated_calls_change_nothing() -> None:
         assert await made.lease(0, 1) == "a"
         await made.ack(0)
         await made.ack(0)
-        await made.put(0, "late", 1)  # acknowledged already: a retry must not bring it back
+        await made.put(0, "late", 1)  # acknowledged already: a retry must not put it back
         assert made.waiting == 0
         await made.announce(4)
         await made.announce(3)
@@ -82,18 +82,18 @@ def test_repeated_calls_change_nothing() -> None:
     run_virtual(main())
 
 
-def test_a_lost_channel_is_refilled_from_the_store() -> None:
+def test_lost_channel_is_refilled_from_the_store() -> None:
     async def main() -> None:
         made = channel(2, "zero", "one", "two", "three", version=3)
         assert await made.lease(3, 1) == "three"
-        await made.put(4, "four", 1)  # what was trained on before it began takes no room
+        await made.put(4, "four", 1)  # a batch trained before the channel started takes no room
         await made.put(2, "two", 1)
         assert made.waiting == 2
 
     run_virtual(main())
 
 
-def test_a_batch_whose_put_was_lost_is_found_in_the_store() -> None:
+def test_batch_of_a_lost_put_is_found_in_the_store() -> None:
     """The scheduler died between its commit and its put, while the learner waited."""
 
     async def main() -> None:
@@ -108,7 +108,7 @@ def test_a_batch_whose_put_was_lost_is_found_in_the_store() -> None:
     run_virtual(main())
 
 
-def test_a_voided_batch_is_never_handed_out() -> None:
+def test_voided_batch_is_never_leased() -> None:
     async def main() -> None:
         stored = Stored({0: (0, "a")})
         made = Channel(2, stored)
@@ -117,7 +117,7 @@ def test_a_voided_batch_is_never_handed_out() -> None:
         del stored.batches[0]
         with pytest.raises(TimeoutError):
             await made.lease(0, 1)
-        await made.put(0, "a", 1)  # repeated, by a scheduler that does not know
+        await made.put(0, "a", 1)  # repeated by a scheduler that does not know that it succeeded
         waiting = asyncio.create_task(made.lease(0, 60))
         await asyncio.sleep(5)
         stored.batches[0] = (1, "b")
@@ -125,13 +125,13 @@ def test_a_voided_batch_is_never_handed_out() -> None:
         await made.put(0, "a", 1)
         assert await waiting == "b"
         assert (made.waiting, stored.reads) == (1, 0)
-        stored.batches[0] = (2, "c")  # its put is still to come, or lost
+        stored.batches[0] = (2, "c")  # committed, but not put into the channel
         assert await made.lease(0, 1) == "c"
 
     run_virtual(main())
 
 
-def test_what_is_read_from_the_store_may_be_corrupt() -> None:
+def test_corrupt_batch_in_the_store_is_reported() -> None:
     async def main() -> None:
         stored = Stored({0: (0, "corrupt")})
         made = Channel(2, stored)
@@ -143,7 +143,7 @@ def test_what_is_read_from_the_store_may_be_corrupt() -> None:
     run_virtual(main())
 
 
-def test_a_damaged_copy_is_read_afresh() -> None:
+def test_damaged_copy_is_read_again() -> None:
     async def main() -> None:
         made = channel(2, "good")
         await made.put(0, "damaged in memory", 1)
@@ -154,7 +154,7 @@ def test_a_damaged_copy_is_read_afresh() -> None:
     run_virtual(main())
 
 
-def test_news_of_a_version_ends_the_wait() -> None:
+def test_announced_version_ends_the_wait() -> None:
     async def main() -> None:
         made = channel()
         waiting = asyncio.create_task(made.wait_version(0, 60))

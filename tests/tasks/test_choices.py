@@ -38,7 +38,7 @@ DROP: Any = {"at_bound": "drop"}
 
 
 def ran(**kwargs: Any) -> tuple[Pipeline, float]:
-    """A pipeline that ran to its end and audits clean, and its virtual seconds."""
+    """Run a pipeline to its end and audit it; return it with its virtual seconds."""
 
     async def timed() -> tuple[Pipeline, float]:
         pipeline = Pipeline(MemoryStore(uuid.uuid4().hex), **kwargs)
@@ -51,7 +51,7 @@ def ran(**kwargs: Any) -> tuple[Pipeline, float]:
 
 
 def commits(pipeline: Pipeline) -> list[BatchCommitted]:
-    """Of the batches that were trained on, in their order."""
+    """List the trained batches in order."""
     entries = [pipeline.policies.find(version).batch_entry for version in range(1, pipeline.versions + 1)]
     return [pipeline.batches.committed(entry) for entry in entries if entry is not None]
 
@@ -67,7 +67,7 @@ def reasons(pipeline: Pipeline) -> Counter[str]:
 # --- redundancy and tail batching ---------------------------------------------------------------------------
 
 
-def test_extra_groups_shorten_a_synchronous_step_and_are_issued_again() -> None:
+def test_extra_groups_shorten_a_step_and_are_issued_again() -> None:
     common = {"versions": 30, "groups": 8, "async_ratio": 0.0, "slots": 64, "train_seconds": 0.0}
     common |= {"seconds_per_token": 0.1, "sigma": 0.5}
     _, plain = ran(**common)
@@ -76,10 +76,10 @@ def test_extra_groups_shorten_a_synchronous_step_and_are_issued_again() -> None:
     assert set(reasons(pipeline)) == {"redundant"}
     waiting = {key.prompt for key in pipeline.state.in_flight}
     trained = {key.prompt for commit in commits(pipeline) for key in commit.groups}
-    assert waiting | trained == set(range(pipeline.state.issued[0]))  # whatever was left behind is still to come
+    assert waiting | trained == set(range(pipeline.state.issued[0]))  # every preempted prompt is still to come
 
 
-def test_of_extra_responses_the_first_to_end_are_kept() -> None:
+def test_first_responses_to_end_are_kept() -> None:
     common = {"versions": 20, "async_ratio": 0.0, "slots": 64, "group_size": 4, "train_seconds": 0.0}
     common |= {"seconds_per_token": 0.1, "sigma": 0.5}
     _, plain = ran(**common)
@@ -90,38 +90,38 @@ def test_of_extra_responses_the_first_to_end_are_kept() -> None:
     assert reasons(pipeline) == {}
 
 
-def test_what_was_too_slow_gets_a_batch_of_its_own() -> None:
+def test_slow_prompts_get_their_own_batch() -> None:
     choices = {"extra_groups": 2, "tail_batching": True, **DROP}
     pipeline, _ = ran(versions=40, groups=6, async_ratio=0.0, slots=64, sigma=1.5, choices=choices)
     made = commits(pipeline)
     attempts = [{key.attempt > 0 for key in commit.groups} for commit in made]
-    assert attempts.count({True}) >= 5  # long rounds: nothing but prompts that were left behind
+    assert attempts.count({True}) >= 5  # long rounds have only preempted prompts
     assert {False, True} not in attempts[:-1]
-    assert len(pipeline.state.open) <= 1  # the last round is for what waits: no more than the extras fit into it
+    assert len(pipeline.state.open) <= 1  # the last round takes the waiting prompts: only the extras do not fit into it
 
 
-def test_a_long_round_takes_the_tail_alone_and_has_no_extras() -> None:
+def test_long_round_takes_only_the_tail_and_no_extras() -> None:
     limits = RolloutLimits(0, 9, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
     order = IssueOrder(limits, Cursor((5,), (0,)), [GroupKey(4, 0), GroupKey(3, 1)], [(3, 1)])
     assert order.count_extra_groups(0) == 1
     assert order.next_issue(0).key == GroupKey(4, 0)
     order.note_discard(Discard(GroupKey(4, 0), DiscardReason.REDUNDANT, 0, 7))
-    assert order.count_extra_groups(0) == 1  # this round is short to its end
+    assert order.count_extra_groups(0) == 1  # this round stays short to its end
     assert order.next_issue(0).key == GroupKey(5, 0)
     order.advance(1)
     assert order.count_extra_groups(1) == 0
     issued = [order.next_issue(1), order.next_issue(1)]
     assert [issue.key for issue in issued] == [GroupKey(3, 1), GroupKey(4, 1)]
     assert all(issue.awaited and issue.responses == 1 for issue in issued)
-    assert order.next_issue(1).key == GroupKey(6, 0)  # nothing waits any more
+    assert order.next_issue(1).key == GroupKey(6, 0)  # the tail is empty
 
 
-def test_the_last_round_takes_what_waits_in_the_tail() -> None:
+def test_last_round_takes_the_tail() -> None:
     limits = RolloutLimits(0, 3, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
     assert limits.batches == 3
     order = IssueOrder(limits, Cursor((5,), (0,)), [GroupKey(3, 1)], [(3, 1)])
     assert order.count_extra_groups(1) == 1
-    assert order.next_issue(1).key == GroupKey(5, 0)  # one prompt makes no round
+    assert order.next_issue(1).key == GroupKey(5, 0)  # one prompt is too few for a long round
     assert order.count_extra_groups(2) == 0
     issued = [order.next_issue(2), order.next_issue(2)]
     assert [issue.key for issue in issued] == [GroupKey(3, 1), GroupKey(6, 0)]
@@ -130,13 +130,13 @@ def test_the_last_round_takes_what_waits_in_the_tail() -> None:
 
 
 def spoken(pipeline: Pipeline) -> dict[tuple[int, int], tuple[int, ...]]:
-    """(prompt, sample) -> the tokens it was trained with."""
+    """Map (prompt, sample) to its trained tokens."""
     groups = [group for batch in batches(pipeline) for group in batch.groups()]
     return {(group.key.prompt, one.sample): one.tokens for group in groups for one in group.trajectories}
 
 
-def test_what_was_left_behind_keeps_its_draws() -> None:
-    """Else it would be trained on with another answer, seldom as long: that was the whole bias of extra groups."""
+def test_preempted_group_keeps_its_draws() -> None:
+    """Otherwise it would be trained with another, usually shorter response. That was the whole bias of extra groups."""
     common = {"versions": 30, "groups": 8, "async_ratio": 0.0, "slots": 64, "sigma": 1.5}
     plain, _ = ran(**common)
     pipeline, _ = ran(**common, choices={"extra_groups": 8, **DROP})
@@ -147,9 +147,9 @@ def test_what_was_left_behind_keeps_its_draws() -> None:
 
 
 @pytest.mark.long
-def test_a_prompt_that_was_left_behind_often_enough_is_awaited() -> None:
-    """Of 10 groups the first 4 make a batch: the longest would wait for ever. If all 10 are awaited, the last of them
-    wait for two more batches."""
+def test_prompt_is_awaited_after_enough_preemptions() -> None:
+    """Of 10 groups the first 4 make a batch, so the longest would wait forever. If all 10 are awaited, the last ones
+    wait for only two more batches."""
     common: dict[str, Any] = {"versions": 60, "async_ratio": 0.0, "slots": 64, "sigma": 1.5}
     common["choices"] = {"extra_groups": 6, **DROP}
     starving, _ = ran(**common | {"choices": common["choices"] | {"tail_after": 10**6}})
@@ -161,15 +161,15 @@ def test_a_prompt_that_was_left_behind_often_enough_is_awaited() -> None:
         assert most <= max(slow.values()) <= most + 2
 
 
-def test_a_scheduler_that_died_still_knows_who_was_left_behind() -> None:
+def test_restarted_scheduler_knows_preempted_prompts() -> None:
     order = IssueOrder(limits_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(4, 2)])
     assert [order.next_issue(0) for _ in range(2)] == [Issue(GroupKey(3, 5), 1, False), Issue(GroupKey(4, 1), 1, True)]
     order.note_discard(Discard(GroupKey(3, 5), DiscardReason.STALE, 0, 7))
     order.advance(1)
-    assert order.next_issue(1) == Issue(GroupKey(3, 6), 1, False)  # once: it is no slow one yet
+    assert order.next_issue(1) == Issue(GroupKey(3, 6), 1, False)  # preempted once, so it does not count as slow yet
 
 
-def test_of_what_is_trained_on_or_filtered_nothing_is_kept() -> None:
+def test_trained_or_filtered_prompts_are_forgotten() -> None:
     order = IssueOrder(limits_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(3, 1), (4, 2)])
     order.forget_slowness([4, 8])
     order.note_discard(Discard(GroupKey(3, 5), DiscardReason.FILTERED, 0, 7))
@@ -178,8 +178,8 @@ def test_of_what_is_trained_on_or_filtered_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize("reason", list(DiscardReason))
 @pytest.mark.parametrize("tokens", [0, 7])
-def test_only_what_ran_and_was_left_behind_counts_as_slow(reason: DiscardReason, tokens: int) -> None:
-    """Not an engine's death, nor a batch that rotted, nor a request that had no time to start."""
+def test_only_preempted_running_groups_count_as_slow(reason: DiscardReason, tokens: int) -> None:
+    """An engine's death, a corrupt batch, or a request that had no time to start does not count."""
     order = IssueOrder(limits_for(tail_batching=True), Cursor((9,), (0,)), [])
     order.note_discard(discard := Discard(GroupKey(3, 0), reason, 0, tokens))
     slow = tokens > 0 and reason in (DiscardReason.REDUNDANT, DiscardReason.STALE)
@@ -207,12 +207,12 @@ def limits_for(**choices: Any) -> RolloutLimits:
         ({"at_bound": "drop"}, "drop"),
     ],
 )
-def test_nothing_is_dropped_unless_a_person_asks_for_it(choices: dict[str, Any], bound: str) -> None:
+def test_nothing_is_dropped_by_default(choices: dict[str, Any], bound: str) -> None:
     config = RunConfig(policy=PolicyConfig(path="x"), rollout=RolloutConfig(**choices))
     assert build_limits(config).at_bound == bound
 
 
-def test_waiting_at_the_bound_drops_nothing() -> None:
+def test_wait_at_bound_drops_nothing() -> None:
     common = {"versions": 30, "async_ratio": 1.0, "train_seconds": 0.01, "slots": 32, "seconds_per_token": 0.01}
     dropping, fast = ran(**common, choices=DROP)
     waiting, slow = ran(**common, choices={"at_bound": "wait"})
@@ -221,13 +221,13 @@ def test_waiting_at_the_bound_drops_nothing() -> None:
     assert fast < slow
 
 
-def test_in_order_a_batch_is_the_oldest_prompts() -> None:
+def test_started_order_forms_batches_of_the_oldest_prompts() -> None:
     pipeline, _ = ran(versions=12, async_ratio=1.0, choices={"order": "started"})
     taken = [sorted(key.prompt for key in commit.groups) for commit in commits(pipeline)]
     assert taken == [list(range(4 * n, 4 * n + 4)) for n in range(12)]
 
 
-def test_in_batch_mode_rewards_wait_for_the_last_response() -> None:
+def test_batch_mode_rewards_wait_for_the_last_response() -> None:
     common = {"versions": 5, "groups": 8, "async_ratio": 0.0, "slots": 4, "reward_seconds": 2.0}
     for mode, waits in (("queue", False), ("batch", True)):
         pipeline, _ = ran(**common, choices={"mode": mode})
@@ -236,7 +236,7 @@ def test_in_batch_mode_rewards_wait_for_the_last_response() -> None:
         assert (max(seconds) > 2.01) == waits
 
 
-def test_filtered_groups_are_replaced_and_never_issued_again() -> None:
+def test_filtered_groups_are_replaced_and_not_reissued() -> None:
     pipeline, _ = ran(
         versions=12, group_size=3, async_ratio=4.0, choices={"filter": FilterConfig(min_mean=0.0, max_mean=1.0)}
     )
@@ -246,16 +246,16 @@ def test_filtered_groups_are_replaced_and_never_issued_again() -> None:
     assert set(pipeline.scheduler.counts.filtered) == {"mean reward at or below 0", "mean reward at or above 1"}
 
 
-def test_a_filter_that_leaves_nothing_fails_with_its_cure() -> None:
+def test_filter_that_keeps_nothing_fails_with_advice() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         ran(choices={"filter": FilterConfig(min_mean=1.0, most=20)})
     why = find_first_cause(caught.value)
-    assert isinstance(why, ConfigError)  # not to be tried again: the next 20 would be in vain, too
+    assert isinstance(why, ConfigError)  # a restart would filter the next 20 groups in vain, too
     assert "removed 20 groups in a row (the last: mean reward at or below 1); widen it" in str(why)
 
 
-def test_the_age_of_a_response_is_that_of_its_oldest_token() -> None:
-    """A request that waits in an engine through an update has its first token under a newer version."""
+def test_response_age_counts_from_its_oldest_token() -> None:
+    """A request that waits inside an engine during an update has its first token under a newer version."""
     choices = {"staleness": "oldest-token"}
     pipeline, _ = ran(versions=20, async_ratio=2.0, choices=choices)
     for batch in batches(pipeline):
@@ -263,22 +263,22 @@ def test_the_age_of_a_response_is_that_of_its_oldest_token() -> None:
             assert all(t.started_version == min(v for v in t.versions if v >= 0) for t in group.trajectories)
 
 
-def test_alpha_that_holds_the_engines_back_is_measured() -> None:
+def test_time_held_back_by_alpha_is_measured() -> None:
     common = {"versions": 10, "slots": 8, "train_seconds": 2.0, "depth": 10**6}
     (bound, seconds), (free, _) = (ran(**common, async_ratio=alpha, choices={"slots": 8}) for alpha in (1.0, 100.0))
     assert 0.5 * seconds < bound.scheduler.counts.held.seconds < seconds
     assert free.scheduler.counts.held.seconds == 0.0
 
 
-def test_a_learner_that_waits_at_the_bound_is_measured() -> None:
-    """A full batch waits for a group that would be too old for the next one."""
+def test_learners_wait_at_the_bound_is_measured() -> None:
+    """A full batch waits for a group that would be too old for the next batch."""
     common = {"versions": 30, "slots": 64, "train_seconds": 0.01, "sigma": 1.5}
     (waiting, seconds), (free, _) = (ran(**common, async_ratio=alpha) for alpha in (1.0, 100.0))
     assert 0.1 * seconds < waiting.scheduler.counts.waited.seconds < seconds
     assert free.scheduler.counts.waited.seconds == 0.0
 
 
-def test_what_is_dropped_is_counted_with_its_tokens() -> None:
+def test_dropped_groups_are_counted_with_their_tokens() -> None:
     common = {"versions": 30, "async_ratio": 1.0, "train_seconds": 0.01, "slots": 32}
     dropping, _ = ran(**common, choices=DROP)
     slow = [d for commit in commits(dropping) for d in commit.discards if d.slow]
@@ -287,12 +287,12 @@ def test_what_is_dropped_is_counted_with_its_tokens() -> None:
     assert waiting.scheduler.counts.dropped_tokens == 0
 
 
-# --- who runs where -----------------------------------------------------------------------------------------
+# --- engines ------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Seen(TimedEngine):
-    """Notes the most it ran at a time, and which prompts it was given."""
+    """A timed engine that records the largest number of running requests, and its prompts."""
 
     config: TimedEngineConfig
     most: int = 0
@@ -328,19 +328,19 @@ async def asked(engines: Sequence[Seen], routing: Routing, groups: int, size: in
     return asyncio.get_running_loop().time()
 
 
-def test_an_engine_never_gets_more_than_its_slots() -> None:
+def test_engine_never_gets_more_requests_than_slots() -> None:
     engines = [engine(4) for _ in range(3)]
     run_virtual(asked(engines, "least-work", 20, 3))
     assert [e.most for e in engines] == [4, 4, 4]
 
 
-def test_a_faster_engine_gets_more() -> None:
+def test_faster_engine_gets_more_requests() -> None:
     fast, slow = engine(4, 0.005), engine(4, 0.02)
     run_virtual(asked([fast, slow], "least-work", 100, 2))
     assert len(fast.given) > 2 * len(slow.given)
 
 
-def test_prefix_routing_keeps_a_prompt_together_where_there_is_room() -> None:
+def test_prefix_routing_keeps_a_prompt_on_one_engine() -> None:
     def homes(routing: Routing) -> float:
         engines = [engine(4) for _ in range(4)]
         run_virtual(asked(engines, routing, 8, 2))

@@ -1,4 +1,4 @@
-"""Sums by columns: right steps, questions that no order of their numbers repeats, tokens that stay the same."""
+"""Sums by columns: correct steps, no repeated question in any order of its numbers, and stable tokens."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def numbers(asked: Question) -> tuple[int, ...]:
         ([10001, 9], f"ones 1+9=10, tens 1+0=1, hundreds 0, thousands 0, {PLACES[4]} 1, <answer>10010</answer>"),
     ],
 )  # fmt: skip
-def test_steps_worked_by_hand(terms: list[int], written: str) -> None:
+def test_steps_match_a_hand_example(terms: list[int], written: str) -> None:
     assert steps(terms) == written
 
 
-def test_every_step_is_right_and_the_answer_is_the_sum() -> None:
+def test_steps_and_answer_are_correct() -> None:
     source = ColumnSumsSource(WIDE, 0, 0, HeldOut())
     for asked in map(source.demonstration, range(ASKED)):
         terms, carried = numbers(asked), 0
@@ -59,7 +59,7 @@ def test_every_step_is_right_and_the_answer_is_the_sum() -> None:
             carried = totals[-1] // 10
 
 
-def test_no_order_of_a_held_out_sum_is_asked_demonstrated_or_held_out_again() -> None:
+def test_held_out_sum_is_never_asked_in_any_order() -> None:
     source = ColumnSumsSource(SMALL, 0, 60, HeldOut())
     held = [tuple(sorted(numbers(asked))) for asked in source.held_out(60)]
     assert len(set(held)) == 60
@@ -69,14 +69,14 @@ def test_no_order_of_a_held_out_sum_is_asked_demonstrated_or_held_out_again() ->
         assert any(terms != tuple(sorted(terms)) for terms in asked)
 
 
-def test_what_is_drawn_is_within_its_bounds_and_reaches_them() -> None:
+def test_drawn_sums_stay_within_and_reach_their_bounds() -> None:
     source = ColumnSumsSource(ColumnSumsPrompts(min_terms=2, max_terms=4, min_digits=2, max_digits=3), 0, 0, HeldOut())
     drawn = [numbers(source.training(position)) for position in range(ASKED)]
     assert {len(terms) for terms in drawn} == {2, 3, 4}
     assert {len(str(term)) for terms in drawn for term in terms} == {2, 3}
 
 
-def test_nothing_left_to_train_on_is_said() -> None:
+def test_source_without_training_questions_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluation\.prompts: the 210 held-out sums leave nothing to train on"):
         ColumnSumsSource(SMALL, 0, 300, HeldOut()).training(0)
 
@@ -88,7 +88,7 @@ def recipe() -> RunConfig:
 
 @pytest.fixture(scope="module")
 def tokenizer(recipe: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
-    """That of the recipe's cold start."""
+    """Build the tokenizer of the recipe's cold start."""
     folder = tmp_path_factory.mktemp("policy")
     texts = ColumnSumsSource(WIDE, 0, 0, HeldOut())
     shown = [text for asked in map(texts.demonstration, range(ASKED)) for text in (asked.text, asked.answer)]
@@ -97,8 +97,8 @@ def tokenizer(recipe: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Po
     return PolicyTokenizer(folder)
 
 
-def test_every_digit_and_every_phrase_is_one_token(recipe: RunConfig, tokenizer: PolicyTokenizer) -> None:
-    """A phrase that is cut here so and there so, or digits in pairs, would hide the columns."""
+def test_digits_and_phrases_are_single_tokens(recipe: RunConfig, tokenizer: PolicyTokenizer) -> None:
+    """Different cuts of the same phrase, or digits in pairs, would hide the columns."""
     source = ColumnSumsSource(WIDE, 0, 0, HeldOut())
     for asked in map(source.demonstration, range(ASKED)):
         for text in (asked.text, asked.answer):
@@ -106,7 +106,7 @@ def test_every_digit_and_every_phrase_is_one_token(recipe: RunConfig, tokenizer:
             assert pieces == re.findall(r"\d|\D+", text)
 
 
-def test_the_recipe_s_answers_fit_and_differ_in_length(recipe: RunConfig, tokenizer: PolicyTokenizer) -> None:
+def test_recipes_answers_fit_and_differ_in_length(recipe: RunConfig, tokenizer: PolicyTokenizer) -> None:
     prompts = open_prompts(recipe, tokenizer, lambda source: b"")
     lengths = [len(tokenizer.encode(prompts.demonstration(index)[1])) + 1 for index in range(ASKED)]
     assert max(lengths) <= recipe.engine.max_new_tokens
@@ -114,7 +114,7 @@ def test_the_recipe_s_answers_fit_and_differ_in_length(recipe: RunConfig, tokeni
     assert max(lengths) > 2 * min(lengths)
 
 
-def test_a_demonstration_is_judged_right_and_a_slip_wrong(recipe: RunConfig) -> None:
+def test_demonstration_scores_right_and_a_slip_wrong(recipe: RunConfig) -> None:
     verify, where = build_verifier(recipe.reward), recipe.reward.answer
     for asked in map(ColumnSumsSource(WIDE, 0, 0, HeldOut()).demonstration, range(50)):
         assert judge(verify, where, asked.answer, asked.reference).reward == 1.0

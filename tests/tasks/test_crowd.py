@@ -1,4 +1,4 @@
-"""The proxy and the queue below it, asked for all sorts of things at once while engines die, join and are updated."""
+"""Random calls to the proxy and its queue, many at a time, while engines die, join and are updated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIMED = TimedEngineConfig(slots=SLOTS, median_tokens=4, max_new_tokens=12, secon
 
 
 class Strict(TimedEngine):
-    """Refuses more requests than slots; what it is told takes effect a moment later."""
+    """A timed engine that rejects more requests than slots; its calls take effect a moment later."""
 
     now = 0
 
@@ -49,7 +49,7 @@ class Strict(TimedEngine):
 
 @dataclass
 class Crowd:
-    """Asks the proxy for all sorts of things. Requests are numbered; a seed is a number, so answers are known."""
+    """Makes random calls to the proxy. A request's number is its seed, so its response is known."""
 
     routing: AnyRouting
     in_flight: InFlight
@@ -93,12 +93,12 @@ class Crowd:
             case _:
                 version = max(self.proxy.version, self.proxy._taken.version if self.proxy._taken else 0) + 1
                 await self.proxy.update(version, Path(), NO_PROBE, self.in_flight)
-        for _ in range(4):  # a cancelled one has to hear of it
+        for _ in range(4):  # a cancelled task needs some turns of the loop
             await asyncio.sleep(0)
         self.check()
 
     def check(self) -> None:
-        """Nobody waits while there is room."""
+        """Check that no request waits while there is room."""
         queue = self.proxy._queue
         waiting = [ticket for _, ticket in queue._queue if ticket.waits]
         if waiting:
@@ -110,7 +110,7 @@ class Crowd:
         return running[number : number + width]
 
     async def abort(self, number: int, width: int) -> None:
-        """They end at once, unless an engine is in the middle of an update."""
+        """Check that they end immediately, unless an engine is being updated."""
         chosen = self.some(number, width)
         self.aborted |= set(chosen)
         alone = [key for key in chosen if f"r{key}" in self.proxy._jobs]
@@ -122,7 +122,7 @@ class Crowd:
         self.tasks[len(self.tasks)] = asyncio.create_task(coroutine)
 
     async def together(self, queue: WholeGroupQueue, number: int, size: int, priority: int) -> StopReason:
-        """A group that holds slots of one engine until its last response ends; it may be wider than an engine."""
+        """Run a group that holds slots of one engine until its last response ends; it may be wider than an engine."""
         group = f"group {number}"
         await queue.hold(group, size, priority)
         try:
@@ -155,7 +155,7 @@ EVENTS = st.tuples(
     st.sampled_from(["least-work", "prefix", "group"]),
     st.sampled_from(["continue", "restart"]),
 )
-def test_whatever_is_asked_of_the_proxy_everything_ends(
+def test_every_request_to_the_proxy_ends(
     events: list[tuple[float, str, int, int]], routing: AnyRouting, in_flight: InFlight
 ) -> None:
     run_virtual(Crowd(routing, in_flight).run([(0.0, "ask", 1, 3), (0.0, "ask together", 0, 2), *events]))

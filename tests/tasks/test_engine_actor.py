@@ -1,5 +1,5 @@
-"""The Ray side of engines: what travels arrives unchanged, a new owner takes over, a dead or stuck actor's requests
-live on, busy time is counted."""
+"""Engines in Ray actors: messages arrive unchanged, a new owner takes over, the requests of a dead or stuck actor
+continue elsewhere, and busy time is counted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 TIMED = TimedEngineConfig(median_tokens=1000, sigma=0.0, seconds_per_token=0.01, update_seconds=0.0)
 
 
-def test_what_travels_arrives_unchanged() -> None:
+def test_packed_messages_arrive_unchanged() -> None:
     prefix = TokenSpan.of((4, 5), (-0.5, -1e-9), (0, 3))
     requests = [GenerationRequest("a", (1, 2), 3, 0.7, 5), GenerationRequest("b", (9,), 4, 1.0, None, prefix)]
     assert unpack_requests(pack_requests(requests)) == requests
@@ -51,8 +51,8 @@ def test_what_travels_arrives_unchanged() -> None:
 
 
 @pytest.mark.slow
-async def test_a_new_owner_takes_over(ray_node: None) -> None:
-    """As after the death of the process that held the first one: its requests end, their ids are free again."""
+async def test_new_owner_takes_the_engine_over(ray_node: None) -> None:
+    """As after the death of the first owner's process: its requests end, and their ids are free again."""
     first = RayEngine.spawn(TIMED, None)
     await first.start()
     old = asyncio.create_task(first.generate(GenerationRequest("same-id", (3,), 1000, seed=1)))
@@ -67,15 +67,15 @@ async def test_a_new_owner_takes_over(ray_node: None) -> None:
         await asyncio.wait_for(old, HANG_SECONDS)
     with pytest.raises(EngineFailed, match="taken this engine over"):
         await first.suspend("continue")
-    await first.close()  # which is not its own to end
+    await first.close()  # it does not own the engine, so it must not close it
     assert (await second.stats()).running == 0
     assert (await second.generate(GenerationRequest("x", (3,), 1))).versions == (4,)
     await second.close()
 
 
 @pytest.mark.slow
-async def test_an_engine_that_died_is_started_anew_within_its_actor(ray_node: None) -> None:
-    """It has no weights, and who used the dead one can tell; an actor that answers is not killed with its engine."""
+async def test_dead_engine_is_restarted_within_its_actor(ray_node: None) -> None:
+    """The new engine has no weights, and the client of the dead one can tell. An actor that answers is not killed."""
     actor = RayEngine.spawn(TIMED, None).actor
     old = RayEngine(actor, keep_actor=True)
     await old.start()
@@ -87,7 +87,7 @@ async def test_an_engine_that_died_is_started_anew_within_its_actor(ray_node: No
     new = RayEngine(actor, keep_actor=True)
     await actor.start.remote()
     await actor.health.remote()
-    assert not await old.owns()  # it had not heard of the death
+    assert not await old.owns()  # it has not heard of the death
     await old.close()
     proxy = InferenceProxy([], 4, replacement_seconds=HANG_SECONDS)
     await proxy.join(0, new)
@@ -105,7 +105,7 @@ async def pid(engine: RayEngine) -> int:
 
 
 async def serving(*silent_seconds: float) -> tuple[list[RayEngine], InferenceProxy]:
-    """Engines that may be silent for so long."""
+    """Create engines that may be silent for this long."""
     actors = [RayEngine.spawn(TIMED, None).actor for _ in silent_seconds]
     engines = [
         RayEngine(actor, name=f"engine-{i}", silent_seconds=seconds)
@@ -120,9 +120,7 @@ async def serving(*silent_seconds: float) -> tuple[list[RayEngine], InferencePro
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-async def test_what_a_dead_or_stuck_actor_ran_goes_on_elsewhere_with_its_tokens(
-    ray_node: None, blow: signal.Signals
-) -> None:
+async def test_requests_of_a_dead_or_stuck_actor_continue_elsewhere(ray_node: None, blow: signal.Signals) -> None:
     engines, proxy = await serving(HANG_SECONDS if blow == signal.SIGKILL else 4.0, HANG_SECONDS)
     requests = [GenerationRequest(f"r{i}", (3,), 300, seed=i) for i in range(8)]
     running = [asyncio.create_task(proxy.generate(request)) for request in requests]
@@ -138,19 +136,19 @@ async def test_what_a_dead_or_stuck_actor_ran_goes_on_elsewhere_with_its_tokens(
         assert one.version == 0
         assert one.generation.tokens == (await undisturbed.generate(request)).tokens
         assert one.generation.versions == (0,) * 300
-    process.wait(HANG_SECONDS)  # a stuck one is ended, too
+    process.wait(HANG_SECONDS)  # a stuck process is killed, too
     await engines[1].close()
 
 
 @pytest.mark.slow
-async def test_an_engine_that_makes_no_token_has_failed(ray_node: None) -> None:
+async def test_engine_without_new_tokens_fails(ray_node: None) -> None:
     hanging = TIMED.model_copy(update={"seconds_per_token": 100.0})
     engine = RayEngine(RayEngine.spawn(hanging, None).actor, name="engine-0", silent_seconds=3.0)
     await engine.start()
     await engine.suspend("continue")
     waiting = asyncio.create_task(engine.generate(GenerationRequest("a", (3,), 10)))
     await asyncio.sleep(3.5)
-    assert not waiting.done()  # suspended is not stuck
+    assert not waiting.done()  # a suspended engine is not stuck
     await engine.resume()
     with pytest.raises(EngineFailed, match="engine-0 made no token for 3 s"):
         await asyncio.wait_for(waiting, HANG_SECONDS)
@@ -158,7 +156,7 @@ async def test_an_engine_that_makes_no_token_has_failed(ray_node: None) -> None:
 
 
 @pytest.mark.slow
-async def test_busy_time_is_time_with_something_to_run(ray_node: None) -> None:
+async def test_busy_time_counts_only_running_requests(ray_node: None) -> None:
     engine = RayEngine.spawn(TIMED, None)
     await engine.start()
     await asyncio.sleep(0.3)
@@ -175,13 +173,13 @@ async def test_busy_time_is_time_with_something_to_run(ray_node: None) -> None:
     stats = await engine.stats()
     assert stats.running == 0
     assert stats.tokens == 300
-    assert stats.busy_seconds > 2.95  # 300 tokens take 3 s at least
+    assert stats.busy_seconds > 2.95  # 300 tokens take at least 3 s
     assert (await engine.stats()).busy_seconds == stats.busy_seconds
     await engine.close()
 
 
 @pytest.mark.slow
-async def test_a_bad_request_fails_alone_and_a_second_start_changes_nothing(ray_node: None, tmp_path: Path) -> None:
+async def test_bad_request_fails_alone_and_restart_is_harmless(ray_node: None, tmp_path: Path) -> None:
     engine = RayEngine.spawn(TransformersEngineConfig(), make_policy(tmp_path / "policy"))
     await engine.start()
     await engine.update(0, Here(make_weights(tmp_path / "0", seed=0)))
@@ -199,7 +197,7 @@ async def test_a_bad_request_fails_alone_and_a_second_start_changes_nothing(ray_
     await engine.close()
 
 
-async def test_a_timed_response_is_a_function_of_its_seed() -> None:
+async def test_timed_response_depends_only_on_its_seed() -> None:
     config = TimedEngineConfig(median_tokens=16, sigma=1.0, seconds_per_token=0.0001)
     engines = [TimedEngine(config), TimedEngine(config)]
     requests = [GenerationRequest(f"r{i}", (3,), 64, seed=i) for i in range(200)]
@@ -213,7 +211,7 @@ async def test_a_timed_response_is_a_function_of_its_seed() -> None:
 
 
 @pytest.mark.slow
-async def test_a_new_owner_of_the_same_actor_may_replace_the_old_one(ray_node: None) -> None:
+async def test_new_owner_of_an_actor_may_replace_the_old_one(ray_node: None) -> None:
     """As when scheduler and engine restarted together, and the new scheduler found the new engine by itself."""
     engines, proxy = await serving(HANG_SECONDS)
     running = asyncio.create_task(proxy.generate(GenerationRequest("a", (3,), 500, seed=1)))
@@ -230,8 +228,8 @@ async def test_a_new_owner_of_the_same_actor_may_replace_the_old_one(ray_node: N
 
 
 @pytest.mark.slow
-async def test_responses_that_take_no_time_end_on_the_actors_own_event_loop(ray_node: None) -> None:
-    """Ray's loop is not asyncio's: a timer that is due already is no timer there."""
+async def test_instant_responses_end_on_the_actors_event_loop(ray_node: None) -> None:
+    """Ray's loop is uvloop, where a timer that is due already reports no due time."""
     config = TimedEngineConfig(slots=8, max_new_tokens=4, seconds_per_token=0.0, update_seconds=0.0)
     engine = RayEngine.spawn(config, None)
     await engine.start()
@@ -244,7 +242,7 @@ async def test_responses_that_take_no_time_end_on_the_actors_own_event_loop(ray_
 
 
 class Deaf:
-    """An actor that nothing may be sent to."""
+    """An actor that no message can be sent to."""
 
     def __getattr__(self, method: str) -> Deaf:
         return self
@@ -252,9 +250,9 @@ class Deaf:
     async def remote(self, *arguments: object) -> None: ...
 
 
-async def test_what_cannot_be_sent_fails_at_once_and_nobody_waits_for_it() -> None:
+async def test_unsendable_request_fails_without_a_wait() -> None:
     engine = RayEngine(Deaf())
-    with pytest.raises(TypeError, match="Int32s"):  # a prompt: at its caller alone
+    with pytest.raises(TypeError, match="Int32s"):  # an invalid prompt is an error of its caller only
         await engine.generate(GenerationRequest("a", ("no token",), 3))  # type: ignore[arg-type]
     engine.check()
     odd = TokenSpan((1,), (-0.5,), (0,))  # type: ignore[arg-type]

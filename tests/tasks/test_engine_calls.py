@@ -1,5 +1,5 @@
-"""Calls of an engine in an actor: whoever is cancelled, whatever is slow and whichever id comes again, each caller gets
-its own response, whole, and what nobody waits for ends."""
+"""Calls to an engine in an actor: whatever is cancelled, slow or repeated, each caller gets its own whole response, and
+requests that no caller waits for end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HERE = Here()
 
 @dataclass
 class Called:
-    """An engine, the actor around it, and who calls that."""
+    """An engine, its actor, and a client."""
 
     delays: tuple[float, ...] = (0.0,)
     inner: TimedEngine = field(default_factory=lambda: TimedEngine(TIMED))
@@ -42,7 +42,7 @@ class Called:
         self.engine = RayEngine(self.near, keep_actor=True)
 
     async def begun(self) -> Called:
-        """It, with version 0."""
+        """Start it with version 0."""
         await self.engine.suspend("continue")
         await self.engine.update(0, HERE)
         await self.engine.resume()
@@ -50,23 +50,23 @@ class Called:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left of any request, there and here."""
+        """Return whether no request has left anything in client or actor."""
         return not (self.inner.active or self.inner._runs or self.actor._have or self.engine._waiting)
 
     def asked(self, id: str, seed: int, tokens: int = 100) -> asyncio.Task[Generation]:
-        """A response under way."""
+        """Start a response."""
         return asyncio.create_task(self.engine.generate(GenerationRequest(id, (3,), tokens, seed=seed)))
 
 
 async def whole(seed: int, tokens: int = 100) -> Generation:
-    """The response that a seed gives on an engine that nothing disturbs."""
+    """Return the response that this seed gives on an undisturbed engine."""
     engine = TimedEngine(TIMED.model_copy(update={"seconds_per_token": 0.0}))
     return await engine.generate(GenerationRequest("", (3,), tokens, seed=seed))
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.001, 1.0])
-def test_an_id_that_comes_again_is_another_request(pause: float) -> None:
-    """As after a batch was voided: the scheduler begins again, and asks for what was in flight."""
+def test_repeated_id_is_a_new_request(pause: float) -> None:
+    """As after a voided batch: the scheduler restarts and asks for what was in flight."""
 
     async def main() -> None:
         called = await Called().begun()
@@ -87,9 +87,9 @@ def test_an_id_that_comes_again_is_another_request(pause: float) -> None:
     run_virtual(main())
 
 
-def test_who_is_cancelled_before_the_actor_has_the_request_leaves_nothing_running() -> None:
+def test_cancel_before_submit_leaves_nothing_running() -> None:
     async def main() -> None:
-        called = Called(delays=(0.1,))  # nobody has asked it for anything: it is told first whose it is
+        called = Called(delays=(0.1,))  # its first call is slow: it has to attach first
         cancelled, other = called.asked("a", seed=1), called.asked("b", seed=2)
         await asyncio.sleep(0.05)
         cancelled.cancel()
@@ -101,7 +101,7 @@ def test_who_is_cancelled_before_the_actor_has_the_request_leaves_nothing_runnin
 
 
 @pytest.mark.parametrize("call", [lambda engine: engine.abort(["b"]), lambda engine: engine.suspend("continue")])
-def test_who_is_cancelled_takes_nothing_along_that_others_sent(call: Callable[[RayEngine], Awaitable[None]]) -> None:
+def test_cancelled_caller_affects_no_other_request(call: Callable[[RayEngine], Awaitable[None]]) -> None:
     async def main() -> None:
         called = Called(delays=(0.1,))
         made = called.asked("a", seed=1)
@@ -115,7 +115,7 @@ def test_who_is_cancelled_takes_nothing_along_that_others_sent(call: Callable[[R
     run_virtual(main())
 
 
-def test_an_answer_that_cannot_be_read_ends_every_wait() -> None:
+def test_unreadable_answer_ends_every_wait() -> None:
     async def main() -> None:
         called = await Called().begun()
         vars(called.actor)["collect"] = unreadable
@@ -128,8 +128,8 @@ def test_an_answer_that_cannot_be_read_ends_every_wait() -> None:
     run_virtual(main())
 
 
-def test_a_dead_engine_is_gone_with_all_its_tokens_once_another_has_its_requests() -> None:
-    """At once, and not when the collector looks at what is old: that may be hours later."""
+def test_dead_engine_is_freed_after_the_handover() -> None:
+    """Immediately, and not at a later full garbage collection, which may be hours away."""
 
     async def main() -> None:
         dead, other = Called(), Called()
@@ -169,15 +169,15 @@ STEPS = st.one_of(
 
 @dataclass
 class Asked:
-    """A response, and what is known of it."""
+    """A requested response and what is known of it."""
 
     task: asyncio.Task[Generation]
     whole: Generation
-    may_end: bool = False  # before its end
+    may_end: bool = False  # it may have ended early
 
 
 class Caller:
-    """Does what was drawn, and knows what each of its calls must get."""
+    """Makes random calls, and knows what each of them must return."""
 
     def __init__(self, delays: tuple[float, ...]) -> None:
         self.called = Called(delays)
@@ -215,7 +215,7 @@ class Caller:
     def check_progress(self) -> None:
         for id, said in self.called.engine.progress(dict.fromkeys("abc", 0)).items():
             assert said.tokens == self.newest[id].whole.tokens[: len(said)]
-            assert len(said) < 100 or self.newest[id].task.done()  # the last token comes with the end
+            assert len(said) < 100 or self.newest[id].task.done()  # the last token comes with the result
             assert self.called.engine.progress({id: 3})[id] == said.after(3)
 
     def check(self, one: Asked) -> None:
@@ -235,7 +235,7 @@ SCRIPTS = st.lists(STEPS, max_size=15), st.lists(st.sampled_from([0.0, 0.002, 0.
 
 
 async def acted(steps: list[Any], delays: list[float]) -> Caller:
-    """Who has taken these steps."""
+    """Build a caller that has taken these steps."""
     caller = Caller(tuple(delays))
     await caller.called.begun()
     for step in steps:
@@ -245,7 +245,7 @@ async def acted(steps: list[Any], delays: list[float]) -> Caller:
 
 @DRAWN
 @given(*SCRIPTS)
-def test_each_caller_gets_its_own_response_whatever_comes_between(steps: list[Any], delays: list[float]) -> None:
+def test_every_caller_gets_its_own_response(steps: list[Any], delays: list[float]) -> None:
     async def main() -> None:
         caller = await acted(steps, delays)
         await asyncio.wait_for(asyncio.gather(*(one.task for one in caller.asked), return_exceptions=True), 100.0)
@@ -260,9 +260,7 @@ def test_each_caller_gets_its_own_response_whatever_comes_between(steps: list[An
 
 @DRAWN
 @given(*SCRIPTS)
-def test_whoever_waits_hears_of_the_death_and_what_had_come_by_then_is_known(
-    steps: list[Any], delays: list[float]
-) -> None:
+def test_death_ends_every_wait_and_keeps_received_tokens(steps: list[Any], delays: list[float]) -> None:
     async def main() -> None:
         caller = await acted(steps, delays)
         before = caller.called.engine.progress(dict.fromkeys("abc", 0))

@@ -54,13 +54,13 @@ LAST = 6
 
 @dataclass
 class Beside:
-    """Evaluations of every second version of a pipeline, on engines of their own or on lent ones."""
+    """Evaluations of every second version of a pipeline, on separate or on borrowed engines."""
 
     lent: bool = False
     samples: int = 1
-    deaths: int = 0  # of engines, in the middle of an evaluation
+    deaths: int = 0  # number of engines that die during an evaluation
     gone: tuple[int, ...] = ()  # versions whose weights are gone
-    at: dict[int, int] = field(default_factory=dict)  # evaluated version -> the newest loaded when it was stored
+    at: dict[int, int] = field(default_factory=dict)  # evaluated version -> newest loaded version when it was stored
 
     def __call__(self, pipeline: Pipeline) -> Evaluations:
         self.pipeline = pipeline
@@ -112,8 +112,8 @@ def ran(beside: Beside | None, **choices: object) -> Pipeline:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 2.0])
-def test_while_an_evaluation_runs_versions_are_published_and_loaded(alpha: float) -> None:
-    """One takes 100 seconds; the whole training, a few."""
+def test_versions_are_published_during_an_evaluation(alpha: float) -> None:
+    """One evaluation takes 100 seconds, the whole training a few."""
     beside = Beside()
     pipeline = ran(beside, async_ratio=alpha)
     assert beside.at == {0: LAST, 2: LAST, 4: LAST, 6: LAST}
@@ -121,7 +121,7 @@ def test_while_an_evaluation_runs_versions_are_published_and_loaded(alpha: float
     assert [(each.version, each.pinned, each.responses) for each in stored] == [(v, True, 8) for v in (0, 2, 4, 6)]
 
 
-def test_at_alpha_0_what_is_trained_is_the_same_with_and_without() -> None:
+def test_evaluations_do_not_change_training_at_alpha_zero() -> None:
     def trained(beside: Beside | None, engines: int) -> list[bytes]:
         pipeline = ran(beside, async_ratio=0.0, engines=engines)
         found = [pipeline.policies.find(version).batch_entry for version in range(1, LAST + 1)]
@@ -133,13 +133,13 @@ def test_at_alpha_0_what_is_trained_is_the_same_with_and_without() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 2.0])
-def test_a_lent_engine_comes_back_and_its_requests_go_on_elsewhere(alpha: float) -> None:
+def test_borrowed_engine_returns_and_its_requests_move(alpha: float) -> None:
     beside = Beside(lent=True)
     pipeline = ran(beside, async_ratio=alpha, engines=2)
     assert [(each.version, each.pinned) for each in evaluations(pipeline.store)] == [(v, True) for v in (0, 2, 4, 6)]
     assert sorted(pipeline.proxy.engines) == [0, 1]
     assert {engine.version for engine in pipeline.proxy.engines.values()} == {LAST}
-    assert sum(engine._usage.restarted for engine in pipeline.proxy.engines.values()) == 0  # tokens made in vain
+    assert sum(engine._usage.restarted for engine in pipeline.proxy.engines.values()) == 0  # no tokens are lost
     assert pipeline.policies.newest() == LAST
 
 
@@ -152,7 +152,7 @@ def test_a_lent_engine_comes_back_and_its_requests_go_on_elsewhere(alpha: float)
     seed=st.integers(0, 99),
 )
 @settings(max_examples=20, deadline=None)
-def test_whenever_engines_die_every_evaluation_is_made_and_the_run_ends(
+def test_every_evaluation_is_done_despite_engine_deaths(
     alpha: float, in_flight: str, engines: int, deaths: list[tuple[float, int]], seed: int
 ) -> None:
     pipeline = ran(
@@ -168,7 +168,7 @@ def test_whenever_engines_die_every_evaluation_is_made_and_the_run_ends(
     assert audit(pipeline.store).clean
 
 
-def test_no_engine_is_lent_while_there_is_one_alone() -> None:
+def test_single_engine_is_never_lent() -> None:
     async def main() -> None:
         engine = TimedEngine(SLOW)
         await engine.start()
@@ -182,8 +182,8 @@ def test_no_engine_is_lent_while_there_is_one_alone() -> None:
     run_virtual(main())
 
 
-def test_a_lent_engine_that_cannot_come_back_is_told_among_the_failed() -> None:
-    """Else nobody would start it again: its actor is well, and the run has an engine less for ever."""
+def test_lost_borrowed_engine_is_reported_as_failed() -> None:
+    """Otherwise it would not be restarted: its actor is alive, and the run would miss an engine forever."""
 
     class Cut(TimedEngine):
         away = False
@@ -212,8 +212,8 @@ def test_a_lent_engine_that_cannot_come_back_is_told_among_the_failed() -> None:
     run_virtual(main())
 
 
-def test_an_evaluation_ends_with_the_run_also_where_the_lent_engine_is_dead() -> None:
-    """Else whatever ended the run would wait for an engine that nobody starts again."""
+def test_evaluation_ends_with_the_run_on_a_dead_engine() -> None:
+    """Otherwise the end of the run would wait for an engine that is never restarted."""
 
     async def main() -> None:
         engines = [TimedEngine(SLOW), TimedEngine(SLOW)]
@@ -233,14 +233,14 @@ def test_an_evaluation_ends_with_the_run_also_where_the_lent_engine_is_dead() ->
     run_virtual(main())
 
 
-def test_an_evaluation_whose_engine_died_is_made_again() -> None:
+def test_evaluation_is_repeated_after_its_engine_died() -> None:
     beside = Beside(deaths=3)
     pipeline = ran(beside)
     assert beside.deaths == 0
     assert [(each.version, each.responses) for each in evaluations(pipeline.store)] == [(v, 8) for v in (0, 2, 4, 6)]
 
 
-def test_a_successor_evaluates_what_was_not_stored() -> None:
+def test_restarted_process_evaluates_what_was_not_stored() -> None:
     store = MemoryStore(uuid4().hex)
     first = ran(Beside(), store=store)
     kept = evaluations(store)
@@ -255,7 +255,7 @@ def test_a_successor_evaluates_what_was_not_stored() -> None:
 @pytest.mark.parametrize(
     "damaged", ["", "[]", "null", '{"version": 1}', '{"version": 1, "reason": 3, "accuracy": "all"}']
 )
-def test_what_is_damaged_was_not_evaluated_and_hides_no_other(damaged: str) -> None:
+def test_damaged_evaluation_is_repeated_and_hides_no_other(damaged: str) -> None:
     run = MemoryStore(uuid4().hex)
     good = Evaluation(0, 0.5, 0.5, 8, 3.0, True)
     store_evaluation(run, good)
@@ -267,7 +267,7 @@ def test_what_is_damaged_was_not_evaluated_and_hides_no_other(damaged: str) -> N
     assert [one.version for one in skipped(run)] == [2]
 
 
-def test_pass_at_k_by_hand() -> None:
+def test_pass_at_k_matches_a_hand_example() -> None:
     # of 4 responses 1 is right: of the 6 pairs, the 3 without it have none
     assert [pass_at(k, 4, 1) for k in (1, 2, 3, 4)] == [1 / 4, 1 / 2, 3 / 4, 1.0]
     # of 5, 2: of 10 pairs, 3 have none; of 10 triples, 1
@@ -275,7 +275,7 @@ def test_pass_at_k_by_hand() -> None:
     assert [pass_at(2, 4, right) for right in (0, 3, 4)] == [0.0, 1.0, 1.0]
 
 
-def test_pass_at_k_is_the_share_of_all_choices_of_k_that_have_a_right_one() -> None:
+def test_pass_at_k_equals_the_share_of_choices_with_a_hit() -> None:
     for responses in range(1, 8):
         for right in range(responses + 1):
             verdicts = [place < right for place in range(responses)]
@@ -284,7 +284,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_that_have_a_right_one() -> N
                 assert pass_at(k, responses, right) == pytest.approx(sum(choices) / len(choices), rel=1e-15, abs=0)
 
 
-def test_of_many_responses_pass_at_k_is_finite_and_grows_with_k() -> None:
+def test_pass_at_k_of_many_responses_is_finite_and_grows() -> None:
     found = [pass_at(2**power, 2**14, 3) for power in range(15)]
     assert found[0] == pytest.approx(3 / 2**14)
     assert found == sorted(found)
@@ -299,7 +299,7 @@ def test_of_many_responses_pass_at_k_is_finite_and_grows_with_k() -> None:
         (6, {2: (0 + 1 / 3 + 9 / 15) / 3, 4: (0 + 2 / 3 + 14 / 15) / 3}),  # of 6; the pairs that have none: 10, 6
     ],
 )
-def test_pass_at_k_is_of_each_prompts_own_responses(samples: int, expected: dict[int, float]) -> None:
+def test_pass_at_k_uses_each_prompts_own_responses(samples: int, expected: dict[int, float]) -> None:
     asked: Counter[int] = Counter()
 
     async def score(request: ScoreRequest) -> Score:
@@ -320,7 +320,7 @@ def test_pass_at_k_is_of_each_prompts_own_responses(samples: int, expected: dict
     assert found.metrics == {"accuracy": found.accuracy, **{f"pass_at_{k}": v for k, v in found.pass_at.items()}}
 
 
-def test_an_evaluation_is_read_as_it_was_stored_also_one_from_before_pass_at_k() -> None:
+def test_stored_evaluation_is_read_back_even_an_old_one() -> None:
     run = MemoryStore(uuid4().hex)
     made = Evaluation(3, 0.5, 0.5, 8, 3.0, True, {2: 0.7, 4: 0.9})
     store_evaluation(run, made)
@@ -330,14 +330,14 @@ def test_an_evaluation_is_read_as_it_was_stored_also_one_from_before_pass_at_k()
     assert read_evaluation(run, 4) == replace(made, version=4, pass_at={})
 
 
-def test_a_version_whose_weights_are_gone_is_skipped_with_its_reason() -> None:
+def test_version_without_weights_is_skipped_with_a_reason() -> None:
     beside = Beside(gone=(2,))
     pipeline = ran(beside)
     assert [each.version for each in evaluations(pipeline.store)] == [0, 4, 6]
     assert skipped(pipeline.store) == [EvaluationSkipped(2, "its weights are gone: version 2 is missing")]
 
 
-def test_weights_stay_until_their_evaluation_is_stored() -> None:
+def test_weights_are_kept_until_their_evaluation_is_stored() -> None:
     begin(store := MemoryStore(uuid4().hex), keep_last=2, keep_every=100)
     (batches, scheduler), (policies, learner) = scheduling(store), learning(store)
     waiting = {3}
@@ -353,7 +353,7 @@ def test_weights_stay_until_their_evaluation_is_stored() -> None:
         assert there == sorted({*kept, *([3] if 3 <= version < 8 else [])})
 
 
-def test_where_evaluations_are_made() -> None:
+def test_config_chooses_the_evaluation_engine() -> None:
     vllm, timed = VllmEngineConfig(slots=7), TimedEngineConfig()
     small = RunConfig(engine=vllm).evaluation_engine(on_cpu=True)
     assert isinstance(small, TransformersEngineConfig)
@@ -363,9 +363,9 @@ def test_where_evaluations_are_made() -> None:
     assert RunConfig(engine=VllmEngineConfig(replicas=2)).evaluation_engine(on_cpu=False) is None
 
 
-def test_a_version_that_no_engine_can_take_is_skipped_with_the_reason() -> None:
-    """Damaged weights, say: the run must neither wait for ever for an evaluation that cannot be made, nor spend all
-    restarts of the engine on it and end."""
+def test_version_that_no_engine_loads_is_skipped() -> None:
+    """For example with damaged weights: the run must neither wait forever for an evaluation that cannot be made, nor
+    spend all restarts of the engine on it."""
 
     class Refusing(TimedEngine):
         async def update(self, version: int, weights: Path) -> None:

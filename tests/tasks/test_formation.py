@@ -1,4 +1,4 @@
-"""Formation, against the same questions asked of plain lists, the long way; and its cases by hand."""
+"""Formation, compared with a plain implementation of its definition, and with examples worked by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollflow.tasks.rollout.running_by_version import RunningByVersion
 
 @dataclass(frozen=True)
 class One:
-    """A group that waits, or one that runs: in the order of its number of issue, which is its prompt, too."""
+    """A waiting or a running group; its issue number is also its prompt."""
 
     number: int
     started: int
@@ -41,7 +41,7 @@ class One:
 
 
 def formation(limits: RolloutLimits, waiting: list[One], running: list[One]) -> Formation:
-    """`running` stand for the dispatches: what `RunningByVersion` asks of those is the same."""
+    """Build a formation; `running` replaces dispatches, with the attributes that the index uses."""
     buffer, starts = TrajectoryBuffer(), RunningByVersion()
     for one in waiting:
         buffer.add(one.group, one.number, awaited=one.awaited)
@@ -53,13 +53,13 @@ def formation(limits: RolloutLimits, waiting: list[One], running: list[One]) -> 
 def long_way(
     limits: RolloutLimits, waiting: list[One], running: list[One], number: int, busy: bool, lost: bool
 ) -> bool:
-    """`must_wait`, from its words."""
+    """Implement `must_wait` literally from its definition."""
     groups, alpha = limits.groups, limits.async_ratio
     if limits.order == "started":
         return bool(running) and sum(one.number < running[0].number for one in waiting) < groups
 
     def old(ones: list[One], later: int) -> list[One]:
-        """Those that would be too old for the batch so many after this one."""
+        """List the groups that would be too old for the batch `later` batches after this one."""
         return [one for one in ones if one.started < number + later - alpha]
 
     late = old(running, 1)
@@ -93,7 +93,7 @@ ONES = st.lists(st.tuples(st.sampled_from([False, False, True]), st.integers(0, 
     busy=st.booleans(),
     lost=st.booleans(),
 )
-def test_what_is_waited_for(
+def test_must_wait_matches_the_plain_definition(
     ones: list[tuple[bool, int, bool]], number: int, limits: RolloutLimits, busy: bool, lost: bool
 ) -> None:
     every = [(runs, One(place, min(started, number), awaited)) for place, (runs, started, awaited) in enumerate(ones)]
@@ -101,53 +101,53 @@ def test_what_is_waited_for(
     found = formation(limits, waiting, running)
     assert found.oldest_allowed(number) == number - limits.async_ratio
     assert found.is_full == (len(waiting) >= limits.groups)
-    if found.is_full:  # else nobody asks
+    if found.is_full:  # otherwise the scheduler does not ask
         waits = found.must_wait(number, (one.number for one in running), learner_is_busy=busy, is_lost=lost)
         assert waits == long_way(limits, waiting, running, number, busy, lost)
 
 
 def waits(waiting: list[One], running: list[One], busy: bool = False, lost: bool = False, **limits: Any) -> bool:
-    """For batch 3."""
+    """Return whether batch 3 has to wait."""
     found = formation(replace(LIMITS, **limits), waiting, running)
     return found.must_wait(3, (one.number for one in running), learner_is_busy=busy, is_lost=lost)
 
 
 @pytest.mark.parametrize("order", ["finished", "started"])
-def test_nothing_that_runs_is_waited_for_by_nobody(order: str) -> None:
+def test_batch_waits_for_nothing_if_nothing_runs(order: str) -> None:
     assert not waits([One(0, 2), One(1, 2)], [], order=order)
 
 
-def test_in_the_order_of_issue_the_first_that_runs_has_its_place() -> None:
+def test_started_order_reserves_a_place_for_the_first() -> None:
     assert waits([One(0, 3), One(2, 3)], [One(1, 3)], order="started")
     assert not waits([One(0, 3), One(1, 3)], [One(2, 0)], order="started")
     assert waits([One(0, 3), One(2, 3), One(3, 3)], [One(1, 3), One(4, 0)], order="started")
 
 
-def test_one_that_would_be_too_old_for_batch_4_is_waited_for() -> None:
+def test_group_too_old_for_the_next_batch_is_awaited() -> None:
     full = [One(1, 3), One(2, 3)]
     assert waits(full, [One(0, 2)])
-    assert not waits(full, [One(0, 3)])  # it is young enough
+    assert not waits(full, [One(0, 3)])  # this group is young enough
     assert not waits(full, [One(0, 2, awaited=False)])
     assert waits(full, [One(0, 2, awaited=False)], busy=True)
     assert not waits([One(1, 1), One(3, 1)], [One(0, 2)])  # the batch has no room for it
     assert waits([One(1, 1), One(3, 1)], [One(0, 2)], busy=True)
 
 
-def test_of_equally_old_ones_the_first_by_key_has_the_room() -> None:
+def test_first_key_has_room_among_equally_old() -> None:
     assert waits([One(1, 2), One(2, 2)], [One(0, 2)])
     assert not waits([One(1, 2), One(2, 2)], [One(3, 2)])
     assert waits([One(1, 2), One(4, 2)], [One(3, 2), One(5, 2)])
     assert waits([One(1, 2, awaited=False), One(2, 2, awaited=False)], [One(3, 2)])  # awaited ones go first
 
 
-def test_a_crowd_that_the_batches_to_come_cannot_hold_is_waited_for() -> None:
-    """Alpha = 2: of what was started under 2, batch 4 may still take two. A third one would be dropped. With alpha = 3,
-    of what was started under 1 batch 4 may take two, and of that under 2 batches 4 and 5 may take four."""
+def test_crowd_beyond_later_batches_is_waited_for() -> None:
+    """At alpha = 2, batch 4 can still take two groups started under version 2; a third one would be dropped. At alpha =
+    3, batch 4 can take two groups started under version 1, and batches 4 and 5 four groups started under version 2."""
     full = [One(1, 3), One(2, 3)]
     crowd = [One(10 + i, 2) for i in range(3)]
     assert waits(full, crowd, async_ratio=2.0)
     assert not waits(full, crowd[:2], async_ratio=2.0)
-    assert not waits([One(1, 2), One(2, 2)], crowd, async_ratio=2.0)  # this batch takes old ones, too
+    assert not waits([One(1, 2), One(2, 2)], crowd, async_ratio=2.0)  # this batch also takes old groups
     assert not waits(full, crowd, async_ratio=2.0, at_bound="drop")
     assert not waits(full, crowd, async_ratio=2.0, lost=True)
     assert not waits(full, [One(10 + i, 2) for i in range(4)], async_ratio=3.0)

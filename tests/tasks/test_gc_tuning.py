@@ -20,11 +20,11 @@ from tests.support.small_run import prepare_small
 from tests.support.tiny_policy import make_policy
 from tests.support.waiting import HANG_SECONDS
 
-IMPORTED = 20_000  # objects that are there once all is imported, and are looked at no more
+IMPORTED = 20_000  # at least this many objects are frozen once all is imported
 
 
 async def settings(actor: Any) -> tuple[tuple[int, int, int], int]:
-    """The thresholds of an actor's process, and how many objects its collector passes over."""
+    """Return the thresholds of an actor's process, and the number of its frozen objects."""
     found: tuple[tuple[int, int, int], int] = await actor.__ray_call__.remote(
         lambda _: (gc.get_threshold(), gc.get_freeze_count())
     )
@@ -32,7 +32,7 @@ async def settings(actor: Any) -> tuple[tuple[int, int, int], int]:
 
 
 async def spares_the_collector(actor: Any) -> None:
-    """Return once the actor does."""
+    """Wait until the actor answers."""
     async with asyncio.timeout(HANG_SECONDS):
         while (await settings(actor))[0] != (YOUNG, OLDER, OLDER):
             await asyncio.sleep(0.1)
@@ -42,7 +42,7 @@ async def spares_the_collector(actor: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("kind", [RewardActor, RolloutActor])
-async def test_stages(
+async def test_stages_run_with_a_tuned_collector(
     ray_node: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[..., object]
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
@@ -63,8 +63,8 @@ async def test_stages(
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.soak
-async def test_an_engine_of_vllm(ray_node: None, tmp_path: Path) -> None:
-    """Its front end: what came with vLLM's imports is looked at no more."""
+async def test_vllm_engine_runs_with_a_tuned_collector(ray_node: None, tmp_path: Path) -> None:
+    """In its front end: objects of vLLM's imports are frozen."""
     engine = RayEngine.spawn(VllmEngineConfig(), make_policy(tmp_path / "policy"))
     try:
         await engine.start()

@@ -53,6 +53,6 @@ def test_long_spans_have_fewer_rows_on_a_gpu(row_bytes: int, rows: int) -> None:
 
 
 def test_cpu_groups_have_64_rows(sampler: FixedShapeSampler) -> None:
-    """Whatever the row size, since recorded runs depend on it."""
+    """The number does not depend on the row size, because recorded runs depend on it."""
     group = AttentionRows(sampler._config, 64, torch.float32, torch.device("meta"), ON_CPU)
     assert len(group.rows) == 64

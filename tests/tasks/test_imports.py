@@ -1,4 +1,4 @@
-"""What an import path may name, and what is said of one that names something else."""
+"""What an import path may name, and the error for a path that names something else."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def reward(path: str, **options: object) -> ImportReward:
     return ImportReward(path=path, options=options)
 
 
-def test_a_function_that_says_it_returns_a_score_is_taken_with_its_options() -> None:
+def test_annotated_function_is_imported_with_its_options() -> None:
     assert build_verifier(reward("own.parts:good", least=2))("abc", {}) == Score(1.0, "length")
     assert build_verifier(reward("own.parts:good", least=3))("abc", {}) == Score(0.0, "length")
 
@@ -92,7 +92,7 @@ def test_a_function_that_says_it_returns_a_score_is_taken_with_its_options() -> 
         ("own.script:good", "importing own.script failed with SystemExit: 0; correct it"),
     ],
 )
-def test_what_cannot_be_had_is_said_in_one_sentence(path: str, words: str) -> None:
+def test_missing_part_is_reported_in_one_sentence(path: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         build_verifier(reward(path))
     assert str(refused.value).startswith(f"reward.path = {path!r}: ")
@@ -100,13 +100,13 @@ def test_what_cannot_be_had_is_said_in_one_sentence(path: str, words: str) -> No
     assert "\n" not in str(refused.value)
 
 
-def test_options_that_it_does_not_take_are_named() -> None:
+def test_unknown_options_are_named() -> None:
     with pytest.raises(ConfigError, match=r"reward\.options = \{'most': 1\}: own\.parts:good failed with TypeError"):
         build_verifier(reward("own.parts:good", most=1))
 
 
-def test_options_that_no_worker_could_be_started_with_are_refused() -> None:
-    """The pool would take it for a full process table, and try again without end."""
+def test_options_too_long_for_a_worker_are_refused() -> None:
+    """Otherwise the pool would take it for a full process table and retry forever."""
     assert build_verifier(reward("own.parts:wide", words="x" * 90_000))
     with pytest.raises(
         ConfigError, match=r"reward\.options = \{'words': 'xä+\.\.\.: 1\d{5} bytes; write what is large into"
@@ -115,14 +115,14 @@ def test_options_that_no_worker_could_be_started_with_are_refused() -> None:
 
 
 @pytest.mark.parametrize("path", ["os:system", "builtins:exec", "builtins:eval", "subprocess:run", "pickle:loads"])
-def test_a_config_that_somebody_wrote_into_a_store_calls_no_function_that_is_not_meant_for_it(path: str) -> None:
+def test_forged_config_cannot_call_other_functions(path: str) -> None:
     with pytest.raises(ConfigError, match=r"it is no function that is annotated"):
         imported_function("reward", reward(path), Score)
     with pytest.raises(ConfigError, match=r"it is no class that derives from rollflow's RewardBase"):
         imported_class("reward", reward(path), RewardBase)
 
 
-def test_a_class_derives_from_its_contract_and_is_not_the_contract_itself() -> None:
+def test_contract_class_itself_is_refused() -> None:
     found = imported_class("reward", reward("rollflow.tasks.verifiers.config:ExactReward"), RewardBase)
     assert found.__name__ == "ExactReward"
     with pytest.raises(ConfigError, match="derives from"):
@@ -130,27 +130,25 @@ def test_a_class_derives_from_its_contract_and_is_not_the_contract_itself() -> N
 
 
 @pytest.mark.parametrize("path", ["own.parts", "own/parts:good", ":good", "own.parts:good()", "own.parts:a.b"])
-def test_a_path_of_another_form_is_refused_as_a_recipe_is_read(path: str) -> None:
+def test_malformed_import_path_is_refused_by_the_recipe(path: str) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.path = "):
         parse({"reward": {"kind": "import", "path": path}})
 
 
-def test_a_relative_pythonpath_is_another_folder_in_other_processes(
-    modules: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_pythonpath_is_refused(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(modules)
     monkeypatch.setenv("PYTHONPATH", ".")
     with pytest.raises(ConfigError, match=rf"PYTHONPATH = '\.'.*; write PYTHONPATH={modules}"):
         build_verifier(reward("own.parts:good"))
 
 
-async def test_a_pool_without_its_verifier_scores_nothing(modules: Path) -> None:
+async def test_pool_without_its_verifier_does_not_start(modules: Path) -> None:
     with pytest.raises(ConfigError, match="there is no module nowhere"):
         await RewardPool(reward("nowhere:good"), modules).start()
 
 
 class Contract(Protocol):
-    """What the classes below derive from."""
+    """The contract of the classes below."""
 
     def answer(self, question: str) -> str:
         """Something."""
@@ -193,7 +191,7 @@ class Ending(Good):
         raise SystemExit(0)
 
 
-def test_a_class_that_has_what_its_contract_says_is_made() -> None:
+def test_class_that_meets_its_contract_is_created() -> None:
     assert isinstance(imported_object("reward", reward(f"{__name__}:Good"), Contract), Good)  # type: ignore[type-abstract]
 
 
@@ -207,6 +205,6 @@ def test_a_class_that_has_what_its_contract_says_is_made() -> None:
         ("Ending", "Ending failed with SystemExit: 0; give it options that it takes"),
     ],
 )
-def test_a_class_that_would_fail_at_every_call_is_refused_before_the_first(name: str, words: str) -> None:
+def test_class_with_wrong_methods_is_refused_before_a_call(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         imported_object("reward", reward(f"{__name__}:{name}"), Contract)  # type: ignore[type-abstract]

@@ -1,4 +1,4 @@
-"""The order of issue, worked by hand; what its choices do to a run is in `test_choices`."""
+"""The order of issue, worked by hand; `test_choices` tests its effect on a run."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def left(order: IssueOrder, prompt: int, reason: DiscardReason = DiscardReason.S
     order.note_discard(Discard(GroupKey(prompt, attempt), reason, 0, 7))
 
 
-def test_what_is_issued_again_goes_first_in_its_order() -> None:
+def test_reissued_prompts_go_first_in_order() -> None:
     order = order_of([(7, 1), (3, 2)])
     assert prompts(order, 0, 4) == [(7, 1), (3, 2), (100, 0), (101, 0)]
-    assert order.take_issued() == (100, 101)  # the others were counted before
+    assert order.take_issued() == (100, 101)  # the others were issued before
     assert order.take_issued() == ()
     assert prompts(order, 0, 1) == [(102, 0)]
     assert order.take_issued() == (102,)
@@ -49,7 +49,7 @@ def test_what_is_issued_again_goes_first_in_its_order() -> None:
         (DiscardReason.FILTERED, [(100, 0)]),
     ],
 )
-def test_what_was_left_behind_waits_for_the_next_version(reason: DiscardReason, now: list[tuple[int, int]]) -> None:
+def test_preempted_prompt_waits_for_the_next_version(reason: DiscardReason, now: list[tuple[int, int]]) -> None:
     order = order_of()
     order.advance(4)
     left(order, 5, reason)
@@ -60,10 +60,10 @@ def test_what_was_left_behind_waits_for_the_next_version(reason: DiscardReason, 
     late = reason in (DiscardReason.STALE, DiscardReason.REDUNDANT)
     assert (prompts(order, 0, 1) == [(5, 1)]) == late
     order.advance(6)
-    assert (5, 1) not in prompts(order, 0, 3)  # once
+    assert (5, 1) not in prompts(order, 0, 3)  # it is issued only once
 
 
-def test_version_0_is_a_version() -> None:
+def test_version_zero_releases_preempted_prompts() -> None:
     order = order_of()
     left(order, 5)
     order.advance(-1)
@@ -72,7 +72,7 @@ def test_version_0_is_a_version() -> None:
     assert prompts(order, 0, 1) == [(5, 1)]
 
 
-def test_a_filtered_prompt_is_replaced_by_another_of_its_source() -> None:
+def test_filtered_prompt_is_replaced_from_its_source() -> None:
     limits = RolloutLimits(0, 10, 2, 4, 1.0, 8, 1, 9, 1.0, shares=(0.5, 0.5))
     order = IssueOrder(limits, Cursor((10, 10), (0, 0)), [])
     assert prompts(order, 0, 2) == [(20, 0), (21, 0)]
@@ -80,18 +80,18 @@ def test_a_filtered_prompt_is_replaced_by_another_of_its_source() -> None:
     assert prompts(order, 0, 3) == [(23, 0), (22, 0), (25, 0)]
 
 
-def test_what_a_dispatch_asks_for() -> None:
+def test_issue_has_responses_and_awaited_flag() -> None:
     plain = order_of([(7, 1)], **EXTRA)
     assert plain.next_issue(0) == Issue(GroupKey(7, 1), 6, awaited=True)
     assert plain.next_issue(0) == Issue(GroupKey(100, 0), 6, awaited=True)
     drops = order_of([(7, 1), (8, 1)], [(7, 3), (8, 2)], **EXTRA, at_bound="drop")
-    assert drops.next_issue(0) == Issue(GroupKey(7, 1), 6, awaited=True)  # three times left behind
+    assert drops.next_issue(0) == Issue(GroupKey(7, 1), 6, awaited=True)  # preempted three times
     assert drops.next_issue(0) == Issue(GroupKey(8, 1), 6, awaited=False)
     assert drops.next_issue(0) == Issue(GroupKey(100, 0), 6, awaited=False)
     assert [drops.count_extra_groups(batch) for batch in (0, 1, 9, 10)] == [3, 3, 3, 3]
 
 
-def test_once_it_was_left_behind_often_enough_it_is_awaited() -> None:
+def test_prompt_is_awaited_after_enough_preemptions() -> None:
     order = order_of(at_bound="drop", tail_after=2)
     for attempt, awaited in ((0, False), (1, True), (2, True)):
         order.note_discard(Discard(GroupKey(5, attempt), DiscardReason.STALE, 0, 7))
@@ -100,10 +100,10 @@ def test_once_it_was_left_behind_often_enough_it_is_awaited() -> None:
     order.forget_slowness([4, 5])
     left(order, 5, attempt=3)
     order.advance(5)
-    assert order.next_issue(0) == Issue(GroupKey(5, 4), 4, awaited=False)  # a batch had it: it is counted anew
+    assert order.next_issue(0) == Issue(GroupKey(5, 4), 4, awaited=False)  # a batch took it: its count starts again
 
 
-def test_a_dispatch_without_a_token_is_no_slow_one() -> None:
+def test_dispatch_without_tokens_does_not_count_as_slow() -> None:
     order = order_of(**TAIL)
     order.note_discard(Discard(GroupKey(5, 0), DiscardReason.STALE, 0, 0))
     order.advance(0)
@@ -116,16 +116,16 @@ FIVE = [(number, 1) for number in range(5)]
 SLOW = [(number, 1) for number in range(5)]
 
 
-def test_a_long_round_is_a_batch_of_the_tail_and_the_next_one_too_while_there_are_enough() -> None:
+def test_long_rounds_follow_while_the_tail_is_full() -> None:
     order = order_of(FIVE, SLOW, **TAIL, **EXTRA)
     assert order.count_extra_groups(0) == 0
     assert [order.next_issue(0) for _ in range(2)] == [Issue(GroupKey(n, 1), 4, awaited=True) for n in (0, 1)]
     assert order.next_issue(0) == Issue(
         GroupKey(100, 0), 4, awaited=False
-    )  # a filtered one is replaced, without extras
+    )  # a filtered prompt is replaced, without extras
     assert [order.next_issue(1).key.prompt for _ in range(2)] == [2, 3]
     assert order.count_extra_groups(1) == 0
-    assert order.count_extra_groups(2) == 3  # one is left: no round
+    assert order.count_extra_groups(2) == 3  # one prompt is left, too few for a long round
     assert order.next_issue(2) == Issue(GroupKey(101, 0), 6, awaited=False)
     assert order.next_issue(1) == Issue(
         GroupKey(102, 0), 6, awaited=False
@@ -133,11 +133,11 @@ def test_a_long_round_is_a_batch_of_the_tail_and_the_next_one_too_while_there_ar
     assert order.count_extra_groups(1) == 3
 
 
-def test_before_the_first_version_no_round_has_begun() -> None:
+def test_no_round_begins_before_the_first_version() -> None:
     assert order_of(FIVE, SLOW, **TAIL, **EXTRA).count_extra_groups(-1) == 3
 
 
-def test_a_round_that_has_begun_stays_what_it_is() -> None:
+def test_round_keeps_its_kind_once_begun() -> None:
     order = order_of(FIVE[:1], SLOW, **TAIL, **EXTRA)
     assert order.next_issue(0) == Issue(GroupKey(100, 0), 6, awaited=False)
     left(order, 3)
@@ -149,21 +149,21 @@ def test_a_round_that_has_begun_stays_what_it_is() -> None:
     assert order.count_extra_groups(2) == 3
 
 
-def test_the_tail_needs_no_new_version() -> None:
+def test_tail_is_issued_without_a_new_version() -> None:
     order = order_of(**TAIL)
     left(order, 3)
     left(order, 4)
     assert prompts(order, 0, 2) == [(3, 1), (4, 1)]
 
 
-def test_without_tail_batching_the_slow_stand_with_the_others() -> None:
+def test_slow_prompts_stay_in_order_without_tail_batching() -> None:
     order = order_of(FIVE, SLOW, **EXTRA, at_bound="drop", tail_after=1)
     assert order.count_extra_groups(0) == 3
     assert [order.next_issue(0) for _ in range(3)] == [Issue(GroupKey(n, 1), 6, awaited=True) for n in (0, 1, 2)]
     assert order.count_extra_groups(9) == 3
 
 
-def test_the_last_round_is_long_whatever_waits() -> None:
+def test_last_round_is_always_long() -> None:
     order = order_of([(0, 1)], [(0, 1)], **TAIL, **EXTRA)
     assert [order.count_extra_groups(batch) for batch in (7, 8, 9, 10)] == [3, 3, 0, 0]
     assert order.next_issue(8).key.prompt == 100
@@ -173,7 +173,7 @@ def test_the_last_round_is_long_whatever_waits() -> None:
     ]
 
 
-def test_waiting_at_the_bound_awaits_the_tail_as_all_others() -> None:
+def test_wait_at_bound_awaits_every_group() -> None:
     order = order_of(tail_batching=True, at_bound="wait")
     assert order.next_issue(0).awaited
     left(order, 3)

@@ -125,7 +125,7 @@ def test_spellings_of_a_question_have_one_key(text: str) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [("-5 + 3", "5 + 3"), ("f(x)", "f(x"), ("?", "!"), ("a b", "ab")])
-def test_other_questions_have_other_keys(one: str, other: str) -> None:
+def test_different_questions_have_different_keys(one: str, other: str) -> None:
     assert normalise(one) != normalise(other)
 
 
@@ -173,7 +173,7 @@ RECORDED: list[tuple[str, list[PromptConfig], str]] = [
 
 
 @pytest.mark.parametrize(("configs", "recorded"), [case[1:] for case in RECORDED], ids=[case[0] for case in RECORDED])
-def test_split_by_text_is_that_of_recorded_runs(configs: list[PromptConfig], recorded: str) -> None:
+def test_split_by_text_matches_recorded_runs(configs: list[PromptConfig], recorded: str) -> None:
     made = RunPrompts(configs, 3, 60, encode, 200, lambda config: LINES, "text")
     asked = [made.prompt(i).text for i in range(600)] + [made.demonstration(i)[0].text for i in range(300)]
     asked += [prompt.text for prompt in made.held_out()]

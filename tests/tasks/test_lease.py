@@ -1,4 +1,6 @@
-"""A run that no supervisor watches frees its actors; one that is watched, paused or waits for its store keeps them."""
+"""A run that no supervisor watches frees its actors; a run that is watched, paused or waits for its store keeps
+them.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,14 @@ while True:  # it works, and answers nobody
 
 
 class Looks:
-    """A watch on a clock of its own; `status` is what it reads."""
+    """A watch on a virtual clock; `status` is what it reads."""
 
     def __init__(self, lease: Lease = LEASE, share: float = 1.0) -> None:
         self.now, self.status = 0.0, b"0"
         self.watch = LeaseWatch(lease, lambda: self.status, lambda: self.now, share)  # type: ignore[arg-type]
 
     def run_out_after(self, seconds: float, step: float = 1.0) -> float | None:
-        """Look every `step` seconds for so long; returns when the lease ran out."""
+        """Read every `step` seconds for a duration; return the time at which the lease expired."""
         began = self.now
         while self.now - began < seconds:
             self.now += step
@@ -54,32 +56,32 @@ class Looks:
         return None
 
 
-def test_a_lease_runs_out_once_the_status_stays() -> None:
+def test_lease_expires_while_the_status_is_unchanged() -> None:
     looks = Looks()
     found = looks.run_out_after(2000)
     assert found is not None
     assert 600 <= found <= 600 * 1.1
 
 
-def test_any_change_of_the_status_renews_a_lease() -> None:
+def test_changed_status_renews_the_lease() -> None:
     looks = Looks()
     for count in range(10):
         looks.status = str(count).encode()
         assert looks.run_out_after(590) is None
 
 
-def test_a_lease_of_no_seconds_never_runs_out() -> None:
+def test_lease_of_zero_seconds_never_expires() -> None:
     assert Looks(Lease("memory://run", 0.0, 60.0)).run_out_after(1e6, step=1000.0) is None
 
 
-def test_a_run_without_a_status_has_a_lease_all_the_same() -> None:
+def test_run_without_a_status_has_a_lease() -> None:
     looks = Looks()
     looks.status = b""
     assert looks.run_out_after(2000) is not None
 
 
-def test_an_actor_ends_after_its_flow_has() -> None:
-    """Else the flow would start it again: their looks are up to a twentieth of the lease apart."""
+def test_actor_ends_later_than_its_flow() -> None:
+    """Otherwise the flow would restart it: their reads are up to a twentieth of the lease apart."""
     for delay in range(30):
         flow, actor = Looks(), Looks(share=ACTOR_SHARE)
         flow.now += delay
@@ -89,8 +91,8 @@ def test_an_actor_ends_after_its_flow_has() -> None:
         assert first + delay < last
 
 
-def test_a_pause_of_the_actor_itself_does_not_count() -> None:
-    """It was suspended with its machine, and the supervisor as well: which writes again a moment later."""
+def test_pause_of_the_actor_does_not_count() -> None:
+    """The actor was suspended with its machine and the supervisor, which writes again a moment later."""
     looks = Looks()
     assert looks.run_out_after(100) is None
     looks.now += 86_400
@@ -98,16 +100,16 @@ def test_a_pause_of_the_actor_itself_does_not_count() -> None:
     assert looks.run_out_after(300) is None
 
 
-def test_a_store_that_is_away_keeps_a_lease_for_its_patience() -> None:
+def test_unreachable_store_extends_the_lease() -> None:
     looks = Looks()
     assert looks.run_out_after(500) is None
     looks.status = None  # type: ignore[assignment]
     assert looks.run_out_after(3000) is None
-    looks.status = b"0"  # it answers again; the supervisor, which waited for it too, has not written yet
+    looks.status = b"0"  # the store answers again; the supervisor, which waited for it, too, has not written yet
     assert looks.run_out_after(500) is None
 
 
-def test_a_store_that_stays_away_ends_a_lease_in_the_end() -> None:
+def test_lease_expires_if_the_store_stays_unreachable() -> None:
     looks = Looks()
     looks.status = None  # type: ignore[assignment]
     found = looks.run_out_after(10_000)
@@ -115,14 +117,14 @@ def test_a_store_that_stays_away_ends_a_lease_in_the_end() -> None:
     assert 4200 <= found <= 4300
 
 
-def test_the_lease_is_that_of_the_config(tmp_path: Path) -> None:
+def test_lease_uses_the_seconds_of_the_config(tmp_path: Path) -> None:
     tree = RunConfig(cluster={"lease_seconds": 30})  # type: ignore[arg-type]
     describe(open_store(str(tmp_path)), "run", tree)
     found = Lease.of(RunContext(str(tmp_path), tmp_path / "cache"))
     assert (found.uri, found.seconds, found.patience) == (str(tmp_path), 30.0, 3600.0)
 
 
-def test_a_run_recorded_before_there_were_leases_has_one(tmp_path: Path) -> None:
+def test_run_recorded_before_leases_has_one(tmp_path: Path) -> None:
     describe(open_store(str(tmp_path)), "run", {"cluster": {"address": "10.0.0.1:6379"}})
     context = RunContext(str(tmp_path), tmp_path / "cache")
     assert Lease.of(context).seconds == 600.0
@@ -130,7 +132,7 @@ def test_a_run_recorded_before_there_were_leases_has_one(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_process_that_computes_ends_with_its_children(tmp_path: Path) -> None:
+def test_computing_process_ends_with_its_children(tmp_path: Path) -> None:
     (tmp_path / STATUS).write_bytes(b"1")
     command = [sys.executable, "-c", PROCESS.format(uri=str(tmp_path))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -138,7 +140,7 @@ def test_a_process_that_computes_ends_with_its_children(tmp_path: Path) -> None:
         assert process.stderr
         child = psutil.Process(int(process.stdout.readline()))
         limit = time.monotonic() + 5.0
-        while time.monotonic() < limit:  # as long as somebody watches, it lives
+        while time.monotonic() < limit:  # while a supervisor watches, the actor lives
             (tmp_path / STATUS).write_bytes(os.urandom(8))
             assert process.poll() is None
             time.sleep(0.1)
@@ -167,6 +169,6 @@ def test_every_detached_actor_holds_a_lease(tmp_path: Path, monkeypatch: pytest.
 
 
 def is_gone(actor: ray.actor.ActorHandle) -> bool:
-    """Whether Ray says that an actor is dead, and not that it was killed by us."""
+    """Return whether Ray reports that an actor is dead, and not killed by this test."""
     state = ray._private.state.actors(actor._actor_id.hex())
     return bool(state and state["State"] == "DEAD")

@@ -1,4 +1,4 @@
-"""An episode that nobody wants any more ends at once, also while its environment thinks: it holds up no group."""
+"""An episode that is no longer wanted ends immediately, even while its environment computes: it delays no group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = 1e6  # virtual seconds: no run of these tests takes a thousandth of it
 
 
 class Thinking(Environment):
-    """One episode of so many thinks for long, in one place."""
+    """One of every few episodes computes for a long time, at one place."""
 
     def __init__(self, place: Place, one_of: int = 2) -> None:
         self.place, self.one_of, self.played, self.thought = place, one_of, 0, 0
@@ -48,7 +48,7 @@ class Thinking(Environment):
 
 
 class Stubborn(Thinking):
-    """It does not let itself be interrupted, and asks on."""
+    """An environment that ignores its cancellation and asks for more."""
 
     async def think(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -68,8 +68,8 @@ def pipeline(environment: Environment, **changes: object) -> Pipeline:
 
 @pytest.mark.parametrize("kind", [Thinking, Stubborn])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_group_that_has_enough_waits_for_nobody_who_thinks(place: Place, kind: type[Thinking]) -> None:
-    """What it had said until then is counted as surplus."""
+def test_complete_group_waits_for_no_thinking_environment(place: Place, kind: type[Thinking]) -> None:
+    """Its tokens up to then are counted as surplus."""
     spread = 1.0 if place == PLACES[2] else 0.0  # else both end at once, and nobody thinks behind its last turn
     run = pipeline(environment := kind(place), sigma=spread)
     assert run_virtual(timed(run)) < LONG / 1000
@@ -82,8 +82,8 @@ def test_a_group_that_has_enough_waits_for_nobody_who_thinks(place: Place, kind:
 
 
 @pytest.mark.parametrize("place", PLACES[1:])
-def test_a_group_that_is_given_up_ends_at_once(place: Place) -> None:
-    """It gets too old while one of its episodes thinks; its prompt is asked again, and no batch waits for that."""
+def test_preempted_group_ends_immediately(place: Place) -> None:
+    """It becomes too old while one of its episodes computes; its prompt is issued again, and no batch waits for it."""
     environment = Thinking(place, one_of=20)
     run = pipeline(environment, versions=8, choices={"at_bound": "drop"})
     assert run_virtual(timed(run)) < LONG / 1000
@@ -94,7 +94,7 @@ def test_a_group_that_is_given_up_ends_at_once(place: Place) -> None:
 
 
 class LateFirst(Environment):
-    """Some episodes think for a second before their first turn."""
+    """Some episodes compute for a second before their first turn."""
 
     def __init__(self, seed: int) -> None:
         self.draw, self.interrupted = random.Random(seed), 0
@@ -110,8 +110,8 @@ class LateFirst(Environment):
 
 
 @pytest.mark.parametrize("mode", ["queue", "batch"])
-def test_who_never_had_a_turn_keeps_nobody_waiting(mode: str) -> None:
-    """In batch mode all rewards wait for the last response: also for one that never began and is given up."""
+def test_episode_without_a_turn_delays_nothing(mode: str) -> None:
+    """In batch mode all rewards wait for the last response, also for a preempted one that never began."""
     choices = {"mode": mode, "extra_groups": 1, "extra_responses": 1, "at_bound": "drop"}
     interrupted = 0
     for seed in range(4):
@@ -123,8 +123,8 @@ def test_who_never_had_a_turn_keeps_nobody_waiting(mode: str) -> None:
 
 
 @pytest.mark.parametrize("let_go", [False, True])
-def test_who_ends_the_run_ends_what_thinks(let_go: bool) -> None:
-    """Also where both come at once."""
+def test_end_of_the_run_ends_thinking_environments(let_go: bool) -> None:
+    """Also if both happen at the same time."""
 
     async def main() -> None:
         environment = Thinking("between two turns", one_of=1)

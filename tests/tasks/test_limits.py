@@ -1,4 +1,4 @@
-"""What a scheduler works to, from the config, and what it filters."""
+"""The scheduler's limits from the config, and its filter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.limits import build_limits
 
 
-def test_every_choice_of_the_config_arrives() -> None:
-    """No two values are alike, so none can stand in another's place."""
+def test_limits_have_every_choice_of_the_config() -> None:
+    """All values differ, so that none can be mistaken for another."""
     rollout = RolloutConfig(
         mode="batch",
         depth=11,
@@ -90,7 +90,7 @@ LIMITS = RolloutLimits(0, 10, 4, 2, 2.5, 8, 1, 9, 1.0)
         ({"async_ratio": 0.75, "at_bound": "drop"}, 0.75),
     ],
 )
-def test_how_far_generation_runs_ahead(choices: dict[str, Any], lead: float) -> None:
+def test_lead_follows_alpha_and_ahead(choices: dict[str, Any], lead: float) -> None:
     assert replace(LIMITS, **choices).lead == lead
 
 
@@ -98,7 +98,7 @@ def test_how_far_generation_runs_ahead(choices: dict[str, Any], lead: float) -> 
     ("choices", "times"),
     [({}, 3), ({"tail_batching": True}, 1), ({"tail_after": 5}, 5), ({"tail_batching": True, "tail_after": 5}, 5)],
 )
-def test_when_a_prompt_is_awaited(choices: dict[str, Any], times: int) -> None:
+def test_awaited_after_has_its_defaults(choices: dict[str, Any], times: int) -> None:
     assert replace(LIMITS, **choices).awaited_after == times
 
 
@@ -122,5 +122,5 @@ def test_when_a_prompt_is_awaited(choices: dict[str, Any], times: int) -> None:
         (None, [1.0, 1.0], None),
     ],
 )
-def test_what_carries_no_signal(limits: FilterConfig | None, rewards: list[float], why: str | None) -> None:
+def test_groups_without_signal_are_filtered(limits: FilterConfig | None, rewards: list[float], why: str | None) -> None:
     assert filtered(limits, rewards) == why

@@ -1,4 +1,4 @@
-"""Mixing: each source keeps its share of what is trained, whatever is filtered, whoever is slow, whenever it dies."""
+"""Mixing: each source keeps its share of the trained groups, despite filters, slow sources and crashes."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def sources(indices: Sequence[int], count: int) -> list[int]:
 
 @settings(deadline=None)
 @given(st.floats(0.01, 100), st.integers(0, 50))
-def test_one_source_counts(share: float, filtered: int) -> None:
+def test_single_source_is_issued_in_order(share: float, filtered: int) -> None:
     mixture = Mixture((share,))
     for index in range(filtered):
         mixture.note_filtered(index)
     assert drawn(mixture, 20) == list(range(20))
 
 
-def test_three_to_one_by_hand() -> None:
+def test_shares_of_three_to_one_match_a_hand_example() -> None:
     mixture = Mixture((3, 1))
     assert drawn(mixture, 8) == [0, 2, 1, 4, 6, 8, 3, 10]  # a a b a: source 0 has the even indices, source 1 the odd
     mixture.note_filtered(2)
@@ -77,14 +77,14 @@ def test_three_to_one_by_hand() -> None:
         ((1, 5), "110111110111"),  # the rare one as soon as it would not be ahead
     ],
 )
-def test_the_order_is_smooth_and_ties_go_to_the_lower_source(shares: tuple[float, ...], order: str) -> None:
+def test_order_is_smooth_and_ties_go_to_the_lower_source(shares: tuple[float, ...], order: str) -> None:
     made = drawn(Mixture(shares), len(order))
     assert "".join(map(str, sources(made, len(shares)))) == order
 
 
 @settings(deadline=None)
 @given(SHARES, st.integers(1, 300))
-def test_every_stretch_from_the_beginning_holds_the_shares_to_within_one(shares: list[float], count: int) -> None:
+def test_every_prefix_has_the_shares_to_within_one(shares: list[float], count: int) -> None:
     slots, filled, total = Slots(shares), [0] * len(shares), sum(shares)
     for number in range(1, count + 1):
         filled[slots.first_free(filled)] += 1
@@ -92,19 +92,19 @@ def test_every_stretch_from_the_beginning_holds_the_shares_to_within_one(shares:
             assert abs(filled[source] - number * share / total) < 1
 
 
-def test_a_tiny_share_costs_nothing_until_its_turn() -> None:
+def test_tiny_share_costs_nothing_until_its_turn() -> None:
     made = drawn(Mixture((1e9, 1.0)), 100)
     assert made == list(range(0, 200, 2))
 
 
 @settings(deadline=None)
 @given(SHARES, st.lists(st.integers(0, 9), max_size=200), st.randoms(use_true_random=False))
-def test_what_is_kept_fills_the_same_slots_whatever_is_filtered(
+def test_kept_groups_fill_the_same_slots_despite_filters(
     shares: list[float], steps: list[int], draw: random.Random
 ) -> None:
-    """At any moment the kept groups lie on the unfiltered order, but for slots that are owed a refill."""
+    """At any moment the kept groups follow the unfiltered order, but for slots that are to be refilled."""
     mixture, unfiltered, flying = Mixture(shares), Slots(shares), list[int]()
-    opened = [0] * len(shares)  # slots of each source that ever were taken
+    opened = [0] * len(shares)  # slots of each source that were ever filled
     for step in steps:
         if step < 4 and flying:
             mixture.note_filtered(flying.pop(draw.randrange(len(flying))))
@@ -132,7 +132,7 @@ def kept_of(mixture: Mixture) -> list[int]:
 
 @settings(deadline=None)
 @given(SHARES, st.lists(st.booleans(), max_size=100), st.integers(0, 100))
-def test_a_mixture_goes_on_from_its_state(shares: list[float], filtering: list[bool], more: int) -> None:
+def test_mixture_continues_from_its_cursor(shares: list[float], filtering: list[bool], more: int) -> None:
     mixture = Mixture(shares)
     for filtered in filtering:
         index = mixture.next()
@@ -146,10 +146,10 @@ def test_a_mixture_goes_on_from_its_state(shares: list[float], filtering: list[b
 
 @settings(deadline=None)
 @given(SHARES, st.integers(1, 60), st.integers(0, 1000), st.integers(1, 20), st.randoms(use_true_random=False))
-def test_what_fills_the_slots_does_not_depend_on_the_order_of_events(
+def test_slots_do_not_depend_on_the_order_of_events(
     shares: list[float], count: int, seed: int, depth: int, draw: random.Random
 ) -> None:
-    """Which groups are filtered is given; when that is found out is not. So a run at alpha = 0 is reproducible."""
+    """Which groups are filtered is fixed; when that is found out is not. So a run at alpha = 0 is reproducible."""
 
     def filled(depth: int) -> tuple[Cursor, set[int]]:
         mixture, flying, kept = Mixture(shares), list[int](), set[int]()
@@ -166,14 +166,14 @@ def test_what_fills_the_slots_does_not_depend_on_the_order_of_events(
     assert filled(depth) == filled(1)
 
 
-def test_a_cursor_of_other_sources_is_refused() -> None:
+def test_cursor_of_other_sources_is_refused() -> None:
     with pytest.raises(ValueError, match="2 sources cannot go on from a cursor of 3"):
         Mixture((1, 1), (1, 2, 3), (0, 0, 0))
     with pytest.raises(ValueError, match="2 sources cannot go on"):
         Mixture((1, 1), (1, 2), (0,))
 
 
-def test_the_shares_of_a_config_are_by_domain() -> None:
+def test_config_shares_are_keyed_by_domain() -> None:
     prompts = [{"family": "gcd", "share": 1}, {"family": "lcm", "share": 2}, {"family": "gcd", "share": 1}]
     config = RunConfig.model_validate({"prompts": [{"kind": "reasoning-gym", **p} for p in prompts]})
     assert config.shares == {"gcd": 0.5, "lcm": 0.5}
@@ -183,7 +183,7 @@ def test_the_shares_of_a_config_are_by_domain() -> None:
 
 
 class Filtering(RolloutScheduler):
-    """Finds no signal in three of four groups of one source, and in few of the others."""
+    """A scheduler that filters three of four groups of one source, and few of the others."""
 
     def _add_scored(self, group: TrajectoryGroup, issue: int) -> None:
         source = group.key.prompt % len(self.limits.shares)
@@ -194,7 +194,7 @@ class Filtering(RolloutScheduler):
 
 
 class Uneven(TimedEngine):
-    """Its answers to one source are ten times as long."""
+    """An engine whose responses to one source are ten times as long."""
 
     def __init__(self, config: TimedEngineConfig) -> None:
         super().__init__(config)
@@ -214,7 +214,7 @@ def mixed(store: MemoryStore, **changes: object) -> Pipeline:
 
 
 def trained(store: MemoryStore) -> list[tuple[TrainedGroup, ...]]:
-    """Version by version."""
+    """List the trained prompts, version by version."""
     log = Log(store)
     entries = [PolicyStore(log).find(version).batch_entry for version in range(1, log.state.version + 1)]
     return [TrajectoryStore(log).committed(entry).groups for entry in entries if entry is not None]
@@ -229,8 +229,8 @@ def finished(pipeline: Pipeline) -> AuditReport:
 
 @pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 4.0])
-def test_shares_hold_in_what_is_trained(alpha: float) -> None:
-    """Over the whole run to within what is in flight at its end, and over any 25 batches to within some per cent."""
+def test_trained_groups_have_the_shares(alpha: float) -> None:
+    """Over the whole run to within what is in flight at its end, and over any 25 batches to within a few per cent."""
     store = MemoryStore(uuid.uuid4().hex)
     report = finished(mixed(store, versions=150, async_ratio=alpha, train_seconds=0.2))
     assert report.fates["discarded: filtered"] > 400
@@ -244,15 +244,15 @@ def test_shares_hold_in_what_is_trained(alpha: float) -> None:
             assert stretch.count(source) / 200 == pytest.approx(share, abs=0.1)
 
 
-def test_nobody_waits_for_the_slow_source() -> None:
-    """It is late by what is in flight of it, while the batches go on with what the others have ready."""
+def test_slow_source_delays_no_other() -> None:
+    """It lags by its groups in flight, while batches are formed from the other sources' groups."""
     store = MemoryStore(uuid.uuid4().hex)
     run_virtual(mixed(store, versions=10, async_ratio=4.0, train_seconds=0.05).run())
     first = Counter(sources([group.prompt for group in trained(store)[0]], len(MIXED)))
     assert first[SLOW] < MIXED[SLOW] * 8
 
 
-def test_at_alpha_zero_neither_timing_nor_death_changes_what_is_trained() -> None:
+def test_training_at_alpha_zero_ignores_timing_and_deaths() -> None:
     quiet, other, killed = (MemoryStore(uuid.uuid4().hex) for _ in range(3))
     finished(mixed(quiet, versions=20, async_ratio=0.0))
     narrow = [Uneven(TimedEngineConfig(slots=3, sigma=0.5, max_new_tokens=64, median_tokens=MEDIAN))]
@@ -280,7 +280,7 @@ def test_at_alpha_zero_neither_timing_nor_death_changes_what_is_trained() -> Non
         max_size=4,
     ),
 )
-def test_whatever_dies_or_rots_the_mixture_goes_on(
+def test_mixture_survives_deaths_and_corruption(
     alpha: float, groups: int, depth: int, seed: int, stops: list[float], damage: dict[tuple[int, int], Damage]
 ) -> None:
     """At the end every source has its share, to within one group and what is still in flight."""

@@ -1,4 +1,4 @@
-"""What an actor needs it finds from its run's storage, on whatever node it is: policy, tokenizer, weights."""
+"""An actor finds what it needs in its run's storage, on any node: policy, tokenizer, weights."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
-def test_a_run_begins_without_the_folder_it_was_prepared_from(home: Path, kind: str) -> None:
-    """That folder is on another machine; the run has what it needs of it, and no actor fetches what it does not."""
+def test_run_starts_without_the_original_policy_folder(home: Path, kind: str) -> None:
+    """That folder is on another machine; the run has a copy of what is needed, and no actor fetches more than it
+    needs.
+    """
     store = {"uri": f"memory://{uuid.uuid4().hex}"} if kind == "memory" else {}
     context = prepare_small(home, versions=1, **store)
     before = AutoModelForCausalLM.from_pretrained(home / "policy").state_dict()
@@ -66,15 +68,15 @@ def merged(context: RunContext, folder: Path) -> Path:
     return folder
 
 
-def test_a_policy_without_weights_is_refused(home: Path) -> None:
+def test_policy_without_weights_is_refused(home: Path) -> None:
     prepare_small(home, versions=1)
     (home / "policy/model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"policy\.path = '.*/policy' has no weights as safetensors; save them there"):
         prepare_small(home, "another", versions=1)
 
 
-def test_an_attempt_that_never_became_a_run_gives_its_policy_to_none(home: Path) -> None:
-    """It ended in the middle of its upload: its weights or its chat template would be read with the run's policy."""
+def test_abandoned_attempts_policy_is_not_used(home: Path) -> None:
+    """It ended during its upload: otherwise its weights or chat template would be mixed with the run's policy."""
     before = attach_run(str(home / "home/store/runs/small"))
     before.store.put("policy/chat_template.jinja", b"another policy's")
     with pytest.raises(ConfigError, match=r"run id 'small': .*chat_template\.jinja\); choose another with --run-id"):
@@ -82,10 +84,8 @@ def test_an_attempt_that_never_became_a_run_gives_its_policy_to_none(home: Path)
 
 
 @pytest.mark.parametrize("alpha", [0, 1.5, 4, 8])
-def test_what_engines_are_fetching_stays_however_far_the_learner_may_run_ahead_meanwhile(
-    tmp_path: Path, alpha: float
-) -> None:
-    """Batches were formed as far ahead as alpha lets them: an engine that found its version gone would have failed."""
+def test_weights_being_fetched_are_not_pruned(tmp_path: Path, alpha: float) -> None:
+    """Batches were formed as far ahead as alpha allows: an engine whose version was gone would have failed."""
     config = RunConfig(async_ratio=alpha, store=StoreConfig(keep_last=2))
     context = RunContext(str(tmp_path), tmp_path / "cache")
     describe(context.store, "ahead", config)
@@ -94,7 +94,7 @@ def test_what_engines_are_fetching_stays_however_far_the_learner_may_run_ahead_m
 
 
 class Away:
-    """A `WeightsSource` of a node that cannot get at them."""
+    """A `WeightsSource` on a node that cannot reach the weights."""
 
     patience = None
 
@@ -102,7 +102,7 @@ class Away:
         raise Corrupt("model.safetensors is not what was written")
 
 
-async def test_an_engine_fails_alone_where_its_node_cannot_have_the_weights() -> None:
+async def test_engine_fails_alone_if_its_node_lacks_the_weights() -> None:
     actor = EngineActor(lambda: TimedEngine(CONFIG))
     with pytest.raises(EngineFailed, match="the engine was never started"):
         await actor.stats()
@@ -115,7 +115,7 @@ async def test_an_engine_fails_alone_where_its_node_cannot_have_the_weights() ->
 
 @dataclass(frozen=True)
 class Late:
-    """A `WeightsSource` whose storage is away for a while, and which waits for it so long."""
+    """A `WeightsSource` that waits a while for its storage."""
 
     patience: float | None
 
@@ -134,8 +134,8 @@ class Here:
         return SimpleNamespace(remote=lambda *given: asyncio.ensure_future(getattr(self._actor, method)(*given)))
 
 
-async def test_an_engine_waits_for_storage_as_long_as_its_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an engine that is given up, requests, process and one of its restarts are lost."""
+async def test_engine_waits_for_storage_as_long_as_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is given up loses its requests, its process and one of its restarts."""
     monkeypatch.setattr("rollflow.tasks.actors.engine_client.FETCH_SECONDS", 0.1)
     actor = EngineActor(lambda: TimedEngine(CONFIG))
     await actor.start()
@@ -147,7 +147,7 @@ async def test_an_engine_waits_for_storage_as_long_as_its_run_does(monkeypatch: 
 
 
 class Fetching(TimedEngine):
-    """It takes a while to fetch; one of the versions it cannot."""
+    """A timed engine whose fetch takes a while, and fails for one version."""
 
     def __init__(self, seconds: float, lacks: int = -1) -> None:
         super().__init__(CONFIG)
@@ -162,7 +162,7 @@ class Fetching(TimedEngine):
             raise EngineFailed("its disk is full")
 
 
-def test_engines_generate_while_they_fetch_and_one_that_cannot_is_out() -> None:
+def test_engines_generate_while_they_fetch_weights() -> None:
     async def main() -> None:
         slow, lacking = Fetching(2.0), Fetching(0.1, lacks=1)
         for engine in (slow, lacking):

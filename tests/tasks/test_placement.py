@@ -1,4 +1,4 @@
-"""Actors are on the nodes that the recipe names, and reserve what they use."""
+"""Actors run on the nodes that the recipe names, and reserve what they use."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ FAST = {"ray.io/accelerator-type": "H100"}
 
 
 def config(**keys: Any) -> RunConfig:
-    """A run on a cluster of others, with these keys of `[cluster]`."""
+    """A run on a shared cluster, with these keys of `[cluster]`."""
     return parse({"cluster": {"address": ELSEWHERE, **keys}})
 
 
-def test_by_default_only_gpus_are_reserved() -> None:
+def test_default_placement_reserves_only_gpus() -> None:
     assert actor_options(config(), "learner", 4.0, gpus=2.0, imports="learner") == {"num_cpus": LEAST, "num_gpus": 2.0}
     spread = {"num_cpus": LEAST, "num_gpus": 0.0, "scheduling_strategy": "SPREAD"}
     assert actor_options(config(), "engine", 4.0) == spread
 
 
-def test_cpus_that_threads_use_are_reserved() -> None:
+def test_reserve_cpus_reserves_the_threads_cpus() -> None:
     options = actor_options(config(placement={"reserve_cpus": True}), "learner", 4.0)
     assert options["num_cpus"] == 4.0
 
 
-def test_labels_and_resources_are_of_one_role() -> None:
+def test_labels_and_resources_apply_to_one_role() -> None:
     placed = config(placement={"strategy": "pack", "engine": {"labels": FAST}, "learner": {"resource": "train"}})
     assert actor_options(placed, "engine", 1.0) == {"num_cpus": LEAST, "num_gpus": 0.0, "label_selector": FAST}
     assert actor_options(placed, "learner", 1.0) == {"num_cpus": LEAST, "num_gpus": 0.0, "resources": {"train": LEAST}}
     assert actor_options(placed, "reward", 1.0) == {"num_cpus": LEAST, "num_gpus": 0.0}
 
 
-def test_an_actors_cpus_are_those_of_its_threads() -> None:
+def test_actors_cpus_equal_its_threads() -> None:
     tree = parse({"engine": {"kind": "transformers", "threads": 3}, "train": {"threads": 2, "ranks": 2}, "groups": 32})
     assert engine_cpus(tree.engine) == 3.0
     assert learner_cpus(tree) == 4.0
     assert needed_cpus(tree) == 3 + 3 + 4 + 1 + 1  # an engine, one that evaluates, two ranks, scheduler, a verifier
 
 
-def test_an_environment_is_given_to_every_actor() -> None:
+def test_every_actor_gets_the_environment() -> None:
     tree = config(env={"NCCL_DEBUG": "WARN"}, runtime_env={"pip": ["einops"]})
     expected = {"pip": ["einops"], "env_vars": {"NCCL_DEBUG": "WARN"}}
     assert actor_options(tree, "engine", 1.0)["runtime_env"] == expected
     assert actor_options(tree, "reward", 1.0, imports="reward")["runtime_env"] == expected
 
 
-def test_only_workers_of_a_private_cluster_import_early() -> None:
+def test_early_imports_only_on_a_private_cluster() -> None:
     own = parse({})
     assert actor_options(own, "learner", 1.0, imports="learner")["runtime_env"] == {"env_vars": {KIND: "learner"}}
     assert "runtime_env" not in actor_options(own, "learner", 1.0, gpus=0.5, imports="learner")
@@ -85,25 +85,25 @@ def test_only_workers_of_a_private_cluster_import_early() -> None:
         ({"placement": {"critic": {}}}, "cluster.placement.critic = {}: there is no such key"),
     ],
 )
-def test_a_wrong_placement_is_refused(keys: Mapping[str, Any], sentence: str) -> None:
+def test_wrong_placement_is_refused(keys: Mapping[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as refused:
         config(**keys)
     assert "hf_x" not in str(refused.value)
     assert "pw" not in str(refused.value)
 
 
-def test_variables_that_are_no_secrets_are_taken() -> None:
+def test_variables_without_secrets_are_accepted() -> None:
     env = {"TOKENIZERS_PARALLELISM": "false", "NCCL_SOCKET_IFNAME": "eth0", "VLLM_USE_V1": "1", "KEYBOARD": "de"}
     assert config(env=env).cluster.env == env
 
 
-def test_a_runtime_env_that_ray_refuses_is_refused() -> None:
+def test_runtime_env_that_ray_rejects_is_refused() -> None:
     cluster.check_runtime_env({"pip": ["einops"]})
     with pytest.raises(ConfigError, match=r"cluster.runtime_env = \{'pip': 3\}: .*; correct it"):
         cluster.check_runtime_env({"pip": 3})
 
 
-def test_what_a_cluster_lacks_is_noted() -> None:
+def test_missing_cluster_resources_are_noted() -> None:
     node = {"Labels": FAST, "Resources": {"CPU": 2.0, "rollout": 1.0}}
     placed = {"engine": {"labels": FAST}, "scheduler": {"resource": "rollout"}}
     assert list(note_placement(config(placement=placed), [node])) == []
@@ -113,7 +113,7 @@ def test_what_a_cluster_lacks_is_noted() -> None:
     assert cpus.startswith("cluster.placement.reserve_cpus = true: the run's actors use 5 CPUs, and the cluster has 2;")
 
 
-def test_a_recipe_may_say_all_of_it(tmp_path: Path) -> None:
+def test_recipe_may_set_every_placement_key(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         '[cluster.placement.engine]\nresource = "rollout"\n[cluster.placement.engine.labels]\n"ray.io/x" = "y"\n'
@@ -124,8 +124,8 @@ def test_a_recipe_may_say_all_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_engines_are_where_the_recipe_says(tmp_path: Path) -> None:
-    """In a process of its own: Ray reads the token of a cluster where it is imported first."""
+def test_engines_run_where_the_recipe_says(tmp_path: Path) -> None:
+    """In a separate process, because Ray reads a cluster's token when it is first imported."""
     head = RayHead(tmp_path / "ray", cpus=2)
     with head, RayNode(head, cpus=4, resources={"rollout": 1}, labels=FAST):
         environment = {**os.environ, **head.env, "ROLLFLOW_HOME": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""The planner against workloads worked by hand, and its choice against what it promises."""
+"""The planner, compared with workloads worked by hand, and with its guarantees."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PLAIN = Candidate(4, 2.0, False, 1.0, 0, 0, False, "drop")
 
 
 def recipe(**changes: Any) -> RunConfig:
-    """24 responses a step."""
+    """A recipe of 24 responses per step."""
     keys = {"groups": 12, "group_size": 2, "policy": PolicyConfig(path="x")}
     return RunConfig.model_validate({**keys, **changes})
 
 
 def hardware(**sections: dict[str, Any]) -> Hardware:
-    """Engines of one slot, responses of 5 s each, and 2.5 GPU-seconds of training for each."""
+    """Engines of one slot, responses of 5 s each, and 2.5 GPU-seconds of training per response."""
     parts: dict[str, dict[str, Any]] = {
         "engines": {"slots": 1, "seconds_per_token": 0.1},
         "responses": {"median": 50.0, "sigma": 0.0, "cap": 100},
@@ -43,7 +43,7 @@ def hardware(**sections: dict[str, Any]) -> Hardware:
 # --- the search ---------------------------------------------------------------------------------------------
 
 
-def test_the_best_split_is_the_one_worked_by_hand() -> None:
+def test_best_split_matches_a_hand_example() -> None:
     """With e engines of 6 GPUs rollout takes 24 x 5 / e and training 24 x 2.5 / (6 - e): 30 s both at 4:2; 40 s at
     3:3, 60 s at 5:1. One after the other they take 60 s at best. Nothing can be below 180 / 6."""
     planned = plan(recipe(), hardware(), 6, budget=SMALL)
@@ -54,13 +54,13 @@ def test_the_best_split_is_the_one_worked_by_hand() -> None:
     assert one.figures.bounds.conserving == pytest.approx(30.0)
     assert planned.sync.figures.step_seconds == pytest.approx(60.0, rel=0.001)
     assert planned.sync.candidate.engines in (3, 4)
-    assert planned.settled  # no larger alpha is tried, for none can be faster
+    assert planned.settled  # no larger alpha is tried, because none can be faster
     assert planned.alphas == (0.0, 1.0)
     assert one.bias == pytest.approx(0.0, abs=1e-9)
 
 
-def test_where_turns_cost_nothing_the_synchronous_mode_is_recommended() -> None:
-    """All six GPUs generate for 20 s, then train for 10 s: nobody waits, and alpha = 0 is enough."""
+def test_free_turns_make_synchronous_mode_recommended() -> None:
+    """All six GPUs generate for 20 s, then train for 10 s: no GPU waits, so alpha = 0 is enough."""
     planned = plan(recipe(), hardware(learner={"colocated": True}), 6, budget=SMALL)
     assert planned.recommended is planned.sync
     assert planned.sync.candidate.colocated
@@ -68,8 +68,8 @@ def test_where_turns_cost_nothing_the_synchronous_mode_is_recommended() -> None:
 
 
 @pytest.mark.long
-def test_engines_of_several_gpus_are_counted_with_all_of_them() -> None:
-    """Two GPUs an engine: 120 / e and 60 / (6 - 2 e) are 60 and 30 s at 2 engines, 120 and 15 s at one."""
+def test_multi_gpu_engines_count_all_their_gpus() -> None:
+    """With two GPUs per engine, 120 / e and 60 / (6 - 2 e) are 60 and 30 s at 2 engines, 120 and 15 s at one."""
     planned = plan(recipe(), hardware(engines={"gpus_per_engine": 2}), 6, budget=SMALL)
     assert planned.recommended is not None
     candidate = planned.recommended.candidate
@@ -78,7 +78,7 @@ def test_engines_of_several_gpus_are_counted_with_all_of_them() -> None:
 
 
 @pytest.mark.long
-def test_the_same_input_gives_the_same_plan_within_its_budget() -> None:
+def test_same_input_gives_the_same_plan_within_budget() -> None:
     uneven = hardware(responses={"sigma": 0.8, "cap": 1000})
     seen: list[int] = []
     small = replace(SMALL, simulations=24)
@@ -89,13 +89,13 @@ def test_the_same_input_gives_the_same_plan_within_its_budget() -> None:
     assert max(first.alphas) <= 2
 
 
-def test_alpha_max_is_the_largest_that_is_tried() -> None:
+def test_largest_alpha_limits_the_search() -> None:
     assert plan(recipe(), hardware(), 6, largest=0, budget=SMALL).alphas == (0.0,)
     assert plan(recipe(), hardware(), 6, largest=0.5, budget=SMALL).alphas == (0.0, 0.5)
 
 
-def test_what_the_recipe_forbids_is_not_tried() -> None:
-    """Nothing may be left behind where batches wait for the first that were started."""
+def test_choices_that_the_recipe_forbids_are_not_tried() -> None:
+    """If batches wait for the groups that were started first, nothing may be preempted."""
     waiting = recipe(rollout=RolloutConfig(at_bound="wait", order="started"))
     seen: list[Candidate] = []
     plan(waiting, hardware(), 6, largest=1, budget=SMALL, watch=lambda _, one: seen.append(one.candidate))
@@ -104,8 +104,8 @@ def test_what_the_recipe_forbids_is_not_tried() -> None:
 
 
 @pytest.mark.long
-def test_where_dropping_passes_a_limit_waiting_is_looked_at() -> None:
-    """No waste at all is allowed: what is dropped at the bound is waste, what is waited for is not."""
+def test_waiting_is_tried_if_dropping_exceeds_a_limit() -> None:
+    """No waste is allowed: groups dropped at the bound are waste, groups waited for are not."""
     uneven = hardware(engines={"slots": 2}, responses={"sigma": 1.2, "cap": 1000})
     dropping = recipe(rollout=RolloutConfig(at_bound="drop"))
     planned = plan(dropping, uneven, 6, largest=1, budget=SMALL, limits=PlanLimits(bias=0.02, waste=0.0))
@@ -117,7 +117,7 @@ def test_where_dropping_passes_a_limit_waiting_is_looked_at() -> None:
 
 
 @pytest.mark.long
-def test_a_wider_bound_at_the_same_depth_is_looked_at() -> None:
+def test_wider_bound_at_the_same_depth_is_tried() -> None:
     """A few responses take much longer than a step: a batch at alpha = 1 waits for them, at alpha = 4 it need not."""
     uneven = hardware(engines={"slots": 2}, responses={"sigma": 1.2, "cap": 1000})
     seen: list[Candidate] = []
@@ -146,13 +146,13 @@ def test_a_wider_bound_at_the_same_depth_is_looked_at() -> None:
         (6, {"faults": {"deaths": [{"at_seconds": 1, "engine": 5}]}}, r"faults.deaths: engine 5 .*deaths_per_hour"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(gpus: int, sections: dict[str, Any], sentence: str) -> None:
+def test_unplannable_input_is_refused(gpus: int, sections: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         plan(recipe(), hardware(**sections), gpus, budget=SMALL)
 
 
-def test_the_shipped_40_gpus_have_most_room_at_24_to_16() -> None:
-    """As published; the planner itself takes a minute for them."""
+def test_shipped_example_of_40_gpus_splits_24_to_16() -> None:
+    """For the published plan; the planner itself takes a minute for it."""
     config, file = load_recipe(Path("flows/recipes/rlvr.toml"), ["groups=128"]), load_hardware(Path("rlvr-40"))
 
     def least(engines: int) -> float:
@@ -168,7 +168,7 @@ def test_the_shipped_40_gpus_have_most_room_at_24_to_16() -> None:
 
 @pytest.fixture(scope="module")
 def figures() -> Figures:
-    """Any."""
+    """Build some figures."""
     candidate = replace(PLAIN, async_ratio=0.0)
     return simulate(candidate.config(recipe(), hardware()), candidate.hardware(hardware()), versions=4).figures
 
@@ -178,14 +178,14 @@ def outcome(figures: Figures, alpha: float, speed: float, bias: float = 0.0, was
     return CandidateOutcome(replace(PLAIN, async_ratio=alpha), 4, fast, bias, 0.001, wasted)
 
 
-def test_the_smallest_alpha_within_five_per_cent_is_taken(figures: Figures) -> None:
+def test_smallest_alpha_within_tolerance_is_recommended(figures: Figures) -> None:
     finals = [outcome(figures, alpha, speed) for alpha, speed in ((0, 50), (1, 94.9), (2, 95.1), (3, 99), (4, 100))]
     best, taken = choose(finals, PlanLimits())
     assert best is finals[4]
     assert taken is finals[2]
 
 
-def test_neither_biased_nor_wasteful_is_taken_nor_measured_against(figures: Figures) -> None:
+def test_candidates_over_a_limit_are_ignored(figures: Figures) -> None:
     plain = outcome(figures, 2, 100)
     finals = [plain, outcome(figures, 1, 120, bias=-0.03), outcome(figures, 1, 120, wasted=0.2)]
     assert choose(finals, PlanLimits()) == (plain, plain)
@@ -193,7 +193,7 @@ def test_neither_biased_nor_wasteful_is_taken_nor_measured_against(figures: Figu
     assert choose(finals, PlanLimits(bias=0.1))[1] is finals[1]
 
 
-def test_what_a_wider_bound_would_bring_is_told(figures: Figures) -> None:
+def test_gain_of_a_wider_bound_is_reported(figures: Figures) -> None:
     narrow, deep = outcome(figures, 1, 100), outcome(figures, 4, 120)
     wide = replace(
         deep, candidate=replace(deep.candidate, ahead=1.0), figures=replace(figures, trajectories_per_second=110)
@@ -202,24 +202,24 @@ def test_what_a_wider_bound_would_bring_is_told(figures: Figures) -> None:
     def planned(*finals: CandidateOutcome) -> CandidateOutcome | None:
         return Plan(finals, narrow, narrow, narrow, (), True, 0, 0).wider
 
-    assert planned(narrow, deep, wide) is wide  # what runs deeper is another matter
-    assert planned(narrow, replace(wide, bias=-0.3)) is None  # it passes a limit
+    assert planned(narrow, deep, wide) is wide  # a deeper candidate is not compared
+    assert planned(narrow, replace(wide, bias=-0.3)) is None  # it exceeds a limit
     assert planned(narrow, deep) is None
     assert planned(narrow, replace(wide, figures=replace(figures, trajectories_per_second=100.5))) is None
 
 
-def test_of_equally_fast_ones_the_least_wasteful_is_taken(figures: Figures) -> None:
+def test_least_wasteful_of_equally_fast_is_recommended(figures: Figures) -> None:
     finals = [outcome(figures, 1, 100, wasted=0.1), outcome(figures, 1, 99.5, wasted=0.01)]
     assert choose(finals, PlanLimits())[1] is finals[1]
 
 
-def test_a_bias_counts_beyond_two_standard_errors(figures: Figures) -> None:
+def test_bias_counts_beyond_two_standard_errors(figures: Figures) -> None:
     one = outcome(figures, 1, 100, bias=-0.03)
     assert one.marks(PlanLimits()) == ("biased",)
     assert replace(one, bias_error=0.006).marks(PlanLimits()) == ()
 
 
-# --- the settled bias ---------------------------------------------------------------------------------------
+# --- the bias in the steady state --------------------------------------------------------------------------
 
 
 def trained(figures: Figures, *tokens: int) -> Figures:
@@ -227,13 +227,13 @@ def trained(figures: Figures, *tokens: int) -> Figures:
     return replace(figures, versions=len(tokens), warm_up=2, trained_tokens=tokens, bias=bias)
 
 
-def test_what_the_ramp_leaves_behind_is_no_settled_bias(figures: Figures) -> None:
+def test_start_of_a_run_is_no_steady_state_bias(figures: Figures) -> None:
     drawn = [50, 50] * 8
     assert settled_bias(trained(figures, 60, 80, *[100] * 6), drawn) == pytest.approx((0.0, 0.0), abs=1e-12)
     assert settled_bias(trained(figures, 60, 80, *[95] * 6), drawn) == pytest.approx((-0.05, 0.0), abs=1e-12)
 
 
-def test_what_comes_and_goes_is_in_the_error(figures: Figures) -> None:
+def test_fluctuation_goes_into_the_standard_error(figures: Figures) -> None:
     """Ahead by 0, 0.2, 0, 0.2, 0, 0.2, 0 of a version: the line is level at 0.6 / 7, missed by 0.107 with 5 degrees of
     freedom."""
     slope, error = settled_bias(trained(figures, 100, 100, 120, 80, 120, 80, 120, 80), [50, 50] * 8)

@@ -1,4 +1,4 @@
-"""vLLM's prefix cache: a prompt is computed once a version, and never read under another one's weights."""
+"""vLLM's prefix cache: a prompt is computed once per version, and never read under another version's weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NUMBERS = itertools.count()
 CHANGED = (2, *PROMPT[1:])  # the same, but for its first token
 
 
-async def test_an_old_versions_cache_is_never_read(tmp_path: Path) -> None:
-    """Also where requests go on across the update: whatever they leave in the cache is of the new weights."""
+async def test_old_versions_cache_is_never_read(tmp_path: Path) -> None:
+    """Also for requests that continue across the update: what they leave in the cache is of the new weights."""
     weights = [make_weights(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     engine = VllmEngine(VllmEngineConfig(), make_policy(tmp_path / "policy"))
     await engine.start()
@@ -33,7 +33,7 @@ async def test_an_old_versions_cache_is_never_read(tmp_path: Path) -> None:
         for version in range(4):
             await engine.suspend("continue")
             late = [asyncio.ensure_future(engine.generate(request(PROMPT, f"late {version}")))] if version else []
-            await asyncio.sleep(0.05)  # it is with the engine, and counts as of the old version there
+            await asyncio.sleep(0.05)  # the request is in the engine, and counts from the old version
             await engine.update(version, weights[version % 2])
             await engine.resume()
             first, *others = await asked(engine, [PROMPT] * 6, version)
@@ -68,7 +68,7 @@ async def asked(engine: VllmEngine, prompts: Sequence[Sequence[int]], version: i
 
 
 async def started(engine: VllmEngine, version: int) -> list[asyncio.Task[Generation]]:
-    """Long responses to the prompt, some way on."""
+    """Start long responses to the prompt, and let them run for a while."""
     requests = [request(PROMPT, f"long {version} {place}", 140) for place in range(8)]
     tasks = [asyncio.create_task(engine.generate(each)) for each in requests]
     async with asyncio.timeout(60):

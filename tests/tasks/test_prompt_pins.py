@@ -40,7 +40,7 @@ def content(count: int = LINES) -> bytes:
 
 
 def prepared(tmp_path: Path, *, keep: int = 2**28, versions: int = 1, run_id: str = "small") -> tuple[RunContext, Path]:
-    """A run over a file of questions, which is kept with the run if it has at most `keep` bytes."""
+    """Prepare a run over a file of questions, which is copied if it has at most `keep` bytes."""
     file = tmp_path / "mine.jsonl"
     file.write_bytes(content())
     source = {"kind": "jsonl", "path": str(file), "held_out": 0.1}
@@ -76,10 +76,10 @@ CHANGES: list[Callable[[Path], None]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=["appended", "replaced", "other order", "gone", "empty"])
-def test_a_kept_file_may_change_and_the_run_goes_on_with_its_own(
+def test_run_uses_its_own_copy_of_a_changed_file(
     tmp_path: Path, change: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line more between stop and resume used to change the question behind 89 of 90 indices."""
+    """One more line between stop and resume would change the question of 89 of 90 indices."""
     context, file = prepared(tmp_path)
     before = asked(context)
     change(file)
@@ -89,7 +89,7 @@ def test_a_kept_file_may_change_and_the_run_goes_on_with_its_own(
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=["appended", "replaced", "other order", "gone", "empty"])
-def test_a_file_that_is_not_kept_and_changed_is_refused(
+def test_changed_file_without_a_copy_is_refused(
     tmp_path: Path, change: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     context, file = prepared(tmp_path, keep=len(content()) - 1)
@@ -102,12 +102,12 @@ def test_a_file_that_is_not_kept_and_changed_is_refused(
     assert line.startswith("rollflow: ")
     assert "prompts.path" in line
     assert str(file) in line
-    file.write_bytes(content())  # the cure
+    file.write_bytes(content())  # as the error advises
     assert asked(context) == before
     assert main(["resume", "small"]) == 0
 
 
-def test_the_size_up_to_which_it_is_kept(tmp_path: Path) -> None:
+def test_file_is_copied_up_to_the_size_limit(tmp_path: Path) -> None:
     kept, _ = prepared(tmp_path, keep=len(content()), run_id="kept")
     [path] = kept.store.list("prompts")
     assert kept.store.get(path) == content()
@@ -115,8 +115,8 @@ def test_the_size_up_to_which_it_is_kept(tmp_path: Path) -> None:
     assert list(left.store.list("prompts")) == []
 
 
-def test_a_kept_run_needs_no_path_of_the_machine_it_began_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the file, nor the home, nor the working directory."""
+def test_run_with_a_copy_needs_no_original_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs neither the file, nor the home, nor the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jsonl").write_bytes(content())
     source = {"kind": "jsonl", "path": "mine.jsonl"}
@@ -129,7 +129,7 @@ def test_a_kept_run_needs_no_path_of_the_machine_it_began_on(tmp_path: Path, mon
     assert asked(attach_run(str(tmp_path / "elsewhere/runs/small"))) == before
 
 
-def test_a_file_that_is_not_kept_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_without_a_copy_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jsonl").write_bytes(content())
     source = {"kind": "jsonl", "path": "mine.jsonl"}
@@ -139,10 +139,8 @@ def test_a_file_that_is_not_kept_is_found_from_any_folder(tmp_path: Path, monkey
     assert asked(context) == before
 
 
-def test_a_file_that_changes_while_the_run_is_prepared_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was checked is what was hashed and kept."""
+def test_file_is_read_once_while_a_run_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes are checked, hashed and copied."""
     reads: list[str] = []
 
     def read(config: object) -> bytes:
@@ -156,7 +154,7 @@ def test_a_file_that_changes_while_the_run_is_prepared_is_read_once(
 
 
 def test_replay_needs_no_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Batches hold the tokens: a version is proved although its file is gone, and also where it was not kept."""
+    """Batches contain the tokens, so a version is proved even if its file is gone or was not copied."""
     context, file = prepared(tmp_path, keep=0, versions=3)
     train_small(context)
     file.unlink()
@@ -164,13 +162,13 @@ def test_replay_needs_no_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.count("identical") == 3
     assert main(["inspect", "small", "0.0.0"]) == 0
     capsys.readouterr()
-    assert main(["inspect", "small", "4.0"]) == 0  # it was given up: its question stands in no batch
+    assert main(["inspect", "small", "4.0"]) == 0  # it was discarded: no batch has its question
     shown = capsys.readouterr().out
     assert "discarded" in shown
     assert "prompts.path" in shown
 
 
-def test_damage_to_what_is_kept_is_found(tmp_path: Path) -> None:
+def test_damaged_copy_is_detected(tmp_path: Path) -> None:
     context, _ = prepared(tmp_path)
     train_small(context)
     assert audit(context.store).clean
@@ -185,7 +183,7 @@ def test_damage_to_what_is_kept_is_found(tmp_path: Path) -> None:
     assert [(v.kind, v.where) for v in audit(context.store, deep=True).violations] == [("missing", path)]
 
 
-def test_the_first_entry_pins_the_policy_that_the_run_began_with(tmp_path: Path) -> None:
+def test_first_entry_pins_the_policy(tmp_path: Path) -> None:
     context, _ = prepared(tmp_path)
     kept = {path: hashlib.sha256(context.store.get(path)).hexdigest() for path in context.store.list("policy")}
     assert "policy/config.json" in kept
@@ -195,7 +193,7 @@ def test_the_first_entry_pins_the_policy_that_the_run_began_with(tmp_path: Path)
     assert [(v.kind, v.where) for v in found] == [("altered", "policy/config.json")]
 
 
-def test_another_version_of_the_package_is_refused(
+def test_other_package_version_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     context = prepare_small(tmp_path, versions=1)
@@ -208,8 +206,8 @@ def test_another_version_of_the_package_is_refused(
     assert "here is 0.0.1; install reasoning-gym==" in line
 
 
-def test_a_package_that_asks_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same version by name: an edited one, or another Python below it."""
+def test_package_with_other_questions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version's name is the same: the package was edited, or runs on another Python."""
     context, made = prepare_small(tmp_path, versions=1), ReasoningGymSource._question
 
     def otherwise(self: ReasoningGymSource, entry: dict[str, object]) -> Question:
@@ -221,7 +219,7 @@ def test_a_package_that_asks_otherwise_is_refused(tmp_path: Path, monkeypatch: p
         asked(context)
 
 
-def test_sums_that_are_asked_otherwise_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_with_other_questions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, reward = {"kind": "column-sums"}, {"kind": "exact", "answer": "tag"}
     context = prepare_small(tmp_path, versions=1, prompts=[source], reward=reward)
     assert asked(context)
@@ -240,12 +238,12 @@ def test_sums_that_are_asked_otherwise_are_refused(tmp_path: Path, monkeypatch: 
     ],
     ids=["CRLF", "byte order mark", "blank lines", "no last line end"],
 )
-def test_files_as_editors_leave_them(tmp_path: Path, file: bytes) -> None:
+def test_files_with_bom_and_crlf_are_read(tmp_path: Path, file: bytes) -> None:
     source = JsonlPrompts(path="mine.jsonl")
     assert questions(source, file) == questions(source, content())
 
 
-def test_a_line_end_of_another_alphabet_ends_no_line() -> None:
+def test_unicode_line_separator_ends_no_line() -> None:
     text = json.dumps({"question": "one\u2028two\x85three", "answer": "\x0c"}, ensure_ascii=False)
     [found] = questions(JsonlPrompts(path="x"), text.encode())
     assert found.text == "one\u2028two\x85three"
@@ -266,12 +264,12 @@ def test_a_line_end_of_another_alphabet_ends_no_line() -> None:
         (b"[" * 100_000, "line 1 has no question"),
     ],
 )  # fmt: skip
-def test_what_is_no_file_of_questions_is_named(file: bytes, words: str) -> None:
+def test_invalid_question_file_is_named(file: bytes, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         questions(JsonlPrompts(path="mine.jsonl"), file)
 
 
-def test_questions_that_stand_twice_are_held_out_once(tmp_path: Path) -> None:
+def test_repeated_questions_are_held_out_once(tmp_path: Path) -> None:
     """And are not trained on if one of them is held out."""
     (tmp_path / "mine.jsonl").write_bytes(content(20) * 5)
     source = {"kind": "jsonl", "path": str(tmp_path / "mine.jsonl"), "held_out": 0.1}
@@ -282,7 +280,7 @@ def test_questions_that_stand_twice_are_held_out_once(tmp_path: Path) -> None:
 
 
 def test_dropped_lines_are_pinned(tmp_path: Path) -> None:
-    """The remaining lines are kept whatever their size, so no process has to find the long lines again."""
+    """The remaining lines are copied whatever their size, so no process has to find the long lines again."""
     long = b'{"question": "' + b"x" * 500 + b'", "answer": 1}\n'
     (file := tmp_path / "mine.jsonl").write_bytes(long + content(30) + long)
     source = {"kind": "jsonl", "path": str(file), "too_long": "drop"}
@@ -294,7 +292,7 @@ def test_dropped_lines_are_pinned(tmp_path: Path) -> None:
     assert context.store.get(context.created.prompts[0]["kept"]) == content(30)
 
 
-def test_nothing_to_evaluate_with_is_said_before_the_run(tmp_path: Path) -> None:
+def test_missing_held_out_prompts_are_refused_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_bytes(content(3))
     source = {"kind": "jsonl", "path": str(tmp_path / "mine.jsonl"), "held_out": 0.1}
     with pytest.raises(ConfigError, match=r"evaluation\.prompts = 4: no prompt is held out .*prompts\.held_out"):
@@ -305,7 +303,7 @@ SUMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
 
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
-    """Make a run as it was recorded before questions had keys: split by text, without a split in its pins."""
+    """Make a run as recorded before questions had keys: split by text, without a split in its pins."""
 
     def by_text(*opened: Any) -> RunPrompts:
         return open_prompts(*opened, "text")

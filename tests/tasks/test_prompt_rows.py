@@ -1,4 +1,4 @@
-"""Every row of a file of prompts is read before a run: it is refused by its line, or it can be asked and judged."""
+"""Every row of a prompt file is read before a run: either an error names its line, or it can be asked and scored."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_wrong_rows_are_counted(tmp_path: Path) -> None:
         (b'{"question": "[[[[", "answer": "' + b"[" * 500 + b'"}', ["[" * 500]),
     ],
 )
-def test_rows_that_can_be_judged_are_read(content: bytes, answers: list[str], tmp_path: Path) -> None:
+def test_scorable_rows_are_read(content: bytes, answers: list[str], tmp_path: Path) -> None:
     (file := tmp_path / "rows.jsonl").write_bytes(content)
     [rows] = read_files(config_of(file), read_file).values()
     assert [row.reference["answer"] for row in rows] == answers
@@ -112,7 +112,7 @@ def test_tag_in_an_answer_is_refused_under_tags(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_family_are_refused(tmp_path: Path) -> None:
-    """The scorer would fail on every response, and each would score 0."""
+    """Otherwise the scorer would fail on every response, and each would score 0."""
     (file := tmp_path / "rows.jsonl").write_bytes(GOOD)
     with pytest.raises(ConfigError, match=r"line 1: it has no family that .* set reward.kind = \"exact\""):
         read_files(config_of(file, {"kind": "reasoning-gym"}), read_file)
@@ -123,7 +123,7 @@ def test_rows_without_a_family_are_refused(tmp_path: Path) -> None:
 WORKED = [{"question": f"{n} + 1?", "answer": f"{n} and 1.\n#### {n + 1}"} for n in range(30)]
 
 
-def test_worked_solutions_are_judged_behind_their_mark(tmp_path: Path) -> None:
+def test_worked_solutions_are_scored_after_their_mark(tmp_path: Path) -> None:
     file = written(tmp_path, WORKED)
     with pytest.raises(ConfigError, match=r"every answer holds '####'.* set prompts\.answer_after"):
         read_files(config_of(file), read_file)
@@ -177,13 +177,13 @@ def test_chat_template_counts_in_the_length(tmp_path: Path) -> None:
         fitted(config_of(file, chat=True), PolicyTokenizer(tmp_path))
 
 
-def test_file_of_long_prompts_alone_is_refused(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+def test_file_of_only_long_prompts_is_refused(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     config = config_of(written(tmp_path, sums(*range(30), count=30)), too_long="drop")
     with pytest.raises(ConfigError, match=r"line 1: its prompt is too long .* \(30 such lines\)"):
         fitted(config, tokenizer)
 
 
-def test_answers_that_no_response_equals_are_named(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+def test_unreachable_answers_are_named(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     """A response has at most 16 tokens."""
     rows = [*sums(), {"question": "Count.", "answer": "1 2 3 4 5 6 7 8 9 10"}]
     _, [note] = fitted(config_of(written(tmp_path, rows)), tokenizer)
@@ -193,7 +193,7 @@ def test_answers_that_no_response_equals_are_named(tmp_path: Path, tokenizer: Po
 
 
 def test_long_prompt_of_a_run_is_replaced(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
-    """An older run, whose file was not read whole, goes on: every process replaces the prompt by the same one."""
+    """An older run, whose file was not checked, continues: every process replaces the prompt by the same one."""
     config = config_of(written(tmp_path, sums(40)), held_out=0.0)
     opened = [open_prompts(config, tokenizer, read_file) for _ in range(2)]
     texts = [prompts.sources[0].training(index).text for prompts in opened[:1] for index in range(120)]

@@ -25,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
 
 
-def test_the_start_stands_first_whatever_the_alphabet(tmp_path: Path) -> None:
+def test_start_token_comes_first_in_any_alphabet(tmp_path: Path) -> None:
     vocabulary = {letter: id for id, letter in enumerate("0123456789+=")} | {"<s>": 12}
     made = Tokenizer(models.BPE(vocabulary, []))
     made.add_special_tokens(["<s>"])
@@ -46,7 +46,7 @@ def test_recorded_runs_keep_their_context(tmp_path: Path) -> None:
     sampler.add(GenerationRequest("longest", [7] * (CONTEXT - 8), 8, 1.0, 0))
 
 
-def test_a_template_may_ask_for_a_system_message(tmp_path: Path) -> None:
+def test_chat_template_may_require_a_system_message(tmp_path: Path) -> None:
     asks = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('give one') }}{% endif %}"
     folder = make_folder(tmp_path / "policy", tokenizer={"template": asks + CHAT})
     with pytest.raises(ConfigError, match=r"template fails \(give one\)"):
@@ -60,7 +60,7 @@ def test_a_template_may_ask_for_a_system_message(tmp_path: Path) -> None:
 def test_prompts_of_an_unknown_time_are_not_audited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, reads_clock: bool
 ) -> None:
-    """Once, a template had the clock of each process that rendered it."""
+    """In older runs a template used the clock of each process that rendered it."""
     template = "It is {{ strftime_now('%S') }}.\n" + CHAT if reads_clock else CHAT
     folder = make_folder(tmp_path / "policy", tokenizer={"template": template})
     with monkeypatch.context() as patch:

@@ -34,7 +34,7 @@ def test_nothing_left_to_train_on_is_said() -> None:
         [made.prompt(i) for i in range(100)]
 
 
-def test_an_index_names_a_source_and_a_position_in_it(tmp_path: Path) -> None:
+def test_index_names_a_source_and_its_position(tmp_path: Path) -> None:
     """Each source is issued as if it were alone, however far the others are."""
     configs = sums(), ReasoningGymPrompts(family="gcd"), lines(tmp_path)
     made = order(*configs)
@@ -46,7 +46,7 @@ def test_an_index_names_a_source_and_a_position_in_it(tmp_path: Path) -> None:
             assert found.id == f"{config.domain}/{position * 3 + source:08d}"
 
 
-def test_demonstrations_hold_the_shares_over_any_stretch() -> None:
+def test_demonstrations_have_the_shares_in_any_stretch() -> None:
     made = order(sums(share=3.0), ReasoningGymPrompts(family="gcd", share=1.0))
     domains = [made.demonstration(i)[0].domain for i in range(80)]
     for start in range(0, 80, 8):
@@ -60,7 +60,7 @@ def lines(tmp_path: Path, count: int = 20) -> JsonlPrompts:
     return JsonlPrompts(path=str(path), held_out=0.25)
 
 
-def test_a_file_is_passed_over_line_by_line(tmp_path: Path) -> None:
+def test_file_is_visited_line_by_line_in_each_pass(tmp_path: Path) -> None:
     made = order(lines(tmp_path))
     held = {p.text for p in made.held_out()}
     first = [made.prompt(i).text for i in range(15)]
@@ -71,12 +71,12 @@ def test_a_file_is_passed_over_line_by_line(tmp_path: Path) -> None:
     assert made.prompt(0).reference["answer"] == int(made.prompt(0).text[1:])
 
 
-def test_a_bad_line_is_named(tmp_path: Path) -> None:
+def test_bad_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"question": "1", "answer": 1}\n{"question": "2"}\n')
     with pytest.raises(ConfigError, match="line 2 has no question and answer"):
         order(JsonlPrompts(path=str(tmp_path / "bad.jsonl")))
 
 
-def test_a_prompt_that_does_not_fit_is_refused() -> None:
+def test_too_long_prompt_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"prompts\.0: a prompt of \d+ tokens is longer"):
         order(sums(), longest=10).prompt(0)

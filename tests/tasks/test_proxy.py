@@ -1,5 +1,5 @@
-"""The proxy: an engine under wrong weights makes no token that is used; requests go where there is room, and outlive
-the engine that runs them."""
+"""The proxy: no token from wrong weights is used, requests go where there is room, and they survive the death of their
+engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = TimedEngineConfig(slots=4, max_new_tokens=50, median_tokens=30, sigma=0
 
 
 class Probed(TimedEngine):
-    """A timed engine that answers the probe, wrongly from some version on."""
+    """A timed engine that answers the probe, with wrong values from some version on."""
 
     def __init__(self, wrong_from: int) -> None:
         super().__init__(CONFIG)
@@ -41,7 +41,7 @@ def request(number: int) -> GenerationRequest:
     return GenerationRequest(f"r{number}", (1, 2), 50, seed=number)
 
 
-def test_a_wrong_engine_is_closed_and_its_requests_go_elsewhere() -> None:
+def test_wrong_engine_is_closed_and_its_requests_move() -> None:
     async def main() -> None:
         good, bad = Probed(99), Probed(1)
         for engine in (good, bad):
@@ -60,7 +60,7 @@ def test_a_wrong_engine_is_closed_and_its_requests_go_elsewhere() -> None:
     run_virtual(main())
 
 
-def test_without_a_good_engine_everything_waiting_fails_with_the_reason() -> None:
+def test_waiting_requests_fail_without_a_good_engine() -> None:
     async def main() -> None:
         engine = Probed(1)
         await engine.start()
@@ -77,8 +77,10 @@ def test_without_a_good_engine_everything_waiting_fails_with_the_reason() -> Non
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "restart"])
-def test_running_requests_at_an_update(in_flight: str) -> None:
-    """Continued ones hold tokens of both versions and count as started under the old; restarted ones only new."""
+def test_update_continues_or_restarts_running_requests(in_flight: str) -> None:
+    """Continued requests have tokens of both versions and count from the old one; restarted ones have only new
+    tokens.
+    """
 
     async def main() -> None:
         engine = TimedEngine(CONFIG)
@@ -98,7 +100,7 @@ def test_running_requests_at_an_update(in_flight: str) -> None:
 
 
 class Slow(TimedEngine):
-    """A timed engine that takes new weights in its own time."""
+    """A timed engine that loads new weights slowly."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(CONFIG)
@@ -109,8 +111,8 @@ class Slow(TimedEngine):
         await super().update(version, weights)
 
 
-def test_a_version_is_there_when_the_first_engine_serves_it() -> None:
-    """The slowest one must not hold admission back: it takes no request before it has the version, too."""
+def test_version_counts_once_the_first_engine_serves_it() -> None:
+    """The slowest engine does not delay admission: it takes no request before it has the version."""
 
     async def main() -> None:
         engines = [Slow(1.0), Slow(100.0)]
@@ -135,7 +137,7 @@ def test_a_version_is_there_when_the_first_engine_serves_it() -> None:
     run_virtual(main())
 
 
-def test_capacity_is_that_of_the_engines_that_live() -> None:
+def test_capacity_counts_only_live_engines() -> None:
     async def main() -> None:
         engines = [TimedEngine(CONFIG) for _ in range(3)]
         for engine in engines:
@@ -145,7 +147,9 @@ def test_capacity_is_that_of_the_engines_that_live() -> None:
         assert proxy.capacity == 12
         told: list[int] = []
         proxy.on_change = lambda: told.append(proxy.capacity)
-        for engine, left in zip(engines, (8, 4, 4), strict=True):  # of none left one's, so that somebody asks and fails
+        for engine, left in zip(
+            engines, (8, 4, 4), strict=True
+        ):  # without engines, one's slots: requests must still fail
             running = [asyncio.create_task(proxy.generate(request(100 * left + i))) for i in range(12)]
             await asyncio.sleep(0.1)
             engine.kill("killed by the test")
@@ -154,18 +158,18 @@ def test_capacity_is_that_of_the_engines_that_live() -> None:
             for one in running:
                 one.cancel()
         await proxy.join(0, TimedEngine(CONFIG))
-        assert told[-1] == 4  # it has joined
+        assert told[-1] == 4  # the new engine has joined
 
     run_virtual(main())
 
 
 @dataclass
 class World:
-    """Three engines that die, join and are replaced while requests run; what they had is remembered at each death."""
+    """Three engines that die, join and are replaced while requests run; it records each request's tokens at a death."""
 
     in_flight: InFlight
-    first: dict[int, int] = field(default_factory=dict)  # version at the first start, by seed
-    had: dict[int, TokenSpan] = field(default_factory=dict)  # the most that was sampled before a death, by seed
+    first: dict[int, int] = field(default_factory=dict)  # seed -> version at the first start
+    had: dict[int, TokenSpan] = field(default_factory=dict)  # seed -> most tokens sampled before a death
     version: int = 0
 
     async def run(self, events: list[tuple[float, int, str]]) -> tuple[InferenceProxy, list[VersionedGeneration]]:
@@ -202,7 +206,7 @@ class World:
 
 
 class Observed(TimedEngine):
-    """Tells its world what it starts, and what it had when it died."""
+    """A timed engine that records what it starts, and the tokens of its requests when it dies."""
 
     def __init__(self, config: TimedEngineConfig, world: World) -> None:
         super().__init__(config)
@@ -231,7 +235,7 @@ EVENT = st.tuples(st.floats(0, 12), st.integers(0, 2), st.sampled_from(["kill", 
 @example([(1.0, 0, "kill"), (1.0, 1, "kill"), (1.0, 2, "kill"), (2.0, 0, "update"), (3.0, 1, "join")], "continue")
 @example([(1.0, 0, "join"), (1.0, 1, "join"), (1.0, 2, "join"), (1.5, 0, "update")], "continue")
 @example([(1.0, 0, "join"), (1.0, 0, "update"), (1.02, 0, "kill")], "restart")
-def test_whatever_dies_every_request_ends_once_and_keeps_its_tokens(
+def test_every_request_ends_once_and_keeps_its_tokens(
     events: list[tuple[float, int, str]], in_flight: InFlight
 ) -> None:
     world = World(in_flight)
@@ -239,7 +243,7 @@ def test_whatever_dies_every_request_ends_once_and_keeps_its_tokens(
     undisturbed = run_virtual(World(in_flight).run([]))[1]
     assert proxy.running == 0
     for seed, (one, other) in enumerate(zip(made, undisturbed, strict=True)):
-        assert one.generation.tokens == other.generation.tokens  # a function of the seed: none lost, none twice
+        assert one.generation.tokens == other.generation.tokens  # determined by the seed: none lost, none twice
         assert one.generation.ending == other.generation.ending
         versions = one.generation.versions
         assert len(versions) == len(one.generation.logprobs) == len(one.generation.tokens)
@@ -251,7 +255,7 @@ def test_whatever_dies_every_request_ends_once_and_keeps_its_tokens(
             assert versions[: len(world.had[seed])] == world.had[seed].versions
 
 
-def test_without_an_engine_requests_wait_for_one_to_join() -> None:
+def test_requests_wait_for_an_engine_to_join() -> None:
     async def main() -> None:
         first, second = TimedEngine(CONFIG), TimedEngine(CONFIG)
         proxy = InferenceProxy([first], 4, replacement_seconds=10.0)
@@ -277,7 +281,7 @@ def test_without_an_engine_requests_wait_for_one_to_join() -> None:
     run_virtual(main())
 
 
-def test_an_engine_with_wrong_weights_does_not_join() -> None:
+def test_engine_with_wrong_weights_does_not_join() -> None:
     async def main() -> None:
         proxy = InferenceProxy([Probed(99)], 4)
         await proxy.update(0, Path(), PROBE, "continue")

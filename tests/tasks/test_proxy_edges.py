@@ -1,4 +1,4 @@
-"""The proxy by hand: what is asked of each engine when it is updated, lent or replaced."""
+"""The proxy's calls to engines when they are updated, borrowed or replaced, worked by hand."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.support.noting import NO_PROBE, WEIGHTS, Noting, asking, virtual
     [
         (None, None),
         ([-1.0, -2.0], None),
-        ([-1.25, -1.75], None),  # just what is allowed
+        ([-1.25, -1.75], None),  # exactly at the tolerance
         ([-1.0, -2.5], "0.5"),
         ([-1.375, -2.5], "0.5"),
         ([float("nan"), -9.0], "nan"),
         ([-9.0, float("nan")], "nan"),
     ],
 )
-def test_a_probe_names_the_worst_difference(found: list[float] | None, worst: str | None) -> None:
+def test_probe_names_the_worst_difference(found: list[float] | None, worst: str | None) -> None:
     probe = WeightsProbe((1, 2, 3), (-1.0, -2.0), 0.25)
     if worst is None:
         probe.check(found)
@@ -33,14 +33,14 @@ def test_a_probe_names_the_worst_difference(found: list[float] | None, worst: st
         probe.check(found)
 
 
-def test_a_probe_that_answers_for_other_tokens_is_no_probe() -> None:
+def test_probe_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         WeightsProbe((1, 2, 3), (-1.0, -2.0), 0.25).check([-1.0])
     WeightsProbe((), (), 0.25).check([-1.0])
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "restart"])
-def test_an_update_in_its_order(in_flight: InFlight) -> None:
+def test_update_calls_the_engine_in_order(in_flight: InFlight) -> None:
     async def main() -> None:
         probed = Noting([-1.0])
         proxy, clock = InferenceProxy([probed], 4), asyncio.get_running_loop().time
@@ -58,14 +58,14 @@ def test_an_update_in_its_order(in_flight: InFlight) -> None:
         assert proxy.update_seconds == clock() == 0.5
         probed.calls.clear()
         await proxy.update(4, WEIGHTS, NO_PROBE, in_flight)
-        assert ("logprobs",) not in probed.calls  # what has nothing to say is not asked
+        assert ("logprobs",) not in probed.calls  # an engine without an expected probe is not asked
         assert proxy.update_seconds == 1.0
 
     virtual(main)
 
 
 @pytest.mark.parametrize("fails", ["fetch", "suspend", "update", "logprobs", "resume"])
-def test_an_engine_that_fails_in_an_update_is_closed_and_its_requests_go_on(fails: str) -> None:
+def test_engine_that_fails_an_update_is_closed(fails: str) -> None:
     async def main() -> None:
         bad, good = Noting([-1.0]), Noting([-1.0])
         proxy = InferenceProxy([bad, good], 1)
@@ -86,7 +86,7 @@ def test_an_engine_that_fails_in_an_update_is_closed_and_its_requests_go_on(fail
     virtual(main)
 
 
-def test_when_the_last_engine_fails_the_update_says_so() -> None:
+def test_update_raises_when_the_last_engine_fails() -> None:
     async def main() -> None:
         alone = Noting()
         alone.fails.add("update")
@@ -95,7 +95,7 @@ def test_when_the_last_engine_fails_the_update_says_so() -> None:
             await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
         waits = InferenceProxy([Noting()], 4, replacement_seconds=5.0)
         waits._queue.live[0].engine.fails.add("update")  # type: ignore[attr-defined]
-        await waits.update(0, WEIGHTS, NO_PROBE, "continue")  # another one may join
+        await waits.update(0, WEIGHTS, NO_PROBE, "continue")  # no error, because another engine may join
         assert waits.version == 0
         joins = Noting()
         await waits.join(0, joins)
@@ -104,7 +104,7 @@ def test_when_the_last_engine_fails_the_update_says_so() -> None:
     virtual(main)
 
 
-def test_who_waits_for_the_first_weights_is_told_when_no_engine_takes_them() -> None:
+def test_first_requests_fail_if_no_engine_loads_weights() -> None:
     async def main() -> None:
         alone, clock = Noting(), asyncio.get_running_loop().time
         alone.fails.add("fetch")
@@ -119,7 +119,7 @@ def test_who_waits_for_the_first_weights_is_told_when_no_engine_takes_them() -> 
     virtual(main)
 
 
-def test_a_version_counts_when_an_engine_serves_it_not_when_one_fails() -> None:
+def test_version_counts_only_once_an_engine_serves_it() -> None:
     async def main() -> None:
         bad, good = Noting(), Noting()
         proxy = InferenceProxy([bad, good], 4)
@@ -135,7 +135,7 @@ def test_a_version_counts_when_an_engine_serves_it_not_when_one_fails() -> None:
     virtual(main)
 
 
-def test_the_lent_engine_is_the_idlest_and_its_requests_go_on() -> None:
+def test_borrowed_engine_is_the_idlest_one() -> None:
     async def main() -> None:
         engines = [Noting(), Noting(), Noting()]
         proxy = InferenceProxy(engines, 2)
@@ -164,7 +164,7 @@ async def killed(proxy: InferenceProxy) -> None:
         engine.kill()
 
 
-def test_two_engines_are_enough_to_lend_one_and_one_that_died_there_is_told() -> None:
+def test_engine_that_died_while_borrowed_is_reported() -> None:
     async def main() -> None:
         engines = [Noting(), Noting()]
         proxy = InferenceProxy(engines, 2)
@@ -179,7 +179,7 @@ def test_two_engines_are_enough_to_lend_one_and_one_that_died_there_is_told() ->
     virtual(main)
 
 
-def test_whose_place_was_taken_while_it_was_lent_does_not_come_back() -> None:
+def test_replaced_borrowed_engine_does_not_return() -> None:
     async def main() -> None:
         engines, other = [Noting(), Noting()], Noting()
         proxy = InferenceProxy(engines, 2)
@@ -193,7 +193,7 @@ def test_whose_place_was_taken_while_it_was_lent_does_not_come_back() -> None:
     virtual(main)
 
 
-def test_who_died_while_lent_is_told_of_though_its_place_was_taken() -> None:
+def test_death_while_borrowed_is_raised_after_replacement() -> None:
     async def main() -> None:
         proxy = InferenceProxy([Noting(), Noting()], 2)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
@@ -208,7 +208,7 @@ def test_who_died_while_lent_is_told_of_though_its_place_was_taken() -> None:
     virtual(main)
 
 
-def test_an_engine_that_joins_before_there_are_weights_waits_for_them() -> None:
+def test_engine_that_joins_early_waits_for_weights() -> None:
     async def main() -> None:
         joins = Noting()
         proxy = InferenceProxy([], 4)
@@ -221,7 +221,7 @@ def test_an_engine_that_joins_before_there_are_weights_waits_for_them() -> None:
     virtual(main)
 
 
-def test_an_engine_that_is_replaced_hands_its_requests_over() -> None:
+def test_replaced_engine_hands_its_requests_over() -> None:
     async def main() -> None:
         old, new, other = Noting(), Noting(), Noting()
         proxy = InferenceProxy([old, other], 4)

@@ -1,4 +1,4 @@
-"""The proxy by hand: what a request is told and what it comes back with, wherever it goes."""
+"""The proxy's requests, worked by hand: their callbacks and their results, whichever engine they move to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, Version
 from tests.support.noting import NO_PROBE, WEIGHTS, Noting, asking, request, virtual
 
 
-def test_an_abort_reaches_the_engine_that_runs_the_request_and_no_other() -> None:
+def test_abort_reaches_only_the_requests_engine() -> None:
     async def main() -> None:
         engines = [Noting(), Noting()]
         proxy = InferenceProxy(engines, 1)
@@ -34,7 +34,7 @@ def test_an_abort_reaches_the_engine_that_runs_the_request_and_no_other() -> Non
     virtual(main)
 
 
-def test_an_engine_that_cannot_abort_is_out() -> None:
+def test_engine_that_cannot_abort_is_taken_out() -> None:
     async def main() -> None:
         bad, good = Noting(), Noting()
         proxy = InferenceProxy([bad, good], 1)
@@ -54,7 +54,7 @@ def test_an_engine_that_cannot_abort_is_out() -> None:
     virtual(main)
 
 
-def test_what_is_aborted_between_two_engines_has_the_tokens_it_made() -> None:
+def test_abort_between_two_engines_keeps_the_tokens() -> None:
     async def main() -> None:
         engine, clock = Noting(), asyncio.get_running_loop().time
         proxy = InferenceProxy([engine], 4, replacement_seconds=100.0)
@@ -66,13 +66,13 @@ def test_what_is_aborted_between_two_engines_has_the_tokens_it_made() -> None:
         await proxy.abort(["a"])
         made = await task
         assert (made.generation.ending, len(made.generation.tokens), made.version) == (StopReason.ABORTED, 10, 0)
-        assert clock() == pytest.approx(0.5 + 2.05)  # it waits for nobody
+        assert clock() == pytest.approx(0.5 + 2.05)  # it does not wait for an engine
 
     virtual(main)
 
 
 async def granted(proxy: InferenceProxy, starts: list[int]) -> asyncio.Task[VersionedGeneration]:
-    """A request that waited for the only slot of the only engine, has it now, and does not know yet."""
+    """Start a request that has just been granted the only slot, before its task runs."""
     await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
     [lane] = proxy._queue.live
     holding = proxy._queue.create_ticket(0)
@@ -83,7 +83,7 @@ async def granted(proxy: InferenceProxy, starts: list[int]) -> asyncio.Task[Vers
     return task
 
 
-def test_what_is_aborted_while_its_engine_is_updated_never_starts() -> None:
+def test_request_aborted_during_an_update_never_starts() -> None:
     async def main() -> None:
         proxy, starts = InferenceProxy([Noting()], 1), list[int]()
         task = await granted(proxy, starts)
@@ -99,7 +99,7 @@ def test_what_is_aborted_while_its_engine_is_updated_never_starts() -> None:
     virtual(main)
 
 
-def test_a_request_is_told_when_it_starts_and_when_it_starts_again() -> None:
+def test_callback_is_called_at_each_start() -> None:
     async def main() -> None:
         proxy, starts = InferenceProxy([Noting()], 4), list[int]()
         task = asking(proxy, "a", RequestOptions(on_start=starts.append))
@@ -117,7 +117,7 @@ def test_a_request_is_told_when_it_starts_and_when_it_starts_again() -> None:
     virtual(main)
 
 
-def test_an_engine_that_fails_as_it_is_chosen_is_asked_for_nothing() -> None:
+def test_engine_that_fails_when_chosen_gets_no_request() -> None:
     async def main() -> None:
         proxy, starts = InferenceProxy([Noting()], 1, replacement_seconds=100.0), list[int]()
         task = await granted(proxy, starts)
@@ -133,7 +133,7 @@ def test_an_engine_that_fails_as_it_is_chosen_is_asked_for_nothing() -> None:
     virtual(main)
 
 
-def test_of_those_that_wait_the_lowest_priority_goes_first() -> None:
+def test_lowest_priority_number_goes_first() -> None:
     async def main() -> None:
         proxy, order = InferenceProxy([Noting()], 1), list[float]()
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
@@ -149,7 +149,7 @@ def test_of_those_that_wait_the_lowest_priority_goes_first() -> None:
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_where_versions_may_not_mix_tokens_are_taken_over_under_their_version_alone(newer: bool) -> None:
+def test_tokens_move_only_under_the_same_version(newer: bool) -> None:
     async def main() -> None:
         engine, starts = Noting(), list[int]()
         proxy = InferenceProxy([engine], 4, replacement_seconds=100.0)
@@ -169,7 +169,7 @@ def test_where_versions_may_not_mix_tokens_are_taken_over_under_their_version_al
     virtual(main)
 
 
-def test_the_pace_of_an_engine_is_that_of_the_tokens_it_made_itself() -> None:
+def test_pace_counts_only_the_engines_own_tokens() -> None:
     async def main() -> None:
         first, second = Noting(), Noting()
         proxy = InferenceProxy([first], 4)
@@ -186,13 +186,13 @@ def test_the_pace_of_an_engine_is_that_of_the_tokens_it_made_itself() -> None:
 
 
 class Refusing(Noting):
-    """Dies as soon as it is asked."""
+    """An engine that dies at its first request."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         raise EngineFailed("refused")
 
 
-def test_an_engine_that_dies_before_it_has_the_tokens_of_another_loses_none() -> None:
+def test_death_before_a_handover_loses_no_tokens() -> None:
     async def main() -> None:
         first, last = Noting(), Noting()
         proxy = InferenceProxy([first], 4, replacement_seconds=100.0)
@@ -209,7 +209,7 @@ def test_an_engine_that_dies_before_it_has_the_tokens_of_another_loses_none() ->
     virtual(main)
 
 
-def test_what_never_started_counts_from_the_version_at_its_end() -> None:
+def test_unstarted_request_gets_the_version_at_its_end() -> None:
     async def main() -> None:
         proxy = InferenceProxy([Refusing()], 4)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")

@@ -1,4 +1,4 @@
-"""When a request gets its slot, and when it is told that there is none: by hand. `test_slots` attacks the same."""
+"""The slot queue, worked by hand: when a request gets a slot or an error. `test_slots` tests the same at random."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollflow.storage.errors import EngineFailed
 from tests.support.lanes import PATIENCE, lane, queue_of, taken, virtual
 
 
-def test_the_lowest_priority_number_goes_first_and_then_the_earliest() -> None:
+def test_lowest_priority_then_earliest_goes_first() -> None:
     async def main() -> None:
         only = lane(1)
         queue = queue_of(only)
@@ -23,7 +23,7 @@ def test_the_lowest_priority_number_goes_first_and_then_the_earliest() -> None:
             order.append(name)
             queue.release(only, tickets[name])
 
-        waiting = [asyncio.create_task(wait(name)) for name in "cadb"]  # a ticket's turn is when it was made
+        waiting = [asyncio.create_task(wait(name)) for name in "cadb"]  # order of arrival is that of the tickets
         await asyncio.sleep(0)
         assert queue.waiting == 4
         queue.release(only, holding)
@@ -34,30 +34,30 @@ def test_the_lowest_priority_number_goes_first_and_then_the_earliest() -> None:
     virtual(main)
 
 
-def test_what_was_withdrawn_gets_nothing_and_costs_nobody_a_slot() -> None:
+def test_withdrawn_ticket_takes_no_slot() -> None:
     async def main() -> None:
         only = lane(1)
         queue = queue_of(only)
         [(_, holding)] = await taken(queue)
         gone, stays = queue.create_ticket(0), queue.create_ticket(0)
         assert not gone.waits
-        queue.withdraw(gone)  # it stands nowhere yet
+        queue.withdraw(gone)  # it is not in the queue yet
         both = [asyncio.create_task(queue.take(ticket)) for ticket in (gone, stays)]
         await asyncio.sleep(0)
         assert gone.waits
         queue.withdraw(gone)
         assert await both[0] is None
         assert not gone.waits
-        queue.withdraw(gone)  # a second time changes nothing
+        queue.withdraw(gone)  # a second call changes nothing
         queue.release(only, holding)
         assert await both[1] is only
-        queue.withdraw(stays)  # it has its slot
+        queue.withdraw(stays)  # it has a slot already
         assert (only.taken, queue.waiting, stays.lane) == (1, 0, only)
 
     virtual(main)
 
 
-def test_who_was_granted_a_slot_and_is_cancelled_gives_it_back() -> None:
+def test_cancelled_holder_frees_its_slot() -> None:
     async def main() -> None:
         only = lane(1)
         queue = queue_of(only)
@@ -65,7 +65,7 @@ def test_who_was_granted_a_slot_and_is_cancelled_gives_it_back() -> None:
         first, second = (asyncio.create_task(queue.take(queue.create_ticket(0))) for _ in range(2))
         await asyncio.sleep(0)
         queue.release(only, holding)
-        first.cancel()  # granted, and it does not know yet
+        first.cancel()  # its slot is granted, but its task has not run yet
         with pytest.raises(asyncio.CancelledError):
             await first
         assert await second is only
@@ -74,7 +74,7 @@ def test_who_was_granted_a_slot_and_is_cancelled_gives_it_back() -> None:
     virtual(main)
 
 
-def test_entries_that_newer_ones_replaced_do_not_pile_up() -> None:
+def test_outdated_heap_entries_are_removed() -> None:
     async def main() -> None:
         lanes = [lane(4) for _ in range(3)]
         queue = queue_of(*lanes)
@@ -91,7 +91,7 @@ def test_entries_that_newer_ones_replaced_do_not_pile_up() -> None:
 # --- no engine ---------------------------------------------------------------------------------------------
 
 
-def test_while_no_engine_lives_requests_wait_and_then_fail_with_the_reasons() -> None:
+def test_requests_without_engines_fail_with_the_reasons() -> None:
     async def main() -> None:
         dead, other = lane(1), lane(1)
         queue = queue_of(dead, other)
@@ -104,7 +104,7 @@ def test_while_no_engine_lives_requests_wait_and_then_fail_with_the_reasons() ->
         for one in (*waiting, late):
             with pytest.raises(EngineFailed, match=r"^no engine is left: out of memory; hung$"):
                 await one
-        assert clock() - began == PATIENCE  # from when the first of them waited
+        assert clock() - began == PATIENCE  # counted from the first waiting request
         assert queue.waiting == 0
         with pytest.raises(EngineFailed):
             await queue.take(queue.create_ticket(0))
@@ -114,7 +114,7 @@ def test_while_no_engine_lives_requests_wait_and_then_fail_with_the_reasons() ->
     virtual(main)
 
 
-def test_of_those_that_wait_in_vain_the_withdrawn_are_told_nothing() -> None:
+def test_withdrawn_ticket_gets_no_error() -> None:
     async def main() -> None:
         queue = queue_of()
         gone, stays = queue.create_ticket(0), queue.create_ticket(0)
@@ -128,8 +128,8 @@ def test_of_those_that_wait_in_vain_the_withdrawn_are_told_nothing() -> None:
     virtual(main)
 
 
-def test_the_wait_is_that_of_the_request_not_of_the_engines() -> None:
-    """They died while nobody asked."""
+def test_wait_counts_from_the_request() -> None:
+    """The engines died while there was no request."""
 
     async def main() -> None:
         only = lane(1)
@@ -144,8 +144,8 @@ def test_the_wait_is_that_of_the_request_not_of_the_engines() -> None:
     virtual(main)
 
 
-def test_an_engine_that_joins_ends_the_wait() -> None:
-    """One that is not ready yet, too: what waits is told of no end, however long it takes."""
+def test_joining_engine_ends_the_wait() -> None:
+    """Even an engine that does not serve yet ends the wait, however long it takes to get ready."""
 
     async def main() -> None:
         queue = queue_of()
@@ -165,7 +165,7 @@ def test_an_engine_that_joins_ends_the_wait() -> None:
     virtual(main)
 
 
-def test_the_wait_begins_again_when_the_last_engine_dies_again() -> None:
+def test_wait_restarts_when_the_last_engine_dies_again() -> None:
     async def main() -> None:
         queue, clock = queue_of(), asyncio.get_running_loop().time
         began = clock()
@@ -182,7 +182,7 @@ def test_the_wait_begins_again_when_the_last_engine_dies_again() -> None:
     virtual(main)
 
 
-def test_an_engine_that_was_taken_out_of_its_place_is_no_reason() -> None:
+def test_removed_engine_is_no_reason_for_failure() -> None:
     one, two = lane(1), lane(1)
     queue = queue_of(one, two)
     two.failure = EngineFailed("died")

@@ -22,7 +22,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
     return prepare(load_recipe(Path("flows/recipes/sorting.toml"), ["versions=10"]), "quick")
 
 
-def test_held_out_sets_share_nothing(context: RunContext) -> None:
+def test_held_out_sets_are_disjoint(context: RunContext) -> None:
     first, second = quick_start.split_held_out(context)
     assert [q.text for q in first] == [prompt.text for prompt in context.prompts().held_out()]
     assert (len(first), len(second)) == (200, 200)
@@ -41,7 +41,7 @@ def test_leak_is_counted(context: RunContext, monkeypatch: pytest.MonkeyPatch) -
     assert quick_start.count_shared_keys(context, [*first, *second]) == 1
 
 
-def test_accuracy_is_that_of_greedy_answers(tmp_path: Path) -> None:
+def test_accuracy_uses_greedy_answers(tmp_path: Path) -> None:
     """A question counts as right if the model answers exactly its answer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

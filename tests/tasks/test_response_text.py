@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("response", "text"),
     [
         (f"<answer>7</answer>{END}", "<answer>7</answer>"),
-        ("<answer>7</answer>", "<answer>7</answer>"),  # it ran to its limit
+        ("<answer>7</answer>", "<answer>7</answer>"),  # the response ended at its limit
         (f"{END}7{END}", f"{END}7"),
         (f"{PAD}7{PAD}", f"{PAD}7{PAD}"),
         (f"7{END}{END}", f"7{END}"),
@@ -59,7 +59,7 @@ def test_special_tokens_can_be_left_out(folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("special", "reward"), [(True, 1.0), (False, 0.0)])
-async def test_worker_judges_tags_that_are_tokens(folder: Path, special: bool, reward: float) -> None:
+async def test_worker_scores_tags_that_are_tokens(folder: Path, special: bool, reward: float) -> None:
     tokens = PolicyTokenizer(folder).encode_response(f"<answer>7</answer>{END}")
     pool = RewardPool(ExactReward(answer="tag", special_tokens=special), folder)
     await pool.start()
@@ -71,8 +71,8 @@ async def test_worker_judges_tags_that_are_tokens(folder: Path, special: bool, r
 
 
 @pytest.mark.parametrize("recorded", [{}, {"special_tokens": True}])
-def test_recorded_runs_are_judged_as_they_were(recorded: dict[str, object]) -> None:
-    """A run that is older than the key goes on without special tokens."""
+def test_recorded_runs_are_scored_as_before(recorded: dict[str, object]) -> None:
+    """A run that is older than the key continues without special tokens."""
     config = RunConfig().model_dump(mode="json")
     assert config["reward"].pop("special_tokens") is True
     config["reward"] |= recorded

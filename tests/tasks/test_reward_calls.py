@@ -1,4 +1,4 @@
-"""Rewards through the run's actor: verdicts come back one by one, and what has none is asked of its successor."""
+"""Rewards through the run's actor: scores return one by one, and missing ones are requested from its successor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ for line in sys.stdin:
 
 
 class OddReward(RewardActor):
-    """Its verifier waits for a file where it is told to."""
+    """Its verifier waits for a file if a response says so."""
 
     def _build_pool(self) -> RewardPool:
         pool = super()._build_pool()
@@ -67,7 +67,7 @@ def started(context: RunContext) -> Any:
 
 
 def asked(client: RewardClient, numbers: Sequence[int], until: Path | None = None) -> list[asyncio.Future[Score]]:
-    """One call: all are asked in one tick."""
+    """Make one call: all requests are made in one tick."""
     reference = {"until": str(until)} if until else {}
     return [asyncio.ensure_future(client.score(ScoreRequest([number], reference))) for number in numbers]
 
@@ -76,7 +76,7 @@ async def reasons(verdicts: Sequence[asyncio.Future[Score]]) -> list[str]:
     return [score.reason for score in await asyncio.wait_for(asyncio.gather(*verdicts), 120)]
 
 
-async def test_a_slow_verdict_does_not_hold_up_the_others_of_its_call(actor: Any, tmp_path: Path) -> None:
+async def test_slow_score_does_not_delay_others_of_its_call(actor: Any, tmp_path: Path) -> None:
     client, now = RewardClient(200.0), tmp_path / "now"
     slow, quick = asked(client, [100], now), asked(client, range(60))
     assert await reasons(quick) == [str(number) for number in range(60)]
@@ -86,7 +86,7 @@ async def test_a_slow_verdict_does_not_hold_up_the_others_of_its_call(actor: Any
     assert (await actor.status.remote()).scored == 61
 
 
-async def test_a_call_is_not_given_up_while_others_progress(actor: Any, tmp_path: Path) -> None:
+async def test_call_does_not_fail_while_others_progress(actor: Any, tmp_path: Path) -> None:
     await reasons(asked(RewardClient(HANG_SECONDS), [0]))  # the actor and its worker have started
     client, now = RewardClient(5.0), tmp_path / "now"
     slow, began = asked(client, [100], now), time.monotonic()
@@ -98,15 +98,13 @@ async def test_a_call_is_not_given_up_while_others_progress(actor: Any, tmp_path
     assert await reasons(slow) == ["100"]
 
 
-async def test_with_no_verdict_at_all_the_patience_ends(actor: Any, tmp_path: Path) -> None:
+async def test_call_fails_when_no_score_comes_at_all(actor: Any, tmp_path: Path) -> None:
     with pytest.raises(Unreachable, match="no verdict in 1 s; 1 responses wait"):
         await reasons(asked(RewardClient(1.0), [100], tmp_path / "never"))
     (tmp_path / "never").touch()
 
 
-async def test_what_a_killed_actor_had_not_judged_is_judged_by_its_successor_once(
-    actor: Any, context: RunContext, tmp_path: Path
-) -> None:
+async def test_successor_scores_a_killed_actors_requests_once(actor: Any, context: RunContext, tmp_path: Path) -> None:
     client, now = RewardClient(200.0), tmp_path / "now"
     quick, slow = asked(client, range(60)), asked(client, range(100, 110), now)
     assert await reasons(quick) == [str(number) for number in range(60)]
@@ -116,4 +114,4 @@ async def test_what_a_killed_actor_had_not_judged_is_judged_by_its_successor_onc
     assert not any(verdict.done() for verdict in slow)
     successor = started(context)
     assert await reasons(slow) == [str(number) for number in range(100, 110)]
-    assert (await successor.status.remote()).scored == 10  # no verdict was asked for again
+    assert (await successor.status.remote()).scored == 10  # no response was scored twice

@@ -73,7 +73,7 @@ def odd_pool(folder: Path, deadline: float, workers: int = 1, **more: Any) -> Re
 
 
 @pytest.mark.long
-async def test_reasoning_gym_scores_its_own_questions(folder: Path) -> None:
+async def test_reasoning_gym_scores_its_own_answers(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     entries = [reasoning_gym.create_dataset("chain_sum", seed=3, size=20)[i] for i in range(8)]
     requests = []
@@ -87,10 +87,10 @@ async def test_reasoning_gym_scores_its_own_questions(folder: Path) -> None:
 
 
 @pytest.mark.long
-async def test_a_worker_is_ready_once_its_verifier_is(
+async def test_worker_is_ready_once_its_verifier_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the first response of each worker scores 0 where the imports take longer than a verdict may."""
+    """Otherwise the first response of each worker would score 0 if imports take longer than a score may."""
     (tmp_path / "reasoning_gym.py").write_text(
         "import time\ntime.sleep(4)\ndef get_score_answer_fn(family): return lambda response, reference: 1.0\n"
     )
@@ -100,7 +100,7 @@ async def test_a_worker_is_ready_once_its_verifier_is(
 
 
 @pytest.mark.long
-async def test_a_verifier_that_fails_is_a_reason_not_an_end(folder: Path) -> None:
+async def test_failing_verifier_becomes_a_reason(folder: Path) -> None:
     requests = [ScoreRequest([5], {"family": "no such family", "answer": "1"})] * 2
     found = await scores(RewardPool(ReasoningGymReward(), folder), requests)
     assert [reward for reward, _ in found] == [0.0, 0.0]
@@ -108,7 +108,7 @@ async def test_a_verifier_that_fails_is_a_reason_not_an_end(folder: Path) -> Non
 
 
 @pytest.mark.long
-async def test_a_hung_verdict_ends_at_its_deadline_and_the_next_is_served(folder: Path) -> None:
+async def test_hung_verifier_ends_at_its_deadline(folder: Path) -> None:
     pool = odd_pool(folder, deadline=3.0)
     await pool.start()
     assert (await pool.score([ScoreRequest([], {})]))[0].reward == 1.0
@@ -121,13 +121,13 @@ async def test_a_hung_verdict_ends_at_its_deadline_and_the_next_is_served(folder
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("place", [0, 20])
-async def test_a_slow_verdict_holds_up_nobody(folder: Path, tmp_path: Path, workers: int, place: int) -> None:
-    """Wherever it stands among the others: they have theirs before it ends."""
+async def test_slow_score_delays_no_other(folder: Path, tmp_path: Path, workers: int, place: int) -> None:
+    """Wherever it is among the others: they get their scores before it ends."""
     pool = odd_pool(folder, deadline=250, workers=workers)
     await pool.start()
     try:
         requests = [ScoreRequest([], {})] * 100
-        await asyncio.wait_for(pool.score(requests), 120)  # so that it knows the pace, and hands over many at a time
+        await asyncio.wait_for(pool.score(requests), 120)  # so that it measures the pace, and sends many at a time
         requests[place] = ScoreRequest([], {"until": str(tmp_path / "now")})
         verdicts = [asyncio.ensure_future(pool.score([request])) for request in requests]
         slow = verdicts.pop(place)
@@ -142,7 +142,7 @@ async def test_a_slow_verdict_holds_up_nobody(folder: Path, tmp_path: Path, work
 
 
 @pytest.mark.long
-async def test_two_slow_verdicts_of_one_call_end_at_their_deadlines_and_the_others_are_served(folder: Path) -> None:
+async def test_two_slow_scores_of_a_call_end_at_their_deadlines(folder: Path) -> None:
     pool = odd_pool(folder, deadline=3.0)
     await pool.start()
     try:
@@ -155,14 +155,14 @@ async def test_two_slow_verdicts_of_one_call_end_at_their_deadlines_and_the_othe
         await pool.close()
 
 
-async def test_a_worker_that_dies_is_replaced_and_the_response_tried_again(folder: Path, tmp_path: Path) -> None:
+async def test_dead_worker_is_replaced_and_its_response_retried(folder: Path, tmp_path: Path) -> None:
     once = ScoreRequest([], {"die": str(tmp_path / "died")})
     always = ScoreRequest([], {"always_die": True})
     found = await scores(odd_pool(folder, deadline=HANG_SECONDS, workers=2), [once, always, ScoreRequest([], {})])
     assert found == [(1.0, "fine"), (0.0, "the reward worker died twice on this response"), (1.0, "fine")]
 
 
-async def test_workers_are_there_before_the_first_response_and_again_when_they_died_idle(folder: Path) -> None:
+async def test_workers_start_before_responses_and_after_deaths(folder: Path) -> None:
     """Their imports take seconds."""
     before = set(psutil.Process().children())
     pool = odd_pool(folder, deadline=HANG_SECONDS, workers=2)
@@ -173,7 +173,7 @@ async def test_workers_are_there_before_the_first_response_and_again_when_they_d
         for worker in workers:
             worker.kill()
         await soon(lambda: not any(worker.is_running() for worker in workers))
-        await asyncio.sleep(1.0)  # asyncio hears of it from a thread
+        await asyncio.sleep(1.0)  # asyncio hears of the death from a thread
         assert [score.reason for score in await pool.score([ScoreRequest([], {})] * 3)] == ["fine"] * 3
     finally:
         await pool.close()
@@ -188,10 +188,10 @@ async def test_workers_are_there_before_the_first_response_and_again_when_they_d
         ("import time; time.sleep(600)", 0.5, r"it took more than reward\.start_seconds = 0\.5; set more"),
     ],
 )
-async def test_workers_that_never_get_ready_are_no_responses_fault(
+async def test_workers_that_never_get_ready_fail_the_pool(
     folder: Path, worker: str, start_seconds: float, words: str
 ) -> None:
-    """Every response scored 0 before, in a run whose audit was clean."""
+    """Otherwise every response would score 0, in a run whose audit is clean."""
     pool = odd_pool(folder, deadline=HANG_SECONDS, workers=2, start_seconds=start_seconds)
     pool._command = [sys.executable, "-c", worker]
     await pool.start()
@@ -208,7 +208,7 @@ async def test_workers_that_never_get_ready_are_no_responses_fault(
         await pool.close()
 
 
-async def test_a_worker_that_gets_ready_in_the_end_costs_no_verdict(folder: Path, tmp_path: Path) -> None:
+async def test_late_worker_costs_no_score(folder: Path, tmp_path: Path) -> None:
     fails = f"""
 import os, sys
 path = {str(tmp_path / "tries")!r}
@@ -220,7 +220,7 @@ if os.path.getsize(path) < 4: sys.exit(1)
     assert await scores(pool, [ScoreRequest([], {})] * 3) == [(1.0, "fine")] * 3
 
 
-async def test_a_pool_is_served_until_its_run_is_finished(folder: Path) -> None:
+async def test_pool_serves_until_its_run_is_finished(folder: Path) -> None:
     pool, finished = odd_pool(folder, deadline=HANG_SECONDS), asyncio.Event()
     await pool.start()
     serving = asyncio.create_task(pool.serve(finished))
@@ -232,23 +232,21 @@ async def test_a_pool_is_served_until_its_run_is_finished(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", [{"says": "x", "times": 100_000}, {"says": "hello"}, {"says": "[1, 2, 3, 4]"}])
-async def test_a_worker_that_says_what_is_no_verdict_is_replaced(folder: Path, odd: dict[str, Any]) -> None:
+async def test_worker_with_invalid_output_is_replaced(folder: Path, odd: dict[str, Any]) -> None:
     requests = [ScoreRequest([], reference) for reference in ({}, odd, {})]
     found = await scores(odd_pool(folder, deadline=HANG_SECONDS), requests)
     assert found == [(1.0, "fine"), (0.0, "the reward worker died twice on this response"), (1.0, "fine")]
 
 
-async def test_a_request_that_no_worker_can_be_told_holds_up_no_other(folder: Path) -> None:
+async def test_unsendable_request_delays_no_other(folder: Path) -> None:
     odd = [ScoreRequest(["a", {1}], {}), ScoreRequest([], {"answer": {1}}), ScoreRequest(None, {})]  # type: ignore[arg-type, list-item]
     found = await scores(odd_pool(folder, deadline=HANG_SECONDS), [*odd, ScoreRequest([], {})])
     assert [reward for reward, _ in found] == [0.0, 0.0, 0.0, 1.0]
     assert all(reason.startswith("request failed: TypeError: ") for _, reason in found[:3])
 
 
-async def test_a_moment_without_a_process_to_be_had_costs_no_verdict(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full process table, say: who had taken the responses must not end with them."""
+async def test_failed_process_start_costs_no_score(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example with a full process table: the lane that took the responses must not end with them."""
     start, refusals = _Worker.start, [BlockingIOError(errno.EAGAIN, "no more processes")] * 3
 
     async def refused(command: Sequence[str]) -> _Worker:
@@ -262,7 +260,7 @@ async def test_a_moment_without_a_process_to_be_had_costs_no_verdict(
 
 
 @pytest.mark.long
-async def test_a_worker_ends_when_its_owner_does(folder: Path) -> None:
+async def test_worker_ends_with_its_owner(folder: Path) -> None:
     pool = RewardPool(ReasoningGymReward(), folder)
     process = (await _Worker.start(pool._command))._process
     assert process.stdin is not None
@@ -272,7 +270,7 @@ async def test_a_worker_ends_when_its_owner_does(folder: Path) -> None:
         os.kill(process.pid, 0)
 
 
-def test_the_answer_is_what_stands_in_the_last_tag() -> None:
+def test_answer_is_the_content_of_the_last_tag() -> None:
     text = "so <answer>3</answer> no, <answer> 4 </answer>"
     assert answer_of(text, "tag") == "4"
     assert answer_of(" 4 ", "all") == "4"
@@ -280,7 +278,7 @@ def test_the_answer_is_what_stands_in_the_last_tag() -> None:
 
 
 @pytest.mark.long
-async def test_what_a_verifier_warns_of_is_heard_by_the_pools_process(
+async def test_verifier_warnings_reach_the_pools_process(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "warning_verifier.py").write_text(WARNING_VERIFIER)

@@ -1,4 +1,4 @@
-"""Which engine a request goes to: worked by hand."""
+"""The choice of an engine for a request, worked by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollflow.tasks.rollout.slots import EngineSlots, Ticket
 from tests.support.lanes import lane, queue_of, taken, virtual
 
 
-def test_engines_that_have_made_nothing_share_evenly() -> None:
+def test_unmeasured_engines_share_evenly() -> None:
     async def main() -> None:
         first, second = lane(4), lane(4)
         await taken(queue_of(first, second), 4)
@@ -20,8 +20,9 @@ def test_engines_that_have_made_nothing_share_evenly() -> None:
     virtual(main)
 
 
-def test_an_engine_of_three_times_the_pace_gets_three_times_the_requests() -> None:
-    """A request more: 1 x 3 s against 1 x 1, 2 x 1, 3 x 1 s. At a tie it is the one that was offered first."""
+def test_triple_pace_gets_triple_requests() -> None:
+    """One more request costs 1 x 3 s on the slow engine, and 1 x 1, 2 x 1, 3 x 1 s on the fast one. In a tie the engine
+    that was offered first gets it."""
 
     async def main() -> None:
         slow, fast = lane(8), lane(8)
@@ -36,8 +37,8 @@ def test_an_engine_of_three_times_the_pace_gets_three_times_the_requests() -> No
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
-def test_it_is_always_the_engine_that_would_be_done_first(count: int) -> None:
-    """However often the others are offered meanwhile. At a tie it is any of them."""
+def test_request_goes_to_the_engine_done_first(count: int) -> None:
+    """The choice holds however often other engines are offered meanwhile. In a tie any of them may be chosen."""
     draw = random.Random(count)
 
     async def main() -> None:
@@ -62,7 +63,7 @@ def test_it_is_always_the_engine_that_would_be_done_first(count: int) -> None:
     virtual(main)
 
 
-def test_what_was_never_measured_has_the_pace_of_who_was_measured_first() -> None:
+def test_unmeasured_engine_has_the_first_measured_pace() -> None:
     async def main() -> None:
         measured, quicker, fresh = lane(9), lane(1), lane(9)
         queue = queue_of(measured, quicker, fresh)
@@ -78,7 +79,7 @@ def test_what_was_never_measured_has_the_pace_of_who_was_measured_first() -> Non
     virtual(main)
 
 
-def test_it_counts_what_such_an_engine_runs_already() -> None:
+def test_load_of_an_unmeasured_engine_counts() -> None:
     async def main() -> None:
         measured, fresh = lane(4), lane(4)
         queue = queue_of(measured, fresh)
@@ -91,17 +92,17 @@ def test_it_counts_what_such_an_engine_runs_already() -> None:
     virtual(main)
 
 
-def test_the_pace_is_what_was_measured_lately() -> None:
+def test_pace_is_a_moving_average() -> None:
     one = lane(1)
     one.observe(10, 2.0)
     assert (one.tokens, one.seconds) == (10, 2.0)
     one.observe(20, 1.0)
-    assert (one.tokens, one.seconds) == pytest.approx((11.0, 1.9))  # a tenth of the way
+    assert (one.tokens, one.seconds) == pytest.approx((11.0, 1.9))  # the new value has a weight of one tenth
     one.observe(0, 0.0)
     assert (one.tokens, one.seconds) == pytest.approx((9.9, 1.71))
 
 
-def test_a_response_without_tokens_measures_nothing() -> None:
+def test_response_without_tokens_sets_no_pace() -> None:
     empty, full = lane(1), lane(1)
     queue = queue_of(empty, full)
     queue.observe(empty, 0, 5.0)
@@ -111,7 +112,7 @@ def test_a_response_without_tokens_measures_nothing() -> None:
     assert queue._measured is full
 
 
-def test_free_slots_are_those_of_an_engine_that_lives_and_serves() -> None:
+def test_only_a_live_serving_engine_has_free_slots() -> None:
     one = lane(3, serves=False)
     assert one.free == 0
     one.serves.set()
@@ -124,7 +125,7 @@ def test_free_slots_are_those_of_an_engine_that_lives_and_serves() -> None:
 # --- requests of one prompt ---------------------------------------------------------------------------------
 
 
-def test_a_prompt_keeps_its_engine_while_that_has_a_free_slot() -> None:
+def test_prompt_keeps_its_engine_with_a_free_slot() -> None:
     async def main() -> None:
         first, second = lane(3), lane(5)
         queue = queue_of(first, second, routing="prefix")
@@ -138,7 +139,7 @@ def test_a_prompt_keeps_its_engine_while_that_has_a_free_slot() -> None:
     virtual(main)
 
 
-def test_a_prompt_has_a_home_until_its_last_request_there_ends() -> None:
+def test_prompt_keeps_its_home_until_its_last_request_ends() -> None:
     async def main() -> None:
         first, second = lane(4), lane(4)
         queue = queue_of(first, second, routing="prefix")
@@ -153,7 +154,7 @@ def test_a_prompt_has_a_home_until_its_last_request_there_ends() -> None:
     virtual(main)
 
 
-def test_requests_that_found_their_home_full_leave_it_where_it_is() -> None:
+def test_overflow_requests_do_not_move_the_home() -> None:
     async def main() -> None:
         first, second = lane(1), lane(3)
         queue = queue_of(first, second, routing="prefix")
@@ -169,7 +170,7 @@ def test_requests_that_found_their_home_full_leave_it_where_it_is() -> None:
     virtual(main)
 
 
-def test_only_prefix_routing_knows_prompts() -> None:
+def test_only_prefix_routing_uses_prompts() -> None:
     async def main() -> None:
         queue = queue_of(lane(2))
         assert queue.create_ticket(0, "a").group is None

@@ -1,4 +1,4 @@
-"""What is known of the running dispatches, against a plain dictionary of them."""
+"""The index of running dispatches, compared with a plain dictionary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOUNDS = (0.0, 0.5, 1.0, 2.0, 2.5, 4.0)
 
 @dataclass(frozen=True)
 class One:
-    """Stands for a dispatch: what `RunningByVersion` asks of those is the same."""
+    """Stands in for a dispatch, with the attributes that the index uses."""
 
     prompt: int
     awaited: bool
@@ -31,7 +31,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(EVERY), st.sampled_from([None, 0, 1, 
 
 
 @given(STEPS)
-def test_whatever_starts_starts_again_or_ends(steps: list[tuple[Any, int | None]]) -> None:
+def test_index_matches_a_plain_list(steps: list[tuple[Any, int | None]]) -> None:
     starts, known = RunningByVersion(), dict[Any, int]()
     for one, version in steps:
         if version is None:
@@ -41,7 +41,7 @@ def test_whatever_starts_starts_again_or_ends(steps: list[tuple[Any, int | None]
             starts.add(version, one)
             known[one] = version
         check(starts, known)
-        assert starts._running.keys() == starts._awaited.keys() == set(known.values())  # what is past is forgotten
+        assert starts._running.keys() == starts._awaited.keys() == set(known.values())  # old versions are forgotten
 
 
 def check(starts: RunningByVersion, known: dict[Any, int]) -> None:

@@ -1,6 +1,7 @@
-"""The scheduler on a virtual clock: whatever the schedule, no prompt is lost or doubled and alpha holds.
+"""The scheduler on a virtual clock: whatever the schedule, no prompt is lost or doubled, and alpha holds.
 
-Each run is audited; `check` says the same of its entries and files without the fold that audit and run have in common.
+Each run is audited. `check` tests the same properties from the entries and files, without the fold that the audit and
+the run share.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def run_and_audit(pipeline: Pipeline) -> AuditReport:
 
 
 def trained(store: ObjectStore) -> Iterator[tuple[int, TrajectoryBatch]]:
-    """(version, the batch it was trained on), by the entries alone; each file is the one that was committed."""
+    """Yield each version and the batch it was trained on, from the entries alone; check each file against its
+    commit.
+    """
     entries = read(store)
     for entry in entries:
         if isinstance(entry.body, VersionPublished) and entry.body.batch_entry is not None:
@@ -69,7 +72,7 @@ def trained(store: ObjectStore) -> Iterator[tuple[int, TrajectoryBatch]]:
 
 
 def check(pipeline: Pipeline) -> None:
-    """Of a run that has ended: its versions are all there, each of a fresh batch; every dispatch has one fate."""
+    """Check an ended run: all versions are there, each of a fresh batch, and every dispatch has one fate."""
     keys = list[GroupKey]()
     for version, (number, batch) in enumerate(trained(pipeline.store), 1):
         assert version == number
@@ -94,7 +97,7 @@ def check(pipeline: Pipeline) -> None:
     in_flight=st.sampled_from(["continue", "restart"]),
     seed=st.integers(0, 1000),
 )
-def test_any_schedule_audits_clean(
+def test_drawn_schedule_audits_clean(
     alpha: float,
     groups: int,
     group_size: int,
@@ -167,7 +170,7 @@ STRICT = st.fixed_dictionaries(
     stops=st.lists(st.floats(0.05, 4.0), max_size=2),
     engine_deaths=st.lists(st.tuples(st.floats(0.0, 4.0), st.integers(0, 2)), max_size=2),
 )
-def test_whatever_is_chosen_nothing_is_lost_or_doubled(
+def test_drawn_choices_lose_or_double_nothing(
     alpha: float,
     groups: int,
     engines: int,
@@ -214,7 +217,7 @@ def test_alpha_zero_trains_only_on_the_current_version() -> None:
     assert report.fates == {"trained": 24}
 
 
-def test_alpha_zero_is_reproducible_down_to_the_bytes() -> None:
+def test_alpha_zero_reproduces_every_byte() -> None:
     stores = [fresh_store(), fresh_store()]
     for store, slots in zip(stores, (8, 8), strict=True):
         run_virtual(Pipeline(store, async_ratio=0.0, slots=slots).run())
@@ -222,8 +225,8 @@ def test_alpha_zero_is_reproducible_down_to_the_bytes() -> None:
     assert first == second
 
 
-def test_generation_overlaps_training_when_alpha_allows() -> None:
-    """With alpha the run is faster than without: the learner does not wait for the whole batch each time."""
+def test_generation_overlaps_training_with_alpha() -> None:
+    """With alpha the run is faster than without, because the learner does not wait for the whole batch each time."""
 
     async def timed(alpha: float) -> float:
         await Pipeline(fresh_store(), versions=20, async_ratio=alpha).run()
@@ -233,8 +236,8 @@ def test_generation_overlaps_training_when_alpha_allows() -> None:
     assert asynchronous < 0.8 * synchronous
 
 
-def test_a_run_continues_from_storage_alone() -> None:
-    """Stopped after three versions, then continued by new objects: every prompt is still used exactly once."""
+def test_run_continues_from_storage_alone() -> None:
+    """A run that is stopped after three versions and continued by new objects still uses every prompt exactly once."""
     store = fresh_store()
 
     async def stopped() -> None:
@@ -274,7 +277,7 @@ def test_a_run_continues_from_storage_alone() -> None:
         max_size=4,
     ),
 )
-def test_whatever_dies_or_rots_nothing_is_lost_or_doubled(
+def test_deaths_and_corruption_lose_or_double_nothing(
     alpha: float,
     groups: int,
     engines: int,
@@ -288,7 +291,9 @@ def test_whatever_dies_or_rots_nothing_is_lost_or_doubled(
     engine_deaths: list[tuple[float, int]],
     damage: dict[tuple[int, int], Damage],
 ) -> None:
-    """Engines die, batch files rot, and the whole process is stopped and goes on from its log, at any moment."""
+    """Engines die, batch files are corrupted, and the whole process is stopped and resumes from its log, at any
+    time.
+    """
     store = fresh_store()
 
     def pipeline() -> Pipeline:
@@ -322,9 +327,9 @@ def test_whatever_dies_or_rots_nothing_is_lost_or_doubled(
 @pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(stops=st.lists(st.floats(0.05, 3.0), min_size=1, max_size=4), extra=st.integers(0, 2))
-def test_at_alpha_zero_a_run_that_was_killed_trains_the_same_trajectories(stops: list[float], extra: int) -> None:
-    """Equal means trajectories. Entries tell of claims; and a group that was left behind when a commit was made, and
-    had not noticed, goes on after a kill as the same attempt, with the same draws."""
+def test_killed_run_at_alpha_zero_trains_the_same(stops: list[float], extra: int) -> None:
+    """The trajectories must be equal. Entries may differ in their claims. A group that was preempted shortly before a
+    kill may continue after it as the same attempt, with the same draws."""
 
     def run(stops: list[float]) -> list[dict[str, Any]]:
         store, choices = fresh_store(), {"extra_groups": extra, "at_bound": "drop"}
@@ -338,7 +343,7 @@ def test_at_alpha_zero_a_run_that_was_killed_trains_the_same_trajectories(stops:
 
 
 async def stopped(pipeline: Pipeline, after: float) -> None:
-    """Run for some virtual seconds, then vanish."""
+    """Run for some virtual seconds, then stop without cleaning up."""
     task = asyncio.create_task(pipeline.run())
     await asyncio.wait([task], timeout=after)
     task.cancel()
@@ -360,7 +365,7 @@ class Dying(TimedEngine):
         await super().update(version, weights)
 
 
-def test_another_engine_takes_over_what_a_dead_one_left() -> None:
+def test_requests_of_a_dead_engine_move_to_another() -> None:
     config = TimedEngineConfig(slots=8, max_new_tokens=64)
     engines = [TimedEngine(config), Dying(config, updates=2)]
     pipeline = Pipeline(fresh_store(), engine_list=engines)
@@ -370,7 +375,7 @@ def test_another_engine_takes_over_what_a_dead_one_left() -> None:
     assert list(pipeline.proxy.failed.values()) == ["died on purpose"]
 
 
-def test_without_any_engine_the_run_fails_with_the_reason() -> None:
+def test_run_without_engines_fails_with_the_reason() -> None:
     engines = [Dying(TimedEngineConfig(slots=8, max_new_tokens=64), updates=2)]
     with pytest.raises(BaseExceptionGroup) as caught:
         run_virtual(Pipeline(fresh_store(), engine_list=engines).run())
@@ -378,8 +383,8 @@ def test_without_any_engine_the_run_fails_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(("attempts", "fails"), [(3, False), (2, True)])
-def test_a_request_that_fails_is_sent_again_and_its_group_keeps_the_rest(attempts: int, fails: bool) -> None:
-    """For 2.5 s there is no engine, and each request waits for one second: it fails twice."""
+def test_failed_request_is_resent_and_its_group_kept(attempts: int, fails: bool) -> None:
+    """For 2.5 s there is no engine and each request waits for one second, so it fails twice."""
 
     class Noting(TimedEngine):
         given: tuple[str, ...] = ()
@@ -419,13 +424,13 @@ def test_a_request_that_fails_is_sent_again_and_its_group_keeps_the_rest(attempt
         assert isinstance(group, TrajectoryGroup)
         assert sorted(t.sample for t in group.trajectories) == [0, 1, 2, 3]
         assert len(engines[0].given) == 4
-        assert 0 < len(engines[1].given) < 4  # what had ended is not asked for again
+        assert 0 < len(engines[1].given) < 4  # responses that had ended are not requested again
 
     run_virtual(main())
 
 
-def test_a_stale_group_cannot_be_committed() -> None:
-    """The checks at batching hold even if admission and buffer were wrong: in a simulation, and in the log."""
+def test_stale_group_is_not_committed() -> None:
+    """The checks of a batch hold even if admission and buffer were wrong, both in a simulation and in the log."""
     pipeline = Pipeline(fresh_store(), async_ratio=0.0)
     run_virtual(pipeline.run())
     first, entry = next(trained(pipeline.store))[1].groups()[0], pipeline.state.n
@@ -439,7 +444,7 @@ def test_a_stale_group_cannot_be_committed() -> None:
     assert pipeline.state.n == entry + 1  # the claim
 
 
-def test_the_virtual_clock_names_a_deadlock() -> None:
+def test_virtual_clock_reports_a_deadlock() -> None:
     async def waits_for_ever() -> None:
         await asyncio.Event().wait()
 
@@ -447,8 +452,8 @@ def test_the_virtual_clock_names_a_deadlock() -> None:
         run_virtual(waits_for_ever())
 
 
-def test_stragglers_past_the_bound_are_discarded_and_issued_again() -> None:
-    """A learner faster than the slowest responses: they go stale, are counted with their tokens, and come again."""
+def test_stragglers_beyond_the_bound_are_issued_again() -> None:
+    """With a learner faster than the slowest responses, slow groups become stale, are counted, and are issued again."""
     dropping = {"at_bound": "drop"}
     pipeline = Pipeline(fresh_store(), versions=12, async_ratio=1.0, train_seconds=0.01, slots=32, choices=dropping)
     report = run_and_audit(pipeline)
@@ -459,8 +464,8 @@ def test_stragglers_past_the_bound_are_discarded_and_issued_again() -> None:
     assert max(report.staleness) == 1
 
 
-def test_a_deposed_scheduler_stops_at_its_next_look_at_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its batch is still being formed: it has nothing to commit yet that could be refused."""
+def test_deposed_scheduler_stops_at_its_next_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batch is still being formed, so it has nothing to commit that could be refused."""
     monkeypatch.setattr(actor, "NEWS_SECONDS", 0.0)
     describe(open_store(str(tmp_path)))
     context, looks, follow = RunContext(str(tmp_path), tmp_path / "cache"), list[int](), Log.follow

@@ -1,4 +1,4 @@
-"""A scheduler that stands still, step by step: what each step says to the loops that wait, and what it leaves."""
+"""Single steps of a scheduler whose loops do not run: how each step changes its state and wakes the waiting loops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LIMITS = RolloutLimits(0, 5, 1, 1, 1.0, 8, 1, 8, 1.0)
 async def scheduler_of(
     limits: RolloutLimits = LIMITS, resume: ResumePoint | None = None, version: int = -1
 ) -> RolloutScheduler:
-    """Nothing runs yet; it has no engines, which are at this version."""
+    """Create a scheduler without running groups and without engines, at this version."""
 
     async def score(request: ScoreRequest) -> Score:
         return Score(1.0, "")
@@ -54,14 +54,14 @@ async def scheduler_of(
 
 
 class Nowhere:
-    """Runs nothing."""
+    """A task group that runs nothing."""
 
     def create_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         coroutine.close()
 
 
 def started(scheduler: RolloutScheduler, version: int | None = None) -> GroupRollout:
-    """One more group runs, under this version if its first request has started; nothing comes of it."""
+    """Start one more group that never ends; with a version, its first request has started under it."""
     scheduler._start(scheduler.number, cast(asyncio.TaskGroup, Nowhere()))
     rollout = list(scheduler._running.values())[-1]
     if version is not None:
@@ -77,7 +77,7 @@ def inside(main: Callable[[], Awaitable[None]]) -> None:
     run_virtual(bounded())
 
 
-def test_the_newest_version_is_what_counts_however_late_an_older_one_is_told_of() -> None:
+def test_late_news_of_an_older_version_is_ignored() -> None:
     async def main() -> None:
         scheduler = await scheduler_of()
         scheduler.published(3)
@@ -89,7 +89,7 @@ def test_the_newest_version_is_what_counts_however_late_an_older_one_is_told_of(
     inside(main)
 
 
-def test_an_engine_that_joins_wakes_it() -> None:
+def test_joining_engine_wakes_the_scheduler() -> None:
     async def main() -> None:
         scheduler = await scheduler_of()
         assert not scheduler._room.is_set()
@@ -99,7 +99,9 @@ def test_an_engine_that_joins_wakes_it() -> None:
         assert scheduler._ready.is_set()
         assert scheduler._published == 2
         scheduler._discard(Discard(GroupKey(7, 0), DiscardReason.STALE, 0, 5))
-        assert scheduler._order.next_issue(0).key.prompt == 0  # left behind under version 2, it waits for a newer one
+        assert (
+            scheduler._order.next_issue(0).key.prompt == 0
+        )  # prompt 7, preempted under version 2, waits for a newer one
         scheduler._proxy.version = 3
         scheduler._proxy.on_change()
         assert scheduler._order.next_issue(0).key == GroupKey(7, 1)
@@ -107,7 +109,7 @@ def test_an_engine_that_joins_wakes_it() -> None:
     inside(main)
 
 
-def test_what_is_left_behind_waits_for_a_newer_version_than_the_engines_had_at_the_start() -> None:
+def test_preempted_prompt_waits_for_a_newer_version() -> None:
     async def main() -> None:
         scheduler = await scheduler_of(version=2)
         scheduler._discard(Discard(GroupKey(7, 0), DiscardReason.STALE, 0, 5))
@@ -120,7 +122,7 @@ def test_what_is_left_behind_waits_for_a_newer_version_than_the_engines_had_at_t
     inside(main)
 
 
-def test_a_scheduler_begins_where_the_log_says() -> None:
+def test_resume_point_follows_the_log() -> None:
     cursor, key = Cursor((9,), (2,)), GroupKey(8, 1)
     there = {"in_flight": (key,), "holes": [1], "voids": 2, "behind": {8: 4}, "redraws": {8: 1}}
     state: Any = SimpleNamespace(next_batch=3, cursor=cursor, **there)
@@ -129,12 +131,12 @@ def test_a_scheduler_begins_where_the_log_says() -> None:
     assert ResumePoint() == ResumePoint(0, Cursor(), (), missing=(), voids=0, behind=(), redraws=())
 
 
-def test_where_a_scheduler_begins() -> None:
+def test_scheduler_starts_at_its_resume_point() -> None:
     async def main() -> None:
         resume = ResumePoint(3, Cursor((9,), (0,)), (GroupKey(8, 1),), missing=(1, 4, 5, 6), voids=2, behind=((8, 3),))
         scheduler = await scheduler_of(resume=resume)
         assert (scheduler.number, scheduler.voids, scheduler.running) == (3, 2, 0)
-        assert scheduler.due.missing == (1, 4)  # those beyond the run's end are nobody's any more
+        assert scheduler.due.missing == (1, 4)  # batches beyond the run's end are omitted
         assert scheduler.due.last == 5
         assert scheduler._order.next_issue(0).key == GroupKey(8, 1)
         assert scheduler._order.next_issue(0).key == GroupKey(9, 0)
@@ -143,13 +145,13 @@ def test_where_a_scheduler_begins() -> None:
 
 
 def scored(scheduler: RolloutScheduler, prompt: int, reward: float, started: int = 0, *, awaited: bool = True) -> None:
-    """A group of one response ended with this reward; it counts as the one that was issued last."""
+    """End a group of one response with this reward; it counts as the one issued last."""
     one = Trajectory(0, started, (1,), (True,), (0.0,), (started,), reward, "", StopReason.STOP)
     rollout = scheduler._create_rollout(Issue(GroupKey(prompt, 0), 1, awaited=awaited))
     scheduler._add_scored(TrajectoryGroup(rollout.key, "p", "d", (one,)), rollout)
 
 
-def test_filtered_in_a_row_are_those_without_a_kept_one_between() -> None:
+def test_kept_group_ends_a_row_of_filtered_ones() -> None:
     async def main() -> None:
         limits = replace(LIMITS, filter=FilterConfig(min_mean=0.0, most=3))
         scheduler = await scheduler_of(limits)
@@ -164,7 +166,7 @@ def test_filtered_in_a_row_are_those_without_a_kept_one_between() -> None:
     inside(main)
 
 
-def test_a_group_that_came_too_late_for_the_next_batch_is_dropped() -> None:
+def test_group_too_old_for_the_next_batch_is_dropped() -> None:
     async def main() -> None:
         scheduler = await scheduler_of(resume=ResumePoint(number=3))
         scored(scheduler, 0, 1.0, started=1)
@@ -176,7 +178,7 @@ def test_a_group_that_came_too_late_for_the_next_batch_is_dropped() -> None:
     inside(main)
 
 
-def test_what_was_too_slow_is_redundant_where_more_was_started_than_needed() -> None:
+def test_slow_group_is_redundant_with_extra_groups() -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, extra_groups=1), ResumePoint(number=3))
         scored(scheduler, 0, 1.0, started=1)
@@ -185,7 +187,7 @@ def test_what_was_too_slow_is_redundant_where_more_was_started_than_needed() -> 
     inside(main)
 
 
-def test_a_full_batch_is_staged_with_all_that_was_issued_and_discarded_before() -> None:
+def test_staged_batch_has_issues_and_discards() -> None:
     async def main() -> None:
         scheduler = await scheduler_of(resume=ResumePoint(number=1, cursor=Cursor((1,), (0,)), behind=((2, 1),)))
         assert scheduler._stage_batch() is None
@@ -198,7 +200,7 @@ def test_a_full_batch_is_staged_with_all_that_was_issued_and_discarded_before() 
         assert staged is not None
         assert (staged.number, staged.issued, staged.discards) == (1, (1, 2, 3), (gone,))
         assert [group.key.prompt for group in staged.groups] == [2]
-        assert not scheduler._order._behind  # how slow it was is of no use any more
+        assert not scheduler._order._behind  # the preemptions of a trained prompt are forgotten
         assert scheduler.number == 2
         assert scheduler._room.is_set()
         assert scheduler._stage_batch() is None
@@ -210,7 +212,7 @@ def test_a_full_batch_is_staged_with_all_that_was_issued_and_discarded_before() 
     inside(main)
 
 
-def test_with_no_batch_left_to_form_it_ends() -> None:
+def test_scheduler_ends_after_its_last_batch() -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, batches=0))
         await asyncio.wait_for(scheduler.run(), 10.0)
@@ -220,7 +222,7 @@ def test_with_no_batch_left_to_form_it_ends() -> None:
 
 
 @pytest.mark.parametrize(("slots", "most"), [(None, math.inf), (3, 3), (6, 4)])  # an engine has four
-def test_what_admission_is_told(slots: int | None, most: float) -> None:
+def test_admission_reads_the_right_state(slots: int | None, most: float) -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, group_size=2, slots=slots), ResumePoint(number=1), version=1)
         rollouts = [started(scheduler, 1) for _ in range(3)]
@@ -235,7 +237,7 @@ def test_what_admission_is_told(slots: int | None, most: float) -> None:
     inside(main)
 
 
-def test_a_response_that_ends_makes_room() -> None:
+def test_ended_response_makes_room() -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, group_size=3))
         started(scheduler)
@@ -246,14 +248,13 @@ def test_a_response_that_ends_makes_room() -> None:
 
     inside(main)
 
-
-# --- who is waited for, and who is given up -----------------------------------------------------------------------
+    # --- waiting and preemption ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("published", "full", "holds"), [(1, True, True), (2, True, True), (0, True, False), (1, False, False)]
 )
-def test_a_full_batch_that_a_ready_learner_waits_for_is_measured(published: int, full: bool, holds: bool) -> None:
+def test_wait_of_a_ready_learner_is_measured(published: int, full: bool, holds: bool) -> None:
     """Batch 1 waits for a group that batch 2 could not take."""
 
     async def main() -> None:
@@ -269,7 +270,7 @@ def test_a_full_batch_that_a_ready_learner_waits_for_is_measured(published: int,
 
 
 @pytest.mark.parametrize(("published", "formed"), [(0, False), (1, True), (2, True)])
-def test_a_batch_that_is_formed_early_leaves_nobody_behind(published: int, formed: bool) -> None:
+def test_early_batch_preempts_no_group(published: int, formed: bool) -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, at_bound="drop"), ResumePoint(number=1))
         scheduler.published(published)
@@ -282,7 +283,7 @@ def test_a_batch_that_is_formed_early_leaves_nobody_behind(published: int, forme
 
 
 @pytest.mark.parametrize(("order", "first"), [("started", 8), ("finished", 9)])
-def test_who_goes_first_into_a_batch(order: Any, first: int) -> None:
+def test_batch_order_decides_the_first_group(order: Any, first: int) -> None:
     """The first that was issued, or the oldest version."""
 
     async def main() -> None:
@@ -298,7 +299,7 @@ def test_who_goes_first_into_a_batch(order: Any, first: int) -> None:
     inside(main)
 
 
-def test_of_equally_old_groups_the_awaited_one_goes_first() -> None:
+def test_awaited_group_goes_first_among_equally_old() -> None:
     async def main() -> None:
         scheduler = await scheduler_of()
         scored(scheduler, 8, 1.0, awaited=False)
@@ -310,8 +311,8 @@ def test_of_equally_old_groups_the_awaited_one_goes_first() -> None:
     inside(main)
 
 
-def test_who_was_given_up_is_waited_for_by_nobody() -> None:
-    """Not in the order of issue, nor if it starts again."""
+def test_preempted_group_is_not_waited_for() -> None:
+    """Neither in the order of issue, nor if it starts again."""
 
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, order="started"), ResumePoint(number=1))
@@ -334,8 +335,8 @@ def test_who_was_given_up_is_waited_for_by_nobody() -> None:
 
 
 @pytest.mark.parametrize(("version", "batches", "given_up"), [(1, 4, True), (2, 4, False), (1, 3, False)])
-def test_what_starts_too_late_for_the_next_batch_is_given_up(version: int, batches: int, given_up: bool) -> None:
-    """Batch 3 takes version 2. If it is not wanted, what runs may end as it likes."""
+def test_late_start_is_preempted(version: int, batches: int, given_up: bool) -> None:
+    """Batch 3 takes groups of version 2. After the last batch, running groups are left alone."""
 
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, batches=batches), ResumePoint(number=3))
@@ -347,7 +348,7 @@ def test_what_starts_too_late_for_the_next_batch_is_given_up(version: int, batch
 
 
 @pytest.mark.parametrize(("batches", "given_up"), [(4, True), (3, False)])
-def test_what_is_too_old_once_a_batch_is_formed_is_given_up(batches: int, given_up: bool) -> None:
+def test_group_too_old_after_a_batch_is_preempted(batches: int, given_up: bool) -> None:
     async def main() -> None:
         limits = replace(LIMITS, batches=batches, at_bound="drop")
         scheduler = await scheduler_of(limits, ResumePoint(number=2), version=2)

@@ -1,8 +1,8 @@
-"""Ten thousand schedules, a tenth of them in `make test`: whatever is chosen and whatever happens, no prompt is lost or
-doubled, alpha holds, no engine gets more than its slots, and batches keep coming. What is checked of each stands in
-`tests/support/ledger.py`.
+"""Ten thousand random schedules, a tenth of them in `make test`: whatever is chosen and whatever happens, no prompt is
+lost or doubled, alpha holds, no engine gets more requests than slots, and batches keep coming.
+`tests/support/ledger.py` checks each of them.
 
-Those of `test_scheduler` go through batch files and the audit as well; these are the many.
+The schedules of `test_scheduler` also go through batch files and the audit; the ones here are many.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ TENTHS = st.sampled_from([0.0, 0.1, 0.3, 1.0])
 
 
 def at(longest: int) -> st.SearchStrategy[float]:
-    """A moment: most are tenths of a second, at which much else happens, and some lie between."""
+    """Draw a moment: most are whole tenths of a second, at which many other events happen; some lie between."""
     return st.integers(0, 20 * longest).map(lambda twentieths: twentieths / 20)
 
 
 def cases(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[Case]:
-    """Workloads, of choices that go together."""
+    """Draw a workload whose choices fit together."""
     return st.builds(Case, **COMMON | more).map(possible)
 
 
 def possible(case: Case) -> Case:
-    """What the config would refuse, or what would filter all, made into its nearest neighbour."""
+    """Change what the config would refuse, or what would filter everything, into the nearest valid case."""
     changes: dict[str, Any] = {}
     if case.extra_groups:  # they are left behind
         changes |= {"at_bound": "drop", "order": "finished"}
@@ -91,7 +91,7 @@ TROUBLE = {
         st.builds(Trouble, at(6), st.integers(0, 2), st.sampled_from(["kill", "replace"]), TENTHS), max_size=4
     ).map(tuple),
     "patience": st.sampled_from([1e6, 0.1, 0.35]),
-    "attempts": st.just(10**6),  # a few would end the run, as they should
+    "attempts": st.just(10**6),  # few attempts would end the run, as they should
 }
 ALIKE = {  # what may be chosen at alpha = 0 without leaving anything behind
     **{name: CHOICES[name] for name in ("mode", "at_bound", "order", "staleness", "filter", "shares")},
@@ -115,14 +115,14 @@ STOPS = {"stops": st.lists(st.builds(Stop, at(6), st.integers(0, 2)), max_size=3
 @given(cases(**CHOICES, **TIMES))
 @example(Case(async_ratio=0.5, groups=2, slots=2, train_seconds=(40.0,)))  # half a batch ahead, again and again
 @example(Case(extra_groups=2, train_seconds=(40.0,)))  # the extras reach an engine when their batch is formed
-def test_whatever_is_chosen(case: Case) -> None:
+def test_drawn_schedule_audits_clean(case: Case) -> None:
     ran(case)
 
 
 @pytest.mark.many
 @settings(MANY, max_examples=examples(2500))
 @given(cases(**CHOICES, **TIMES, **TROUBLE))
-def test_whatever_is_chosen_while_engines_die_and_join(case: Case) -> None:
+def test_drawn_schedule_with_engine_deaths_audits_clean(case: Case) -> None:
     ran(case)
 
 
@@ -130,14 +130,14 @@ def test_whatever_is_chosen_while_engines_die_and_join(case: Case) -> None:
 @settings(MANY, max_examples=examples(2000))
 @given(cases(**CHOICES, **TIMES, **STOPS))
 @example(Case(async_ratio=2.0, ahead=0.0, extra_groups=2, slots=5, stops=(Stop(2.0, 1),)))  # 0 is lost, 1 is not
-def test_whatever_is_chosen_while_the_process_stops_and_goes_on(case: Case) -> None:
+def test_drawn_schedule_with_restarts_audits_clean(case: Case) -> None:
     ran(case)
 
 
 @pytest.mark.many
 @settings(MANY, max_examples=examples(2000))
 @given(cases(**CHOICES, **TIMES, **TROUBLE, **STOPS))
-def test_whatever_is_chosen_while_all_of_it_happens(case: Case) -> None:
+def test_drawn_schedule_with_all_faults_audits_clean(case: Case) -> None:
     ran(case)
 
 
@@ -145,35 +145,35 @@ def test_whatever_is_chosen_while_all_of_it_happens(case: Case) -> None:
 @settings(MANY, max_examples=examples(1500))
 @given(cases(**WAITING, **TIMES))
 @example(Case(async_ratio=2.0, groups=2, slots=5, speeds=(1.0, 3.0), slowing=0.5, batches=8, at_bound="wait"))
-def test_where_groups_are_waited_for_none_is_dropped(case: Case) -> None:
-    """Neither those at the bound, nor those that would meet there as more than a batch holds."""
+def test_wait_at_bound_drops_no_group(case: Case) -> None:
+    """Neither groups at the bound, nor groups that would exceed a batch there."""
     assert not ran(case).discards.keys() - {DiscardReason.FILTERED}
 
 
 @pytest.mark.many
 @settings(MANY, max_examples=examples(500))
 @given(cases(**ALIKE), cases(**TIMES, **TROUBLE, **STOPS))
-def test_at_alpha_zero_neither_time_nor_trouble_changes_what_is_trained_on(case: Case, other: Case) -> None:
+def test_training_at_alpha_zero_ignores_timing_and_faults(case: Case, other: Case) -> None:
     changed = {name: getattr(other, name) for name in OUTER}
     disturbed = possible(replace(case, **changed, stops=other.stops, patience=1e6))
     assert said(ran(disturbed)) == said(ran(case))
 
 
 def said(ledger: Ledger) -> list[list[tuple[int, list[tuple[int, ...]]]]]:
-    """What each version was trained on: prompts and answers. A batch that was lost is another attempt, with the same
+    """List the prompts and responses that each version was trained on. A lost batch is another attempt, with the same
     draws."""
     return [[(key.prompt, answers) for key, answers in groups] for groups in ledger.trained]
 
 
-def test_every_choice_a_person_has_is_drawn() -> None:
-    """A key of the config that no schedule draws may hide a deadlock: one did."""
+def test_every_user_choice_is_drawn() -> None:
+    """A config key that no schedule draws could hide a deadlock: one did."""
     drawn = set(COMMON) | set(CHOICES) | set(TROUBLE) | set(TIMES)
     named = {"patience_seconds": "patience", "attempts": "attempts"}
     assert {named.get(key, key) for key in RolloutConfig.model_fields} <= drawn
 
 
 @pytest.mark.parametrize("seconds", [4.0, 400.0])
-def test_a_fraction_ahead_is_started_once_however_long_the_learner_takes(seconds: float) -> None:
+def test_fraction_ahead_starts_once_during_a_slow_step(seconds: float) -> None:
     """At alpha = 0.5 half a batch is left over each time: it waits for the next version, as nothing else would."""
     ledger = ran(Case(async_ratio=0.5, groups=4, slots=4, train_seconds=(seconds,)))
     assert ledger.issued == [16]
@@ -181,13 +181,13 @@ def test_a_fraction_ahead_is_started_once_however_long_the_learner_takes(seconds
 
 
 @pytest.mark.parametrize("at_bound", ["wait", "drop"])
-def test_an_alpha_that_no_run_comes_to_costs_no_time(at_bound: Literal["wait", "drop"]) -> None:
+def test_very_large_alpha_costs_no_time(at_bound: Literal["wait", "drop"]) -> None:
     case = Case(async_ratio=20.0, groups=3, group_size=2, slots=4, at_bound=at_bound, batches=8)
     assert said(ran(replace(case, async_ratio=1e9))) == said(ran(case))  # or it is not over today
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.5, 2.9])
-def test_where_slow_groups_are_waited_for_a_fraction_of_alpha_starts_none_that_no_batch_can_take(alpha: float) -> None:
+def test_fraction_of_alpha_starts_no_unusable_group(alpha: float) -> None:
     ledger = ran(Case(async_ratio=alpha, at_bound="wait", groups=4, slots=4, batches=8))
     assert not ledger.discards
     assert ledger.issued[0] <= 4 * 8 + 4 * int(alpha)

@@ -59,7 +59,7 @@ def hardware(**sections: dict[str, Any]) -> Hardware:
 CONSTANT = {"median": 50.0, "sigma": 0.0, "cap": 100}
 
 
-def test_a_synchronous_step_of_one_slot_is_the_sum_of_its_parts() -> None:
+def test_synchronous_step_is_the_sum_of_its_parts() -> None:
     one = hardware(
         engines={"count": 1, "slots": 1, "prefill_seconds": 0.25},
         responses=CONSTANT,
@@ -83,8 +83,8 @@ def test_a_synchronous_step_of_one_slot_is_the_sum_of_its_parts() -> None:
     assert figures.tokens_per_second == pytest.approx(6 * 50 / step, rel=1e-5)
 
 
-def test_with_alpha_the_longer_of_rollout_and_training_is_the_step() -> None:
-    """One slot, constant lengths: 6 responses of 5 s are 30 s of rollout; training takes 12 or 40 s beside it."""
+def test_asynchronous_step_is_the_longer_of_its_parts() -> None:
+    """One slot, constant lengths: 6 responses of 5 s are 30 s of rollout; training takes 12 or 40 s in parallel."""
     for seconds, step in ((12.0, 30.0), (40.0, 40.0)):
         one = hardware(engines={"count": 1, "slots": 1}, responses=CONSTANT, learner={"seconds_per_version": seconds})
         figures = simulate(recipe(groups=3, group_size=2, depth=6, versions=12), one).figures
@@ -93,8 +93,8 @@ def test_with_alpha_the_longer_of_rollout_and_training_is_the_step() -> None:
         assert max(figures.staleness) <= 1
 
 
-def test_slowing_and_speed_change_a_full_engine_as_worked_by_hand() -> None:
-    """Four at a time at c = 0.5 each go at 1 / 2.5, on an engine of twice the speed: 5 s x 2.5 / 2."""
+def test_slowing_and_speed_match_a_hand_example() -> None:
+    """With four at a time at c = 0.5 each runs at 1 / 2.5, on an engine of twice the speed: 5 s x 2.5 / 2."""
     full = hardware(
         engines={"count": 1, "slots": 4, "slowing": 0.5, "speeds": (2.0,)},
         responses=CONSTANT,
@@ -104,7 +104,7 @@ def test_slowing_and_speed_change_a_full_engine_as_worked_by_hand() -> None:
     assert figures.step_seconds == pytest.approx(5.0 * 2.5 / 2 + 1.0, abs=1e-4)
 
 
-def test_the_same_seed_gives_the_same_figures_and_another_seed_others() -> None:
+def test_figures_depend_only_on_the_seed() -> None:
     busy = hardware(reward={"seconds": 1.0, "sigma": 0.5, "workers": 3}, engines={"speed_spread": 0.3})
     first, again = (simulate(recipe(async_ratio=0.0), busy).figures for _ in range(2))
     assert first == again
@@ -112,7 +112,7 @@ def test_the_same_seed_gives_the_same_figures_and_another_seed_others() -> None:
 
 
 @pytest.mark.long
-def test_the_bound_holds_and_long_runs_come_near_the_work_that_there_is() -> None:
+def test_long_runs_approach_the_bound() -> None:
     for alpha in (0.0, 1.0, 3.0):
         figures = simulate(recipe(async_ratio=alpha, versions=80, depth=64), hardware()).figures
         bounds = figures.bounds
@@ -131,7 +131,7 @@ def test_the_bound_holds_and_long_runs_come_near_the_work_that_there_is() -> Non
         {"engines": {"count": 2, "slots": 8, "reading": 0.001, "kv_tokens": 900, "prefill_seconds_per_token": 0.01}},
     ],
 )
-def test_no_step_is_below_what_no_schedule_passes(sections: dict[str, Any]) -> None:
+def test_no_step_beats_the_lower_bound(sections: dict[str, Any]) -> None:
     machine = hardware(**sections)
     for alpha, slots in ((0.0, 64), (2.0, 64), (2.0, 1)):
         config = recipe(async_ratio=alpha, versions=24, rollout=RolloutConfig(depth=slots))
@@ -140,7 +140,7 @@ def test_no_step_is_below_what_no_schedule_passes(sections: dict[str, Any]) -> N
     assert figures.bounds.guaranteed == ("reading" not in sections.get("engines", {}))
 
 
-def test_the_bounds_are_those_of_the_proposition() -> None:
+def test_bounds_match_the_proposition() -> None:
     work = Workload(
         100,
         mu=2.0,
@@ -164,7 +164,7 @@ def test_the_bounds_are_those_of_the_proposition() -> None:
     assert turns.conserving == turns.conserving_split == pytest.approx(30)
 
 
-def test_nothing_selects_at_alpha_zero_and_the_population_does_not_depend_on_the_schedule() -> None:
+def test_population_does_not_depend_on_the_schedule() -> None:
     figures: list[Figures] = []
     for alpha, count in ((0.0, 2), (2.0, 1)):
         figures.append(simulate(recipe(async_ratio=alpha), hardware(engines={"count": count})).figures)
@@ -173,7 +173,7 @@ def test_nothing_selects_at_alpha_zero_and_the_population_does_not_depend_on_the
     assert figures[0].bias.trained == 8 * 32
 
 
-def test_what_an_update_throws_away_is_counted() -> None:
+def test_tokens_lost_by_an_update_are_counted() -> None:
     slow = hardware(learner={"seconds_per_version": 6.0}, update={"seconds": 1.0})
     kept, restarted = (
         simulate(recipe(engine=TimedEngineConfig(in_flight=mode), depth=64), slow).figures
@@ -186,7 +186,7 @@ def test_what_an_update_throws_away_is_counted() -> None:
     assert kept.update_share > 0
 
 
-def test_engines_die_and_are_replaced() -> None:
+def test_dead_engines_are_replaced() -> None:
     deaths = [{"at_seconds": 5.0, "engine": 0}, {"at_seconds": 40.0, "engine": 1}]
     figures = simulate(recipe(), hardware(faults={"deaths": deaths, "restart_seconds": 15.0})).figures
     assert figures.deaths == 2
@@ -196,7 +196,7 @@ def test_engines_die_and_are_replaced() -> None:
     assert mortal.deaths > 2
 
 
-def test_a_slow_engine_costs_time() -> None:
+def test_slow_engine_costs_time() -> None:
     well, ill = (
         simulate(recipe(async_ratio=0.0), hardware(faults={"slow_share": 1.0, "slow_factor": factor})).figures
         for factor in (1.0, 4.0)
@@ -205,7 +205,7 @@ def test_a_slow_engine_costs_time() -> None:
     assert ill.step_seconds == pytest.approx(20 + 4 * (well.step_seconds - 20), rel=1e-6)
 
 
-def test_the_timeline_shows_what_ran() -> None:
+def test_timeline_shows_what_ran() -> None:
     one = hardware(
         engines={"count": 1, "slots": 2}, responses=CONSTANT, reward={"seconds": 2.0},
         learner={"seconds_per_version": 3.0},
@@ -221,7 +221,7 @@ def test_the_timeline_shows_what_ran() -> None:
     assert all(span.seconds == pytest.approx(3.0) for span in timeline.steps)
 
 
-def test_hardware_that_does_not_fit_the_recipe_is_refused() -> None:
+def test_mismatched_hardware_is_refused() -> None:
     with pytest.raises(ConfigError, match="there are engines 0 to 1"):
         simulate(recipe(), hardware(faults={"deaths": [{"at_seconds": 1.0, "engine": 7}]}))
     with pytest.raises(ConfigError, match=r"learner.colocated = True: at async_ratio = 1"):
@@ -232,7 +232,7 @@ def test_hardware_that_does_not_fit_the_recipe_is_refused() -> None:
 
 
 def by_hand(arrivals: list[float], works: list[float], slots: int, slowing: float, speed: float) -> list[float]:
-    """When each ends under processor sharing, from one event to the next over all requests."""
+    """Compute when each request ends under processor sharing, from event to event over all requests."""
     left, ends, now = dict(enumerate(works)), [0.0] * len(works), 0.0
     order = sorted(range(len(works)), key=lambda i: (arrivals[i], i))
     while left:
@@ -261,7 +261,7 @@ def by_hand(arrivals: list[float], works: list[float], slots: int, slowing: floa
     st.floats(0, 1),
     st.floats(0.2, 3),
 )
-def test_a_timed_engine_shares_itself_as_calculated(
+def test_timed_engine_shares_its_speed_as_calculated(
     requests: list[tuple[int, int]], slots: int, slowing: float, speed: float
 ) -> None:
     config = TimedEngineConfig(
@@ -289,7 +289,7 @@ def test_a_timed_engine_shares_itself_as_calculated(
         assert busy == pytest.approx(sum(works) / speed, abs=1e-4)
 
 
-def test_an_update_costs_what_runs_its_prefill_again() -> None:
+def test_update_repeats_the_prefill_of_running_requests() -> None:
     config = TimedEngineConfig(
         slots=4, seconds_per_token=0.1, prefill_seconds=1.0, update_seconds=0.5, median_tokens=20, sigma=0.0
     )
@@ -311,8 +311,8 @@ def test_an_update_costs_what_runs_its_prefill_again() -> None:
 
 
 def step_by_step(lengths: list[int], config: TimedEngineConfig) -> list[float]:
-    """When each ends on an engine that decodes a token of every running request at a time, all of them asked for at 0;
-    one that would pass the cache's bound makes the last one wait, which comes back when its tokens and a block fit."""
+    """Compute when each request ends on an engine that decodes one token of every running request at a time, if all are
+    requested at 0. A request that would exceed the cache preempts the last one, which returns once it fits."""
     said, ends, now = [0] * len(lengths), [0.0] * len(lengths), 0.0
     waiting, running = list(range(len(lengths))), list[int]()
     room = config.kv_tokens or 10**9
@@ -346,7 +346,7 @@ def step_by_step(lengths: list[int], config: TimedEngineConfig) -> list[float]:
     prompt_tokens=st.sampled_from([0, 30]),
     prefill=st.sampled_from([0.0, 0.002]),
 )
-def test_reading_and_a_full_cache_cost_what_they_cost_token_by_token(
+def test_cache_costs_match_a_token_by_token_model(
     lengths: list[int], slots: int, kv_tokens: int | None, reading: float, prompt_tokens: int, prefill: float
 ) -> None:
     config = TimedEngineConfig(
@@ -379,7 +379,7 @@ def test_reading_and_a_full_cache_cost_what_they_cost_token_by_token(
         assert max(held) <= max(kv_tokens, max(lengths) + prompt_tokens) + 1
 
 
-def test_a_full_cache_makes_the_last_one_wait_with_the_tokens_it_has() -> None:
+def test_full_cache_preempts_the_last_request() -> None:
     config = TimedEngineConfig(
         slots=2, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, kv_tokens=100, prefill_seconds_per_token=0.01
     )
@@ -405,7 +405,7 @@ def test_a_full_cache_makes_the_last_one_wait_with_the_tokens_it_has() -> None:
     run_virtual(main())
 
 
-def test_an_update_holds_an_engine_up_by_all_that_it_recomputes() -> None:
+def test_update_delays_the_engine_by_recomputed_tokens() -> None:
     config = TimedEngineConfig(
         slots=2, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, prefill_seconds_per_token=0.01, prompt_tokens=100,
         update_seconds=0.25,
@@ -427,7 +427,7 @@ def test_an_update_holds_an_engine_up_by_all_that_it_recomputes() -> None:
     run_virtual(main())
 
 
-def test_a_grain_shortens_the_tuples_and_not_the_time() -> None:
+def test_grain_shortens_arrays_but_not_time() -> None:
     async def took(grain: int) -> tuple[float, int]:
         engine = TimedEngine(TimedEngineConfig(median_tokens=1000, sigma=0.7, seconds_per_token=0.01, grain=grain))
         made = await engine.generate(GenerationRequest("a", (5,), 4000 // grain, seed=3))
@@ -438,7 +438,7 @@ def test_a_grain_shortens_the_tuples_and_not_the_time() -> None:
     assert few == pytest.approx(tokens / 40, abs=0.5)
 
 
-def test_lengths_have_the_correlation_that_was_asked_for() -> None:
+def test_lengths_have_the_configured_correlation() -> None:
     config = TimedEngineConfig(median_tokens=1000, sigma=1.0, correlation=0.7)
     lengths = ResponseLengths(config)
     drawn = np.log([[lengths.draw((p,), random.Random(1000 * p + s)) for s in range(8)] for p in range(2000)])
@@ -457,7 +457,7 @@ def test_lengths_have_the_correlation_that_was_asked_for() -> None:
 
 
 def recorded(version: int, active: float, draw: np.random.Generator) -> RecordedVersion:
-    """A version of 60 groups of 4, on an engine with prefill 0.2 and 0.05 s a token at n = 1, slowing 0.1."""
+    """A version of 60 groups of 4, on an engine with prefill 0.2 and 0.05 s per token at n = 1, slowing 0.1."""
     shared = np.repeat(draw.normal(size=60), 4)
     z = np.sqrt(0.6) * shared + np.sqrt(0.4) * draw.normal(size=240)
     tokens = np.maximum(1, np.rint(50 * np.exp(0.5 * z)))
@@ -468,7 +468,7 @@ def recorded(version: int, active: float, draw: np.random.Generator) -> Recorded
 
 
 @pytest.mark.long
-def test_what_was_recorded_is_found_again() -> None:
+def test_fitted_hardware_matches_the_record() -> None:
     draw = np.random.default_rng(0)
     versions = [recorded(v, active, draw) for v, active in enumerate((4.0, 8.0, 12.0, 16.0, 20.0) * 3)]
     assert correlation_of(versions) == pytest.approx(0.6, abs=0.08)
@@ -476,12 +476,12 @@ def test_what_was_recorded_is_found_again() -> None:
     assert fit.update.seconds == 0.03
     assert fit.update.fetch_seconds == pytest.approx(0.1)
     assert set(fit.reward.measured) == {0.02}
-    assert fit.learner.measured[0] == pytest.approx(versions[0].seconds, abs=1e-5)  # nobody waited longer than 0.5 s
+    assert fit.learner.measured[0] == pytest.approx(versions[0].seconds, abs=1e-5)  # no batch was waited for
     assert np.median(fit.responses.lengths) == pytest.approx(50, rel=0.1)
 
 
 class Noting(SimulatedRun):
-    """A simulated run that is recorded as a real one is."""
+    """A simulated run that is recorded like a real one."""
 
     def __init__(self, config: RunConfig, machine: Hardware) -> None:
         timed = config.model_copy(
@@ -497,7 +497,7 @@ class Noting(SimulatedRun):
         await super()._commit(staged)
 
     def recorded(self, first: int) -> list[RecordedVersion]:
-        """The versions from `first` on."""
+        """Return the recorded versions from `first` on."""
         steps, found = self.records.steps, []
         paused = {update.version: update for update in self.records.updates}
         for before, after in pairwise(steps):
@@ -520,7 +520,7 @@ class Noting(SimulatedRun):
         return found
 
 
-def test_an_evaluation_takes_an_engine_for_as_long_as_its_prompts_need() -> None:
+def test_evaluation_occupies_an_engine_for_its_prompts() -> None:
     """Two engines of 8 slots, 5 s a response: 16 held-out prompts are two rounds, 10 s of one engine, 5 s of a run."""
     machine = hardware(responses=CONSTANT, learner={"seconds_per_version": 1.0})
     without, with_them = (
@@ -536,7 +536,7 @@ def test_an_evaluation_takes_an_engine_for_as_long_as_its_prompts_need() -> None
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "restart"])
-def test_evaluations_of_engines_that_die_are_made_again_and_are_nobodys_waste(in_flight: str) -> None:
+def test_repeated_evaluations_are_not_counted_as_waste(in_flight: str) -> None:
     machine = hardware(
         engines={"count": 3},
         responses=CONSTANT,
@@ -560,7 +560,7 @@ def test_evaluations_of_engines_that_die_are_made_again_and_are_nobodys_waste(in
         {"evaluation": EvaluationConfig(every=0)},
     ],
 )
-def test_an_engine_of_its_own_for_evaluations_costs_training_nothing(changes: dict[str, Any]) -> None:
+def test_separate_evaluation_engine_costs_training_nothing(changes: dict[str, Any]) -> None:
     figures = simulate(recipe(**changes), hardware()).figures
     assert figures.evaluations == figures.tokens.evaluated == 0
     assert figures == simulate(recipe(), hardware()).figures
@@ -568,8 +568,8 @@ def test_an_engine_of_its_own_for_evaluations_costs_training_nothing(changes: di
 
 @pytest.mark.long
 @pytest.mark.parametrize("slowing", [0.05, 0.5])
-def test_a_run_at_alpha_zero_foretells_the_others(slowing: float) -> None:
-    """On an engine that hardly slows down under load, and on one that is nearly shared: the fit must tell which."""
+def test_run_at_alpha_zero_predicts_the_others(slowing: float) -> None:
+    """On an engine that hardly slows down under load, and on one that slows almost in proportion: the fit must tell."""
     machine = hardware(
         engines={"count": 1, "slots": 16, "slowing": slowing, "seconds_per_token": 0.05, "prefill_seconds": 0.5},
         responses={"median": 60.0, "sigma": 0.6, "cap": 400, "grain": 1},
@@ -588,13 +588,13 @@ def test_a_run_at_alpha_zero_foretells_the_others(slowing: float) -> None:
         assert predicted == pytest.approx(truth, rel=0.15), config.async_ratio
 
 
-def test_normal_scores_of_equal_values_are_equal() -> None:
+def test_equal_values_have_equal_normal_scores() -> None:
     scores = normal_scores(np.array([3.0, 1.0, 3.0, 2.0]))
     assert scores[0] == scores[2]
     assert scores[1] < scores[3] < scores[0]
 
 
-def test_what_would_end_a_run_ends_its_simulation_with_the_same_sentence() -> None:
+def test_fatal_error_ends_a_simulation_with_its_message() -> None:
     agreed = hardware(reward={"agreeing": 1.0})
     config = recipe()
     strict = config.model_copy(
@@ -604,8 +604,8 @@ def test_what_would_end_a_run_ends_its_simulation_with_the_same_sentence() -> No
         simulate(strict, agreed)
 
 
-def test_the_same_seed_gives_the_same_figures_where_groups_are_left_behind() -> None:
-    """Whatever the addresses of objects and the hashes of strings are: nothing is given up in the order of a set."""
+def test_figures_with_preempted_groups_repeat_with_the_seed() -> None:
+    """Whatever the hashes of objects and strings are: nothing is preempted in the order of a set."""
     tight = hardware(learner={"seconds_per_version": 4.0}, responses={"sigma": 1.2})
     first, again = (simulate(recipe(versions=12, depth=64, at_bound="drop"), tight).figures for _ in range(2))
     assert "stale" in first.tokens.wasted

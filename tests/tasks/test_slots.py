@@ -1,5 +1,6 @@
-"""The queue before the engines, attacked: tickets are withdrawn, cancelled and given up at any moment, even between the
-grant and the wake-up, while engines suspend, die and join. So is the one for groups, with tickets of any width."""
+"""Random tests of the slot queue: tickets are withdrawn, cancelled and failed at any time, even between a grant and the
+wake-up, while engines suspend, die and join. The queue for whole groups is tested in the same way, with wide tickets.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ TIMED = TimedEngineConfig(slots=SLOTS, median_tokens=4, max_new_tokens=12, secon
 
 @dataclass(eq=False)
 class Holder:
-    """Somebody with a ticket: it waits, holds what it was granted until it is told to go, and gives it back."""
+    """A task with a ticket: it waits, holds its slots until it is told to go, and frees them."""
 
     queue: SlotQueue
     ticket: Ticket
@@ -53,7 +54,7 @@ class Holder:
 
 
 class LanesMachine(RuleBasedStateMachine):
-    """Nothing is awaited between two rules, unless the rule is `settle`: so everything meets everything half done."""
+    """Between two rules nothing is awaited, unless the rule is `settle`, so all half-done states can meet."""
 
     def __init__(self, queue: SlotQueue | None = None) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class LanesMachine(RuleBasedStateMachine):
         self.step(self.join, 0)
 
     def step(self, function: Any, *arguments: Any) -> None:
-        """Call it inside the loop, and give it one turn of its queue."""
+        """Call a function inside the loop, and let the loop run once."""
 
         async def once() -> None:
             function(*arguments)
@@ -81,7 +82,7 @@ class LanesMachine(RuleBasedStateMachine):
             self.cancelled.append(task)
 
     def join(self, place: int) -> None:
-        """As the proxy does: it serves already, and what was there is out."""
+        """Add an engine as the proxy does: it serves already, and the previous one in its place is out."""
         lane = EngineSlots(TimedEngine(TIMED), SLOTS)
         lane.serves.set()
         self.all.append(lane)
@@ -174,7 +175,7 @@ class LanesMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_are_those_of_who_holds_them(self) -> None:
-        """Counted when everybody knows what he was granted."""
+        """Count when every task knows what it was granted."""
         for lane in self.all:
             assert 0 <= lane.taken <= lane.slots
             granted = [h.ticket for h, task in self.holders if not task.done() and h.ticket.lane is lane]
@@ -186,14 +187,14 @@ class LanesMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_while_he_fits(self) -> None:
-        """The first in the queue, by priority and then by arrival, finds no engine with room for it."""
+        """The first ticket in the queue, by priority and then by arrival, fits on no engine."""
         waiting = [holder.ticket for holder, task in self.holders if not task.done() and holder.ticket.waits]
         if waiting:
             first = min(waiting, key=lambda ticket: ticket.turn)
             assert max((lane.free for lane in self.queue.live), default=0) < width(first)
 
     def teardown(self) -> None:
-        """Everybody ends, and every slot is free."""
+        """All tasks end, and every slot is free."""
         self.step(self.join, 0)
         for _ in range(len(self.holders) + 1):
             for holder, _ in self.holders:
@@ -214,7 +215,7 @@ TestLanes = pytest.mark.many(LanesMachine.TestCase)
 
 
 class WholeGroupsMachine(LanesMachine):
-    """The same, where a ticket may be for several slots of one engine."""
+    """The same machine with tickets for several slots of one engine."""
 
     def __init__(self) -> None:
         self.groups = WholeGroupQueue(SLOTS, PATIENCE)
@@ -229,14 +230,14 @@ TestWholeGroups = pytest.mark.many(WholeGroupsMachine.TestCase)
 
 
 async def waiting(queue: SlotQueue, ticket: Ticket) -> asyncio.Task[EngineSlots | None]:
-    """It stands in the queue, or has its slots."""
+    """Let a ticket wait in the queue or get its slots."""
     task = asyncio.create_task(queue.take(ticket))
     await asyncio.sleep(0)
     return task
 
 
 @pytest.mark.parametrize("how", ["cancelled", "withdrawn"])
-def test_when_a_wide_ticket_leaves_the_queue_those_behind_it_go(how: str) -> None:
+def test_leaving_wide_ticket_frees_those_behind_it(how: str) -> None:
     async def main() -> None:
         queue, lane = WholeGroupQueue(SLOTS, PATIENCE), EngineSlots(TimedEngine(TIMED), SLOTS)
         lane.serves.set()
@@ -257,7 +258,7 @@ def test_when_a_wide_ticket_leaves_the_queue_those_behind_it_go(how: str) -> Non
     run_virtual(main())
 
 
-def test_who_is_cancelled_and_given_up_at_the_same_time_is_cancelled() -> None:
+def test_cancellation_wins_over_giving_up() -> None:
     async def main() -> None:
         queue = SlotQueue("least-work", PATIENCE)
         task = await waiting(queue, queue.create_ticket(0))

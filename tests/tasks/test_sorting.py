@@ -1,4 +1,4 @@
-"""Digits to sort: right answers, and multisets that stay on one side of the split in every order."""
+"""Sorting digits: right answers, and multisets that stay on one side of the split in every order."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def digits(asked: Question) -> str:
 
 
 @pytest.mark.parametrize(("given", "answer"), [("31415", "11345"), ("90000", "00009"), ("12345", "12345")])
-def test_answers_are_those_worked_by_hand(given: str, answer: str) -> None:
+def test_answers_match_hand_examples(given: str, answer: str) -> None:
     asked = question(given)
     assert (asked.text, asked.answer, asked.reference["answer"]) == (f"Sort {given}.", answer, answer)
 
 
-def test_split_is_of_multisets() -> None:
+def test_split_separates_multisets() -> None:
     made = source(3)
     held = Counter("".join(sorted(digits(q))) for q in made.held_out(10_000))
     assert (len(held), set(held.values())) == (400, {1})
@@ -47,8 +47,8 @@ def test_split_is_of_multisets() -> None:
     assert any(word != "".join(sorted(word)) for word in asked)
 
 
-def test_every_multiset_is_asked_as_often() -> None:
-    """Uniform over multisets, not over words, in which few digits repeat."""
+def test_multisets_are_asked_equally_often() -> None:
+    """Uniform over multisets, not over words, which would rarely repeat a digit."""
     made = source(digits=2, held_out=0.1)
     count = Counter("".join(sorted(digits(made.training(position)))) for position in range(5000))
     assert len(count) == 50
@@ -64,7 +64,7 @@ def recipe() -> RunConfig:
     return load_recipe(Path("flows/recipes/sorting.toml"))
 
 
-def test_answer_is_judged_right_or_wrong(recipe: RunConfig) -> None:
+def test_answer_is_scored_right_or_wrong(recipe: RunConfig) -> None:
     verify = build_verifier(recipe.reward)
     for asked in map(source().training, range(50)):
         assert judge(verify, recipe.reward.answer, asked.answer, asked.reference).reward == 1.0
@@ -74,7 +74,7 @@ def test_answer_is_judged_right_or_wrong(recipe: RunConfig) -> None:
 
 
 def test_objective_is_plain_grpo(recipe: RunConfig) -> None:
-    """The docs and the README say so: no key of the preset is changed."""
+    """The docs and the README promise that no key of the preset is changed."""
     assert (
         recipe.train.objective == RunConfig.model_validate({"train": {"objective": {"kind": "grpo"}}}).train.objective
     )

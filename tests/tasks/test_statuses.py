@@ -1,4 +1,4 @@
-"""What an actor says of itself: a field either shows that something was done, or ticks and hides no hang."""
+"""The statuses of actors: each field either shows progress, or ticks and hides no hang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES: dict[type, Any] = {int: 7, bool: False, float: 0.7, str: "other", Lear
 
 
 def another(status: ActorStatus, name: str) -> Any:
-    """A value of that field that is not its own."""
+    """Return a value that differs from the field's default."""
     hint = get_type_hints(type(status))[name]
     if hint in EXAMPLES:
         return EXAMPLES[hint]
@@ -28,14 +28,14 @@ def another(status: ActorStatus, name: str) -> Any:
 
 
 @OF_EACH
-def test_every_field_is_progress_or_declared_as_ticking(status: ActorStatus) -> None:
+def test_every_field_is_progress_or_ticking(status: ActorStatus) -> None:
     names = {one.name for one in fields(status)}
     assert status.progress.keys() | status.TICKING == names, "a field is neither progress nor in TICKING"
     assert not status.progress.keys() & status.TICKING
 
 
 @OF_EACH
-def test_a_ticking_field_shows_no_progress_and_any_other_does(status: ActorStatus) -> None:
+def test_only_fields_that_do_not_tick_show_progress(status: ActorStatus) -> None:
     for one in fields(status):
         moved = replace(status, **{one.name: another(status, one.name)})
         assert moved != status, one.name
@@ -43,15 +43,15 @@ def test_a_ticking_field_shows_no_progress_and_any_other_does(status: ActorStatu
 
 
 @OF_EACH
-def test_a_status_travels_between_processes(status: ActorStatus) -> None:
+def test_status_can_be_pickled(status: ActorStatus) -> None:
     assert pickle.loads(pickle.dumps(status)) == status  # noqa: S301 - our own
 
 
-def test_what_is_done_is_what_a_successor_resumes_by() -> None:
+def test_work_done_shows_that_a_successor_resumed() -> None:
     assert RolloutStatus(trajectories=3).made == LearnerStatus(trained=3).made == RewardStatus(scored=3).made == 3.0
 
 
-def test_the_line_for_people_has_what_is_worth_saying() -> None:
+def test_status_line_omits_small_shares() -> None:
     assert RolloutStatus(waits_for="object storage", version=3).line == "waits for object storage"
     quiet = RolloutStatus(version=3, trajectories=40, held=0.02, dropped=0.02, discards={"stale": 0})
     assert quiet.line == "version 3, 40 trajectories"

@@ -1,4 +1,4 @@
-"""What the comparison with TRL says of runs: seeds that never get there count, and settings are told apart."""
+"""The comparison with TRL: seeds that never reach the target count, and settings are told apart."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def ratios(*runs: Run) -> dict[tuple[str, str], float]:
     return {(row.case, row.metric): row.value for row in rows_of(runs, [HALF]) if row.metric.startswith("TRL's")}
 
 
-def test_seconds_are_those_of_the_first_look_that_has_it() -> None:
+def test_seconds_come_from_the_first_measurement_with_it() -> None:
     assert ran("trl", 0, 0.2, 0.5, 0.4, 0.6).seconds(HALF) == 10.0
     assert ran("trl", 0, 0.2, 0.4).seconds(HALF) is None
 
 
-def test_ratios_are_seed_by_seed_and_one_that_never_got_there_is_a_bound() -> None:
+def test_ratio_of_an_unfinished_seed_is_a_bound() -> None:
     what = "TRL's seconds over ours to 0.5"
     quick = [ran("alpha-2", seed, 0.2, 0.6, 0.6, step=5.0) for seed in range(3)]
     slow = [ran("trl", 0, 0.2, 0.6), ran("trl", 1, 0.2, 0.3, 0.6), ran("trl", 2, 0.2, 0.3, 0.3)]
@@ -39,12 +39,12 @@ def test_ratios_are_seed_by_seed_and_one_that_never_got_there_is_a_bound() -> No
     assert ratios(ran("alpha-0", 0, 0.6)) == {}
 
 
-def test_no_median_is_made_of_bounds() -> None:
-    """The middle of none at all and of a number is neither."""
+def test_bounds_have_no_median() -> None:
+    """There is no middle of a number and no number."""
     runs = [ran("trl", 0, 0.2, 0.6), ran("trl", 1, 0.2, 0.6), ran("alpha-0", 0, 0.2, 0.3), ran("alpha-0", 1, 0.2, 0.6)]
     assert [case for case, _ in ratios(*runs)] == ["alpha-0, seed 0", "alpha-0, seed 1"]
 
 
-def test_in_turns_all_of_a_version_s_responses_run_at_once() -> None:
+def test_synchronous_version_runs_all_responses_at_once() -> None:
     plan = Plan(Path("flows/recipes/reasoning.toml"), Path(), 1, 1, 1, 1, "vllm")
     assert plan._in_turns() == {"engine.slots": 512, "train.threads": 2}

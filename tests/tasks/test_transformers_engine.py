@@ -56,7 +56,7 @@ async def all_at_once(engine: TransformersEngine) -> dict[str, Generation]:
 
 
 @pytest.mark.long
-async def test_results_do_not_depend_on_what_runs_beside_them(engine: TransformersEngine, folder: Path) -> None:
+async def test_results_do_not_depend_on_other_requests(engine: TransformersEngine, folder: Path) -> None:
     together = await all_at_once(engine)
     for request in REQUESTS[::5]:
         assert await engine.generate(request) == together[request.id]
@@ -79,7 +79,7 @@ async def test_results_do_not_depend_on_what_runs_beside_them(engine: Transforme
 
 
 @pytest.mark.long
-async def test_a_suspension_without_an_update_changes_nothing(engine: TransformersEngine) -> None:
+async def test_suspension_without_an_update_changes_nothing(engine: TransformersEngine) -> None:
     expected = await all_at_once(engine)
     tasks = [asyncio.create_task(engine.generate(request)) for request in REQUESTS]
     for _ in range(3):
@@ -89,7 +89,7 @@ async def test_a_suspension_without_an_update_changes_nothing(engine: Transforme
     assert {g.id: g for g in await asyncio.gather(*tasks)} == expected
 
 
-async def test_seeds_differ_and_no_seed_is_random(engine: TransformersEngine) -> None:
+async def test_different_seeds_differ_and_no_seed_is_random(engine: TransformersEngine) -> None:
     def request(id: str, seed: int | None) -> GenerationRequest:
         return GenerationRequest(id, (5, 6, 7), 30, 1.0, seed)
 
@@ -100,7 +100,7 @@ async def test_seeds_differ_and_no_seed_is_random(engine: TransformersEngine) ->
     assert len({a.tokens, c.tokens, d.tokens, e.tokens}) == 4
 
 
-async def test_what_cannot_be_run_is_refused_and_the_rest_goes_on(
+async def test_invalid_request_is_refused_and_others_continue(
     engine: TransformersEngine, folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="256 in all"):
@@ -117,16 +117,14 @@ async def test_what_cannot_be_run_is_refused_and_the_rest_goes_on(
 
 
 def continued(whole: Generation, cut: int) -> GenerationRequest:
-    """What another engine gets whose predecessor died after `cut` tokens."""
+    """Build the request for another engine after the first one died with `cut` tokens."""
     number = int(whole.id.removeprefix("r"))
     prefix = whole.made.before(cut)
     return replace(REQUESTS[number], prefix=prefix)
 
 
 @pytest.mark.long
-async def test_wherever_an_answer_is_cut_another_engine_ends_it_bit_for_bit(
-    engine: TransformersEngine, folder: Path
-) -> None:
+async def test_cut_answer_continues_elsewhere_bit_for_bit(engine: TransformersEngine, folder: Path) -> None:
     expected = await all_at_once(engine)
     other, draw = await start(folder), random.Random(0)
     for _ in range(3):
@@ -137,8 +135,8 @@ async def test_wherever_an_answer_is_cut_another_engine_ends_it_bit_for_bit(
 
 
 @pytest.mark.long
-async def test_an_answer_that_spans_an_update_is_ended_bit_for_bit(engine: TransformersEngine, folder: Path) -> None:
-    """Cut anywhere behind the update; of the older version's tokens the attention state is computed as it was then."""
+async def test_answer_across_an_update_continues_bit_for_bit(engine: TransformersEngine, folder: Path) -> None:
+    """Cut anywhere after the update; the attention state of the older tokens is computed as it was then."""
     other = await start(folder)
     tasks = [asyncio.create_task(engine.generate(request)) for request in REQUESTS]
     ids = {request.id: 0 for request in REQUESTS}
@@ -155,7 +153,7 @@ async def test_an_answer_that_spans_an_update_is_ended_bit_for_bit(engine: Trans
     await other.close()
 
 
-async def test_an_update_in_the_middle_of_a_prefix_loses_none_of_it(engine: TransformersEngine, folder: Path) -> None:
+async def test_update_within_a_prefix_loses_no_token(engine: TransformersEngine, folder: Path) -> None:
     expected = await all_at_once(engine)
     requests = [continued(whole, len(whole.tokens) - 1) for whole in expected.values() if len(whole.tokens) > 20]
     tasks = [asyncio.create_task(engine.generate(request)) for request in requests]

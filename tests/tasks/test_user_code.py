@@ -1,6 +1,6 @@
-"""The example of docs/own_parts.md, whole: its recipe is checked, prepared, and run through each of its parts.
+"""The example of docs/own_parts.md as a whole: its recipe is checked, prepared, and run with each of its parts.
 
-The policy is random, the engine is timed, and versions are made in turns, in this process: nothing waits for Ray.
+The policy is random, the engine is timed, and versions are made synchronously in this process, without Ray.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small(folder: Path) -> dict[str, Any]:
-    """The recipe at the cost of a test: another policy, engine and size, and the same parts."""
+    """Return the recipe with a smaller policy, engine and size, but the same parts."""
     make_policy(folder / "policy")
     tree = tomllib.loads(RECIPE.read_text())
     return tree | {
@@ -82,7 +82,7 @@ class RolledFeed(StoreFeed):
     """Batches that the run's own rollout makes when the learner asks for them."""
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
-        """The batch, which the newest version is asked for."""
+        """Return the batch of the newest version."""
         if number not in self.log.state.waiting and number < self.until:
             asyncio.run(self._roll(number))
         return super().lease(number, deadline, afresh=afresh)
@@ -124,7 +124,7 @@ def batches(context: RunContext) -> list[TrajectoryBatch]:
     return [TrajectoryBatch.from_bytes(context.batches.read(file)) for file in files]
 
 
-def test_its_recipe_is_good(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_recipe_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(RECIPE)]) == 0
     assert "letters.toml: good." in capsys.readouterr().out
 
@@ -144,23 +144,21 @@ def test_its_recipe_is_good(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_a_part_that_is_not_there_is_found_before_a_run_begins(
-    capsys: pytest.CaptureFixture[str], override: str, words: str
-) -> None:
+def test_missing_part_is_reported_before_a_run(capsys: pytest.CaptureFixture[str], override: str, words: str) -> None:
     assert main(["check", str(RECIPE), "--set", override]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"rollflow: {words}")
 
 
-def test_its_policy_is_one_that_the_engine_has_kernels_for() -> None:
-    """On a CPU; a run finds it out minutes later."""
+def test_example_policy_has_engine_kernels() -> None:
+    """On a CPU; otherwise a run would find that out minutes later."""
     cold = load_recipe(RECIPE, []).policy.cold_start
     assert cold is not None
     assert cold.hidden_size // cold.heads in CPU_HEAD_SIZES
 
 
-def test_the_docs_whole_verifier_is_one(caplog: pytest.LogCaptureFixture) -> None:
-    """Its code, out of the page; and what it raises is warned of."""
+def test_verifier_in_the_docs_works(caplog: pytest.LogCaptureFixture) -> None:
+    """Run the code on the page; its error is logged as a warning."""
     page = (FOLDER.parent / "own_parts.md").read_text()
     made: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], made)
@@ -173,7 +171,7 @@ def test_the_docs_whole_verifier_is_one(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.getMessage() for record in caplog.records] == [said]
 
 
-def test_a_run_goes_through_each_of_its_parts(tmp_path: Path) -> None:
+def test_run_uses_each_of_its_parts(tmp_path: Path) -> None:
     context = prepare(parse(small(tmp_path)), "letters")
     actor = LearnerActor(context, channel=RolledFeed(context))
     assert actor.run() == VERSIONS
@@ -192,7 +190,7 @@ def test_a_run_goes_through_each_of_its_parts(tmp_path: Path) -> None:
     assert {file.read_bytes() for file in first.iterdir()} != {file.read_bytes() for file in last.iterdir()}
 
 
-def test_a_run_is_not_resumed_where_its_parts_are_not(
+def test_resume_without_the_parts_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.flows.commands.run.drive", lambda context: 0)
@@ -205,7 +203,7 @@ def test_a_run_is_not_resumed_where_its_parts_are_not(
     assert "rollflow: reward.path = 'letters.rewards:near': there is no module letters" in capsys.readouterr().err
 
 
-def test_a_run_whose_source_asks_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_with_other_questions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from letters import prompts as own  # type: ignore[import-not-found]
 
     context = prepare(parse(small(tmp_path)), "letters")
@@ -215,8 +213,8 @@ def test_a_run_whose_source_asks_something_else_is_refused(tmp_path: Path, monke
         context.prompts()
 
 
-def test_prompts_of_a_changed_source_are_not_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first questions are the same, so the run may go on with it; earlier batches may have other ones."""
+def test_changed_sources_prompts_are_not_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first questions are the same, so the run may continue with it; earlier batches may have other ones."""
     context = prepare(parse(small(tmp_path)), "letters")
     assert expected_of(context).is_thorough
     monkeypatch.setattr("rollflow.tasks.run.user_code.code_of", lambda key, part: "another file")
@@ -228,14 +226,12 @@ def test_prompts_of_a_changed_source_are_not_audited(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("config", "size"), [({"vocab_size": 320}, 320), ({"text_config": {"vocab_size": 9}}, 9), ({}, ANY_TOKEN)]
 )
-def test_a_policy_says_how_many_tokens_an_environment_may_choose_from(
-    tmp_path: Path, config: dict[str, Any], size: int
-) -> None:
+def test_environment_tokens_are_limited_by_the_vocabulary(tmp_path: Path, config: dict[str, Any], size: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert vocabulary_of(tmp_path) == size
 
 
-def test_the_code_of_own_parts_is_on_record(
+def test_hash_of_user_code_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = tmp_path / "prizes.py"
@@ -246,7 +242,7 @@ def test_the_code_of_own_parts_is_on_record(
     assert set(created.own_code) == {"reward", "train.objective", "environment", "prompts.0"}
     assert created.own_code["reward"] == sha256(module.read_bytes()).hexdigest()
     assert changed_code(config, created.own_code) == []
-    assert changed_code(config, {}) == []  # of an older run nothing is known
+    assert changed_code(config, {}) == []  # an older run recorded no hashes
 
     module.write_text(PRIZE.format(prize=2.0))
     assert changed_code(config, created.own_code) == ["reward"]

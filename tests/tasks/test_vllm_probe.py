@@ -1,5 +1,5 @@
-"""vLLM's processes and weights: a stale output head shows in the probe, no process outlives its owner, and the death
-of vLLM's own process is noticed, by the idle too."""
+"""vLLM's processes and weights: the probe detects a stale output head, no process outlives its owner, and the death of
+vLLM's own process is noticed even while the engine is idle."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if __name__ == "__main__":
 """
 
 
-async def test_the_probe_catches_a_stale_tied_head(tmp_path: Path) -> None:
+async def test_probe_detects_a_stale_tied_head(tmp_path: Path) -> None:
     engine = VllmEngine(VllmEngineConfig(), make_policy(tmp_path / "policy"), repair_tied_head=False)
     first, second = make_weights(tmp_path / "0", seed=0), make_weights(tmp_path / "1", seed=1)
     await engine.start()
@@ -67,8 +67,8 @@ async def test_the_probe_catches_a_stale_tied_head(tmp_path: Path) -> None:
     until(lambda: not cores(psutil.Process()))
 
 
-async def test_who_waits_for_vllms_process_hears_of_its_death(tmp_path: Path) -> None:
-    """In the middle of a weight update, say: vLLM itself leaves such a call waiting."""
+async def test_death_of_vllms_process_ends_every_wait(tmp_path: Path) -> None:
+    """For example during a weight update: vLLM itself would leave such a call waiting."""
     engine, weights = (
         VllmEngine(VllmEngineConfig(), make_policy(tmp_path / "policy")),
         make_weights(tmp_path / "0", seed=0),
@@ -87,7 +87,7 @@ async def test_who_waits_for_vllms_process_hears_of_its_death(tmp_path: Path) ->
         await engine.close()
 
 
-def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
+def test_vllm_processes_end_with_a_killed_owner(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
     policy = make_policy(tmp_path / "policy")
@@ -106,8 +106,8 @@ def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path, ray_node: None) -> None:
-    """Its requests fail at once, their tokens are known, and a new actor of that name continues them."""
+async def test_death_of_vllms_process_reaches_its_actor(tmp_path: Path, ray_node: None) -> None:
+    """Its requests fail immediately, their tokens are known, and a new actor of the same name continues them."""
     policy, weights = make_policy(tmp_path / "policy"), make_weights(tmp_path / "0", seed=0)
     engine, processes = await _actor(policy, weights)
     requests = [GenerationRequest(f"r{i}", (3 + i, 4, 5), 250) for i in range(32)]
@@ -150,7 +150,7 @@ async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path, ray_nod
 
 
 async def _actor(policy: Path, weights: Path) -> tuple[RayEngine, list[psutil.Process]]:
-    """A vLLM engine that serves version 0, and its processes, the actor's first."""
+    """Start a vLLM engine that serves version 0; return it with its processes, the actor's first."""
     engine = RayEngine.spawn(VllmEngineConfig(), policy, name="engine-0")
     await engine.start()
     await engine.suspend("continue")
@@ -161,7 +161,7 @@ async def _actor(policy: Path, weights: Path) -> tuple[RayEngine, list[psutil.Pr
 
 
 async def _progress(engine: RayEngine, requests: list[GenerationRequest]) -> dict[str, TokenSpan]:
-    """The tokens of the first report."""
+    """Return the tokens of the first report."""
     ids = {request.id: 0 for request in requests}
     return await soon(lambda: {id: partial for id, partial in engine.progress(ids).items() if partial})
 
@@ -171,7 +171,7 @@ async def _while_healthy(engine: RayEngine) -> None:
         await engine.actor.health.remote()
 
 
-async def test_a_head_size_without_a_kernel_is_refused_at_the_start(tmp_path: Path) -> None:
+async def test_head_size_without_a_kernel_is_refused_at_start(tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"head_dim": 16}))

@@ -1,7 +1,7 @@
-"""Responses as vLLM's core tells them, against plain lists: whatever an output holds, in whichever order, and whoever
-aborts, is cancelled or dies, each caller gets the tokens that were made for it, and nothing is kept of what ended.
+"""Responses collected from vLLM's core, compared with plain lists: whatever the outputs contain, in any order, and
+whatever is aborted, cancelled or dies, each caller gets its own tokens, and nothing of an ended response is kept.
 
-The core is written down here; vLLM's own types are used. The engine with its processes is in `contracts/test_engines`.
+The core is simulated here; vLLM's own types are used. `contracts/test_engines` tests the engine with its processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VOCABULARY = 1000
 
 
 class Core:
-    """vLLM's front end, as far as `VllmEngine` and `Responses` ask anything of it; what is sent to its core is kept."""
+    """vLLM's front end, as far as `VllmEngine` and `Responses` use it; it records what is sent to the core."""
 
     def __init__(self) -> None:
         self.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: VOCABULARY)
@@ -71,7 +71,7 @@ class Core:
         self.aborted += ids
 
     def tell(self, outputs: Sequence[Any], version: str) -> None:
-        """As vLLM's output handler, with what a step made."""
+        """Pass on the output of a step, as vLLM's output handler does."""
         try:
             self.output_processor.process_outputs(list(outputs), 0.0, None, weight_version=version)
         except Exception as error:  # noqa: BLE001 - as there
@@ -83,7 +83,7 @@ class Core:
 
 
 def output(id: str, tokens: Sequence[int], logprobs: Sequence[float], end: int | None = None) -> Any:
-    """What a step made for one request."""
+    """Build a step's output for one request."""
     from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.outputs import LogprobsLists
 
@@ -93,7 +93,7 @@ def output(id: str, tokens: Sequence[int], logprobs: Sequence[float], end: int |
 
 
 def engine_on(core: Core, folder: Path) -> VllmEngine:
-    """An engine that takes `core` for vLLM's."""
+    """Build an engine that uses `core` in place of vLLM's."""
     from rollflow.tasks.engines.vllm_responses import Responses
 
     (folder / "config.json").write_text('{"eos_token_id": 2}')
@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Running:
-    """One response under way."""
+    """A running response."""
 
     folder: Path
     core: Core = field(default_factory=Core)
@@ -132,15 +132,15 @@ class Running:
 
 
 @pytest.mark.parametrize("end", [STOP, LENGTH])
-def test_the_last_token_comes_only_with_the_end(folder: Path, end: int) -> None:
-    """Or a takeover goes on behind the end of its response."""
+def test_last_token_comes_only_with_the_end(folder: Path, end: int) -> None:
+    """Otherwise another engine would continue after the end of the response."""
 
     async def main() -> None:
         running = await Running(folder).begun()
         running.core.tell([output(running.id, (4,), (-1.0,))], "1")
         assert running.engine.progress({"a": 2})["a"].tokens == (503, 4)
         running.core.tell([output(running.id, (2,), (-1.0,), end)], "1")
-        assert running.engine.progress({"a": 2}) == {}  # whoever waits for it was not there yet
+        assert running.engine.progress({"a": 2}) == {}  # its caller has not run yet
         made = await running.task
         assert made.tokens == (501, 502, 503, 4, 2)
         assert made.versions == (0, 0, 1, 1, 1)
@@ -150,10 +150,8 @@ def test_the_last_token_comes_only_with_the_end(folder: Path, end: int) -> None:
 
 
 @pytest.mark.parametrize(("logprobs", "why"), [(None, "AttributeError"), ((-1.0,), "2 tokens and 1 log-probs")])
-def test_an_output_that_cannot_be_read_is_the_engines_end(
-    folder: Path, logprobs: tuple[float, ...] | None, why: str
-) -> None:
-    """Not its caller's; and what came before it is known, so that another engine goes on there."""
+def test_unreadable_output_fails_the_engine(folder: Path, logprobs: tuple[float, ...] | None, why: str) -> None:
+    """It is not an error of the caller, and earlier tokens are known, so that another engine can continue."""
 
     async def main() -> None:
         running = await Running(folder).begun()
@@ -168,7 +166,7 @@ def test_an_output_that_cannot_be_read_is_the_engines_end(
     run_virtual(main())
 
 
-def test_what_cannot_be_sent_is_kept_nowhere(folder: Path) -> None:
+def test_unsendable_request_is_not_kept(folder: Path) -> None:
     async def main() -> None:
         core = Core()
         core.refuses = OverflowError("no such number")
@@ -181,7 +179,7 @@ def test_what_cannot_be_sent_is_kept_nowhere(folder: Path) -> None:
     run_virtual(main())
 
 
-def test_one_id_at_a_time(folder: Path) -> None:
+def test_repeated_id_is_refused_while_it_runs(folder: Path) -> None:
     async def main() -> None:
         running = await Running(folder).begun()
         with pytest.raises(ValueError, match="a is already being generated"):
@@ -193,8 +191,8 @@ def test_one_id_at_a_time(folder: Path) -> None:
     run_virtual(main())
 
 
-def test_whatever_happens_to_requests_nothing_grows(folder: Path) -> None:
-    """Ten thousand of them, most of which do not come to their end."""
+def test_finished_requests_leave_nothing_behind(folder: Path) -> None:
+    """Of ten thousand requests, most of which do not end normally."""
 
     async def main() -> None:
         core, draw = Core(), random.Random(1)
@@ -266,7 +264,7 @@ class Expected:
 
 
 class Script:
-    """Does what was drawn, and writes down what must come of it."""
+    """Performs random steps, and records the expected results."""
 
     def __init__(self, folder: Path) -> None:
         self.core = Core()
@@ -302,7 +300,7 @@ class Script:
         self.asked.append(Expected(task, id, self.core.sent[-1].request_id, *parts))
 
     def tell(self, drawn: list[tuple[int, int, int | None]]) -> None:
-        """Also of requests that have ended: the core may be told so later."""
+        """Also for ended requests, because the core may be told later."""
         outputs = []
         for one, count, end in [(self.asked[place], *rest) for place, *rest in drawn if place < len(self.asked)]:
             tokens = list(itertools.islice(self.numbers, count))
@@ -341,7 +339,7 @@ class Script:
 
 
 def said(one: Expected) -> TokenSpan:
-    """What was made of it."""
+    """Build the expected part of a response."""
     return TokenSpan.of(one.tokens, one.logprobs, one.versions)
 
 
@@ -353,7 +351,7 @@ async def ran(script: Script, steps: list[Any]) -> Script:
 
 @settings(deadline=None)
 @given(st.lists(STEPS, max_size=30))
-def test_each_caller_gets_what_the_core_made_for_it(folder: Path, steps: list[Any]) -> None:
+def test_every_caller_gets_its_own_tokens(folder: Path, steps: list[Any]) -> None:
     async def main() -> None:
         script = await ran(Script(folder), steps)
         script.tell([(place, 1, STOP) for place in range(len(script.asked))])
@@ -367,9 +365,7 @@ def test_each_caller_gets_what_the_core_made_for_it(folder: Path, steps: list[An
 
 @settings(deadline=None)
 @given(st.lists(STEPS, max_size=30), st.booleans())
-def test_when_the_core_dies_all_that_wait_hear_of_it_and_what_they_had_is_known(
-    folder: Path, steps: list[Any], foreign: bool
-) -> None:
+def test_death_of_the_core_fails_callers_and_keeps_tokens(folder: Path, steps: list[Any], foreign: bool) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""vLLM draws a seeded request again as it drew it before: alone, in a crowd, and after an update."""
+"""vLLM repeats the draws of a seeded request: alone, among many requests, and after an update."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS = [tuple(3 + (7 * place + group) % 300 for place in range(40)) for group
 CROWD = tuple(3 + place % 300 for place in range(200))  # 60 of them are more tokens than vLLM computes in one step
 
 
-async def test_what_is_asked_again_is_drawn_as_before(tmp_path: Path) -> None:
+async def test_repeated_request_draws_the_same_tokens(tmp_path: Path) -> None:
     engine = VllmEngine(VllmEngineConfig(prefix_caching=False), make_policy(tmp_path / "policy"), seeded=True)
     await engine.start()
     try:
@@ -39,7 +39,7 @@ async def test_what_is_asked_again_is_drawn_as_before(tmp_path: Path) -> None:
         crowd = [asyncio.create_task(ask(engine, (*CROWD, 3 + number), number)) for number in range(60)]
         among = [asyncio.create_task(ask(engine, prompt, seed)) for seed, prompt in enumerate(PROMPTS)]
         await asyncio.sleep(0.3)
-        await load(engine, tmp_path / "weights", 1)  # all that runs is computed anew, its prompts in one step each
+        await load(engine, tmp_path / "weights", 1)  # all running requests are recomputed, each prompt in one step
         assert [made.tokens for made in await asyncio.gather(*among)] == [made.tokens for made in first]
         assert StopReason.ABORTED not in {made.ending for made in await asyncio.gather(*crowd)}
         await goes_on(engine, first[0])
@@ -48,13 +48,13 @@ async def test_what_is_asked_again_is_drawn_as_before(tmp_path: Path) -> None:
 
 
 async def goes_on(engine: VllmEngine, whole: Generation) -> None:
-    """From another engine's tokens, with other numbers: or a token would be likelier where it stood among these."""
+    """With a prefix from another engine its random numbers differ; otherwise a token of the prefix would repeat."""
     twelve = whole.made.before(12)
     on = [await ask(engine, PROMPTS[0], 0, twelve) for _ in range(2)]
     assert on[0].tokens == on[1].tokens != whole.tokens
 
 
-def test_a_run_that_leaves_groups_behind_keeps_their_draws() -> None:
+def test_run_with_preemption_seeds_its_engines() -> None:
     assert not RolloutConfig().leaves_behind
     assert RolloutConfig(extra_groups=2).leaves_behind
     assert RolloutConfig(at_bound="drop").leaves_behind
@@ -62,7 +62,7 @@ def test_a_run_that_leaves_groups_behind_keeps_their_draws() -> None:
 
 
 @pytest.mark.parametrize("rollout", [RolloutConfig(), RolloutConfig(at_bound="drop")])
-def test_a_runs_engines_are_started_so(tmp_path: Path, rollout: RolloutConfig) -> None:
+def test_runs_engines_are_started_with_seeds(tmp_path: Path, rollout: RolloutConfig) -> None:
     config, folder = RunConfig(rollout=rollout), make_policy(tmp_path / "policy")
     context: Any = SimpleNamespace(config=config, policy_folder=folder, run_id="seeds")
     engine = build_run_engine(context, config.engine)

@@ -1,7 +1,7 @@
-"""The simulated world on a real clock and real actors trains what it trains in simulation.
+"""The simulated world, on a real clock with real actors, trains what it trains in simulation.
 
-How long that takes on the wall, and whether the simulator says so, is for `benchmarks/wall_clock.py` to measure: a test
-cannot tell a simulator that is wrong from a machine that is busy elsewhere.
+`benchmarks/wall_clock.py` measures how long that takes and whether the simulator predicts it: a test cannot tell a
+wrong simulator from a busy machine.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def planned(case: str) -> RunConfig:
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("case", CASES)
-def test_on_a_wall_clock_the_same_is_trained(actors: list[Any], case: str) -> None:
+def test_wall_clock_trains_the_same(actors: list[Any], case: str) -> None:
     config = planned(case)
     wall = asyncio.run(formed(WallWorld(config, actors)))
     virtual = run_virtual(formed(SimulatedRun(config, HARDWARE, config, timeline=False)))
     assert [batch.trajectories for batch in wall] == [12] * VERSIONS
     assert max(staleness for batch in wall for staleness in batch.staleness) <= config.async_ratio
-    if config.async_ratio == 0:  # else it is time that says which groups come first
+    if config.async_ratio == 0:  # otherwise timing decides which groups come first
         assert [batch.tokens for batch in wall] == [batch.tokens for batch in virtual]
     else:
         assert any(staleness > 0 for batch in wall for staleness in batch.staleness)
