@@ -13,7 +13,7 @@ import torch
 
 from rollflow.storage.records import Prompt
 from rollflow.tasks.learners.torch_learner import load_model
-from rollflow.tasks.policies.cold_start import answers, cold_start
+from rollflow.tasks.policies.cold_start import cold_start, generate_answers
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run.config import RunConfig
@@ -44,7 +44,9 @@ class RecipeTask:
 
     def accuracy(self, model: Any) -> float:
         """The share of held-out prompts that the model answers right when it chooses greedily."""
-        made = answers(model, [p.tokens for p in self.held], self.end, self.config.engine.max_new_tokens, 0.0, 0)
+        made = generate_answers(
+            model, [p.tokens for p in self.held], self.end, self.config.engine.max_new_tokens, 0.0, 0
+        )
         return sum(self.reward(answer, p) == 1.0 for answer, p in zip(made, self.held, strict=True)) / len(self.held)
 
 

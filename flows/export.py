@@ -16,7 +16,7 @@ from pathlib import Path
 from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.policies.folder import COPIED
-from rollflow.tasks.policies.tokenizer import other_reading
+from rollflow.tasks.policies.tokenizer import find_other_reading
 from rollflow.tasks.run.context import RunContext
 
 TEXTS = 64  # number of the run's prompts, if available, that other tools must tokenize as the run did
@@ -95,7 +95,7 @@ def _read_prompts(context: RunContext) -> list[str]:
 
 
 def _check_tokenizer_agrees(context: RunContext, folder: Path) -> None:
-    if (what := other_reading(folder, _read_prompts(context))) is not None:
+    if (what := find_other_reading(folder, _read_prompts(context))) is not None:
         raise ConfigError(
             f"run {context.run_id!r} cannot be exported for other tools: {what}; they agreed under the "
             "libraries that prepared the run: install those, or read its weights with that tokenizer.json only"

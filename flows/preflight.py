@@ -30,12 +30,12 @@ from rollflow.tasks.policies.folder import (
     build_cold_folder,
     copy_folder,
     find_policy,
+    set_dtype,
     weight_files,
     weight_paths,
-    with_dtype,
 )
 from rollflow.tasks.policies.stop import GENERATION
-from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer, find_other_reading
 from rollflow.tasks.policies.validation import (
     check_config,
     check_files,
@@ -95,7 +95,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
             "context and weights were not checked; `rollflow run` downloads and checks them first"
         )
         return Preflight({}, {}, (), (), read, tuple(notes))
-    files = with_dtype(_read_policy_files(config, read), config.policy.dtype)
+    files = set_dtype(_read_policy_files(config, read), config.policy.dtype)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name, data in files.items():
@@ -299,7 +299,7 @@ def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
 def _check_tokenizer_agrees(config: RunConfig, folder: Path, texts: list[str]) -> None:
     """Reject a policy whose tokenizer other tools load differently: they could not use the trained policy."""
     path = config.policy.path
-    if path is not None and (what := other_reading(folder, texts)) is not None:
+    if path is not None and (what := find_other_reading(folder, texts)) is not None:
         raise ConfigError(
             f"policy.path = {path!r}: {what}; keep the right tokenizer: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes both agree"

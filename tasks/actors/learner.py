@@ -46,7 +46,7 @@ from rollflow.tasks.actors.publishing import Publishing
 from rollflow.tasks.actors.ranks import rank_hosts
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
 from rollflow.tasks.learners.base import AGAIN, Learner
-from rollflow.tasks.learners.checkpoint.sharded_files import staged
+from rollflow.tasks.learners.checkpoint.sharded_files import stage_files
 from rollflow.tasks.learners.distributed.rank_protocol import NEAR
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, claim
@@ -216,7 +216,7 @@ class LearnerActor:
         self._settle()
 
     def _run_cold_start(self) -> None:
-        from rollflow.tasks.policies.cold_start import answers, cold_start
+        from rollflow.tasks.policies.cold_start import cold_start, generate_answers
 
         cold = self.config.policy.cold_start
         assert cold is not None
@@ -227,7 +227,7 @@ class LearnerActor:
         def accuracy(model: Any) -> float:
             prompts, longest = [p.tokens for p in held], self.config.engine.max_new_tokens
             temperature = self.config.evaluation.temperature
-            made = answers(model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed)
+            made = generate_answers(model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed)
             texts = [tokenizer.decode_response(answer, self.config.reward.special_tokens) for answer in made]
             pairs = [(text, p.reference) for text, p in zip(texts, held, strict=True)]
             return sum(judge(verify, where, *pair).reward == 1.0 for pair in pairs) / len(held)
@@ -328,7 +328,7 @@ class LearnerActor:
 
         def publish() -> None:
             weight_objects, state_objects = (
-                staged(self.policies, self.writer, version, files) for files in (weights, state)
+                stage_files(self.policies, self.writer, version, files) for files in (weights, state)
             )
             told, code = found | {"publish_seconds": time.monotonic() - began}, package_version("rollflow")
             self.policies.publish(

@@ -39,7 +39,7 @@ from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.environments import build_environment
-from rollflow.tasks.policies.vocabulary import vocabulary_of
+from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout import build_proxy, build_scheduler
 from rollflow.tasks.rollout.counts import SchedulerCounts
@@ -198,7 +198,7 @@ class RolloutActor:
         self.feed.ask()
         resume = ResumePoint.of_state(self.context.log.state)
         environment = build_environment(self.config.environment)
-        vocabulary = vocabulary_of(self.context.policy_folder)
+        vocabulary = read_vocabulary(self.context.policy_folder)
         ports = SchedulerPorts(
             self.prompts.prompt, self.reward.score, self._commit, environment=environment, vocabulary=vocabulary
         )
@@ -209,7 +209,7 @@ class RolloutActor:
     def _create_evaluations(self) -> Evaluations:
         settings, longest = self.config.evaluation, self.config.engine.max_new_tokens
         environment = build_environment(self.config.environment)
-        held, vocabulary = self.prompts.held_out(), vocabulary_of(self.context.policy_folder)
+        held, vocabulary = self.prompts.held_out(), read_vocabulary(self.context.policy_folder)
         means = EvaluationPorts(
             wanted=self.context.evaluates,
             evaluated=lambda version: asyncio.to_thread(evaluated, self.context.store, version),

@@ -39,7 +39,7 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.runnable import find_hindrance
-from rollflow.tasks.policies.attention import attention_of
+from rollflow.tasks.policies.attention import choose_attention
 from rollflow.tasks.policies.context import context_length
 from rollflow.tasks.policies.device import find_device, fix_workspace, send
 from rollflow.tasks.policies.head import LMHead
@@ -164,7 +164,7 @@ class FixedShapeSampler:
         if why := find_hindrance(config):
             raise ValueError(f"{policy_folder}: the transformers engine cannot run it: {why}; use vllm")
         self._config = config
-        attention = attention_of(config) or "sdpa"
+        attention = choose_attention(config) or "sdpa"
         self._device = find_device()
         self._shape = ON_CPU
         if self._device.type == "cuda":

@@ -60,9 +60,9 @@ class Diagnostics:
     def gather(self, ranks: Ranks) -> None:
         """Add the values of the other ranks."""
         self._read()
-        self._found = [part.reshape(COLUMNS, -1) for part in ranks.gathered(_flat(self._found))]
-        self._gaps = ranks.gathered(_flat(self._gaps))
-        self._divergences = ranks.gathered(_flat(self._divergences))
+        self._found = [part.reshape(COLUMNS, -1) for part in ranks.gather_all(_flatten(self._found))]
+        self._gaps = ranks.gather_all(_flatten(self._gaps))
+        self._divergences = ranks.gather_all(_flatten(self._divergences))
 
     def metrics(self, *, entropy: bool) -> Mapping[str, float]:
         """Return all metrics; empty if no token had a gradient."""
@@ -70,9 +70,9 @@ class Diagnostics:
         if not self._found:
             return {}
         found = np.concatenate(self._found, axis=1)
-        told = _of(found, "", entropy)
+        told = _compute_metrics(found, "", entropy)
         for age in np.unique(found[0]):
-            told |= _of(found[:, found[0] == age], f"_age_{int(age)}", entropy)
+            told |= _compute_metrics(found[:, found[0] == age], f"_age_{int(age)}", entropy)
         for name, parts in (("engine_gap", self._gaps), ("kl_reference", self._divergences)):
             if sum(map(len, parts)):
                 told[name] = float(np.concatenate(parts).mean())
@@ -90,12 +90,12 @@ class Diagnostics:
         self._added.clear()
 
 
-def _flat(parts: Sequence[np.ndarray]) -> np.ndarray:
+def _flatten(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Join arrays side by side and flatten them."""
     return np.concatenate(parts, axis=-1).ravel() if parts else np.zeros(0)
 
 
-def _of(found: np.ndarray, end: str, entropy: bool) -> dict[str, float]:
+def _compute_metrics(found: np.ndarray, end: str, entropy: bool) -> dict[str, float]:
     """Return the metrics of some tokens; their names end in `end`."""
     _, change, up, down, corrected, entropies = found
     ratio = np.exp(change)

@@ -28,7 +28,7 @@ from rollflow.tasks.learners.checkpoint.shards import Files, Named, shapes_of, t
 from rollflow.tasks.learners.config import RankedTrain
 from rollflow.tasks.learners.forward.critic import Critic
 from rollflow.tasks.learners.forward.models import TrainedModels
-from rollflow.tasks.learners.forward.pre_update import known_before
+from rollflow.tasks.learners.forward.pre_update import compute_before
 from rollflow.tasks.learners.forward.reference import Reference, named_tensors
 from rollflow.tasks.learners.malloc_trim import give_back
 from rollflow.tasks.learners.optimizer.nonfinite import all_finite, check_batch
@@ -43,7 +43,7 @@ from rollflow.tasks.learners.randomness import (
 )
 from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.rows import BatchRows
-from rollflow.tasks.policies.attention import attention_of
+from rollflow.tasks.policies.attention import choose_attention
 
 WEIGHTS = "weights/model"
 STATE, CRITIC, REFERENCE = "learner/state", "learner/critic", "learner/reference"
@@ -61,7 +61,7 @@ def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, 
     from transformers.initialization import no_init_weights
 
     kind, config = getattr(torch, dtype), AutoConfig.from_pretrained(folder)
-    how = {"dtype": kind, "attn_implementation": attention_of(config) if attention == "exact" else None}
+    how = {"dtype": kind, "attn_implementation": choose_attention(config) if attention == "exact" else None}
     if trained and not blank:
         return AutoModelForCausalLM.from_pretrained(folder, config=config, **how)
     with no_init_weights() if blank else nullcontext():
@@ -111,15 +111,15 @@ class TorchLearner(TrainedModels):
         data = BatchRows.of(batch)
         check_batch(data, version)
         self.begin(version, settle)
-        before = known_before(self, data)
+        before = compute_before(self, data)
         updates = self.updates(self, data, before, version, settle)
-        metrics = [updates.of(part) for part in self._minibatches(data)]
+        metrics = [updates.take_step(part) for part in self._minibatches(data)]
         found = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
         updates.seen.gather(self.ranks)
         found |= updates.seen.metrics(entropy=self.objective.uses_entropy)
         found |= {"learning_rate": self.learning_rate(version), "rows_with_signal": float(before.signal_R.mean())}
         give_back(self.model.parameters())
-        return {**found, **self.adapted(found), **before.metrics(), **self.ranks.told()}
+        return {**found, **self.adapt_kl_weight(found), **before.metrics(), **self.ranks.told()}
 
     def _minibatches(self, data: BatchRows) -> list[list[int]]:
         """Return the rows of each minibatch: whole groups, dealt out in turn."""

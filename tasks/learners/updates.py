@@ -35,7 +35,7 @@ class Updates:
         self.roles, self.data, self.before, self.seen = roles, data, before, Diagnostics(version)
         self.settle = settle
 
-    def of(self, part: list[int]) -> dict[str, float]:
+    def take_step(self, part: list[int]) -> dict[str, float]:
         """Take one optimizer step over the rows of one minibatch, and one of the critic."""
         return self._update(part) | self._update_critic(part)
 

@@ -15,7 +15,7 @@ from rollflow.tasks.objectives.config import Correction
 from rollflow.tasks.objectives.ratios import log_ratio
 
 
-def weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) -> tuple[Tensor, Tensor]:
+def correction_weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factor of each token's loss, and (M,) bool: True if its ratio was out of range.
 
     `clamp`: min(max(r, low), high), decoupled PPO's cap. `mask`: r if low <= r <= high, else 0 (MIS, IcePop); without
@@ -31,7 +31,7 @@ def weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) -> tuple[Tens
     return torch.where(out_M, 0.0, ratio_M if part.weigh else torch.ones_like(ratio_M)), out_M
 
 
-def within_second_moment(part: Correction, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
+def keep_second_moment(part: Correction, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
     """Drop the fewest tokens that bring the mean of (log pi_p/mu)^2 down to `second_moment`; keep the rest (M2PO).
 
     Zheng et al. 2025, Prosperity before collapse. Tokens with the largest squares are dropped first; equal ones

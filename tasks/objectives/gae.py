@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollflow.tasks.objectives.advantages import signed, whitened
+from rollflow.tasks.objectives.advantages import weigh_signs, whiten
 from rollflow.tasks.objectives.config import Advantage
 
 
@@ -33,8 +33,8 @@ def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, start
     counts = np.diff(starts)
     at = np.repeat(np.arange(len(counts)), counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
     plain_B = torch.from_numpy(_gae(part, _rows(rewards_B, at, counts), _rows(values_B, at, counts))[at])
-    scaled_B = whitened(plain_B, torch.ones_like(plain_B)) if part.scale == "whiten" else plain_B
-    return signed(part, scaled_B), plain_B + values_B.double()
+    scaled_B = whiten(plain_B, torch.ones_like(plain_B)) if part.scale == "whiten" else plain_B
+    return weigh_signs(part, scaled_B), plain_B + values_B.double()
 
 
 def _rows(values_B: Tensor, at: tuple[np.ndarray, np.ndarray], counts: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollflow.tasks.objectives.rows import BatchRows
-from rollflow.tasks.objectives.shared_prefix import PackedSequence, lay, lines_of
+from rollflow.tasks.objectives.shared_prefix import PackedSequence, lay_out, pack_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,21 @@ class MicroBatch:
     @property
     def seen(self) -> Tensor | None:
         """(L, 1, T, T) bool if a line has several rows, else None: the tokens (last axis) that each one attends to."""
-        return None if self.part is None else seen_of(self.part)
+        return None if self.part is None else build_mask(self.part)
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return a decoder's arguments, beside `use_cache`; sent without waiting (`policies/device.send`)."""
         found = {"input_ids": self.tokens.to(device, non_blocking=True)}
         if self.positions is None or self.part is None:
             return found
-        seen = seen_of(self.part.to(device, non_blocking=True))  # built on the device: it is T times as large as `part`
+        # The mask is built on the device, since it is T times as large as `part`.
+        seen = build_mask(self.part.to(device, non_blocking=True))
         least = torch.finfo(dtype).min
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, least)
         return {**found, "position_ids": self.positions.to(device, non_blocking=True), "attention_mask": mask}
 
 
-def seen_of(part: Tensor) -> Tensor:
+def build_mask(part: Tensor) -> Tensor:
     """Return (L, 1, T, T) bool: the tokens (last axis) that each token (third axis) attends to, by their parts.
 
     Padding attends to padding, since a softmax over no token would be NaN.
@@ -70,7 +71,7 @@ def micro_batches(
     With `width`, the width of a model that can do it, rows of a group share their prompt if that saves work
     (`lines.py`). `own` selects the lines that this process runs.
     """
-    order = own(sorted(lines_of(data, rows, micro_tokens, width), key=lambda line: (-line.length, line.rows[0])))
+    order = own(sorted(pack_lines(data, rows, micro_tokens, width), key=lambda line: (-line.length, line.rows[0])))
     while order:
         take = max(1, micro_tokens // order[0].length)
         yield _micro_batch(data, order[:take])
@@ -78,7 +79,7 @@ def micro_batches(
 
 
 def _micro_batch(data: BatchRows, lines: Sequence[PackedSequence]) -> MicroBatch:
-    laid = lay(data, lines)
+    laid = lay_out(data, lines)
     several = any(line.prompt for line in lines)
     return MicroBatch(
         tokens=torch.from_numpy(laid.tokens),

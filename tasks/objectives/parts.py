@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
 from rollflow.tasks.objectives.config import Kimi, PartsObjective
-from rollflow.tasks.objectives.corrections import weights, within_second_moment
+from rollflow.tasks.objectives.corrections import correction_weights, keep_second_moment
 from rollflow.tasks.objectives.penalties import kl_estimate
 from rollflow.tasks.objectives.surrogates import surrogate_loss
 
@@ -34,23 +34,23 @@ class ObjectiveOfParts(Objective):
         old_M = tokens.proximal_M if self.uses_proximal else tokens.behaviour_M
         assert old_M is not None
         found = surrogate_loss(self.config.surrogate, self.config.ratio, tokens, old_M)
-        return self._penalised(self._corrected(found, tokens, old_M), tokens)
+        return self._penalize(self._correct(found, tokens, old_M), tokens)
 
     def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
         """See `Objective`."""
-        return within_second_moment(self.config.correction, proximal_B, behaviour_B)
+        return keep_second_moment(self.config.correction, proximal_B, behaviour_B)
 
-    def _corrected(self, found: TokenLoss, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
+    def _correct(self, found: TokenLoss, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
         part = self.config.correction
         if part.outside == "none":
             return found
         if part.outside == "second-moment":
             assert tokens.kept_M is not None
             return TokenLoss(torch.where(tokens.kept_M, found.loss_M, 0.0), found.clipped_M, ~tokens.kept_M)
-        weight_M, out_M = weights(part, tokens, old_M if self.uses_proximal else tokens.logp_M)
+        weight_M, out_M = correction_weights(part, tokens, old_M if self.uses_proximal else tokens.logp_M)
         return TokenLoss(weight_M * found.loss_M, found.clipped_M, out_M)
 
-    def _penalised(self, found: TokenLoss, tokens: MaskedTokens) -> TokenLoss:
+    def _penalize(self, found: TokenLoss, tokens: MaskedTokens) -> TokenLoss:
         penalties, loss_M = self.config.penalties, found.loss_M
         if penalties.kl_weight and penalties.kl_in == "loss":
             old_M = tokens.reference_M if self.uses_reference else tokens.behaviour_M

@@ -25,7 +25,7 @@ def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:
             return (-change_M).exp() - 1 + change_M
 
 
-def adapted(penalties: Penalties, weight: float, divergence: float) -> float:
+def adapt_weight(penalties: Penalties, weight: float, divergence: float) -> float:
     """Return the KL weight of the next version, given this version's divergence (nats a token).
 
     weight (1 + gain e), with e = divergence / target - 1 clipped to [-0.2, 0.2] (Ziegler et al. 2019, section 2.2).

@@ -30,39 +30,39 @@ class PackedSequence:
     length: int  # tokens of the whole line
 
 
-def lines_of(data: BatchRows, rows: Sequence[int], most: int, width: int | None) -> list[PackedSequence]:
+def pack_lines(data: BatchRows, rows: Sequence[int], most: int, width: int | None) -> list[PackedSequence]:
     """Pack these rows into lines; a line with several rows has at most `most` tokens. Without `width`, a line a row."""
     if width is None:
-        return [_alone(data, row) for row in rows]
+        return [_single_line(data, row) for row in rows]
     ordered = sorted(rows, key=lambda row: (data.groups[row], -data.lengths[row], row))
     parts = (list(part) for _, part in groupby(ordered, key=lambda row: data.groups[row]))
-    return [line for part in parts for line in _of_group(data, part, most, width)]
+    return [line for part in parts for line in _pack_group(data, part, most, width)]
 
 
-def _alone(data: BatchRows, row: int) -> PackedSequence:
+def _single_line(data: BatchRows, row: int) -> PackedSequence:
     return PackedSequence((row,), 0, int(data.lengths[row]))
 
 
-def _of_group(data: BatchRows, rows: list[int], most: int, width: int) -> Iterator[PackedSequence]:
+def _pack_group(data: BatchRows, rows: list[int], most: int, width: int) -> Iterator[PackedSequence]:
     """Yield lines of one group's rows, longest first: each row joins the line before it if that saves work."""
-    prompt, line = _prompt(data, rows), _alone(data, rows[0])
+    prompt, line = _shared_prompt(data, rows), _single_line(data, rows[0])
     for row in rows[1:]:
         own = int(data.lengths[row]) - prompt
-        if prompt and line.length + own <= most and _saves(line.length, own, prompt, PAIRS * width):
+        if prompt and line.length + own <= most and _saves_work(line.length, own, prompt, PAIRS * width):
             line = PackedSequence((*line.rows, row), prompt, line.length + own)
         else:
             yield line
-            line = _alone(data, row)
+            line = _single_line(data, row)
     yield line
 
 
-def _saves(length: int, own: int, prompt: int, pairs: int) -> bool:
+def _saves_work(length: int, own: int, prompt: int, pairs: int) -> bool:
     """Return True if `own` more tokens in a line cost less than a separate row, whose attention is causal."""
     joined = own * pairs + 2 * length * own + own**2
     return joined < (prompt + own) * pairs + (prompt + own) ** 2 / 2
 
 
-def _prompt(data: BatchRows, rows: list[int]) -> int:
+def _shared_prompt(data: BatchRows, rows: list[int]) -> int:
     """Return the number of leading tokens that all rows share and that the policy did not sample."""
     if len(rows) < 2:
         return 0
@@ -84,7 +84,7 @@ class Packing:
     row: np.ndarray  # (M,) row of the batch
 
 
-def lay(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
+def lay_out(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
     """Lay out lines as arrays, padded to the longest."""
     shape = len(lines), max(line.length for line in lines)
     tokens, positions, part = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)

@@ -14,16 +14,16 @@ def surrogate_loss(part: Surrogate, ratio: Ratio, tokens: MaskedTokens, old_M: T
     """Return a surrogate's loss; `old_M` are the log-probs of the ratio's older policy."""
     match part:
         case Clip():
-            return clipped(part, log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level).exp(), tokens.advantage_M)
+            return clip_loss(part, log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level).exp(), tokens.advantage_M)
         case PolicyGradient():
-            return weighted(part, ratio, tokens, old_M)
+            return policy_gradient_loss(part, ratio, tokens, old_M)
         case BinaryTv():
-            return bounded(part, tokens, old_M, ratio)
+            return binary_tv_loss(part, tokens, old_M, ratio)
         case Kimi():
-            return squared(part, tokens, old_M, ratio)
+            return kimi_loss(part, tokens, old_M, ratio)
 
 
-def clipped(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
+def clip_loss(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
     """Return PPO's clipped loss: -min(r A, clip(r, 1 - low, 1 + high) A) (Schulman et al. 2017, eq. 7).
 
     With `dual` = c, a negative advantage counts at most c times (Ye et al. 2020, eq. 5): max(., c A) for A < 0. Without
@@ -39,7 +39,7 @@ def clipped(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
     return TokenLoss(torch.where(over_M, bound_M, loss_M), clipped_M | over_M)
 
 
-def weighted(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
+def policy_gradient_loss(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
     """Return the policy-gradient loss -sg(clamp(r, range of A's sign)) A log pi (REINFORCE: Williams 1992).
 
     One range from 0 for both signs is TIS (Yao et al. 2025) and CISPO (MiniMax 2025). [1, 1] for good answers and
@@ -54,7 +54,7 @@ def weighted(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Te
     return TokenLoss(-weight_M * advantage_M * tokens.logp_M, clipped_M)
 
 
-def bounded(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
+def binary_tv_loss(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
     """Return -r A until the probability has moved away by more than a bound; then zero.
 
     The bound is on the total variation of "this token or another": pi - mu, from above if A > 0, from below if A < 0.
@@ -65,7 +65,7 @@ def bounded(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -
     return TokenLoss(torch.where(over_M, 0.0, -ratio_M * advantage_M), over_M)
 
 
-def squared(part: Kimi, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
+def kimi_loss(part: Kimi, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
     """Return -A log pi + tau/2 (log r)^2 (Kimi Team 2025).
 
     For the ratio of a whole response, each token gets the share of the square that belongs to its own log-ratio.

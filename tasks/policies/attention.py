@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def attention_of(config: Any) -> str | None:
+def choose_attention(config: Any) -> str | None:
     """Return the implementation for a policy with this (transformers) config; None if transformers' choice is exact."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return None if capped is None else "eager"

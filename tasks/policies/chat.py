@@ -32,12 +32,12 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses the question or the system message.
         """
-        tokens = _attempt(system, lambda: self._apply(_asked(text, system), tokenize=True))
+        tokens = _attempt(system, lambda: self._apply(_build_messages(text, system), tokenize=True))
         return [int(token) for token in tokens]
 
     def render(self, text: str, system: str | None) -> str:
         """Return the prompt of a question as text."""
-        return cast(str, _attempt(system, lambda: self._apply(_asked(text, system), tokenize=False)))
+        return cast(str, _attempt(system, lambda: self._apply(_build_messages(text, system), tokenize=False)))
 
     def check(self, system: str | None) -> None:
         """Refuse a template that leaves out the system message or the question, or that is not deterministic.
@@ -69,7 +69,7 @@ class ChatTemplate:
         """Return the token in `special` that follows an answer; None if there is none, or no answer is allowed."""
         rendered = ""
         for system in (None, SYSTEM):  # some templates require a system message
-            conversation = [*_asked(QUESTION, system), {"role": "assistant", "content": ANSWER}]
+            conversation = [*_build_messages(QUESTION, system), {"role": "assistant", "content": ANSWER}]
             with contextlib.suppress(ConfigError):
                 rendered = _attempt(None, partial(self._apply, conversation, tokenize=False, generate=False))
                 break
@@ -91,7 +91,7 @@ class ChatTemplate:
 _CHAT, _NO_CHAT = "prompts.chat = True", "correct the template, or set prompts.chat = false"
 
 
-def _asked(text: str, system: str | None) -> list[dict[str, str]]:
+def _build_messages(text: str, system: str | None) -> list[dict[str, str]]:
     messages = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": "user", "content": text}]
 

@@ -58,7 +58,7 @@ def cold_start(
             found = accuracy(model)
             report(step, found)
             if found >= config.target_accuracy:
-                return _land(model, before, found, config.target_accuracy, accuracy, partial(report, step))
+                return _approach_target(model, before, found, config.target_accuracy, accuracy, partial(report, step))
             before = _copy_weights(model)
     raise ConfigError(
         f"policy.cold_start.target_accuracy = {config.target_accuracy}: reached {found:.2f} in "
@@ -72,7 +72,7 @@ def _copy_weights(model: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _land(
+def _approach_target(
     model: Any,
     before: Sequence[Tensor],
     found: float,
@@ -137,7 +137,7 @@ def answer_loss(decoder: Any, head: LMHead, pairs: Sequence[tuple[Sequence[int],
 
 
 @torch.no_grad()
-def answers(
+def generate_answers(
     model: Any, prompts: Sequence[Sequence[int]], end: int, longest: int, temperature: float, seed: int
 ) -> list[list[int]]:
     """Generate an answer for each prompt, without its end token; greedy at temperature 0.

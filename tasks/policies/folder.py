@@ -93,11 +93,11 @@ def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def local_policy(path: str) -> Path | None:
+def find_local_policy(path: str) -> Path | None:
     """Return the folder that `policy.path` names, after checks of its files; None if it is a hub name."""
     folder = Path(os.path.expanduser(path))  # with an unknown user name the path stays unchanged, and is not a folder
     if folder.is_dir():
-        return _complete(path, folder)
+        return _check_complete(path, folder)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ConfigError(f"policy.path = {path!r}: there is no such folder; name a Hugging Face folder or a hub name")
     return None
@@ -108,7 +108,7 @@ def find_policy(path: str, download: bool = True) -> Path | None:
 
     Return None for a hub name that is not in the cache, if `download` is False.
     """
-    if (folder := local_policy(path)) is not None:
+    if (folder := find_local_policy(path)) is not None:
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -123,7 +123,7 @@ def find_policy(path: str, download: bool = True) -> Path | None:
         raise ConfigError(
             f"policy.path = {path!r}: neither a folder here nor to be had from the hub ({reason}); download it first"
         ) from None
-    return _complete(path, Path(found))
+    return _check_complete(path, Path(found))
 
 
 def resolve_policy(path: str) -> Path:
@@ -156,7 +156,7 @@ def weight_files(path: str) -> dict[str, Data]:
     return {file.name: mapped(file) for file in weight_paths(path)}
 
 
-def _complete(path: str, folder: Path) -> Path:
+def _check_complete(path: str, folder: Path) -> Path:
     unread = [folder] if not os.access(folder, os.R_OK | os.X_OK) else sorted(folder.iterdir())
     for file in unread:
         is_used = file == folder or file.name in COPIED or is_weights(file.name)
@@ -177,7 +177,7 @@ def copy_folder(path: str) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
 
 
-def with_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
+def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
     """Return the files with the training type (`dtype`) in their config.json.
 
     Other tools load weights in the type named there; in another type they would compute other log-probs.

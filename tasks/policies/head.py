@@ -53,15 +53,15 @@ class LMHead:
         self._given = _FixedDecoder()
         try:
             decoder = model.get_decoder()
-            self._head = _with_module(model, decoder, self._given)
-            self._linear = _adding(self._head, model.get_output_embeddings())
+            self._head = _replace_module(model, decoder, self._given)
+            self._linear = _replace_last_layer(self._head, model.get_output_embeddings())
             off = self._distance(model, decoder)
         except torch.OutOfMemoryError:
             raise  # lack of memory says nothing about the model's code
         except Exception as error:  # a model's own code may raise anything when it is run this way
-            raise _refused(model, f"{type(error).__name__}: {error}") from error
+            raise _refusal(model, f"{type(error).__name__}: {error}") from error
         if judged and off > NEAR.get(model.dtype, HALF):
-            raise _refused(model, f"log-probs differ by {off:.2g} nats")
+            raise _refusal(model, f"log-probs differ by {off:.2g} nats")
 
     def __call__(self, hidden_MH: Tensor) -> Tensor:
         """Return logits (M, V) in the model's type; the model's forward sees the M hidden states as one row."""
@@ -102,21 +102,21 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float(torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf, math.inf).max())
 
 
-def _with_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
+def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
     """Return the model with `other` in the place of `module`; everything else is shared with the original."""
     path = next(name for name, found in model.named_modules() if found is module)
     if not path:
         raise TypeError("the decoder is the model itself")
-    top = made = _shallow(model)
+    top = made = _copy_module(model)
     *outer, last = path.split(".")
     for name in outer:
-        made._modules[name] = _shallow(made._modules[name])
+        made._modules[name] = _copy_module(made._modules[name])
         made = made._modules[name]
     made._modules[last] = other
     return top
 
 
-def _adding(head: Any, last: nn.Module | None) -> AddingLinear | None:
+def _replace_last_layer(head: Any, last: nn.Module | None) -> AddingLinear | None:
     """Put an `AddingLinear` in the place of the last layer, if that is only a weight, directly in the model."""
     name = next((name for name, found in head._modules.items() if found is last), None)
     if name is None or type(last) is not nn.Linear or last.bias is not None:
@@ -125,7 +125,7 @@ def _adding(head: Any, last: nn.Module | None) -> AddingLinear | None:
     return made
 
 
-def _shallow(module: nn.Module) -> Any:
+def _copy_module(module: nn.Module) -> Any:
     """Return a shallow copy of a module: the same tensors and child modules, but its own hooks from here on."""
     made = copy.copy(module)
     held = {name: copy.copy(value) for name, value in vars(module).items() if "hooks" in name}
@@ -133,7 +133,7 @@ def _shallow(module: nn.Module) -> Any:
     return made
 
 
-def _refused(model: Any, why: str) -> ConfigError:
+def _refusal(model: Any, why: str) -> ConfigError:
     return ConfigError(
         f"policy.path: the head of a {type(model).__name__} cannot be run on its own ({why.splitlines()[0]}); choose "
         "another architecture"

@@ -44,7 +44,7 @@ def config_ends(config: Mapping[str, Any]) -> list[int]:
 
 def tokenizer_end(folder: Path) -> list[int]:
     """Return the id of the tokenizer's end token; empty if it names none, or none that it has."""
-    name = named_token(folder, "eos_token")
+    name = read_token(folder, "eos_token")
     tokens = json.loads((folder / "tokenizer.json").read_text()) if name else {}
     added = {token["content"]: token["id"] for token in tokens.get("added_tokens") or ()}
     vocabulary = tokens.get("model", {}).get("vocab", {})
@@ -52,7 +52,7 @@ def tokenizer_end(folder: Path) -> list[int]:
     return [] if found is None else [found]
 
 
-def named_token(folder: Path, key: str) -> str | None:
+def read_token(folder: Path, key: str) -> str | None:
     """Return the text of a token that the tokenizer's files name, e.g. `eos_token`."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / file

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.policies.attention import attention_of
+from rollflow.tasks.policies.attention import choose_attention
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.head import LMHead
 
@@ -111,7 +111,7 @@ def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str
                 config=config,
                 dtype=getattr(torch, dtype),
                 device_map=device,
-                attn_implementation=attention_of(config),
+                attn_implementation=choose_attention(config),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 trust_remote_code=False,

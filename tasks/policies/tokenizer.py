@@ -1,7 +1,7 @@
 """The policy's tokenizer, read from its folder: plain text by `tokenizers`, chat templates by `transformers`.
 
 Other tools open the folder with `AutoTokenizer`. For some model types it builds a tokenizer that is not the one in
-`tokenizer.json`. `other_reading` finds that out; a policy on which the two differ is neither trained nor exported.
+`tokenizer.json`. `find_other_reading` finds that out; a policy on which the two differ is neither trained nor exported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.chat import ChatTemplate
 from rollflow.tasks.policies.context import context_length, probe_length
-from rollflow.tasks.policies.stop import config_ends, named_token, stop_tokens, tokenizer_end
+from rollflow.tasks.policies.stop import config_ends, read_token, stop_tokens, tokenizer_end
 
 # Pieces of text that tokenizers treat differently, alone and together: letters, digits, blanks, signs, marks, scripts.
 PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", "e\u0301", "\u65e5", "\U0001f642")
@@ -38,7 +38,7 @@ class PolicyTokenizer:
         self.folder = folder
         self._now = time.time() if now is None else now
         self._single_start = single_start
-        self._fast = _whole(folder)
+        self._fast = _read_tokenizer(folder)
         self._config = json.loads((folder / "config.json").read_text())
 
     def encode(self, text: str, chat: bool = False, system: str | None = None) -> Sequence[int]:
@@ -179,11 +179,11 @@ class PolicyTokenizer:
 
     @cached_property
     def _starts(self) -> frozenset[int]:
-        found = self.special.get(named_token(self.folder, "bos_token") or "")
+        found = self.special.get(read_token(self.folder, "bos_token") or "")
         return frozenset([*self._added[0][:1], *([] if found is None else [found])])
 
 
-def _whole(folder: Path) -> Tokenizer:
+def _read_tokenizer(folder: Path) -> Tokenizer:
     """Load tokenizer.json without its truncation and padding settings, which other tools ignore.
 
     Raises:
@@ -221,7 +221,7 @@ def _open_as_others(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
+def find_other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
     """Return how `AutoTokenizer` reads the folder differently from a run; None if it reads the same.
 
     It compares the vocabularies, and the tokens and texts of `texts`, of every special token and of `PIECES`.
@@ -229,7 +229,7 @@ def other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
     Raises:
         ConfigError: `AutoTokenizer` cannot read it at all.
     """
-    ours, theirs = _whole(folder), _open_as_others(folder)
+    ours, theirs = _read_tokenizer(folder), _open_as_others(folder)
     with _refuse_errors():
         return _difference(ours, theirs, texts)
 

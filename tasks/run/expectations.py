@@ -17,7 +17,7 @@ from rollflow.storage.records import DiscardReason, Prompt
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.environments.config import SingleTurnEnvironment
 from rollflow.tasks.policies.stop import stop_tokens
-from rollflow.tasks.policies.vocabulary import vocabulary_of
+from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.rollout.config import FilterConfig
 from rollflow.tasks.rollout.limits import filtered
 from rollflow.tasks.run.config import RunConfig
@@ -92,7 +92,7 @@ def _open_prompts(context: RunContext) -> ExpectedPrompts:
     return ExpectedPrompts(
         ask=ask,
         held_out={tuple(prompt.tokens): prompt.id for prompt in prompts.held_out()},
-        vocabulary=vocabulary_of(context.policy_folder),
+        vocabulary=read_vocabulary(context.policy_folder),
         stops=frozenset(stop_tokens(context.policy_folder)),
     )
 

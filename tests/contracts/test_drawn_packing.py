@@ -20,7 +20,7 @@ from torch import Tensor
 from rollflow.storage.records import StopReason, Trajectory
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.rows import BatchRows
-from rollflow.tasks.objectives.shared_prefix import lines_of
+from rollflow.tasks.objectives.shared_prefix import pack_lines
 from tests.contracts.test_token_logprobs import learner_of, model_of
 from tests.support.counts import examples
 from tests.tasks.test_algorithms import batch_of
@@ -89,7 +89,7 @@ def test_drawn_rows_match_each_row_alone(
 def check_lines(data: BatchRows, micro_tokens: int, width: int) -> None:
     """Check that each row is in one line, and that a line of several rows fits a micro-batch and saves tokens."""
     every = range(len(data.rewards))
-    lines = lines_of(data, every, micro_tokens, width)
+    lines = pack_lines(data, every, micro_tokens, width)
     assert sorted(row for line in lines for row in line.rows) == list(every)
     for line in lines:
         alone = int(data.lengths[list(line.rows)].sum())

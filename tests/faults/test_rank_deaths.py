@@ -24,7 +24,7 @@ from rollflow.storage.log.audit import audit
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
-from rollflow.tasks.learners.distributed.gloo_ranks import first_store
+from rollflow.tasks.learners.distributed.gloo_ranks import serve_store
 from rollflow.tasks.learners.distributed.rank_protocol import LoadState, Meeting, Pipes, RankHosts, StartedRank
 from rollflow.tasks.learners.multi_rank import rank_process
 from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
@@ -200,7 +200,7 @@ def test_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytest.
 
 def test_ranks_wait_while_the_first_one_loads_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks do together has a bound, which must not count that: of a large policy it takes minutes."""
-    met, store = Event(), first_store()
+    met, store = Event(), serve_store()
 
     class Met(EOFError):
         """As a pipe raises whose owner is gone, and a file that is too short: this is no such pipe."""
@@ -216,12 +216,12 @@ def test_ranks_wait_while_the_first_one_loads_weights(folder: Path, monkeypatch:
     given = 1, Meeting("127.0.0.1", store.port), "127.0.0.1", pipes, TorchTrain(ranks=2), start
     rank = Thread(target=rank_process.serve_rank, args=given, daemon=True)
     rank.start()
-    until(lambda: store.check([rank_process.ready(1)]))
+    until(lambda: store.check([rank_process.ready_key(1)]))
     assert not met.wait(1.0)
     store.set(rank_process.MEET, "")
     assert met.wait(ENDS_SECONDS)
-    until(lambda: store.check([rank_process.failed(1)]))
-    assert store.get(rank_process.failed(1)).startswith(b"Met")
+    until(lambda: store.check([rank_process.failed_key(1)]))
+    assert store.get(rank_process.failed_key(1)).startswith(b"Met")
     rank.join(ENDS_SECONDS)  # it ends with `_exit`, which must be the stand-in still: the real one ends this process
     assert not rank.is_alive()
 

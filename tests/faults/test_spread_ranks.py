@@ -23,7 +23,7 @@ from rollflow.storage.errors import RankFailed
 from rollflow.storage.log.audit import audit
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.actors.ranks import SpreadRank, place_in_turn, rank_hosts
-from rollflow.tasks.learners.distributed.gloo_ranks import first_store
+from rollflow.tasks.learners.distributed.gloo_ranks import serve_store
 from rollflow.tasks.learners.distributed.rank_protocol import LoadState, Meeting
 from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from rollflow.tasks.run.context import RunContext
@@ -155,7 +155,7 @@ def test_no_spread_rank_outlives_its_owner(place: Path) -> None:
 def test_caller_without_the_secret_is_refused(place: Path) -> None:
     """Who calls where a rank should is asked for a secret."""
     run = prepare_small(place, versions=2, train={"ranks": 2, "spread": True})
-    started = SpreadRank(run, partial(place_in_turn, run.config), 1, Meeting("127.0.0.1", first_store().port))
+    started = SpreadRank(run, partial(place_in_turn, run.config), 1, Meeting("127.0.0.1", serve_store().port))
     try:
         with pytest.raises(AuthenticationError):
             Client(started._listener.address, authkey=b"guessed")

@@ -19,7 +19,7 @@ from rollflow.storage.objects.disk import explained
 from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
-from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer, find_other_reading
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from tests.support.s3_server import s3_server, use
@@ -222,7 +222,7 @@ def test_saved_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
     fast.save(str(folder / "tokenizer.json"))
     assert AutoTokenizer.from_pretrained(folder).encode(text) == expected
     assert PolicyTokenizer(folder).encode(text) == expected
-    assert other_reading(folder, [text]) is None
+    assert find_other_reading(folder, [text]) is None
 
 
 @pytest.mark.parametrize(
@@ -239,9 +239,9 @@ def test_other_reading_describes_the_difference(
     file: str, change: dict[str, object], words: str | None, tmp_path: Path
 ) -> None:
     make_policy(folder := tmp_path / "policy")
-    assert other_reading(folder) is None
+    assert find_other_reading(folder) is None
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
-    assert (words or "None") in str(other_reading(folder))
+    assert (words or "None") in str(find_other_reading(folder))
 
 
 def test_ambiguous_tokenizer_blocks_only_the_export(

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.records import GroupKey, StopReason, Trajectory, TrajectoryGroup
-from rollflow.tasks.objectives.advantages import EPSILON, TINY, advantages, overlong, whitened
+from rollflow.tasks.objectives.advantages import EPSILON, TINY, advantages, overlong, whiten
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.rows import BatchRows
-from rollflow.tasks.objectives.shared_prefix import lines_of
+from rollflow.tasks.objectives.shared_prefix import pack_lines
 
 F64 = torch.float64
 
@@ -226,7 +226,7 @@ def test_critic_keys_are_refused_without_a_critic(key: str) -> None:
 
 
 def test_whitening_two_tokens_by_hand() -> None:
-    found = whitened(torch.tensor([1.0, 3.0], dtype=F64), torch.ones(2, dtype=F64))
+    found = whiten(torch.tensor([1.0, 3.0], dtype=F64), torch.ones(2, dtype=F64))
     assert found.tolist() == pytest.approx([-1 / math.sqrt(2 + TINY), 1 / math.sqrt(2 + TINY)], rel=1e-12)
 
 
@@ -248,8 +248,8 @@ def test_longest_unpenalized_response_loses_nothing() -> None:
 def test_equal_numbers_are_whitened_to_zero() -> None:
     equal = torch.full((3,), 0.1, dtype=F64)
     assert float(equal.sum() / 3) != 0.1
-    assert whitened(equal, torch.ones(3, dtype=F64)).tolist() == [0.0, 0.0, 0.0]
-    assert whitened(equal[:0], equal[:0]).tolist() == []
+    assert whiten(equal, torch.ones(3, dtype=F64)).tolist() == [0.0, 0.0, 0.0]
+    assert whiten(equal[:0], equal[:0]).tolist() == []
 
 
 def test_single_token_has_weight_one() -> None:
@@ -261,10 +261,13 @@ def test_response_joins_a_line_only_if_that_saves_work() -> None:
     """Behind a prompt of one token, long responses would waste attention on each other."""
     short, long = [trajectory([1] * 50, [2] * 3, i) for i in range(4)], [trajectory([1], [2] * 50, i) for i in range(4)]
     data = BatchRows.of(batch_of(short, long))
-    lines = lines_of(data, range(8), 1000, 2)
+    lines = pack_lines(data, range(8), 1000, 2)
     assert [line.rows for line in lines] == [(0, 1, 2, 3), (4,), (5,), (6,), (7,)]
     assert [line.length for line in lines] == [62, 51, 51, 51, 51]
-    assert [line.rows for line in lines_of(data, range(4), 57, 2)] == [(0, 1), (2, 3)]  # 57 tokens is the longest line
+    assert [line.rows for line in pack_lines(data, range(4), 57, 2)] == [
+        (0, 1),
+        (2, 3),
+    ]  # 57 tokens is the longest line
 
 
 def test_micro_batches_keep_their_budget_and_all_rows() -> None:

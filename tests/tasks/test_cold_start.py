@@ -11,7 +11,7 @@ import torch
 from rollflow.flows.config import load_recipe, parse
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners.torch_learner import load_model
-from rollflow.tasks.policies.cold_start import answers, cold_start
+from rollflow.tasks.policies.cold_start import cold_start, generate_answers
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.jsonl import read_file
@@ -42,7 +42,7 @@ class Started:
 
         def accuracy(model: Any) -> float:
             longest, end = config.engine.max_new_tokens, tokenizer.stop_tokens[0]
-            found = answers(model, [prompt.tokens for prompt in held], end, longest, 0.0, 0)
+            found = generate_answers(model, [prompt.tokens for prompt in held], end, longest, 0.0, 0)
             right = [tokenizer.decode(a) == p.reference["answer"] for a, p in zip(found, held, strict=True)]
             return sum(right) / len(held)
 

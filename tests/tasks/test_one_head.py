@@ -14,7 +14,7 @@ from rollflow.storage.objects.base import pieces
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.engines.transformers import TransformersEngine
-from rollflow.tasks.policies.attention import attention_of
+from rollflow.tasks.policies.attention import choose_attention
 from rollflow.tasks.policies.cold_start import answer_loss
 from rollflow.tasks.policies.head import LMHead
 from tests.contracts.test_token_logprobs import ARCHITECTURES, by_the_model, learner_of, model_of, tokens_of
@@ -28,7 +28,7 @@ LENGTH = 24
 def policy_of(name: str, folder: Path) -> Any:
     """Return the model, and write its folder with weights as a learner publishes them."""
     model = model_of(name, FULL if hasattr(model_of(name).config, "layer_types") else {})
-    model.set_attn_implementation(attention_of(model.config) or "sdpa")
+    model.set_attn_implementation(choose_attention(model.config) or "sdpa")
     model.config.save_pretrained(folder)
     for path, data in learner_of(model).weights().items():
         file = folder / path

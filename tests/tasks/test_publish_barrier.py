@@ -71,7 +71,7 @@ def test_failed_settle_ends_the_step_on_all_ranks(folder: Path) -> None:
 
 def test_other_ranks_get_wait_messages_from_a_slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """So they wait for a message no longer than for anything else. Here the store waits until the third message."""
-    heard, third, say = list[BarrierMessage](), Event(), publish_barrier._say
+    heard, third, say = list[BarrierMessage](), Event(), publish_barrier._broadcast_word
 
     def hear(ranks: GlooRanks, word: BarrierMessage = BarrierMessage.WAIT) -> BarrierMessage:
         word = say(ranks, word)
@@ -84,7 +84,7 @@ def test_other_ranks_get_wait_messages_from_a_slow_store(monkeypatch: pytest.Mon
     def slow() -> None:
         assert third.wait(HANG_SECONDS), "no message was sent"
 
-    monkeypatch.setattr(publish_barrier, "_say", hear)
+    monkeypatch.setattr(publish_barrier, "_broadcast_word", hear)
     monkeypatch.setattr(publish_barrier, "TIMES", 1000)
     on_ranks(2, lambda ranks: settle_of(ranks, slow)())
     assert heard[:3] == [BarrierMessage.WAIT] * 3

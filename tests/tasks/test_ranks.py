@@ -203,9 +203,9 @@ def test_bfloat16_gradients_are_added_up_in_float32() -> None:
 
 def test_gathered_arrays_by_hand() -> None:
     """Rank r has r numbers; the rank without numbers is left out."""
-    found = on_ranks(3, lambda ranks: ranks.gathered(np.full(ranks.rank, ranks.rank + 0.5)))
+    found = on_ranks(3, lambda ranks: ranks.gather_all(np.full(ranks.rank, ranks.rank + 0.5)))
     assert [[part.tolist() for part in parts] for parts in found] == [[[1.5], [2.5, 2.5]]] * 3
-    assert on_ranks(2, lambda ranks: ranks.gathered(np.zeros(0))) == [[], []]
+    assert on_ranks(2, lambda ranks: ranks.gather_all(np.zeros(0))) == [[], []]
 
 
 @pytest.mark.parametrize("to", range(4))
@@ -216,7 +216,7 @@ def test_parts_gathered_on_one_rank_by_hand(to: int) -> None:
         assert isinstance(ranks, GlooRanks)
         found = torch.zeros(6)
         parts = list(found.split([0, 1, 2, 3])) if ranks.rank == to else []
-        ranks.to_one(to, torch.full((ranks.rank,), float(ranks.rank)), parts)
+        ranks.gather_to(to, torch.full((ranks.rank,), float(ranks.rank)), parts)
         return found.tolist()
 
     assert on_ranks(4, work) == [[1.0, 2.0, 2.0, 3.0, 3.0, 3.0] if rank == to else [0.0] * 6 for rank in range(4)]
@@ -232,7 +232,7 @@ def test_late_rank_is_named() -> None:
             return []
         with pytest.raises(RankLost):
             ranks.add(torch.ones(1))
-        return ranks.behind()
+        return ranks.find_late()
 
     assert on_ranks(3, work, seconds=1.0) == [[1], [], [1]]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollflow.tasks.learners.forward.pre_update import known_before
+from rollflow.tasks.learners.forward.pre_update import compute_before
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.config import Penalties
-from rollflow.tasks.objectives.penalties import adapted
+from rollflow.tasks.objectives.penalties import adapt_weight
 from rollflow.tasks.objectives.rows import BatchRows
 from tests.contracts.test_learners import batch
 from tests.support.tiny_policy import make_policy, make_weights
@@ -74,18 +74,18 @@ def test_kl_in_reward_is_the_distance_of_the_response(folder: Path) -> None:
     four = paid.view(-1, 4)
     expected = ((four - four.mean(1, keepdim=True)) / (four.std(1, keepdim=True) + 1e-4)).flatten()
     made.begin(0)
-    found = known_before(made, data).judged.advantage_B
+    found = compute_before(made, data).judged.advantage_B
     torch.testing.assert_close(found, expected[torch.from_numpy(data.rows)], atol=1e-5, rtol=1e-4)
 
 
 def test_kl_weight_follows_its_target_by_hand() -> None:
     """It follows 0.1 of the error, which is clipped to 0.2; at the target it stays."""
     part = Penalties(kl_to="reference", kl_weight=0.5, kl_target=0.02)
-    assert adapted(part, 0.5, 0.02) == 0.5
-    assert adapted(part, 0.5, 0.022) == pytest.approx(0.5 * 1.01)
-    assert adapted(part, 0.5, 9.0) == pytest.approx(0.5 * 1.02)
-    assert adapted(part, 0.5, 0.0) == pytest.approx(0.5 * 0.98)
-    assert adapted(Penalties(kl_to="reference", kl_weight=0.5), 0.5, 9.0) == 0.5
+    assert adapt_weight(part, 0.5, 0.02) == 0.5
+    assert adapt_weight(part, 0.5, 0.022) == pytest.approx(0.5 * 1.01)
+    assert adapt_weight(part, 0.5, 9.0) == pytest.approx(0.5 * 1.02)
+    assert adapt_weight(part, 0.5, 0.0) == pytest.approx(0.5 * 0.98)
+    assert adapt_weight(Penalties(kl_to="reference", kl_weight=0.5), 0.5, 9.0) == 0.5
 
 
 def test_used_kl_weight_is_reported_and_the_next_is_stored(folder: Path) -> None:

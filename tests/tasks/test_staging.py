@@ -24,7 +24,7 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles, staged
+from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles, stage_files
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
 from rollflow.tasks.learners.malloc_trim import given_back
 from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
@@ -134,7 +134,7 @@ def policies_in(store: LocalStore) -> tuple[PolicyStore, Writer]:
 
 
 def stored(made: Any, policies: PolicyStore, writer: Writer, version: int = 0) -> list[StoredObject]:
-    return [one for files in (made.weights(), made.state()) for one in staged(policies, writer, version, files)]
+    return [one for files in (made.weights(), made.state()) for one in stage_files(policies, writer, version, files)]
 
 
 def expected(made: Any) -> Mapping[str, str]:

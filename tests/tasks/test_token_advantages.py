@@ -19,7 +19,7 @@ from rollflow.storage.records import StopReason, Trajectory
 from rollflow.tasks.learners.forward.critic import value_loss
 from rollflow.tasks.learners.forward.pre_update import judge
 from rollflow.tasks.objectives.config import Advantage, Penalties
-from rollflow.tasks.objectives.penalties import adapted
+from rollflow.tasks.objectives.penalties import adapt_weight
 from rollflow.tasks.objectives.rows import BatchRows
 from tests.tasks.test_algorithms import batch_of
 
@@ -121,7 +121,7 @@ def test_kl_weight_moves_by_the_clipped_error(weight: float, target: float, gain
     """Ziegler et al. 2019: K_beta times the clipped proportional error."""
     part = Penalties(kl_to="reference", kl_weight=weight, kl_target=target, kl_gain=gain)
     for divergence in seen:
-        after = adapted(part, weight, divergence)
+        after = adapt_weight(part, weight, divergence)
         error = (divergence - target) / target
         clipped = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
         assert after == pytest.approx(weight * (1 + gain * clipped), rel=1e-12)

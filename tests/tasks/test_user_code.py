@@ -35,7 +35,7 @@ from rollflow.tasks.engines.runnable import CPU_HEAD_SIZES
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.objectives.imported import ImportedObjective
-from rollflow.tasks.policies.vocabulary import vocabulary_of
+from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.rollout import build_scheduler
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
@@ -228,7 +228,7 @@ def test_changed_sources_prompts_are_not_audited(tmp_path: Path, monkeypatch: py
 )
 def test_environment_tokens_are_limited_by_the_vocabulary(tmp_path: Path, config: dict[str, Any], size: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert vocabulary_of(tmp_path) == size
+    assert read_vocabulary(tmp_path) == size
 
 
 def test_hash_of_user_code_is_recorded(

@@ -1,6 +1,6 @@
 """Files whose shards are gathered from several ranks when they are asked for, so that memory holds few at a time.
 
-`staged` has several ranks gather and store files at the same time.
+`stage_files` has several ranks gather and store files at the same time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class GatheredFiles(Mapping[str, Data]):
         return len(self._names)
 
 
-def staged(policies: PolicyStore, writer: Writer, version: int, files: Mapping[str, Data]) -> tuple[StoredObject, ...]:
+def stage_files(
+    policies: PolicyStore, writer: Writer, version: int, files: Mapping[str, Data]
+) -> tuple[StoredObject, ...]:
     """Store the files of a version that is not published yet."""
     if isinstance(files, GatheredFiles):
         return policies.stage(writer, version, files, files.movers, files.put)

@@ -47,14 +47,14 @@ class GlooRanks(Ranks):
         """
         self.rank, self.count, self._check = rank, count, check
         self.store, self._name, self.host = store, name, host
-        self._group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, count, _options(host))
+        self._group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, count, _group_options(host))
         self.beside: GlooRanks | None = None  # a second group of the same ranks, for work beside a step
         self._bound = timedelta(seconds=seconds)
         self.seconds = seconds
         self._done = 0
         self._loads = np.zeros(count)
 
-    def own(self, pieces: list[Piece], length: Callable[[Piece], int]) -> list[Piece]:
+    def select_own(self, pieces: list[Piece], length: Callable[[Piece], int]) -> list[Piece]:
         """See `Ranks`."""
         lengths = [length(piece) for piece in pieces]
         dealt = deal(lengths, self.count)
@@ -73,11 +73,11 @@ class GlooRanks(Ranks):
         found = torch.tensor([loss, *(parameter.grad is not None for parameter in given)], dtype=torch.float64)
         self.add(found)
         changed = [parameter for parameter, ranks in zip(given, found[1:].tolist(), strict=True) if ranks]
-        for bucket in _buckets(changed):
+        for bucket in _split_buckets(changed):
             self._add_bucket(bucket)
         return float(found[0])
 
-    def gathered(self, found: np.ndarray) -> list[np.ndarray]:
+    def gather_all(self, found: np.ndarray) -> list[np.ndarray]:
         """See `Ranks`."""
         counts = torch.zeros(self.count, dtype=torch.float64)
         counts[self.rank] = len(found)
@@ -98,40 +98,40 @@ class GlooRanks(Ranks):
         found, self._loads = {"rank_imbalance": imbalance(self._loads.tolist())}, np.zeros(self.count)
         return found
 
-    def from_first(self, data: Tensor) -> None:
+    def broadcast(self, data: Tensor) -> None:
         """Broadcast the first rank's values into `data`."""
         self._together(lambda: self._group.broadcast(data, 0, timeout=self._bound).wait())
 
-    def to_one(self, rank: int, own: Tensor, parts: Sequence[Tensor]) -> None:
+    def gather_to(self, rank: int, own: Tensor, parts: Sequence[Tensor]) -> None:
         """On `rank`, copy the `own` tensor of each rank into `parts`; each `own` is sent in one piece."""
         if self.rank != rank:
-            self._together(lambda: self._sent(own, rank))
+            self._together(lambda: self._send_own(own, rank))
             return
         parts[rank].copy_(own)
-        self._together(lambda: self._received(parts))
+        self._together(lambda: self._receive_parts(parts))
 
-    def behind(self) -> list[int]:
+    def find_late(self) -> list[int]:
         """Return the ranks that have done fewer collective calls than this one. Callers ask after a failure."""
-        found = [rank for rank in range(self.count) if rank != self.rank and self._came(rank) < self._done]
-        return found or (self.beside.behind() if self.beside else [])
+        found = [rank for rank in range(self.count) if rank != self.rank and self._count_calls(rank) < self._done]
+        return found or (self.beside.find_late() if self.beside else [])
 
-    def go_beside(self) -> None:
+    def open_beside(self) -> None:
         """Create the group `beside`; all ranks must call this together."""
         self.beside = GlooRanks(self.store, self.rank, self.count, self.seconds, self._check, "beside", self.host)
 
-    def _came(self, rank: int) -> int:
+    def _count_calls(self, rank: int) -> int:
         """Return the number of collective calls that a rank has begun."""
-        return int(self.store.get(self._at(rank))) if self.store.check([self._at(rank)]) else 0
+        return int(self.store.get(self._calls_key(rank))) if self.store.check([self._calls_key(rank)]) else 0
 
-    def _at(self, rank: int) -> str:
+    def _calls_key(self, rank: int) -> str:
         """Return the store key that holds a rank's number of collective calls."""
         return f"{self._name}/at/{rank}"
 
-    def _sent(self, own: Tensor, rank: int) -> None:
+    def _send_own(self, own: Tensor, rank: int) -> None:
         if own.numel():
             self._group.send([own], rank, 0).wait(self._bound)
 
-    def _received(self, parts: Sequence[Tensor]) -> None:
+    def _receive_parts(self, parts: Sequence[Tensor]) -> None:
         for rank, part in enumerate(parts):
             if rank != self.rank and part.numel():
                 self._group.recv([part], rank, 0).wait(self._bound)
@@ -160,13 +160,13 @@ class GlooRanks(Ranks):
     def _together(self, work: Callable[[], object]) -> None:
         self._done += 1
         try:
-            self.store.set(self._at(self.rank), str(self._done))
+            self.store.set(self._calls_key(self.rank), str(self._done))
             work()
         except RuntimeError as error:
             raise RankLost(str(error)) from error
 
 
-def first_store(host: str = HOST) -> TCPStore:
+def serve_store(host: str = HOST) -> TCPStore:
     """Open the TCP store in which ranks find each other and count their calls; it listens on `host` only."""
     listening = socket.create_server((host, 0))
     port, bound = listening.getsockname()[1], timedelta(seconds=STORE_SECONDS)
@@ -174,12 +174,12 @@ def first_store(host: str = HOST) -> TCPStore:
     return TCPStore(host, port, is_master=True, timeout=bound, wait_for_workers=False, master_listen_fd=fd)
 
 
-def store_at(host: str, port: int) -> Store:
+def connect_store(host: str, port: int) -> Store:
     """Connect to the first rank's TCP store."""
     return TCPStore(host, port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
 
 
-def _options(host: str) -> Any:
+def _group_options(host: str) -> Any:
     """Return options of a group whose members listen on `host` only."""
     found = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     found._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -187,7 +187,7 @@ def _options(host: str) -> Any:
     return found
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _split_buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Split parameters into buckets of at most `BUCKET` elements, in their order."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:

@@ -17,7 +17,7 @@ import torch
 from rollflow.tasks.learners.base import WaitForPublish
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
 
-TIMES = 4  # messages within `train.rank_seconds`
+TIMES = 4  # WAIT messages sent within `train.rank_seconds`
 
 
 class BarrierMessage(IntEnum):
@@ -41,23 +41,23 @@ def settled(ranks: GlooRanks, settle: WaitForPublish) -> None:
     with ThreadPoolExecutor(1, "settling") as thread:
         job = thread.submit(settle)
         while wait([job], ranks.seconds / TIMES).not_done:
-            _say(ranks, BarrierMessage.WAIT)
+            _broadcast_word(ranks, BarrierMessage.WAIT)
     error = job.exception()
-    _say(ranks, BarrierMessage.GO_ON if error is None else BarrierMessage.STOP)
+    _broadcast_word(ranks, BarrierMessage.GO_ON if error is None else BarrierMessage.STOP)
     if error is not None:
         raise StepStopped(error)
 
 
 def told(ranks: GlooRanks) -> None:
     """Wait on another rank until the first rank allows the step to go on."""
-    while (word := _say(ranks)) == BarrierMessage.WAIT:
+    while (word := _broadcast_word(ranks)) == BarrierMessage.WAIT:
         pass
     if word == BarrierMessage.STOP:
         raise StepStopped
 
 
-def _say(ranks: GlooRanks, word: BarrierMessage = BarrierMessage.WAIT) -> BarrierMessage:
+def _broadcast_word(ranks: GlooRanks, word: BarrierMessage = BarrierMessage.WAIT) -> BarrierMessage:
     """Broadcast the first rank's message, and return it."""
     found = torch.tensor([word])
-    ranks.from_first(found)
+    ranks.broadcast(found)
     return BarrierMessage(int(found))

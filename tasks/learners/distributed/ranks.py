@@ -41,7 +41,7 @@ class Ranks:
 
     rank, count = 0, 1
 
-    def own(self, pieces: list[Piece], length: Callable[[Piece], int]) -> list[Piece]:
+    def select_own(self, pieces: list[Piece], length: Callable[[Piece], int]) -> list[Piece]:
         """Return the pieces that this rank runs; `length` returns a piece's tokens."""
         return pieces
 
@@ -52,7 +52,7 @@ class Ranks:
         """Replace the parameters' gradients by their sums over all ranks; return the sum of `loss`."""
         return loss
 
-    def gathered(self, found: np.ndarray) -> list[np.ndarray]:
+    def gather_all(self, found: np.ndarray) -> list[np.ndarray]:
         """Return the (N,) arrays of all ranks, without the empty ones."""
         return [found] if len(found) else []
 
@@ -65,7 +65,7 @@ class Ranks:
 
 
 @contextmanager
-def lost() -> Iterator[None]:
+def raise_lost() -> Iterator[None]:
     """Raise torch's errors about a failed process group as `RankLost`."""
     try:
         yield

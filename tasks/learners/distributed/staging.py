@@ -61,23 +61,23 @@ class Staging:
             Lost: the rank is silent.
         """
         to = self._places[file]
-        with self._rooms[to].taken(alone=self._sizes[file][0] > self._most):
+        with self._rooms[to].reserve(alone=self._sizes[file][0] > self._most):
             if not to:
                 return put_object(store, path, self._gather(SendFile(file)))
             place = Place(store, path, next(_numbers))
             self._gather(SendFile(file, to, place))
-            return self._found(to, place)
+            return self._wait_stored(to, place)
 
-    def _found(self, to: int, place: Place) -> StoredObject:
-        stored = self._answer(to, place)
+    def _wait_stored(self, to: int, place: Place) -> StoredObject:
+        stored = self._wait_answer(to, place)
         if not place.store.exists(stored.path):
             cure = "set store.uri to one that all machines of the run see (s3://, or a folder that they share)"
             raise ConfigError(f"rank {to} stored {stored.path}, and the first rank does not find it there; {cure}")
         return stored
 
-    def _answer(self, to: int, place: Place) -> StoredObject:
+    def _wait_answer(self, to: int, place: Place) -> StoredObject:
         """Wait for the report of rank `to`."""
-        store, answer, waits = self._ranks.store, _answer(place), _waits(place)
+        store, answer, waits = self._ranks.store, _answer_key(place), _waiting_key(place)
         said, since = b"", time.monotonic()
         while not store.check([answer]):
             self._ranks.check()
@@ -90,7 +90,7 @@ class Staging:
         for key in (answer, waits):
             store.delete_key(key)
         if "error" in found:
-            raise _kinds()[found["error"]](found["says"])
+            raise _error_types()[found["error"]](found["says"])
         return StoredObject(place.path, found["size"], found["sha256"])
 
 
@@ -102,13 +102,13 @@ def stage(ranks: GlooRanks, place: Place, data: Data) -> None:
         for times in count(1):
             if not wait([job], ranks.seconds / TIMES).not_done:
                 break
-            store.set(_waits(place), str(times))
+            store.set(_waiting_key(place), str(times))
     try:
         found = job.result()
         told = {"size": found.size, "sha256": found.sha256}
     except RollflowError as error:
         told = {"error": type(error).__name__, "says": str(error)}
-    store.set(_answer(place), json.dumps(told))
+    store.set(_answer_key(place), json.dumps(told))
 
 
 class _FileSlots:
@@ -118,7 +118,7 @@ class _FileSlots:
         self._free, self._door = BoundedSemaphore(HELD), Lock()
 
     @contextmanager
-    def taken(self, *, alone: bool) -> Iterator[None]:
+    def reserve(self, *, alone: bool) -> Iterator[None]:
         """Reserve space for one file during the block."""
         places = HELD if alone else 1
         with self._door:  # one caller takes all its places before another starts
@@ -133,17 +133,17 @@ class _FileSlots:
 _numbers = count()
 
 
-def _answer(place: Place) -> str:
+def _answer_key(place: Place) -> str:
     """Return the store key under which a rank reports what it stored."""
     return f"stored/{place.number}"
 
 
-def _waits(place: Place) -> str:
+def _waiting_key(place: Place) -> str:
     """Return the store key under which a rank reports that it waits for the object store."""
     return f"storing/{place.number}"
 
 
-def _kinds() -> Mapping[str, type[RollflowError]]:
+def _error_types() -> Mapping[str, type[RollflowError]]:
     """Return the errors that a rank can report, by name."""
     found = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     return {name: kind for name, kind in found.items() if issubclass(kind, RollflowError)}

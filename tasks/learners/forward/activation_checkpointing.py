@@ -20,11 +20,11 @@ def recompute_layers(decoder: Any) -> None:
     Raises:
         ConfigError: the decoder has no list of layers.
     """
-    for layer in layers_of(decoder, "train.checkpoint_activations"):
+    for layer in find_layers(decoder, "train.checkpoint_activations"):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def layers_of(decoder: nn.Module, key: str) -> nn.ModuleList:
+def find_layers(decoder: nn.Module, key: str) -> nn.ModuleList:
     """Return the decoder's longest list of modules that is not inside another list.
 
     Raises:

@@ -83,7 +83,7 @@ class Critic:
     def check(self, saved: Mapping[str, Tensor]) -> None:
         """Raise `Corrupt` unless `tensors` could have returned these."""
         if saved:
-            check_fit("the critic's state does", saved, {**self._weights(), **self.optimized.like(others(saved))})
+            check_fit("the critic's state does", saved, {**self._weights(), **self.optimized.like(drop_weights(saved))})
 
     @torch.no_grad()
     def load(self, saved: Named) -> None:
@@ -136,6 +136,6 @@ def explained_variance(values_B: Tensor, returns_B: Tensor) -> float:
     return 1 - float((returns_B.double() - values_B.double()).var(correction=0)) / spread
 
 
-def others(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def drop_weights(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that are not weights."""
     return {name: value for name, value in saved.items() if not name.startswith(WEIGHT)}

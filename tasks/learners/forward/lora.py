@@ -45,9 +45,9 @@ class LoraPolicy(TrainedPolicy):
         assert config.lora is not None
         self._first, self._warned = first, False
         kind = torch.float32 if config.master_dtype == "float32" else model.dtype
-        self._layers = _adapted(model, config.lora, kind)
+        self._layers = _add_adapters(model, config.lora, kind)
         self._scale = config.lora.alpha / config.lora.rank
-        super().__init__(model, config, dict(_parameters(self._layers)))
+        super().__init__(model, config, dict(_list_parameters(self._layers)))
         self.model.requires_grad_(True)
         self._switch(False)
         self.begun = False
@@ -72,7 +72,7 @@ class LoraPolicy(TrainedPolicy):
         self._warn_of_rounding(bases, sums)
         self._switch(False)
         try:
-            with swapped(zip(bases, sums, strict=True)):
+            with swap_values(zip(bases, sums, strict=True)):
                 yield
         finally:
             self._switch(True)
@@ -177,7 +177,7 @@ class AdapterReference(Reference):
         self.version = -1
 
     def _pass(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        with swapped((parameter, self._adapter[name]) for name, parameter in self._parameters.items()):
+        with swap_values((parameter, self._adapter[name]) for name, parameter in self._parameters.items()):
             return self._own_pass(*given, **options)
 
     def _of_policy(self) -> dict[str, Tensor]:
@@ -188,7 +188,7 @@ class AdapterReference(Reference):
 
 
 @contextmanager
-def swapped(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+def swap_values(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
     """Give each parameter the values of the other tensor during the block."""
     own = [(parameter, parameter.data, other) for parameter, other in pairs]
     try:
@@ -200,14 +200,14 @@ def swapped(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
             parameter.data = data
 
 
-def _adapted(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]:
+def _add_adapters(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]:
     """Put adapters into the model's decoder; return the adapted layers by their names in the model.
 
     Raises:
         ConfigError: a target names no linear layer.
     """
     decoder = model.get_decoder()
-    chosen = _chosen([name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)], config)
+    chosen = _choose_layers([name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)], config)
     held = nn.Module()  # without the config by which peft would choose other layers, and experts, in the place of these
     held.decoder = decoder
     inject_adapter_in_model(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen), held)
@@ -218,7 +218,7 @@ def _adapted(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]:
     return found
 
 
-def _chosen(linear: Sequence[str], config: Lora) -> list[str]:
+def _choose_layers(linear: Sequence[str], config: Lora) -> list[str]:
     """Return the names of the decoder's linear layers that get an adapter."""
     targets = config.targets or linear
     chosen = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
@@ -230,7 +230,7 @@ def _chosen(linear: Sequence[str], config: Lora) -> list[str]:
     return sorted({name for names in chosen.values() for name in names})
 
 
-def _parameters(layers: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
+def _list_parameters(layers: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the adapters' parameters by peft's names in a file, without its prefix "base_model.model."."""
     for name, layer in layers.items():
         yield f"{name}.lora_A.weight", layer.lora_A[NAME].weight

@@ -26,7 +26,7 @@ from rollflow.tasks.learners.forward.trained_policy import TrainedPolicy
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.config import PartsObjective, Penalties
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
-from rollflow.tasks.objectives.penalties import adapted
+from rollflow.tasks.objectives.penalties import adapt_weight
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.policies.device import find_device, send
 
@@ -125,13 +125,13 @@ class TrainedModels:
             self.critic.begin()
             self.critic.optimized.begin(self.learning_rate(version, self.config.critic.learning_rate))
 
-    def adapted(self, found: Mapping[str, float]) -> Mapping[str, float]:
+    def adapt_kl_weight(self, found: Mapping[str, float]) -> Mapping[str, float]:
         """Adapt the KL penalty's weight for the next version; return the weight that was used, as a metric."""
         divergence = found.get(f"kl_{self.penalties.kl_to}")
         if self.penalties.kl_target is None or divergence is None:
             return {}
         told = self.kl_weight
-        self.kl_weight = adapted(self.penalties, told, divergence)
+        self.kl_weight = adapt_weight(self.penalties, told, divergence)
         return {"kl_weight": told}
 
     # --- passes of models ---------------------------------------------------------------------------------------
@@ -142,13 +142,13 @@ class TrainedModels:
 
     def micros(self, data: BatchRows, rows: Sequence[int]) -> Iterator[MicroBatch]:
         """Yield this rank's part of these rows as micro-batches."""
-        own = partial(self.ranks.own, length=attrgetter("length"))
+        own = partial(self.ranks.select_own, length=attrgetter("length"))
         for micro in micro_batches(data, rows, self.config.micro_tokens, self.width, own):
             self.ranks.check()
             yield micro
 
     @torch.no_grad()
-    def asked(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
+    def compute_tokens(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
         """Run `of` on the tokens of these rows; return (B,) values, zero for other tokens."""
         found_B = torch.zeros(len(data.chosen))
         for micro in self.micros(data, rows):

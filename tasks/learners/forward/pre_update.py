@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollflow.tasks.learners.forward.critic import explained_variance
 from rollflow.tasks.learners.forward.models import TrainedModels
-from rollflow.tasks.objectives.advantages import advantages, shaped
+from rollflow.tasks.objectives.advantages import advantages, shape_rewards
 from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.gae import token_advantages, token_rewards
 from rollflow.tasks.objectives.penalties import kl_estimate
@@ -54,13 +54,13 @@ class PreUpdate:
         return {"explained_variance": explained, "value_mean": float(self.values_B.mean())}
 
 
-def known_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
+def compute_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
     """Compute what is known before the first update, with one forward pass for each other model that is needed."""
     every = range(len(data.rewards))
-    reference_B = roles.asked(data, every, roles.reference_logprobs) if roles.reference else None
-    values_B = roles.asked(data, every, roles.critic.values) if roles.critic else None
+    reference_B = roles.compute_tokens(data, every, roles.reference_logprobs) if roles.reference else None
+    values_B = roles.compute_tokens(data, every, roles.critic.values) if roles.critic else None
     behaviour_B = torch.from_numpy(data.behaviour)
-    price_B = _price(roles, behaviour_B, reference_B)
+    price_B = _kl_price(roles, behaviour_B, reference_B)
     part = roles.config.objective.advantage
     dtype = getattr(torch, roles.config.advantage_dtype)
     judged = judge(part, data, roles.longest, price_B=price_B, values_B=values_B, dtype=dtype)
@@ -70,7 +70,7 @@ def known_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
     return PreUpdate(judged, behaviour_B, proximal_B, kept_B, reference_B, values_B)
 
 
-def _price(roles: TrainedModels, behaviour_B: Tensor, reference_B: Tensor | None) -> Tensor | None:
+def _kl_price(roles: TrainedModels, behaviour_B: Tensor, reference_B: Tensor | None) -> Tensor | None:
     """Return the KL penalty of each token, which is subtracted from its response's reward."""
     if reference_B is None or roles.penalties.kl_in != "reward":
         return None
@@ -83,9 +83,9 @@ def _proximal(roles: TrainedModels, data: BatchRows, judged: BatchTargets) -> Te
     With one update a version, the proximal policy is the trained one, and the update computes its log-probs anyway.
     """
     if roles.objective.uses_batch:
-        return roles.asked(data, range(len(data.rewards)), roles.own_logprobs)
+        return roles.compute_tokens(data, range(len(data.rewards)), roles.own_logprobs)
     if roles.objective.uses_proximal and roles.config.minibatches > 1:
-        return roles.asked(data, roles.to_run(range(len(data.rewards)), judged.signal_R), roles.own_logprobs)
+        return roles.compute_tokens(data, roles.to_run(range(len(data.rewards)), judged.signal_R), roles.own_logprobs)
     return None
 
 
@@ -100,21 +100,21 @@ def judge(
 ) -> BatchTargets:
     """Compute a batch's advantages in `dtype`; `price_B` is subtracted from rewards, `values_B` are a critic's."""
     given_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
-    rewards_R = given_R.double() if dtype == torch.float64 or _overflow(given_R, tokens_R) else given_R
+    rewards_R = given_R.double() if dtype == torch.float64 or _may_overflow(given_R, tokens_R) else given_R
     price_B = torch.zeros(len(data.chosen)) if price_B is None else price_B
     rows_B, returns_B = torch.from_numpy(data.rows), None
     if values_B is None:
         paid_R = rewards_R.index_add(0, rows_B, -price_B.to(rewards_R))
         found_B = advantages(part, paid_R, torch.from_numpy(data.groups), tokens_R, longest)[rows_B]
     else:
-        rewards_B = token_rewards(shaped(part, rewards_R, tokens_R, longest), price_B, data.starts)
+        rewards_B = token_rewards(shape_rewards(part, rewards_R, tokens_R, longest), price_B, data.starts)
         found_B, returns_B = token_advantages(part, rewards_B, values_B, data.starts)
     signal_R = np.zeros(len(data.rewards), dtype=bool)
     signal_R[data.rows[found_B.numpy() != 0]] = True
     return BatchTargets(found_B.to(given_R.dtype), signal_R, returns_B)
 
 
-def _overflow(rewards_R: Tensor, tokens_R: Tensor) -> bool:
+def _may_overflow(rewards_R: Tensor, tokens_R: Tensor) -> bool:
     """Return True if sums of squared rewards may overflow float32: a deviation would be infinite, an advantage zero."""
     squares_R = rewards_R.double().square() * tokens_R.clamp(min=1)
     return float(squares_R.sum()) > torch.finfo(rewards_R.dtype).max

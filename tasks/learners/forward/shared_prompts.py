@@ -25,7 +25,7 @@ REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, As
 def shared_width(model: Any, logprobs: TokenLogprobs) -> int | None:
     """Return the width of the model's layers; None if the model cannot share prompts."""
     config = model.config.get_text_config()
-    if not _whole_attention(config):
+    if not _has_full_attention(config):
         return None
     try:
         off = _distance(model, logprobs)
@@ -36,7 +36,7 @@ def shared_width(model: Any, logprobs: TokenLogprobs) -> int | None:
     return int(config.hidden_size) if off <= NEAR.get(model.dtype, HALF) else None
 
 
-def _whole_attention(config: Any) -> bool:
+def _has_full_attention(config: Any) -> bool:
     """Return True if no layer declares that it sees fewer than all previous tokens."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -46,21 +46,21 @@ def _whole_attention(config: Any) -> bool:
 @torch.no_grad()
 def _distance(model: Any, logprobs: TokenLogprobs) -> float:
     """Return the largest difference between the log-probs of the two responses, in nats."""
-    rows = _tried()
+    rows = _build_test_rows()
     found = [
-        torch.cat([_of(model, logprobs, micro) for micro in micro_batches(rows, [0, 1], 100, width)])
+        torch.cat([_compute_logprobs(model, logprobs, micro) for micro in micro_batches(rows, [0, 1], 100, width)])
         for width in (None, 10**6)  # at such a width sharing always saves work
     ]
     return distance(found[0], found[1])
 
 
-def _of(model: Any, logprobs: TokenLogprobs, micro: MicroBatch) -> torch.Tensor:
+def _compute_logprobs(model: Any, logprobs: TokenLogprobs, micro: MicroBatch) -> torch.Tensor:
     row, position = (index.to(model.device) for index in micro.where)
     inputs = micro.inputs(model.device, model.dtype)
     return logprobs(inputs, (row, position), micro.targets.to(model.device))[0]
 
 
-def _tried() -> BatchRows:
+def _build_test_rows() -> BatchRows:
     """Return the test batch: a group of two rows."""
     lengths = [len(PROMPT) + len(response) for response in RESPONSES]
     offsets = np.concatenate([[0], np.cumsum(lengths)])

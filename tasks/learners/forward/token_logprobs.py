@@ -70,9 +70,9 @@ class TokenLogprobs:
         """
         parts = max(1, math.ceil(len(targets_M) / self._chunk))
         if parts == 1:
-            return self._chosen(hidden_MH, targets_M, temperature, entropy)
+            return self._compute_chosen(hidden_MH, targets_M, temperature, entropy)
         chunks = zip(hidden_MH.tensor_split(parts), targets_M.tensor_split(parts), strict=True)
-        logps, entropies = zip(*(self._chosen_again(*chunk, temperature, entropy) for chunk in chunks), strict=True)
+        logps, entropies = zip(*(self._recompute_chosen(*chunk, temperature, entropy) for chunk in chunks), strict=True)
         return torch.cat(logps), torch.cat(entropies) if entropy else None
 
     @contextmanager
@@ -87,13 +87,13 @@ class TokenLogprobs:
         With `by_token`, no part exceeds a chunk. Otherwise a part has whole rows, and a row larger than a chunk is a
         part of its own.
         """
-        return self._even(len(row_M)) if by_token else self._whole_rows(row_M)
+        return self._split_evenly(len(row_M)) if by_token else self._split_by_row(row_M)
 
-    def _even(self, count: int) -> list[slice]:
+    def _split_evenly(self, count: int) -> list[slice]:
         parts = max(1, math.ceil(count / self._chunk))
         return [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
 
-    def _whole_rows(self, row_M: Tensor) -> list[slice]:
+    def _split_by_row(self, row_M: Tensor) -> list[slice]:
         ends = [*(row_M.diff().nonzero().squeeze(1) + 1).tolist(), len(row_M)]
         found, begin = list[slice](), 0
         for end, after in zip(ends, [*ends[1:], math.inf], strict=True):
@@ -107,17 +107,17 @@ class TokenLogprobs:
         """Number of tokens whose logits are computed at a time."""
         return max(1, self._times * LOGITS_BYTES // (4 * self._head.vocabulary))
 
-    def _chosen(
+    def _compute_chosen(
         self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         return chosen_tokens(self._head(hidden_MH).float(), targets_M, temperature=temperature, entropy=entropy)
 
-    def _chosen_again(
+    def _recompute_chosen(
         self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return `_chosen`, which keeps nothing for the backward pass and is recomputed there."""
+        """Return `_compute_chosen`, which keeps nothing for the backward pass and is recomputed there."""
         found = checkpoint(
-            self._chosen,
+            self._compute_chosen,
             *(hidden_MH, targets_M, temperature, entropy),
             use_reentrant=False,
             preserve_rng_state=False,  # no random numbers are drawn

@@ -36,7 +36,7 @@ from rollflow.storage.records import StoredObject
 from rollflow.tasks.learners.base import LearnerStart, WaitForPublish, at_once
 from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles
 from rollflow.tasks.learners.config import RankedTrain
-from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks, first_store
+from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks, serve_store
 from rollflow.tasks.learners.distributed.publish_barrier import StepStopped, settled
 from rollflow.tasks.learners.distributed.rank_gpus import check_gpus
 from rollflow.tasks.learners.distributed.rank_protocol import (
@@ -48,9 +48,18 @@ from rollflow.tasks.learners.distributed.rank_protocol import (
     SendFile,
     TrainStep,
 )
-from rollflow.tasks.learners.distributed.ranks import RankLost, lost
+from rollflow.tasks.learners.distributed.ranks import RankLost, raise_lost
 from rollflow.tasks.learners.distributed.staging import Staging
-from rollflow.tasks.learners.multi_rank.rank_process import LOST, MEET, failed, gone, learner_of, ready, run_rank, sent
+from rollflow.tasks.learners.multi_rank.rank_process import (
+    LOST,
+    MEET,
+    broadcast_data,
+    failed_key,
+    gone_key,
+    learner_of,
+    ready_key,
+    run_rank,
+)
 from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner
 from rollflow.tasks.runtime.actor_warnings import ear
 
@@ -91,20 +100,20 @@ class MultiRankLearner:
             settle()  # the tensors sent to the others are those being stored
         with self._together(f"version {version + 1} was trained"):
             if not self._alike:
-                self._share()
+                self._share_state()
             data = batch.to_pieces()
-            self._others.order(TrainStep(version, _size(data)))
-            sent(self._ranks, data)
+            self._others.order(TrainStep(version, _count_bytes(data)))
+            broadcast_data(self._ranks, data)
             return self._own.step(batch, version, partial(settled, self._ranks, settle))
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """See `Learner`."""
-        found: tuple[float, ...] = self._asked("logprobs", tuple(tokens))
+        found: tuple[float, ...] = self._call_all("logprobs", tuple(tokens))
         return found
 
     def broken(self) -> str | None:
         """See `Learner`."""
-        found: str | None = self._asked("broken")
+        found: str | None = self._call_all("broken")
         return found
 
     def check_ranks(self) -> None:
@@ -114,11 +123,11 @@ class MultiRankLearner:
 
     def weights(self) -> Mapping[str, Data]:
         """See `Learner`."""
-        return self._gathered(self._own.weights())
+        return self._gather_files(self._own.weights())
 
     def state(self) -> Mapping[str, Data]:
         """See `Learner`."""
-        return self._gathered(self._own.state())
+        return self._gather_files(self._own.state())
 
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """See `Learner`."""
@@ -128,13 +137,13 @@ class MultiRankLearner:
             return
         self._own.check(weights, state)
         with self._together("a version was loaded"):
-            self._become(weights, state)
+            self._load_all(weights, state)
 
     @property
     def _sharded(self) -> bool:
         return self._own.sharded
 
-    def _gathered(self, files: Mapping[str, Data]) -> Mapping[str, Data]:
+    def _gather_files(self, files: Mapping[str, Data]) -> Mapping[str, Data]:
         """Return the first rank's files; those of a sharded learner are gathered from all ranks when asked for."""
         own = self._own
         if not isinstance(own, ShardedLearner) or not own.sharded:
@@ -153,7 +162,7 @@ class MultiRankLearner:
         staging = Staging(self._ranks, own.sizes(), own.shard_bytes, gather)
         return GatheredFiles(files, lambda file: gather(SendFile(file)), put, staging.movers)
 
-    def _asked(self, name: str, *given: Any) -> Any:
+    def _call_all(self, name: str, *given: Any) -> Any:
         """Return what the first rank's method returns; for a sharded learner all ranks call it."""
         if not self._sharded:
             return getattr(self._own, name)(*given)
@@ -165,7 +174,7 @@ class MultiRankLearner:
     def _together(self, what: str) -> Iterator[None]:
         """Run work of all ranks; any error ends all ranks, except those that are no rank's fault."""
         try:
-            with lost():
+            with raise_lost():
                 yield
         except NotFinite:
             raise  # all ranks raise it alike
@@ -174,21 +183,21 @@ class MultiRankLearner:
         except (StoreFailed, Unreachable, ConfigError):
             raise  # the store failed, no rank did
         except RankLost as error:
-            raise self._others.failed(what, error) from error
+            raise self._others.fail(what, error) from error
         except BaseException:
             self._others.end()
             raise
 
-    def _share(self) -> None:
+    def _share_state(self) -> None:
         """Give the other ranks this rank's weights and state."""
         weights, state = self._own.weights(), self._own.state()
         if self._own.can_shard:
-            self._become(weights, state)
+            self._load_all(weights, state)
         else:
             self._send(weights, state)
         self._alike = True
 
-    def _become(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
+    def _load_all(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """Load these files on all ranks; each rank keeps its shards of one file after the other."""
         if not self._sharded:
             self._others.order(CallLearner("shard"))
@@ -202,10 +211,10 @@ class MultiRankLearner:
 
     def _send(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """Have the other ranks load these files."""
-        sizes, rest = ({name: _size(data) for name, data in part.items()} for part in (weights, state))
+        sizes, rest = ({name: _count_bytes(data) for name, data in part.items()} for part in (weights, state))
         self._others.order(LoadState(sizes, rest, self._own.width))
         for data in chain(weights.values(), state.values()):
-            sent(self._ranks, data)
+            broadcast_data(self._ranks, data)
 
 
 class ForkedRank:
@@ -236,7 +245,7 @@ class OtherRanks:
 
     def __init__(self, config: RankedTrain, start: LearnerStart) -> None:
         self._config, self._host = config, start.ranks.host
-        self._store = first_store(self._host)
+        self._store = serve_store(self._host)
         self.ordered = 0  # number of orders sent
         self._ranks: GlooRanks | None = None  # None until all ranks have started
         self._failed: RankFailed | None = None
@@ -248,17 +257,17 @@ class OtherRanks:
         """Wait until all ranks have started; return the first rank's view of the group."""
         deadline = time.monotonic() + READY_SECONDS
         try:
-            while late := [rank for rank in self._started if not self._store.check([ready(rank)])]:
+            while late := [rank for rank in self._started if not self._store.check([ready_key(rank)])]:
                 self._check()
                 if time.monotonic() > deadline:
-                    raise RankLost(f"{self._name(late[0])} was not there within {READY_SECONDS:g} s")
+                    raise RankLost(f"{self._name_rank(late[0])} was not there within {READY_SECONDS:g} s")
                 time.sleep(POLL_SECONDS)
             self._store.set(MEET, "")
             count, seconds = self._config.ranks, self._config.rank_seconds
             self._ranks = GlooRanks(self._store, 0, count, seconds, self._check, host=self._host)
             return self._ranks
         except (RankLost, RuntimeError) as error:
-            raise self.failed("the ranks started", error) from error
+            raise self.fail("the ranks started", error) from error
 
     def order(self, order: CallLearner | LoadState | TrainStep) -> None:
         """Send an order to all other ranks."""
@@ -269,29 +278,29 @@ class OtherRanks:
         """Have all other ranks send their shards of a file, whatever else they do."""
         _send([one.pipes.asked for one in self._started.values()], ask)
 
-    def failed(self, when: str, error: Exception) -> RankFailed:
+    def fail(self, when: str, error: Exception) -> RankFailed:
         """End all ranks and return the error that names the faulty one; later calls return the same error."""
         with self._failing:
             if self._failed is None:
                 self._failed = RankFailed(
-                    f"{self._blamed(error)} while {when}; all ranks end, and begin again from storage"
+                    f"{self._find_fault(error)} while {when}; all ranks end, and begin again from storage"
                 )
                 self.end()
             return self._failed
 
-    def _blamed(self, error: Exception) -> str:
+    def _find_fault(self, error: Exception) -> str:
         """Return which rank failed and how. Ranks that lost another one end by themselves within `GRACE_SECONDS`."""
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(one.ended() is None for one in self._started.values()):
             time.sleep(POLL_SECONDS)
         ended = {rank: one.ended() for rank, one in self._started.items()}
         for rank, how in ended.items():
-            if how is not None and how != LOST and not self._store.check([gone(rank)]):
-                return self._ended(rank, how)
+            if how is not None and how != LOST and not self._store.check([gone_key(rank)]):
+                return self._describe_end(rank, how)
         silent = getattr(error, "rank", None)
         alive = [rank for rank, how in ended.items() if how is None] if silent is None else [silent]
-        if self._ranks and (late := self._ranks.behind() or alive):
-            return f"{self._name(late[0])} did not come to the others within {self._config.rank_seconds:g} s"
+        if self._ranks and (late := self._ranks.find_late() or alive):
+            return f"{self._name_rank(late[0])} did not come to the others within {self._config.rank_seconds:g} s"
         return str(error).partition("\n")[0]
 
     def end(self) -> None:
@@ -301,17 +310,17 @@ class OtherRanks:
 
     def _check(self) -> None:
         if ended := [rank for rank, one in self._started.items() if one.ended() is not None]:
-            raise RankLost(f"{self._name(ended[0])} ended")
+            raise RankLost(f"{self._name_rank(ended[0])} ended")
 
-    def _ended(self, rank: int, how: int | str) -> str:
+    def _describe_end(self, rank: int, how: int | str) -> str:
         """Describe how a rank ended."""
-        if self._store.check([failed(rank)]):
-            return f"{self._name(rank)} failed ({self._store.get(failed(rank)).decode()})"
+        if self._store.check([failed_key(rank)]):
+            return f"{self._name_rank(rank)} failed ({self._store.get(failed_key(rank)).decode()})"
         if isinstance(how, int):
             how = f"was killed by {signal.Signals(-how).name}" if how < 0 else f"ended with code {how}"
-        return f"{self._name(rank)} {how}"
+        return f"{self._name_rank(rank)} {how}"
 
-    def _name(self, rank: int) -> str:
+    def _name_rank(self, rank: int) -> str:
         return f"rank {rank} of {self._config.ranks}"
 
 
@@ -324,6 +333,6 @@ def _send(to: Sequence[Connection], what: object) -> None:
         raise RankLost(str(error)) from error
 
 
-def _size(data: Data) -> int:
+def _count_bytes(data: Data) -> int:
     """Return the bytes of a file."""
     return sum(len(piece) for piece in pieces(data))

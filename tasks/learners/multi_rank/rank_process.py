@@ -35,7 +35,7 @@ from rollflow.storage.errors import ConfigError, NotFinite
 from rollflow.storage.objects.base import Data, pieces
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import DeepSpeedTrain, RankedTrain, TorchTrain
-from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks, store_at
+from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks, connect_store
 from rollflow.tasks.learners.distributed.publish_barrier import StepStopped, told
 from rollflow.tasks.learners.distributed.rank_gpus import take_gpu
 from rollflow.tasks.learners.distributed.rank_protocol import (
@@ -46,7 +46,7 @@ from rollflow.tasks.learners.distributed.rank_protocol import (
     SendFile,
     TrainStep,
 )
-from rollflow.tasks.learners.distributed.ranks import RankLost, lost
+from rollflow.tasks.learners.distributed.ranks import RankLost, raise_lost
 from rollflow.tasks.learners.distributed.staging import stage
 from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner
 from rollflow.tasks.learners.torch_learner import TorchLearner
@@ -70,7 +70,7 @@ class OrderCount:
     def __init__(self) -> None:
         self._count, self._changed = 0, Condition()
 
-    def one_more(self) -> None:
+    def count_order(self) -> None:
         """Count one more executed order."""
         with self._changed:
             self._count += 1
@@ -104,7 +104,7 @@ def run_rank(
 ) -> None:
     """Run `serve_rank` in a process that was forked for it; warnings go to the socket `ear`."""
     _end_with_owner()
-    _be_named(name := f"rank {rank} of {config.ranks}")
+    _name_process(name := f"rank {rank} of {config.ranks}")
     send_to(ear, name, rank)
     take_gpu(rank)
     serve_rank(rank, meeting, meeting.host, pipes, config, start)
@@ -112,22 +112,22 @@ def run_rank(
 
 def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: RankedTrain, start: LearnerStart) -> None:
     """Execute orders until the owner ends. `host` is the address of this machine for the other ranks."""
-    store, obeyed = store_at(meeting.host, meeting.port), OrderCount()
-    with _ending(store, rank):
+    store, obeyed = connect_store(meeting.host, meeting.port), OrderCount()
+    with _exit_on_error(store, rank):
         learner = learner_of(config).begun(config, replace(start, blank=True))  # the first rank sends weights and state
-        store.set(ready(rank), "")
+        store.set(ready_key(rank), "")
         while not store.check([MEET]):  # the first rank reads its weights meanwhile; the owner bounds this wait
             time.sleep(POLL_SECONDS)
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)
-        Thread(target=_give, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
+        Thread(target=_serve_files, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
         while True:
-            order: CallLearner | LoadState | TrainStep = _next(pipes.orders)
-            with lost():
-                _obey(learner, ranks, order)
-            obeyed.one_more()
+            order: CallLearner | LoadState | TrainStep = _read_pipe(pipes.orders)
+            with raise_lost():
+                _execute(learner, ranks, order)
+            obeyed.count_order()
 
 
-def _next(pipe: Connection) -> Any:
+def _read_pipe(pipe: Connection) -> Any:
     """Return the next order or request; raise `OwnerGone` on a closed pipe, which work must not be mistaken for."""
     try:
         return pipe.recv()
@@ -135,13 +135,13 @@ def _next(pipe: Connection) -> Any:
         raise OwnerGone from error
 
 
-def _give(store: Store, learner: TorchLearner, asked: Connection, obeyed: OrderCount) -> None:
+def _serve_files(store: Store, learner: TorchLearner, asked: Connection, obeyed: OrderCount) -> None:
     """Send shards of files on request until the owner ends."""
     ranks = learner.ranks
     assert isinstance(ranks, GlooRanks)
-    with _ending(store, ranks.rank):
+    with _exit_on_error(store, ranks.rank):
         while True:
-            ask: SendFile = _next(asked)
+            ask: SendFile = _read_pipe(asked)
             obeyed.wait_for(ask.after, ranks.seconds)
             assert isinstance(learner, ShardedLearner)
             data = learner.gather(ask.file, ask.to)
@@ -153,12 +153,12 @@ def _give(store: Store, learner: TorchLearner, asked: Connection, obeyed: OrderC
 def _stage(store: Store, ranks: GlooRanks, ask: SendFile, data: Data) -> None:
     """Store a file that was gathered on this rank."""
     assert ask.place is not None
-    with _ending(store, ranks.rank):
+    with _exit_on_error(store, ranks.rank):
         stage(ranks, ask.place, data)
 
 
 @contextlib.contextmanager
-def _ending(store: Store, rank: int) -> Iterator[None]:
+def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
     """End the process with the exit code that fits the error of the block."""
     try:
         yield
@@ -166,41 +166,41 @@ def _ending(store: Store, rank: int) -> Iterator[None]:
         return
     except RankLost:
         with contextlib.suppress(RuntimeError):
-            store.set(gone(rank), "")
+            store.set(gone_key(rank), "")
         os._exit(LOST)  # without delay: the first rank looks for the fault among ranks that end otherwise
     except Exception as error:  # noqa: BLE001 - the first rank reports any error
         with contextlib.suppress(RuntimeError):  # the store is gone, so nobody can read it
-            store.set(failed(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
+            store.set(failed_key(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
         os._exit(FAILED)
 
 
-def _obey(learner: TorchLearner, ranks: GlooRanks, order: CallLearner | LoadState | TrainStep) -> None:
+def _execute(learner: TorchLearner, ranks: GlooRanks, order: CallLearner | LoadState | TrainStep) -> None:
     match order:
         case CallLearner():
             getattr(learner, order.name)(*order.given)
         case LoadState():
             weights, state = (
-                ((name, received(ranks, n)) for name, n in part.items()) for part in (order.weights, order.state)
+                ((name, receive_data(ranks, n)) for name, n in part.items()) for part in (order.weights, order.state)
             )
             learner.take(weights, state)  # each file as it arrives
             learner.width, learner.blank = order.width, False
         case TrainStep():
             with contextlib.suppress(NotFinite, StepStopped):  # the first rank raises it
-                batch = TrajectoryBatch.from_bytes(bytes(received(ranks, order.size)))
+                batch = TrajectoryBatch.from_bytes(bytes(receive_data(ranks, order.size)))
                 learner.step(batch, order.version, partial(told, ranks))
 
 
-def sent(ranks: GlooRanks, data: Data) -> None:
+def broadcast_data(ranks: GlooRanks, data: Data) -> None:
     """Broadcast bytes from the first rank; at most one chunk of them is copied."""
     for chunk in _chunks(data):
-        ranks.from_first(torch.frombuffer(chunk, dtype=torch.uint8))
+        ranks.broadcast(torch.frombuffer(chunk, dtype=torch.uint8))
 
 
-def received(ranks: GlooRanks, size: int) -> memoryview:
+def receive_data(ranks: GlooRanks, size: int) -> memoryview:
     """Receive bytes that the first rank broadcasts."""
     data = bytearray(size)
     for begin in range(0, size, CHUNK):
-        ranks.from_first(torch.frombuffer(data, dtype=torch.uint8, count=min(CHUNK, size - begin), offset=begin))
+        ranks.broadcast(torch.frombuffer(data, dtype=torch.uint8, count=min(CHUNK, size - begin), offset=begin))
     return memoryview(data)
 
 
@@ -217,17 +217,17 @@ def _chunks(data: Data) -> Iterator[bytearray]:
         yield chunk
 
 
-def ready(rank: int) -> str:
+def ready_key(rank: int) -> str:
     """Return the store key that a rank sets when it can meet the others."""
     return f"ready/{rank}"
 
 
-def gone(rank: int) -> str:
+def gone_key(rank: int) -> str:
     """Return the store key that a rank sets when it ends because it lost another one."""
     return f"gone/{rank}"
 
 
-def failed(rank: int) -> str:
+def failed_key(rank: int) -> str:
     """Return the store key under which a rank writes why it failed."""
     return f"failed/{rank}"
 
@@ -241,7 +241,7 @@ def _end_with_owner() -> None:
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
 
 
-def _be_named(name: str) -> None:
+def _name_process(name: str) -> None:
     """Set the process name that `top` shows; the kernel keeps its first 15 bytes."""
     if sys.platform.startswith("linux"):
         _prctl(PR_SET_NAME, name.encode())

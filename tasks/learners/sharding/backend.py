@@ -53,7 +53,7 @@ class ShardingBackend(TrainedTensors):
         """Return the result of `of`, with the weights gathered where `of` needs them."""
         raise NotImplementedError
 
-    def added(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
+    def run_backward(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
         """Add up the gradients of the losses that `passes` return, over all ranks; return this rank's losses."""
         raise NotImplementedError
 
@@ -61,11 +61,11 @@ class ShardingBackend(TrainedTensors):
         """Set a parameter to `weight`; `load` must follow, or be under way."""
         raise NotImplementedError
 
-    def changed(self) -> Sequence[str]:
+    def list_changed(self) -> Sequence[str]:
         """Return the names of the parameters that AdamW has changed; the same on each rank."""
         raise NotImplementedError
 
-    def steps(self, name: str) -> Tensor:
+    def count_steps(self, name: str) -> Tensor:
         """Return the number of AdamW's steps on a changed parameter."""
         raise NotImplementedError
 
@@ -83,13 +83,13 @@ class ShardingBackend(TrainedTensors):
 
     def weight(self, name: str, to: int) -> Tensor:
         """Gather a parameter on rank `to`; on other ranks the result is empty."""
-        return self._gathered(name, None, self.types[name], to)
+        return self._gather(name, None, self.types[name], to)
 
-    def everywhere(self) -> dict[str, Tensor]:
+    def gather_everywhere(self) -> dict[str, Tensor]:
         """Gather all parameters on each rank. Not to be called beside a step."""
-        return {name: self._everywhere(name).to(kind) for name, kind in self.types.items()}
+        return {name: self._gather_everywhere(name).to(kind) for name, kind in self.types.items()}
 
-    def _everywhere(self, name: str) -> Tensor:
+    def _gather_everywhere(self, name: str) -> Tensor:
         found = torch.zeros(self.shapes[name])
         self.part_of(name, found).copy_(self.own(name, None))
         self.ranks.add(found)
@@ -97,23 +97,23 @@ class ShardingBackend(TrainedTensors):
 
     def tensors(self) -> dict[str, Tensor]:
         """See `TrainedTensors`; the tensors are on "meta", without values: `tensor` gathers them."""
-        return {n: t.to("meta") for n, t in self.like([f"step/{name}" for name in self.changed()]).items()}
+        return {n: t.to("meta") for n, t in self.like([f"step/{name}" for name in self.list_changed()]).items()}
 
     def tensor(self, saved: str, to: int) -> Tensor:
         """Gather one of `tensors` on rank `to`; on other ranks the result is empty, except for steps."""
         key, _, name = saved.partition("/")
         if key == "step":
-            return self.steps(name)
+            return self.count_steps(name)
         kind = torch.float32 if self.wide else self.types[name]
-        return self._gathered(name, None if key == MASTER else key, kind, to)
+        return self._gather(name, None if key == MASTER else key, kind, to)
 
-    def finite(self, weight: str = "") -> dict[str, bool]:
+    def check_finite(self, weight: str = "") -> dict[str, bool]:
         """Return for each parameter and moment True if this rank's shard is finite; each rank returns the same names.
 
         `weight` is the prefix that stored parameters' names have.
         """
         found = {f"{weight}{name}": all_finite(self.own(name, None).to(kind)) for name, kind in self.types.items()}
-        keys = [(key, name) for key in MOMENTS[1:] for name in self.changed()]
+        keys = [(key, name) for key in MOMENTS[1:] for name in self.list_changed()]
         return {**found, **{f"{key}/{name}": all_finite(self.own(name, key)) for key, name in keys}}
 
     def like(self, saved: Iterable[str]) -> dict[str, Tensor]:
@@ -124,16 +124,16 @@ class ShardingBackend(TrainedTensors):
         keys = (*MOMENTS, *([MASTER] if self.wide else []))
         return {f"{key}/{name}": one if key == "step" else full[name] for name in full for key in keys}
 
-    def alike(self) -> dict[str, Tensor]:
+    def parameters_like(self) -> dict[str, Tensor]:
         """Return tensors with the names, shapes and types of the parameters, without values."""
         return {n: torch.empty(shape, dtype=self.types[n], device="meta") for n, shape in self.shapes.items()}
 
-    def _gathered(self, name: str, key: str | None, kind: torch.dtype, to: int) -> Tensor:
+    def _gather(self, name: str, key: str | None, kind: torch.dtype, to: int) -> Tensor:
         """Gather a whole tensor from the ranks' shards, in the type in which it is stored."""
         assert self.ranks.beside is not None
         own, places = self.own(name, key).reshape(-1).to("cpu", kind), self._places[name]
         found = given_back(self.shapes[name], kind) if self.ranks.rank == to else torch.empty(0, dtype=kind)
-        self.ranks.beside.to_one(to, own, [_piece(found, *place) for place in places])
+        self.ranks.beside.gather_to(to, own, [_piece(found, *place) for place in places])
         return found.add_(0.0)  # turns -0 into +0, as the sums over ranks in recorded runs did
 
     @cached_property

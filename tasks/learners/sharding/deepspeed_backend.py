@@ -63,7 +63,7 @@ class DeepSpeedTensors(ShardingBackend):
         adamw = torch.optim.AdamW(
             self.given.values(), betas=config.betas, weight_decay=config.weight_decay, fused=config.fused_adamw
         )
-        options = merged(config.options, set_options(config))
+        options = merge_options(config.options, set_options(config))
         self.engine, *_ = deepspeed.initialize(model=AnyForward(model).eval(), optimizer=adamw, config=options)
         self.zeroed: Any = self.engine.optimizer
         self.step = 0.0  # number of steps taken
@@ -76,7 +76,7 @@ class DeepSpeedTensors(ShardingBackend):
         found: Tensor = self.engine(of)
         return found
 
-    def added(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
+    def run_backward(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
         """See `ShardingBackend`.
 
         With ZeRO 2 and 3 each rank keeps only its shard of each pass's gradient. DeepSpeed adds gradients up over the
@@ -131,11 +131,11 @@ class DeepSpeedTensors(ShardingBackend):
         self.own(name, None).copy_(self.part_of(name, weight))
         self._put_policy(self.given[name], weight)
 
-    def changed(self) -> Sequence[str]:
+    def list_changed(self) -> Sequence[str]:
         """See `ShardingBackend`."""
         return list(self.given) if self.step else []
 
-    def steps(self, name: str) -> Tensor:
+    def count_steps(self, name: str) -> Tensor:
         """See `ShardingBackend`; the number is the same for all parameters."""
         return torch.tensor(self.step)
 
@@ -216,7 +216,7 @@ def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,  # counted by itself, and by us
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm,
-        "zero_optimization": {"stage": config.zero, **_offloaded(config)},
+        "zero_optimization": {"stage": config.zero, **_offload_options(config)},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": False},
@@ -225,13 +225,13 @@ def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
     }
 
 
-def _offloaded(config: DeepSpeedTrain) -> dict[str, Any]:
+def _offload_options(config: DeepSpeedTrain) -> dict[str, Any]:
     """Return the offload options, not pinned: only copies to a GPU profit from pinned memory."""
     keys = {"none": (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
     return {key: {"device": "cpu", "pin_memory": False} for key in keys[config.offload]}
 
 
-def merged(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def merge_options(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Merge both option trees; where both have a key, `own` counts."""
-    inner = {n: merged(given.get(n, {}), part) for n, part in own.items() if isinstance(part, Mapping)}
+    inner = {n: merge_options(given.get(n, {}), part) for n, part in own.items() if isinstance(part, Mapping)}
     return {**given, **own, **inner}

@@ -32,10 +32,10 @@ from rollflow.tasks.learners.checkpoint.shards import Named
 from rollflow.tasks.learners.config import RankedTrain
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
-from rollflow.tasks.learners.forward.activation_checkpointing import layers_of
+from rollflow.tasks.learners.forward.activation_checkpointing import find_layers
 from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, TrainedTensors
 from rollflow.tasks.learners.sharding.backend import AnyForward, ShardingBackend
-from rollflow.tasks.learners.sharding.fsdp_cpu_patch import gathered_once
+from rollflow.tasks.learners.sharding.fsdp_cpu_patch import patch_all_gather
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
@@ -53,8 +53,8 @@ class FsdpTensors(ShardingBackend):
     def __init__(self, model: nn.Module, config: RankedTrain, ranks: GlooRanks) -> None:
         super().__init__(model, config, ranks)
         self._model = model
-        self._root = self._in_parts()
-        parts = {name: nn.Parameter(part) for name, part in self._parts()}
+        self._root = self._shard_model()
+        parts = {name: nn.Parameter(part) for name, part in self._own_shards()}
         TrainedTensors.__init__(self, parts, config, config.learning_rate)
 
     def run(self, of: Callable[[], Tensor]) -> Tensor:
@@ -64,14 +64,14 @@ class FsdpTensors(ShardingBackend):
             self._root.reshard()  # without a backward pass FSDP does not reshard
         return found
 
-    def added(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
+    def run_backward(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
         """See `ShardingBackend`."""
         found = list[float]()
         for of in passes:
             loss = self.run(of)
             loss.backward()  # type: ignore[no-untyped-call]
             found.append(float(loss.detach()))
-        for name, gradient in self._parts(of_gradients=True):
+        for name, gradient in self._own_shards(of_gradients=True):
             self.trained.parameters[name].grad = gradient
         return found
 
@@ -92,11 +92,11 @@ class FsdpTensors(ShardingBackend):
         """See `ShardingBackend`."""
         self.own(name, None).copy_(self.part_of(name, weight))
 
-    def changed(self) -> Sequence[str]:
+    def list_changed(self) -> Sequence[str]:
         """See `ShardingBackend`."""
         return [name for name, part in self.trained.parameters.items() if part in self.adamw.state]
 
-    def steps(self, name: str) -> Tensor:
+    def count_steps(self, name: str) -> Tensor:
         """See `ShardingBackend`."""
         return self.own(name, "step")
 
@@ -118,11 +118,11 @@ class FsdpTensors(ShardingBackend):
         """See `TrainedTensors`. Masters are loaded last: where weights are loaded on the way, those come first."""
         self.clear()
         masters = dict[str, Tensor]()
-        super().load(self._but_masters(given, masters))
+        super().load(self._without_masters(given, masters))
         for name, own in masters.items():
             self._put_master(name, own)
 
-    def _but_masters(self, given: Named, masters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _without_masters(self, given: Named, masters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's shards of the saved tensors; put those of masters into `masters`."""
         for saved, value in given:
             key, _, name = saved.partition("/")
@@ -132,17 +132,18 @@ class FsdpTensors(ShardingBackend):
                 yield saved, value if key == "step" else self.part_of(name, value)
             del value  # free its file before the next one is read
 
-    def _in_parts(self) -> Any:
+    def _shard_model(self) -> Any:
         """Shard the model: modules of another type than most, then separate modules and layers, then the rest."""
         root = AnyForward(self._model).eval()
         device = next(self._model.parameters()).device
         mesh = init_device_mesh(device.type, (self.ranks.count,))
-        layers = layers_of(self._model, "train.sharded")
-        for module in dict.fromkeys([*_of_another_type(self._model), *layers, *_apart(self._model, layers), root]):
-            self._cut(module, mesh)
+        layers = find_layers(self._model, "train.sharded")
+        first, separate = _other_type_modules(self._model), _separate_modules(self._model, layers)
+        for module in dict.fromkeys([*first, *layers, *separate, root]):
+            self._shard_module(module, mesh)
         return root
 
-    def _cut(self, module: nn.Module, mesh: DeviceMesh) -> None:
+    def _shard_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Shard the parameters of a module that are not sharded yet."""
         given = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
         if len(types := {parameter.dtype for parameter in given}) > 1:
@@ -154,9 +155,9 @@ class FsdpTensors(ShardingBackend):
         cut: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy)
         cut.set_gradient_divide_factor(1.0)  # add up, do not average: our losses are weighted over the whole minibatch
         cut.set_force_sum_reduction_for_comms(True)
-        gathered_once(cut)
+        patch_all_gather(cut)
 
-    def _parts(self, *, of_gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def _own_shards(self, *, of_gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's shards, or their gradients, by name; parameters without a gradient are left out."""
         for name, parameter in self._model.named_parameters():
             found: Any = parameter.grad if of_gradients else parameter.detach()
@@ -164,7 +165,7 @@ class FsdpTensors(ShardingBackend):
                 yield name, found.to_local()
 
 
-def _apart(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+def _separate_modules(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
     """Return modules outside the layers that can be gathered alone: norms, and embeddings that are not also the head.
 
     The rest is mostly one tensor, the head's weights, which `policies/head.py` reads outside its module. Modules with
@@ -179,7 +180,7 @@ def _apart(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
     ]
 
 
-def _of_another_type(model: nn.Module) -> list[nn.Module]:
+def _other_type_modules(model: nn.Module) -> list[nn.Module]:
     """Return modules whose own parameters are not of the most frequent type: an FSDP group must have one type."""
     kinds = {m: {p.dtype for p in m.parameters(recurse=False)} for m in model.modules()}
     every = [kind for found in kinds.values() for kind in found]

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 
-def gathered_once(cut: FSDPModule) -> None:
+def patch_all_gather(cut: FSDPModule) -> None:
     """Patch the gathering of this module's parameters on a CPU from here on."""
     for group in cut._get_fsdp_state()._fsdp_param_groups:
         if group.device.type == "cpu":

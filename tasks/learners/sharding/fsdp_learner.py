@@ -6,7 +6,7 @@ from typing import Self
 
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import RankedTrain
-from rollflow.tasks.learners.forward.activation_checkpointing import layers_of
+from rollflow.tasks.learners.forward.activation_checkpointing import find_layers
 from rollflow.tasks.learners.sharding.fsdp_backend import FsdpTensors, begin_group
 from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner, ShardedPolicy
 
@@ -24,7 +24,7 @@ class FsdpLearner(ShardedLearner):
     def begun(cls, config: RankedTrain, start: LearnerStart) -> Self:
         """See `TorchLearner`; raise `ConfigError` if the model has no list of layers."""
         made = super().begun(config, start)
-        layers_of(made.model, "train.sharded")
+        find_layers(made.model, "train.sharded")
         return made
 
     def begin_group(self) -> None:

@@ -24,7 +24,7 @@ from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles
 from rollflow.tasks.learners.checkpoint.shards import Files, Named, file_of, index_of, layout
 from rollflow.tasks.learners.config import RankedTrain
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
-from rollflow.tasks.learners.forward.critic import WEIGHT, Critic, others, value_loss
+from rollflow.tasks.learners.forward.critic import WEIGHT, Critic, drop_weights, value_loss
 from rollflow.tasks.learners.forward.reference import named_tensors
 from rollflow.tasks.learners.forward.trained_policy import TrainedPolicy
 from rollflow.tasks.learners.malloc_trim import give_back
@@ -49,9 +49,9 @@ class ShardedPolicy(TrainedPolicy, ShardingBackend):
         self.rest = {name: tensor for name, tensor in named_tensors(model).items() if name not in given}
         super(TrainedPolicy, self).__init__(model, config, ranks)  # of the backend
 
-    def everywhere(self) -> dict[str, Tensor]:
+    def gather_everywhere(self) -> dict[str, Tensor]:
         """See `ShardingBackend`; returns the weights."""
-        return {**super().everywhere(), **self.rest}
+        return {**super().gather_everywhere(), **self.rest}
 
     def weights(self) -> dict[str, Tensor]:
         """See `TrainedPolicy`. Sharded tensors have no values here: `weight` gathers them."""
@@ -59,7 +59,7 @@ class ShardedPolicy(TrainedPolicy, ShardingBackend):
 
     def weights_like(self) -> dict[str, Tensor]:
         """See `TrainedPolicy`."""
-        return {**self.alike(), **self.rest}
+        return {**self.parameters_like(), **self.rest}
 
     @torch.no_grad()
     def take(self, weights: Named) -> None:
@@ -79,7 +79,7 @@ class ShardedCritic(Critic):
 
     def shard(self, policy: ShardedPolicy, engine: ShardingBackend) -> None:
         """Switch to the shards in `engine`; the critic was built beside a policy that was whole."""
-        self._policy_weights = policy.everywhere
+        self._policy_weights = policy.gather_everywhere
         self._decoder = next(n for n, found in policy.model.named_modules() if found is policy.model.get_decoder())
         self.optimized = engine
 
@@ -108,8 +108,8 @@ class ShardedCritic(Critic):
     def check(self, saved: Mapping[str, Tensor]) -> None:
         """See `Critic`."""
         if saved:
-            own = {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.alike().items()}
-            check_fit("the critic's state does", saved, {**own, **self.optimized.like(others(saved))})
+            own = {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.parameters_like().items()}
+            check_fit("the critic's state does", saved, {**own, **self.optimized.like(drop_weights(saved))})
 
     def _take(self, name: str, weight: Tensor) -> None:
         self.optimized.put(name, weight)
@@ -120,7 +120,7 @@ class ShardedCritic(Critic):
         return of.weight(saved.removeprefix(WEIGHT), to) if saved.startswith(WEIGHT) else of.tensor(saved, to)
 
     def _weights(self) -> dict[str, Tensor]:
-        return {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.alike().items()}
+        return {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.parameters_like().items()}
 
 
 class ShardedLearner(TorchLearner):
@@ -141,12 +141,12 @@ class ShardedLearner(TorchLearner):
         """Shard policy and critic; `take` must follow. All ranks take part, in this and in all later work."""
         critic = ShardedCritic(self.model, self.config) if self.critic is not None else None
         self.begin_group()
-        self.ranks.go_beside()
+        self.ranks.open_beside()
         self.policy = self.engine_of_policy(self.model, self.config, self.ranks)
         if critic is not None:
             critic.shard(self.policy, self.engine(critic.model, self.config, self.ranks))
         if self.reference is not None:
-            self.reference.now = self.policy.everywhere
+            self.reference.now = self.policy.gather_everywhere
         self.critic, self.updates, self.sharded = critic, ShardedUpdates, True
 
     def take(self, weights: Files, state: Files) -> None:
@@ -179,20 +179,20 @@ class ShardedLearner(TorchLearner):
         """See `Learner`; each rank checks its own shards."""
         if not self.sharded:
             return super().broken()
-        critic = self.critic.optimized.finite(WEIGHT) if self.critic and self.critic.begun else {}
+        critic = self.critic.optimized.check_finite(WEIGHT) if self.critic and self.critic.begun else {}
         whole = self.reference.tensors() if self.reference else {}
         reference = {name: all_finite(tensor) for name, tensor in whole.items()}
-        found = [*self.policy.finite().items(), *critic.items(), *reference.items()]
+        found = [*self.policy.check_finite().items(), *critic.items(), *reference.items()]
         wrong = torch.tensor([not finite for _, finite in found], dtype=torch.float32)
         self.ranks.add(wrong)
         return next((name for (name, _), ranks in zip(found, wrong.tolist(), strict=True) if ranks), None)
 
     def weights(self) -> Mapping[str, Data]:
-        """See `Learner`; files of a sharded learner are `gathered` when they are asked for."""
+        """See `Learner`; files of a sharded learner are gathered when they are asked for."""
         return self._files([WEIGHTS]) if self.sharded else super().weights()
 
     def state(self) -> Mapping[str, Data]:
-        """See `Learner`; files of a sharded learner are `gathered` when they are asked for."""
+        """See `Learner`; files of a sharded learner are gathered when they are asked for."""
         return self._files([STATE, CRITIC, REFERENCE]) if self.sharded else super().state()
 
     def gather(self, file: str, to: int) -> Data:
@@ -202,7 +202,7 @@ class ShardedLearner(TorchLearner):
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
         """Return for each file of the weights and the state its bytes, and True if any rank can store it."""
         return {
-            file: (sum(like.nbytes for like in shard.values()), stem != STATE or all(map(_in_parts, shard.values())))
+            file: (sum(like.nbytes for like in shard.values()), stem != STATE or all(map(_is_sharded, shard.values())))
             for stem, shards in self._stored().items()
             for file, shard in (*shards.items(), *((index, {}) for index in index_of(stem, shards)))
         }
@@ -228,7 +228,7 @@ class ShardedLearner(TorchLearner):
         return {stem: layout(stem, tensors, self.shard_bytes) for stem, tensors in stored.items()}
 
     def _tensor(self, stem: str, name: str, like: Tensor, to: int) -> Tensor:
-        if not _in_parts(like):
+        if not _is_sharded(like):
             return like
         if stem == WEIGHTS:
             return self.policy.weight(name, to)
@@ -239,17 +239,17 @@ class ShardedLearner(TorchLearner):
         return self.policy.run(lambda: TorchLearner.own_logprobs(self, micro))
 
     @torch.no_grad()
-    def asked(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
+    def compute_tokens(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
         """See `Roles`."""
         found_B = torch.zeros(len(data.chosen))
-        for micro, counts in self.together(data, rows):
+        for micro, counts in self.pad_passes(data, rows):
             said = of(micro)
             if counts:
                 found_B[micro.among] = said.float().cpu()
         self.ranks.add(found_B)
         return found_B
 
-    def together(self, data: BatchRows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
+    def pad_passes(self, data: BatchRows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield as many micro-batches as every other rank does: each with True if its loss counts."""
         own = list(self.micros(data, rows))
         counts = torch.zeros(self.ranks.count)
@@ -257,10 +257,10 @@ class ShardedLearner(TorchLearner):
         self.ranks.add(counts)
         passes = int(counts.max())
         for number in range(passes):
-            micro = own[number] if number < len(own) else self._any(data)
+            micro = own[number] if number < len(own) else self._shortest_row(data)
             yield micro, number < len(own)
 
-    def _any(self, data: BatchRows) -> MicroBatch:
+    def _shortest_row(self, data: BatchRows) -> MicroBatch:
         """Return a micro-batch of the shortest row."""
         row = min(
             range(len(data.rewards)), key=lambda row: (data.masked_tokens[row] == 0, data.masked_tokens[row], row)
@@ -280,8 +280,8 @@ class ShardedUpdates(Updates):
         roles, policy = self.roles, self.roles.policy
         weight_R = self.weights_of(part)
         policy.clear()
-        micros = roles.together(self.data, roles.to_run(part, self.before.signal_R))
-        losses = policy.added(partial(self._pass, micro, weight_R, counts) for micro, counts in micros)
+        micros = roles.pad_passes(self.data, roles.to_run(part, self.before.signal_R))
+        losses = policy.run_backward(partial(self._pass, micro, weight_R, counts) for micro, counts in micros)
         total = torch.tensor(sum(losses), dtype=torch.float64)
         roles.ranks.add(total)
         figures = {"loss": float(total), "grad_norm": policy.clip()}
@@ -307,8 +307,8 @@ class ShardedUpdates(Updates):
         tokens = max(int(self.data.masked_tokens[part].sum()), 1)
         critic.optimized.clear()
         of = partial(critic.loss, values_B=before.values_B, returns_B=before.judged.returns_B)
-        passes = (partial(of, micro, share=counts / tokens) for micro, counts in roles.together(self.data, part))
-        total = torch.tensor(sum(critic.optimized.added(passes)), dtype=torch.float64)
+        passes = (partial(of, micro, share=counts / tokens) for micro, counts in roles.pad_passes(self.data, part))
+        total = torch.tensor(sum(critic.optimized.run_backward(passes)), dtype=torch.float64)
         roles.ranks.add(total)
         figures = {"value_loss": float(total), "critic_grad_norm": critic.optimized.clip()}
         check_figures(figures, self.seen.version, "train.critic.learning_rate")
@@ -316,6 +316,6 @@ class ShardedUpdates(Updates):
         return figures
 
 
-def _in_parts(stored: Tensor) -> bool:
+def _is_sharded(stored: Tensor) -> bool:
     """Return True if the stored tensor is sharded; other tensors are whole on each rank."""
     return stored.device.type == "meta"
