@@ -307,7 +307,7 @@ class LearnerActor:
         why = str(error).partition("; ")[0]  # without the advice for a run that stops
         self.batches.reject(self.writer, number, entry, why)
         if (times := self.context.log.state.not_finite) >= MAKINGS:
-            cure = f"mend the engine or the verifier and resume, or {AGAIN}, and a lower train.learning_rate"
+            cure = f"fix the engine or the verifier and resume, or {AGAIN}, and a lower train.learning_rate"
             raise NotFinite(f"batch {number} was quarantined {times} times: {why}; {cure}") from error
         self._restore(number)
         self.note = f"batch {number} is quarantined and formed anew: {why}"
@@ -368,7 +368,7 @@ class LearnerActor:
         if version:
             return f"{AGAIN}, and a lower train.learning_rate"
         cold = self.config.policy.cold_start is not None
-        return f"begin another run with {'a lower policy.cold_start.learning_rate' if cold else 'another policy.path'}"
+        return f"start another run with {'a lower policy.cold_start.learning_rate' if cold else 'another policy.path'}"
 
 
 def compute_batch_metrics(

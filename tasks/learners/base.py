@@ -30,7 +30,7 @@ from rollflow.storage.objects import Data
 from rollflow.tasks.learners.distributed.rank_protocol import NEAR, RankHosts
 
 WEIGHTS = "weights/"  # prefix of the names of weight files
-AGAIN = "begin another run with what `rollflow export` gives"  # the fix where a run's config is at fault
+AGAIN = "start another run from the policy that `rollflow export` writes"  # the fix where a run's config is at fault
 
 
 WaitForPublish = Callable[[], None]

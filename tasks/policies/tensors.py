@@ -169,7 +169,7 @@ def _try_model(folder: Path, dtype: str, empty: Any) -> None:
     with torch.no_grad():
         logits = [model(input_ids=tokens, use_cache=cached).logits for cached in (False, True)]
     if not all(one.isfinite().all() for one in logits):
-        raise _refusal("its model gives NaN or infinite logits; correct its config.json, or", "")
+        raise _refusal(f"its model gives NaN or infinite logits; correct its config.json, or {SAVE}", "")
 
 
 @contextmanager

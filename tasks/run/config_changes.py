@@ -33,7 +33,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, claim, complete_config
 from rollflow.tasks.runtime.sections import Section
 
-ANEW = "or begin another run with what `rollflow export` gives"
+ANEW = "or start another run from the policy that `rollflow export` writes"
 WHO = "rollflow resume --set"
 LONGEST = 60  # characters of a section or list in an error message
 

@@ -69,7 +69,7 @@ class RestoredVersion:
         """Return a sentence for the learner's note; empty if nothing was replayed or healed."""
         said = [f"restored from version {self.base}"] if self.replayed else []
         said += [f"{self.replayed} replayed"] if self.replayed else []
-        said += [f"{len(self.healed)} damaged objects made again"] if self.healed else []
+        said += [f"{len(self.healed)} damaged objects restored"] if self.healed else []
         if self.differed:
             said.append(f"the replay of version {self.differed[0]} differs: went on with the published weights")
         return ", ".join(said)

@@ -199,7 +199,7 @@ class Thinking(Environment):
 
 
 def test_episode_is_interrupted_between_two_turns() -> None:
-    """It has no request that could be aborted, so the episode itself is interrupted."""
+    """Between turns there is no request to abort, so the episode itself is interrupted."""
     choices = {"extra_responses": 1, "at_bound": "drop"}
     store = MemoryStore("between")
     pipeline = Pipeline(store, versions=2, group_size=1, sigma=0.0, environment=Thinking(), choices=choices)

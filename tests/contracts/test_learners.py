@@ -210,7 +210,7 @@ def test_blank_learner_takes_the_same_next_step(
 
 
 def test_learner_can_go_back_to_an_earlier_state(learner: Learner) -> None:
-    """It does so if a batch is voided while the learner trains on it."""
+    """A learner goes back if a batch is voided while the learner trains on it."""
     before = saved(trained(learner, 1))
     learner.step(batch(1), 1)
     once = saved(learner)
@@ -222,7 +222,7 @@ def test_learner_can_go_back_to_an_earlier_state(learner: Learner) -> None:
 
 @pytest.mark.parametrize("versions", [1, 2])
 def test_stored_tensors_do_not_change_before_settle(learner: Learner, versions: int) -> None:
-    """So a version can be stored while the next one is computed. If storing fails, the learner stays unchanged."""
+    """A version is stored while the next one is computed. If storing fails, the learner stays unchanged."""
     before = saved(trained(learner, versions))
     given, seen = (learner.weights(), learner.state()), list[tuple[Files, Files]]()
 

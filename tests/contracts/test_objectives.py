@@ -503,7 +503,8 @@ class Detached(Objective):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("Silent", "it gave a Tensor; give rollflow's TokenLoss"), ("Detached", "has no gradient")]
+    ("name", "words"),
+    [("Silent", "loss returned a Tensor; return rollflow's TokenLoss"), ("Detached", "has no gradient")],
 )
 def test_loss_of_wrong_type_or_without_gradient_is_refused(name: str, words: str) -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:{name}"))
@@ -554,5 +555,5 @@ class Unsure(Mean):
 def test_keep_must_return_one_bool_a_token() -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:Unsure"))
     assert objective.uses_batch
-    with pytest.raises(ConfigError, match=r"train\.objective\.path = .*keep gave something else than one bool a token"):
+    with pytest.raises(ConfigError, match=r"train\.objective\.path = .*keep did not return one bool for each of 3"):
         objective.keep(torch.zeros(3), torch.zeros(3))

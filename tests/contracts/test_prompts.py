@@ -85,7 +85,7 @@ def test_same_seed_gives_the_same_prompts_in_any_order(config: PromptConfig) -> 
 
 
 def test_another_process_gives_the_same_prompts(config: PromptConfig) -> None:
-    """It has another seed for string hashes, so a source that depends on the order of a set would differ."""
+    """Another process has another seed for string hashes, so a source that uses the order of a set would differ."""
     asked = "rollflow.tasks.prompts.run_prompts import RunPrompts; from rollflow.tasks.prompts.jsonl import read_file"
     code = f"from {asked}; from rollflow.tasks.prompts.config import {type(config).__name__} as C; import sys; "
     code += f"made = RunPrompts([C.model_validate_json(sys.argv[1])], 0, {HELD_OUT}, None, 0, read_file)"
@@ -201,7 +201,7 @@ def test_faulty_source_is_refused_before_a_run(wrong: str, words: str) -> None:
 
 
 def test_other_spelling_of_a_held_out_question_is_replaced() -> None:
-    """It occurs in the middle of a run, and earlier positions do not show it."""
+    """The question occurs in the middle of a run, and earlier positions do not show it."""
     source = opened(own("late")).sources[0]
     assert [source.training(position).text for position in (4, 5)] == ["t4", "t1000008"]
 

@@ -187,7 +187,7 @@ def written_to(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
 def test_learner_computes_every_term_of_the_config(name: str, tmp_path: Path) -> None:
-    """It equals transformers' eager attention, which drops no term, beyond windows and original context lengths."""
+    """The result equals transformers' eager attention, which drops no term, beyond windows and original lengths."""
     folder, tokens = written_to(tmp_path, name), torch.tensor([tokens_of(48)])
     found = load_model(folder, "float32", trained=True)
     eager = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

@@ -228,7 +228,7 @@ def test_ranks_wait_while_the_first_one_loads_weights(folder: Path, monkeypatch:
 
 def test_more_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"^train.ranks = 2: each has a GPU of its own, and here are 1; set it to 1$"):
+    with pytest.raises(ConfigError, match=r"^train.ranks = 2: each needs a GPU, and this machine has 1; set it to 1$"):
         ranked(folder, 2, 60.0)
 
 

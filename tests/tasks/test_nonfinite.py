@@ -57,7 +57,7 @@ def assert_nothing_changes(made: TorchLearner, batch: TrajectoryBatch, why: str)
 def test_nonfinite_batch_changes_nothing(column: str, name: str, value: float, minibatches: int) -> None:
     """Nor does it if a valid minibatch comes first."""
     made = learner_of(model_of("llama"), minibatches=minibatches)
-    why = f"^version 6 is not trained: {name} of batch 5 is {value}; mend the "
+    why = f"^version 6 is not trained: {name} of batch 5 is {value}; fix the "
     assert_nothing_changes(made, with_last(two_groups(), column, value), why)
 
 
@@ -86,7 +86,7 @@ def test_nonfinite_loss_or_gradient_is_not_applied(loss: Callable[[Tensor], Tens
     made.step(two_groups(), 4)
     before = saved(made)
     made.objective = Broken()
-    cure = "begin another run with what `rollflow export` gives, and a lower train.learning_rate$"
+    cure = "start another run from the policy that `rollflow export` writes, and a lower train.learning_rate$"
     with pytest.raises(NotFinite, match=rf"^version 6 is not trained: {figure} of batch 5 is -?(nan|inf); {cure}"):
         made.step(two_groups(), 5)
     assert saved(made) == before

@@ -19,7 +19,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.folder import weight_files
-from rollflow.tasks.policies.tensors import check_tensors
+from rollflow.tasks.policies.tensors import SAVE, check_tensors
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run.context import RunContext
 from tests.support.policy_folders import (
@@ -177,7 +177,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 def test_weights_that_give_nan_logits_are_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     change_json(folder / "config.json", rms_norm_eps=-1000.0)
-    assert "NaN or infinite logits" in refusal(folder)
+    assert refusal(folder).endswith("NaN or infinite logits; correct its config.json, or " + SAVE)
 
 
 def test_names_that_transformers_converts_are_accepted(tmp_path: Path) -> None:
@@ -357,8 +357,8 @@ def test_clock_of_a_template_shows_the_runs_start(tmp_path: Path) -> None:
 # --- attention ----------------------------------------------------------------------------------------------
 
 
-def test_softcap_of_attention_is_honoured(tmp_path: Path) -> None:
-    """By training, whose default attention drops it, and by the transformers engine."""
+def test_attention_softcap_is_applied(tmp_path: Path) -> None:
+    """Training and the transformers engine apply it; default attention drops it."""
     folder = make_folder(tmp_path / "policy", "gemma2", scale=3.0)
     tokens = torch.arange(5, 40)[None]
     with torch.no_grad():

@@ -70,7 +70,7 @@ def test_failed_settle_ends_the_step_on_all_ranks(folder: Path) -> None:
 
 
 def test_other_ranks_get_wait_messages_from_a_slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So they wait for a message no longer than for anything else. Here the store waits until the third message."""
+    """Other ranks wait for a message no longer than for anything else. Here the store waits until the third message."""
     heard, third, say = list[BarrierMessage](), Event(), publish_barrier._broadcast_word
 
     def hear(ranks: GlooRanks, word: BarrierMessage = BarrierMessage.WAIT) -> BarrierMessage:

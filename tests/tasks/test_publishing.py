@@ -136,7 +136,7 @@ def test_next_step_starts_before_the_commit(
 
 @pytest.mark.parametrize("async_ratio", [0, 0.5])
 def test_learner_without_staleness_waits_for_the_commit(small: Prepare, async_ratio: float) -> None:
-    """So it asks for each batch once: by then the version that the batch starts from is published."""
+    """The learner asks for each batch once: by then the version that the batch starts from is published."""
     context, asked = small(async_ratio=async_ratio), list[int]()
 
     class Looking(StoreFeed):

@@ -193,7 +193,7 @@ def test_always_nonfinite_batch_stops_the_run(small: Prepare) -> None:
     context = small()
     with pytest.raises(Halt):
         LearnerActor(context, channel=Poisoned(context, makings=99, dies=True)).run()
-    with pytest.raises(NotFinite, match=rf"^batch 3 was quarantined {MAKINGS} times: {WHY}; mend the engine") as stop:
+    with pytest.raises(NotFinite, match=rf"^batch 3 was quarantined {MAKINGS} times: {WHY}; fix the engine") as stop:
         LearnerActor(context, channel=Poisoned(context, makings=99)).run()
     assert len(str(stop.value).splitlines()) == 1
     assert len(of_kind(context.store, BatchVoided)) == context.log.state.not_finite == MAKINGS
@@ -206,7 +206,7 @@ def test_always_nonfinite_batch_stops_the_run(small: Prepare) -> None:
 
 def test_default_stops_and_voids_nothing(small: Prepare) -> None:
     context = small(not_finite="stop")
-    with pytest.raises(NotFinite, match=rf"^{WHY}; mend the engine"):
+    with pytest.raises(NotFinite, match=rf"^{WHY}; fix the engine"):
         LearnerActor(context, channel=Poisoned(context)).run()
     assert of_kind(context.store, BatchVoided) == []
 

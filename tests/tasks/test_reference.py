@@ -79,7 +79,7 @@ def test_kl_in_reward_is_the_distance_of_the_response(folder: Path) -> None:
 
 
 def test_kl_weight_follows_its_target_by_hand() -> None:
-    """It follows 0.1 of the error, which is clipped to 0.2; at the target it stays."""
+    """The weight follows 0.1 of the error, which is clipped to 0.2; at the target it stays."""
     part = Penalties(kl_to="reference", kl_weight=0.5, kl_target=0.02)
     assert adapt_weight(part, 0.5, 0.02) == 0.5
     assert adapt_weight(part, 0.5, 0.022) == pytest.approx(0.5 * 1.01)

@@ -371,7 +371,7 @@ def test_nonfinite_version_stores_nothing(
     before = objects(context)
     with monkeypatch.context() as patch:
         patch.setattr(TorchLearner, "step", breaking(where, value))
-        why = "version 3 is not published: .* NaN or an infinity; begin another run .* lower train"
+        why = "version 3 is not published: .* NaN or an infinity; start another run .* lower train"
         with pytest.raises(NotFinite, match=why):
             train_small(context, 3)
     assert objects(context) == before

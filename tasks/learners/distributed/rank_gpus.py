@@ -26,7 +26,7 @@ def check_gpus(ranks: int) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # ranks are forked: counting GPUs must not start CUDA
     found = torch.cuda.device_count()
     if 0 < found < ranks:
-        raise ConfigError(f"train.ranks = {ranks}: each has a GPU of its own, and here are {found}; set it to {found}")
+        raise ConfigError(f"train.ranks = {ranks}: each needs a GPU, and this machine has {found}; set it to {found}")
 
 
 def take_gpu(rank: int) -> None:

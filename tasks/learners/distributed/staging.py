@@ -84,7 +84,7 @@ class Staging:
             if store.check([waits]) and (now := store.get(waits)) != said:
                 said, since = now, time.monotonic()
             if time.monotonic() - since > self._ranks.seconds:
-                raise RankLost(f"rank {to} said nothing of {place.path} for {self._ranks.seconds:g} s", to)
+                raise RankLost(f"rank {to} reported nothing about {place.path} for {self._ranks.seconds:g} s", to)
             time.sleep(POLL_SECONDS)
         found = json.loads(store.get(answer))
         for key in (answer, waits):

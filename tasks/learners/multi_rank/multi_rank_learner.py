@@ -260,7 +260,7 @@ class OtherRanks:
             while late := [rank for rank in self._started if not self._store.check([ready_key(rank)])]:
                 self._check()
                 if time.monotonic() > deadline:
-                    raise RankLost(f"{self._name_rank(late[0])} was not there within {READY_SECONDS:g} s")
+                    raise RankLost(f"{self._name_rank(late[0])} did not start within {READY_SECONDS:g} s")
                 time.sleep(POLL_SECONDS)
             self._store.set(MEET, "")
             count, seconds = self._config.ranks, self._config.rank_seconds

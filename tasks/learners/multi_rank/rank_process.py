@@ -80,7 +80,7 @@ class OrderCount:
         """Wait until `count` orders were executed; raise `RankLost` if that takes longer than `seconds`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._count >= count, seconds):
-                raise RankLost(f"{count} orders were not obeyed within {seconds:g} s")
+                raise RankLost(f"{count} orders were not executed within {seconds:g} s")
 
 
 def learner_of(config: RankedTrain) -> type[TorchLearner]:

@@ -21,7 +21,7 @@ def check_batch(data: BatchRows, version: int) -> None:
         if len(wrong):
             raise NotFinite(
                 f"version {version + 1} is not trained: {name} of batch {version} is {wrong[0]}; "
-                f"mend the {maker}, and {AGAIN}"
+                f"fix the {maker}, and {AGAIN}"
             )
 
 
