@@ -82,7 +82,7 @@ def _load(folder: Path, name: str) -> Any:
 
 
 def _own(logprobs: TokenLogprobs, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
-    with logprobs.adding():
+    with logprobs.add_in_place():
         logp_M, entropy_M = logprobs.of(hidden_MH, targets_M, entropy=True)
         assert entropy_M is not None
         (logp_M.mean() + ENTROPY * entropy_M.mean()).backward()  # type: ignore[no-untyped-call]

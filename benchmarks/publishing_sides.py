@@ -35,7 +35,7 @@ from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.actors.publishing import Publishing
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import Learner, LearnerStart
-from rollflow.tasks.learners.checkpoint.sharded_files import staged
+from rollflow.tasks.learners.checkpoint.sharded_files import stage_files
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
 from rollflow.tasks.learners.malloc_trim import give_back
 from rollflow.tasks.learners.torch_learner import TorchLearner
@@ -181,7 +181,7 @@ def all_staged(
     policies: PolicyStore, writer: Writer, version: int, made: Iterable[Mapping[str, Data]]
 ) -> list[tuple[StoredObject, ...]]:
     """As a learner's actor does."""
-    return [staged(policies, writer, version, files) for files in made]
+    return [stage_files(policies, writer, version, files) for files in made]
 
 
 def checked(learner: Learner) -> None:

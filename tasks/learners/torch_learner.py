@@ -132,7 +132,7 @@ class TorchLearner(TrainedModels):
         """See `Learner`."""
         ids_1T = torch.tensor([list(tokens)], device=self.device)
         before_T = torch.arange(len(tokens) - 1, device=self.device)
-        with torch.no_grad(), self.policy.published():
+        with torch.no_grad(), self.policy.use_published():
             where = torch.zeros_like(before_T), before_T
             logp_T, _ = self.token_logprobs({"input_ids": ids_1T}, where, ids_1T[0, 1:])
         return tuple(logp_T.tolist())

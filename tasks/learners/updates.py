@@ -44,8 +44,8 @@ class Updates:
         weight_R = self.weights_of(part)
         roles.policy.clear()
         added = torch.zeros((), dtype=torch.float64, device=self.device)  # read once, since reading waits for the GPU
-        for micro in roles.micros(data, roles.to_run(part, self.before.signal_R)):
-            with self.token_logprobs.adding():
+        for micro in roles.micros(data, roles.select_rows(part, self.before.signal_R)):
+            with self.token_logprobs.add_in_place():
                 added += self._backward(micro, partial(self.loss_of, micro=micro, weight_R=weight_R))
             roles.policy.trained.take_gradients()
         total = roles.ranks.add_gradients(roles.policy.trained.parameters.values(), float(added))

@@ -32,7 +32,7 @@ class AddingEmbedding:
         self._embedding: nn.Embedding | None = found if asked else None
 
     @contextmanager
-    def adding(self) -> Iterator[None]:
+    def add_in_place(self) -> Iterator[None]:
         """During the block, a backward pass through the embedding adds to its weight's `grad` directly."""
         embedding = self._embedding
         if embedding is None or "forward" in vars(embedding):  # replaced already, as by some libraries' hooks

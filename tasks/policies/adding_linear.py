@@ -22,7 +22,7 @@ ON_GPU = 16  # factor for GPUs, where each piece costs three kernel launches
 
 
 class AddingLinear(nn.Module):
-    """Wrap `linear`, which has no bias. During `adding`, a backward pass adds to its weight's `grad` directly.
+    """Wrap `linear`, which has no bias. During `add_in_place`, a backward pass adds to its weight's `grad` directly.
 
     The input must need a gradient then.
     """
@@ -42,7 +42,7 @@ class AddingLinear(nn.Module):
         return self.linear.weight.nbytes > _piece_bytes(self.linear.weight)
 
     @contextmanager
-    def adding(self) -> Iterator[None]:
+    def add_in_place(self) -> Iterator[None]:
         """Add gradients in place during a block of forward and backward; autograd's hooks on the weight do not run."""
         self._adds = self.linear.weight.requires_grad
         try:

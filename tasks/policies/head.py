@@ -73,7 +73,7 @@ class LMHead:
             self._given.output = None
 
     @contextmanager
-    def adding(self) -> Iterator[None]:
+    def add_in_place(self) -> Iterator[None]:
         """During the block, a backward pass adds the last layer's gradient in place, without autograd.
 
         See `AddingLinear`. Nothing changes if that layer is small, or has more than a weight.
@@ -81,7 +81,7 @@ class LMHead:
         if self._linear is None or not self._linear.gains:
             yield
             return
-        with self._linear.adding():
+        with self._linear.add_in_place():
             yield
 
     @torch.no_grad()

@@ -47,7 +47,7 @@ class Kind:
         """True if the difference is rounding."""
         return self.apart <= self.allowed and self.furthest <= TURNED * self.moved
 
-    def plus(self, other: Kind) -> Kind:
+    def combine(self, other: Kind) -> Kind:
         """Return the distances of both together."""
         most = max(self.furthest, other.furthest), max(self.moved, other.moved)
         return Kind(self.apart + other.apart, self.allowed + other.allowed, *most)
@@ -65,10 +65,10 @@ class ReplayDistance:
         """True if the difference is rounding."""
         return all(kind.near for kind in self.kinds.values())
 
-    def plus(self, other: ReplayDistance) -> ReplayDistance:
+    def combine(self, other: ReplayDistance) -> ReplayDistance:
         """Return the distance of both together."""
         kinds = {**self.kinds, **other.kinds}
-        kinds |= {name: self.kinds[name].plus(other.kinds[name]) for name in self.kinds.keys() & other.kinds.keys()}
+        kinds |= {name: self.kinds[name].combine(other.kinds[name]) for name in self.kinds.keys() & other.kinds.keys()}
         return ReplayDistance(max(self.most, other.most), kinds)
 
 
@@ -84,7 +84,7 @@ def distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion)
     before = _by_name(policies.find(version.number - 1))
     for name in replayed.differences:
         given = made[name], policies.read(published[name]), _read(policies, before.get(name))
-        found = found.plus(distance_of_files(name, *given))
+        found = found.combine(distance_of_files(name, *given))
     return found
 
 
@@ -100,7 +100,7 @@ def distance_of_files(name: str, made: Data, published: Data, parent: Data | Non
     found, stem = ReplayDistance(), name.partition(".")[0].partition("-")[0]
     for key, tensor in ours.items():
         kind = f"{stem}/{key.rpartition('/')[0]} {tensor.dtype}"
-        found = found.plus(_of_tensor(kind, tensor, theirs[key], before.get(key)))
+        found = found.combine(_of_tensor(kind, tensor, theirs[key], before.get(key)))
     return found
 
 

@@ -33,7 +33,7 @@ def gradient(*, adds: bool, dtype: torch.dtype, padding: int | None) -> torch.Te
     embedding.weight.register_post_accumulate_grad_hook(lambda _: heard.append(1))
     for _ in range(3):
         ids, slope = torch.randint(0, 12, (2, 11)), torch.randn(2, 11, HIDDEN).to(dtype)
-        with of(embedding).adding() if adds else nullcontext():
+        with of(embedding).add_in_place() if adds else nullcontext():
             found = embedding(ids)
         found.backward(slope)
     assert len(heard) == (0 if adds else 3)
@@ -61,14 +61,14 @@ def test_tied_weight_gets_both_gradients() -> None:
 
     (embedding(ids) @ embedding.weight.t()).square().sum().backward()
     whole = gradient()
-    with of(embedding).adding():
+    with of(embedding).add_in_place():
         (embedding(ids) @ embedding.weight.t()).square().sum().backward()
     torch.testing.assert_close(gradient(), whole)
 
 
 def test_failed_block_restores_the_embedding() -> None:
     embedding = nn.Embedding(VOCABULARY, HIDDEN)
-    with suppress(ZeroDivisionError), of(embedding).adding():
+    with suppress(ZeroDivisionError), of(embedding).add_in_place():
         raise ZeroDivisionError
     assert "forward" not in vars(embedding)
 
@@ -95,7 +95,7 @@ def _with_a_hook(embedding: nn.Embedding) -> nn.Embedding:
 def test_special_embedding_is_left_to_autograd(embedding: Any) -> None:
     heard: list[int] = []
     embedding.weight.register_post_accumulate_grad_hook(lambda _: heard.append(1))
-    with of(embedding).adding():
+    with of(embedding).add_in_place():
         embedding(torch.tensor([1])).sum().backward()
     assert heard == [1]
 
@@ -104,20 +104,20 @@ def test_model_without_known_embedding_is_left_to_autograd() -> None:
     def unknown() -> None:
         raise NotImplementedError
 
-    with AddingEmbedding(SimpleNamespace(get_input_embeddings=unknown)).adding():
+    with AddingEmbedding(SimpleNamespace(get_input_embeddings=unknown)).add_in_place():
         pass
 
 
 def test_frozen_weight_gets_no_gradient() -> None:
     embedding = nn.Embedding(VOCABULARY, HIDDEN).requires_grad_(False)
-    with of(embedding).adding():
+    with of(embedding).add_in_place():
         assert not embedding(torch.tensor([1])).requires_grad
     assert embedding.weight.grad is None
 
 
 def test_autograd_is_restored_after_the_block() -> None:
     embedding = nn.Embedding(VOCABULARY, HIDDEN)
-    with of(embedding).adding():
+    with of(embedding).add_in_place():
         pass
     assert "forward" not in vars(embedding)
     embedding(torch.tensor([1])).sum().backward()

@@ -21,7 +21,7 @@ def gradients(*, adds: bool, parts: int = 3, dtype: torch.dtype = torch.float32)
     made = AddingLinear(linear)
     for part, slope in zip(given, slopes, strict=True):
         if adds:
-            with made.adding():
+            with made.add_in_place():
                 made(part).backward(slope)
         else:
             made(part).backward(slope)
@@ -44,7 +44,7 @@ def test_frozen_weight_gets_no_gradient() -> None:
     linear = nn.Linear(HIDDEN, ROWS, bias=False).requires_grad_(False)
     given = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
     made = AddingLinear(linear)
-    with made.adding():
+    with made.add_in_place():
         made(given).sum().backward()
     assert linear.weight.grad is None
     assert given.grad is not None
@@ -57,7 +57,7 @@ def test_autograd_is_restored_after_the_block() -> None:
     heard: list[int] = []
     linear.weight.register_post_accumulate_grad_hook(lambda _: heard.append(1))
     made = AddingLinear(linear)
-    with made.adding():
+    with made.add_in_place():
         made(given).sum().backward()
     assert not heard
     made(given).sum().backward()

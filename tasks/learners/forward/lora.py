@@ -62,7 +62,7 @@ class LoraPolicy(TrainedPolicy):
         return AdapterReference(self, every, token_logprobs)
 
     @contextmanager
-    def published(self) -> Iterator[None]:
+    def use_published(self) -> Iterator[None]:
         """See `TrainedPolicy`: the adapter is off, and the weights include it."""
         if not self.begun:
             yield

@@ -136,7 +136,7 @@ class TrainedModels:
 
     # --- passes of models ---------------------------------------------------------------------------------------
 
-    def to_run(self, rows: Sequence[int], signal_R: np.ndarray) -> list[int]:
+    def select_rows(self, rows: Sequence[int], signal_R: np.ndarray) -> list[int]:
         """Return the rows that have a gradient: with advantage exactly zero, only some objectives have one."""
         return [r for r in rows if self.objective.every_row or signal_R[r]]
 

@@ -85,7 +85,8 @@ def _proximal(roles: TrainedModels, data: BatchRows, judged: BatchTargets) -> Te
     if roles.objective.uses_batch:
         return roles.compute_tokens(data, range(len(data.rewards)), roles.own_logprobs)
     if roles.objective.uses_proximal and roles.config.minibatches > 1:
-        return roles.compute_tokens(data, roles.to_run(range(len(data.rewards)), judged.signal_R), roles.own_logprobs)
+        rows = roles.select_rows(range(len(data.rewards)), judged.signal_R)
+        return roles.compute_tokens(data, rows, roles.own_logprobs)
     return None
 
 

@@ -76,9 +76,9 @@ class TokenLogprobs:
         return torch.cat(logps), torch.cat(entropies) if entropy else None
 
     @contextmanager
-    def adding(self) -> Iterator[None]:
+    def add_in_place(self) -> Iterator[None]:
         """Add gradients up in place during a block of forward and backward: see `LMHead` and `AddingEmbedding`."""
-        with self._head.adding(), self._embedding.adding():
+        with self._head.add_in_place(), self._embedding.add_in_place():
             yield
 
     def parts(self, row_M: Tensor, *, by_token: bool) -> list[slice]:

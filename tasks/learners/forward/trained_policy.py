@@ -29,13 +29,13 @@ class TrainedPolicy(TrainedTensors):
         return Reference(self.model, every)
 
     @contextmanager
-    def published(self) -> Iterator[None]:
+    def use_published(self) -> Iterator[None]:
         """Run the model with the published weights during the block. No gradient may pass through it."""
         yield
 
     def weights(self) -> dict[str, Tensor]:
         """Return the published tensors by Hugging Face name."""
-        with self.published():
+        with self.use_published():
             return self._named()
 
     def weights_like(self) -> dict[str, Tensor]:

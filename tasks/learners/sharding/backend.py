@@ -1,6 +1,6 @@
 """A sharding backend: it keeps parameters, gradients and moments sharded over all ranks, and gathers them on request.
 
-    put, load --> begin --> clear --> (run, backward)* --> clip --> apply --> ... --> weight, tensor
+    put, load --> begin --> clear --> (run, backward)* --> clip --> apply --> ... --> gather_weight, gather_tensor
 
 - All ranks call each method here, in the same order.
 - Gathered tensors have the names, shapes and types that `TrainedTensors` has on one rank. They are gathered one at a
@@ -73,15 +73,15 @@ class ShardingBackend(TrainedTensors):
         """Return this rank's shard of a moment, or, if `key` is None, of the trained parameter; not a copy."""
         raise NotImplementedError
 
-    def place(self, name: str) -> tuple[int, int]:
+    def locate_shard(self, name: str) -> tuple[int, int]:
         """Return where this rank's shard begins in the flattened parameter, and its number of elements."""
         raise NotImplementedError
 
-    def part_of(self, name: str, whole: Tensor) -> Tensor:
+    def view_shard(self, name: str, whole: Tensor) -> Tensor:
         """Return the part of `whole` that this rank's shard covers; a view."""
-        return _piece(whole, *self.place(name)).view_as(self.own(name, None))
+        return _view_piece(whole, *self.locate_shard(name)).view_as(self.own(name, None))
 
-    def weight(self, name: str, to: int) -> Tensor:
+    def gather_weight(self, name: str, to: int) -> Tensor:
         """Gather a parameter on rank `to`; on other ranks the result is empty."""
         return self._gather(name, None, self.types[name], to)
 
@@ -91,15 +91,15 @@ class ShardingBackend(TrainedTensors):
 
     def _gather_everywhere(self, name: str) -> Tensor:
         found = torch.zeros(self.shapes[name])
-        self.part_of(name, found).copy_(self.own(name, None))
+        self.view_shard(name, found).copy_(self.own(name, None))
         self.ranks.add(found)
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `TrainedTensors`; the tensors are on "meta", without values: `tensor` gathers them."""
+        """See `TrainedTensors`; the tensors are on "meta", without values; see `gather_tensor`."""
         return {n: t.to("meta") for n, t in self.like([f"step/{name}" for name in self.list_changed()]).items()}
 
-    def tensor(self, saved: str, to: int) -> Tensor:
+    def gather_tensor(self, saved: str, to: int) -> Tensor:
         """Gather one of `tensors` on rank `to`; on other ranks the result is empty, except for steps."""
         key, _, name = saved.partition("/")
         if key == "step":
@@ -133,15 +133,15 @@ class ShardingBackend(TrainedTensors):
         assert self.ranks.beside is not None
         own, places = self.own(name, key).reshape(-1).to("cpu", kind), self._places[name]
         found = given_back(self.shapes[name], kind) if self.ranks.rank == to else torch.empty(0, dtype=kind)
-        self.ranks.beside.gather_to(to, own, [_piece(found, *place) for place in places])
+        self.ranks.beside.gather_to(to, own, [_view_piece(found, *place) for place in places])
         return found.add_(0.0)  # turns -0 into +0, as the sums over ranks in recorded runs did
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int]]]:
-        """`place` of each parameter on every rank; all ranks must ask for it together."""
+        """Result of `locate_shard` for each parameter on every rank; all ranks must ask for it together."""
         assert self.ranks.beside is not None
         found = torch.zeros(self.ranks.count, len(self.types), 2, dtype=torch.int64)
-        found[self.ranks.rank] = torch.tensor([self.place(name) for name in self.types])
+        found[self.ranks.rank] = torch.tensor([self.locate_shard(name) for name in self.types])
         self.ranks.beside.add(found)
         return {name: [(int(a), int(b)) for a, b in found[:, at]] for at, name in enumerate(self.types)}
 
@@ -152,6 +152,6 @@ class ShardingBackend(TrainedTensors):
         now.copy_(torch.where(own.to(kind) == now.to(kind), own, now))
 
 
-def _piece(whole: Tensor, begin: int, numbers: int) -> Tensor:
+def _view_piece(whole: Tensor, begin: int, numbers: int) -> Tensor:
     """Return a view of elements of the flattened tensor."""
     return whole.reshape(-1)[begin : begin + numbers]

@@ -128,7 +128,7 @@ class DeepSpeedTensors(ShardingBackend):
 
     def put(self, name: str, weight: Tensor) -> None:
         """See `ShardingBackend`."""
-        self.own(name, None).copy_(self.part_of(name, weight))
+        self.own(name, None).copy_(self.view_shard(name, weight))
         self._put_policy(self.given[name], weight)
 
     def list_changed(self) -> Sequence[str]:
@@ -147,7 +147,7 @@ class DeepSpeedTensors(ShardingBackend):
         source: Tensor = flat if key is None else self.zeroed.optimizer.state[flat][key]
         return source.detach()[begin : begin + numbers]
 
-    def place(self, name: str) -> tuple[int, int]:
+    def locate_shard(self, name: str) -> tuple[int, int]:
         """See `ShardingBackend`."""
         _, _, begin, numbers = self._part(name) or (None, 0, 0, 0)
         return begin, numbers
@@ -164,9 +164,9 @@ class DeepSpeedTensors(ShardingBackend):
             if key == "step":
                 self.step = float(value)
             elif key == MASTER:
-                self._put_master(name, self.part_of(name, value))
+                self._put_master(name, self.view_shard(name, value))
             else:
-                self.own(name, key).copy_(self.part_of(name, value))
+                self.own(name, key).copy_(self.view_shard(name, value))
             del value  # free its file before the next one is read
         for flat, of_flat in kept.items():
             of_flat["step"] = torch.tensor(self.step, device=flat.device if self.fused else "cpu")

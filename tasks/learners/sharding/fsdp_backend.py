@@ -90,7 +90,7 @@ class FsdpTensors(ShardingBackend):
 
     def put(self, name: str, weight: Tensor) -> None:
         """See `ShardingBackend`."""
-        self.own(name, None).copy_(self.part_of(name, weight))
+        self.own(name, None).copy_(self.view_shard(name, weight))
 
     def list_changed(self) -> Sequence[str]:
         """See `ShardingBackend`."""
@@ -106,7 +106,7 @@ class FsdpTensors(ShardingBackend):
         found: Tensor = part if key is None else self.adamw.state[part][key]
         return found.detach()
 
-    def place(self, name: str) -> tuple[int, int]:
+    def locate_shard(self, name: str) -> tuple[int, int]:
         """See `ShardingBackend`."""
         shape = self.shapes[name]
         rows, numbers = -(-shape[0] // self.ranks.count), shape[1:].numel()
@@ -127,9 +127,9 @@ class FsdpTensors(ShardingBackend):
         for saved, value in given:
             key, _, name = saved.partition("/")
             if key == MASTER:
-                masters[name] = self.part_of(name, value).clone()  # a view would keep the whole file in memory
+                masters[name] = self.view_shard(name, value).clone()  # a view would keep the whole file in memory
             else:
-                yield saved, value if key == "step" else self.part_of(name, value)
+                yield saved, value if key == "step" else self.view_shard(name, value)
             del value  # free its file before the next one is read
 
     def _shard_model(self) -> Any:

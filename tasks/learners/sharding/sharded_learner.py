@@ -54,7 +54,7 @@ class ShardedPolicy(TrainedPolicy, ShardingBackend):
         return {**super().gather_everywhere(), **self.rest}
 
     def weights(self) -> dict[str, Tensor]:
-        """See `TrainedPolicy`. Sharded tensors have no values here: `weight` gathers them."""
+        """See `TrainedPolicy`. Sharded tensors have no values here; see `gather_weight`."""
         return self.weights_like()
 
     def weights_like(self) -> dict[str, Tensor]:
@@ -114,10 +114,12 @@ class ShardedCritic(Critic):
     def _take(self, name: str, weight: Tensor) -> None:
         self.optimized.put(name, weight)
 
-    def tensor(self, saved: str, to: int) -> Tensor:
+    def gather_tensor(self, saved: str, to: int) -> Tensor:
         """Gather one of `tensors` on rank `to`."""
         of = self.optimized
-        return of.weight(saved.removeprefix(WEIGHT), to) if saved.startswith(WEIGHT) else of.tensor(saved, to)
+        if saved.startswith(WEIGHT):
+            return of.gather_weight(saved.removeprefix(WEIGHT), to)
+        return of.gather_tensor(saved, to)
 
     def _weights(self) -> dict[str, Tensor]:
         return {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.parameters_like().items()}
@@ -231,8 +233,10 @@ class ShardedLearner(TorchLearner):
         if not _is_sharded(like):
             return like
         if stem == WEIGHTS:
-            return self.policy.weight(name, to)
-        return self.critic.tensor(name, to) if self.critic and stem == CRITIC else self.policy.tensor(name, to)
+            return self.policy.gather_weight(name, to)
+        if self.critic and stem == CRITIC:
+            return self.critic.gather_tensor(name, to)
+        return self.policy.gather_tensor(name, to)
 
     def own_logprobs(self, micro: MicroBatch) -> Tensor:
         """See `Roles`."""
@@ -280,7 +284,7 @@ class ShardedUpdates(Updates):
         roles, policy = self.roles, self.roles.policy
         weight_R = self.weights_of(part)
         policy.clear()
-        micros = roles.pad_passes(self.data, roles.to_run(part, self.before.signal_R))
+        micros = roles.pad_passes(self.data, roles.select_rows(part, self.before.signal_R))
         losses = policy.run_backward(partial(self._pass, micro, weight_R, counts) for micro, counts in micros)
         total = torch.tensor(sum(losses), dtype=torch.float64)
         roles.ranks.add(total)
