@@ -33,7 +33,7 @@ class AddingEmbedding:
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """During the block, a backward pass through the embedding adds to its weight's `grad` directly."""
+        """Have backward passes in the block add to the embedding's `grad` directly."""
         embedding = self._embedding
         if embedding is None or "forward" in vars(embedding):  # replaced already, as by some libraries' hooks
             yield

@@ -74,7 +74,7 @@ class LMHead:
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """During the block, a backward pass adds the last layer's gradient in place, without autograd.
+        """Have backward passes in the block add the last layer's gradient in place, without autograd.
 
         See `AddingLinear`. Nothing changes if that layer is small, or has more than a weight.
         """

@@ -103,7 +103,7 @@ class GlooRanks(Ranks):
         self._together(lambda: self._group.broadcast(data, 0, timeout=self._bound).wait())
 
     def gather_to(self, rank: int, own: Tensor, parts: Sequence[Tensor]) -> None:
-        """On `rank`, copy the `own` tensor of each rank into `parts`; each `own` is sent in one piece."""
+        """Copy the `own` tensor of each rank into `parts` on `rank`; each `own` is sent in one piece."""
         if self.rank != rank:
             self._together(lambda: self._send_own(own, rank))
             return

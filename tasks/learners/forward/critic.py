@@ -46,7 +46,7 @@ class Critic:
         self.begun = False
 
     def begin(self) -> None:
-        """Before a run's first update, copy the policy's decoder and set the head to zero."""
+        """Copy the policy's decoder and set the head to zero, before a run's first update."""
         if not self.begun:
             if self.model.decoder is not None:
                 self.model.decoder.load_state_dict(self._policy.get_decoder().state_dict())
