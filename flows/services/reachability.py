@@ -106,9 +106,14 @@ def check_ray(address: str) -> None:
         ) from error
     except OSError as error:
         raise ConfigError(f"cluster.address = {address!r} does not answer ({_reason(error)}); {RAY_CURE}") from error
+    if not spoken and uses_tls():  # a head closes the connection of who has another authority's certificate
+        raise ConfigError(
+            f"cluster.address = {address!r} and RAY_USE_TLS = {os.environ['RAY_USE_TLS']!r}: what answers there is no "
+            f"Ray head, or takes no certificate such as RAY_TLS_SERVER_CERT; {TLS_CURE}"
+        )
     if not spoken:
         raise ConfigError(
-            f"cluster.address = {address!r} answers, but is no Ray head{'' if uses_tls() else ' without TLS'}; "
+            f"cluster.address = {address!r} answers, but is no Ray head without TLS; "
             f"{RAY_CURE}; a head with TLS needs RAY_USE_TLS=1 and its certificates here"
         )
 

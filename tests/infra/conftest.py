@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 
-from tests.support.aws_server import aws_server
+from tests.support.aws_server import aws_server, variables
+from tests.support.machine_scripts import AWS, CREDENTIALS, REGION
 from tests.support.terraform import PLANTED, prepare
 
 
@@ -16,3 +20,19 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """The plan of the cluster, made with secrets of one's own."""
     with aws_server() as endpoint:
         yield prepare("cluster", tmp_path_factory.mktemp("cluster"), endpoint, PLANTED).plan()
+
+
+@pytest.fixture
+def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of Secrets Manager, with the token and an empty secret for the authority; `aws` is in the path."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "aws").write_text(AWS)
+    (tmp_path / "bin" / "aws").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    with aws_server() as endpoint:
+        for name, value in {**variables(endpoint), "AWS_REGION": REGION, "AWS_DEFAULT_REGION": REGION}.items():
+            monkeypatch.setenv(name, value)
+        client = boto3.client("secretsmanager", region_name=REGION)
+        client.create_secret(Name=CREDENTIALS[0], SecretString="the-token")
+        client.create_secret(Name=CREDENTIALS[1])
+        yield client

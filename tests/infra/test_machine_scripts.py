@@ -24,52 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
-import boto3
 import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from tests.support.aws_server import aws_server, variables
-from tests.support.terraform import SOURCE, resources, script, why_not
+from tests.support.machine_scripts import CREDENTIALS, REGION, fetch, user_data
+from tests.support.terraform import SOURCE, why_not
 
-REGION = "eu-central-1"
 ADDRESS = "10.42.0.10"
 POSTGRES = Path("/usr/lib/postgresql")
-CREDENTIALS = ("rollflow/ray-token", "rollflow/ray-authority")
 
 needs_terraform = pytest.mark.skipif(bool(why_not()), reason=why_not())
 group = pytest.mark.xdist_group("terraform")
-
-# Two calls of the AWS command line, with its exit code for a refusal.
-AWS = f"""#!{sys.executable}
-import sys
-import boto3
-from botocore.exceptions import ClientError
-client = boto3.client("secretsmanager", region_name="{REGION}")
-_, verb, _, secret, _, value, *_ = sys.argv[1:]
-try:
-    if verb == "get-secret-value":
-        print(client.get_secret_value(SecretId=secret)["SecretString"])
-    else:
-        client.put_secret_value(SecretId=secret, SecretString=open(value.removeprefix("file://")).read())
-except ClientError as error:
-    print(error, f"({{error.response['Error']['Code']}})", file=sys.stderr)
-    sys.exit(254)
-"""
-
-
-def program(body: str, name: str) -> str:
-    """The program that user data writes to the file of that name."""
-    found = re.search(rf"^cat > \S*/{name} <<'PROGRAM'\n(.*?)^PROGRAM$", body, flags=re.DOTALL | re.MULTILINE)
-    assert found, name
-    return found[1]
-
-
-def user_data(plan: dict[str, Any]) -> dict[str, str]:
-    """The scripts that a plan knows, by kind of machine; the control machine's names a secret that RDS makes."""
-    found = {**resources(plan, "aws_launch_template"), **resources(plan, "aws_instance")}
-    kinds = {"head": "module.head", "rollout": '["rollout"]', "train": '["train"]'}
-    return {kind: script(next(one for at, one in found.items() if part in at)) for kind, part in kinds.items()}
 
 
 def imported(file: Path) -> Any:
@@ -80,31 +47,6 @@ def imported(file: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture
-def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A client of Secrets Manager, with the token and an empty secret for the authority; `aws` is in the path."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "aws").write_text(AWS)
-    (tmp_path / "bin" / "aws").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    with aws_server() as endpoint:
-        for name, value in {**variables(endpoint), "AWS_REGION": REGION, "AWS_DEFAULT_REGION": REGION}.items():
-            monkeypatch.setenv(name, value)
-        client = boto3.client("secretsmanager", region_name=REGION)
-        client.create_secret(Name=CREDENTIALS[0], SecretString="the-token")
-        client.create_secret(Name=CREDENTIALS[1])
-        yield client
-
-
-def fetch(body: str, folder: Path, address: str = ADDRESS) -> subprocess.CompletedProcess[str]:
-    """Run the credentials script of a machine's user data in a new folder."""
-    folder.mkdir()
-    file = folder.parent / f"{folder.name}.sh"
-    file.write_text(program(body, "rollflow-ray-credentials"))
-    command = ["bash", str(file), str(folder), address, *CREDENTIALS]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def openssl(*arguments: str) -> str:
@@ -129,14 +71,14 @@ def test_user_data_is_valid_shell(plan: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_credentials_are_created_once_and_shared(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
     bodies = user_data(plan)
-    early = fetch(bodies["rollout"], tmp_path / "early")
+    early = fetch(bodies["rollout"], tmp_path / "early", ADDRESS)
     assert early.returncode != 0, "there is no authority yet"
     assert "ResourceNotFoundException" in early.stderr
-    head = fetch(bodies["head"], tmp_path / "head")
+    head = fetch(bodies["head"], tmp_path / "head", ADDRESS)
     assert head.returncode == 0, head.stderr
     authority = secrets.get_secret_value(SecretId=CREDENTIALS[1])["SecretString"]
     for name, body in (("node", bodies["rollout"]), ("again", bodies["head"])):
-        done = fetch(body, tmp_path / name)
+        done = fetch(body, tmp_path / name, ADDRESS)
         assert done.returncode == 0, done.stderr
     assert secrets.get_secret_value(SecretId=CREDENTIALS[1])["SecretString"] == authority
     for name in ("head", "node", "again"):
@@ -159,7 +101,7 @@ def test_credentials_are_created_once_and_shared(plan: dict[str, Any], tmp_path:
 def test_head_without_read_access_creates_no_authority(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
     aws = tmp_path / "bin" / "aws"
     aws.write_text(aws.read_text().replace("try:\n", "if 'authority' in secret: sys.exit('AccessDenied')\ntry:\n", 1))
-    done = fetch(user_data(plan)["head"], tmp_path / "head")
+    done = fetch(user_data(plan)["head"], tmp_path / "head", ADDRESS)
     assert done.returncode != 0
     assert "AccessDenied" in done.stderr
     assert not (tmp_path / "head" / "key.pem").exists()

@@ -1,0 +1,146 @@
+"""Ray with the credentials that the AWS machines' own script makes: two nodes, a driver, and who is refused.
+
+The machines are namespaces with addresses of their own. On loopback a plain `ray.init` hangs: Ray takes 127.0.0.1 for
+the machine's outside address, where such a head does not listen.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollflow.flows.commands._settings import load_settings
+from tests.support import terraform
+from tests.support.certificates import make_certificates
+from tests.support.machine_scripts import fetch, ray_options, user_data, variables
+from tests.support.machines import Machine, Machines, why_not
+from tests.support.waiting import RUN_SECONDS, until
+
+missing = terraform.why_not() or why_not()
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.xdist_group("terraform"),
+    pytest.mark.skipif(bool(missing), reason=missing),
+]
+
+HEAD_ADDRESS = "10.42.0.10"
+FOLDER = "/run/rollflow-ray"
+ASK = """
+import json, sys
+from rollflow.flows.services import cluster, ray_access
+from rollflow.flows.services.reachability import check_ray
+from rollflow.storage.errors import RollflowError
+
+address, answer = sys.argv[1:]
+try:
+    check_ray(address)
+    ray_access.check_membership(address)
+    with cluster.attached(address, "credentials"):
+        import ray
+
+        on_rollout = ray.remote(resources={"rollout": 1})(lambda: ray.util.get_node_ip_address())
+        said = [sorted(node["NodeManagerAddress"] for node in ray.nodes()), ray.get(on_rollout.remote(), timeout=120)]
+except RollflowError as error:
+    said = f"{type(error).__name__}: {error}"
+with open(answer, "w") as file:
+    json.dump(said, file)
+"""
+
+
+class Deployment:
+    """The head and one rollout machine of the plan, each with credentials that its own script made."""
+
+    def __init__(self, machines: Machines, plan: dict[str, Any], folder: Path) -> None:
+        self.head, self.rollout = (machines.machine(name, own_processes=True) for name in ("head", "rollout"))
+        self.address = f"{self.head.address}:6379"
+        for machine, body in ((self.head, user_data(plan)["head"]), (self.rollout, user_data(plan)["rollout"])):
+            made = fetch(body, folder / machine.name, machine.address)
+            assert made.returncode == 0, made.stderr
+            self.copy(folder / machine.name, machine, "ray")
+            options = [
+                option.replace("$address", machine.address).replace(HEAD_ADDRESS, self.head.address)
+                for option in ray_options(body)
+            ]
+            command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, "--num-cpus=1"]
+            command += ["--object-store-memory=100000000", "--include-dashboard=false"]
+            as_systemd = ["sh", "-c", 'until "$@"; do sleep 1; done', "sh", *command]  # `Restart=always`
+            machine.start(as_systemd, **self.environment(machine, variables(body)))
+
+    def copy(self, source: Path, machine: Machine, name: str) -> Path:
+        """Copy a folder of credentials into a machine's home, and return its path there."""
+        target = machine.path(machine.home / name)
+        target.mkdir()
+        for file in source.iterdir():
+            (target / file.name).write_bytes(file.read_bytes())
+        return machine.home / name
+
+    def environment(self, machine: Machine, named: dict[str, str]) -> dict[str, str]:
+        """Return what of a machine's variables is Ray's, with its folder of credentials."""
+        own = {name: value for name, value in named.items() if name.startswith("RAY_")}
+        return {name: value.replace(FOLDER, f"{machine.home}/ray") for name, value in own.items()}
+
+    def ask(self, environment: dict[str, str]) -> Any:
+        """Have a driver on the head's machine join, and return what it saw or why it was refused."""
+        answer = self.head.home / "answer"
+        self.head.path(answer).unlink(missing_ok=True)
+        asked = self.head.start([sys.executable, "-c", ASK, self.address, str(answer)], **environment)
+        assert asked.wait(RUN_SECONDS) == 0, self.head.output()
+        return json.loads(self.head.path(answer).read_text())
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of another authority."""
+    folder = tmp_path_factory.mktemp("other")
+    make_certificates(folder)
+    return folder
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    """Begin without the environment of `secrets`: the machines have an S3 server of their own."""
+    with Machines() as machines:
+        yield machines
+
+
+@pytest.fixture
+def deployment(machines: Machines, plan: dict[str, Any], tmp_path: Path, secrets: Any) -> Deployment:
+    return Deployment(machines, plan, tmp_path)
+
+
+def test_ray_lets_in_who_has_the_credentials(
+    deployment: Deployment, plan: dict[str, Any], tmp_path: Path, certificates: Path
+) -> None:
+    head, rollout = deployment.head, deployment.rollout
+    file = tmp_path / "settings.toml"
+    file.write_text(plan["planned_values"]["outputs"]["settings"]["value"])
+    own = deployment.environment(head, dict(load_settings(file).variables))
+    wanted = [sorted([head.address, rollout.address]), rollout.address]
+
+    def joined() -> bool:
+        print(said := deployment.ask(own))
+        return bool(said == wanted)
+
+    until(joined, RUN_SECONDS)
+
+    named = f"cluster.address = '{deployment.address}'"
+    without_token = {name: value for name, value in own.items() if not name.startswith("RAY_AUTH")}
+    without_tls = {name: value for name, value in own.items() if "TLS" not in name}
+    other = deployment.copy(certificates, head, "other")
+    stranger = {"RAY_TLS_SERVER_CERT": f"{other}/machine.crt", "RAY_TLS_SERVER_KEY": f"{other}/machine.key"}
+    assert deployment.ask(without_token).startswith(f"ConfigError: {named} asks for a token; set RAY_AUTH_MODE=token")
+    other_token = without_token | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}
+    assert deployment.ask(other_token).startswith(f"ConfigError: {named} asks for another token")
+    assert "a head with TLS needs RAY_USE_TLS=1 and its certificates here" in deployment.ask(without_tls)
+    for changed, words in (
+        (stranger, "or takes no certificate such as RAY_TLS_SERVER_CERT"),
+        ({"RAY_TLS_CA_CERT": f"{other}/ca.crt"}, "no TLS with that head"),
+    ):
+        said = deployment.ask(own | changed)
+        assert said.startswith(f"ConfigError: {named} and RAY_USE_TLS = '1': "), said
+        assert words in said
