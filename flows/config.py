@@ -21,7 +21,7 @@ from rollflow.flows.services.recipe_paths import anchor_paths, path_values, reci
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import VllmEngineConfig, check_temperature
 from rollflow.tasks.objectives.config import check_new
-from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.config import RunConfig, has_password
 from rollflow.tasks.runtime.sections import Section
 
 if TYPE_CHECKING:
@@ -113,6 +113,12 @@ def _faults(config: RunConfig) -> Iterator[str]:
             check()
         except PydanticCustomError as error:
             yield error.message()
+    for name, value in config.cluster.env.items():
+        if has_password(value):
+            yield (
+                f"cluster.env.{name} = '...': an address in it has a password, and a run keeps its config: "
+                "set the variable on the nodes themselves"
+            )
     for which, source in enumerate(config.prompts):
         if source.system is not None and not source.chat:
             unused = "it is not used without chat = true; set that, or remove it"

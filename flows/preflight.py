@@ -84,6 +84,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
     """
     check_new_run(config)
     check_own_parts(config)
+    cluster.check_actor_options(config.cluster)
     notes = check_places(config, ask)
     _check_installed(config)
     read = read_once()
@@ -126,6 +127,7 @@ def recheck(config: RunConfig, context: RunContext) -> None:
     """
     check_new_run(config, context.config)
     check_own_parts(config)
+    cluster.check_actor_options(config.cluster)
     check_addresses(config, context.uri)
     _check_installed(config)
     folder, tokenizer = context.policy_folder, context.tokenizer
@@ -181,7 +183,6 @@ def check_addresses(config: RunConfig, store: str) -> list[str]:
         with cluster.attached(address, "check"):
             check_store_reach(store, address, cluster.nodes())
             divide_gpus(config, cluster.node_gpus())
-            cluster.check_runtime_env(config.cluster.runtime_env)
             notes += note_placement(config, cluster.living_nodes())
     if config.tracking.uri:
         check_mlflow(config.tracking.uri)

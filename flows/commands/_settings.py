@@ -106,11 +106,12 @@ def _check_variables(variables: object) -> None:
         _check_address(key, value)
 
 
-def _check_addresses(tree: Mapping[str, Any]) -> None:
-    for name, section in tree.items():
-        for key, value in section.items():
-            if isinstance(value, str):  # addresses stand directly below their section
-                _check_address(f"{name}.{key}", value)
+def _check_addresses(tree: Mapping[str, Any], prefix: str = "") -> None:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            _check_addresses(value, f"{prefix}{name}.")
+        elif isinstance(value, str):
+            _check_address(f"{prefix}{name}", value)
 
 
 def _check_address(key: str, value: str) -> None:
@@ -134,9 +135,9 @@ def _overrides(tree: Mapping[str, Any], section: Section, prefix: str = "") -> I
 
 
 def _in_toml(value: object) -> str:
-    """Return a value on one line of TOML; strings and numbers have the same form as in JSON."""
+    """Return a value on one line of TOML; its strings and numbers are those of JSON, but for DEL in a string."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_in_toml(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_in_toml(key)} = {_in_toml(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_in_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")

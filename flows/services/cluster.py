@@ -14,13 +14,15 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, get_args
 
 from rollflow.flows.services.actor_process import explain_lost_call
 from rollflow.flows.services.ray_access import check_token
 from rollflow.flows.services.reachability import LOOPBACK, speaks_http2
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
+from rollflow.tasks.actors.placement import LEAST, Role
+from rollflow.tasks.run.config import ClusterConfig
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # deadline of one answer from the head
@@ -228,18 +230,28 @@ def node_gpus() -> list[float]:
     return [float(node["Resources"].get("GPU", 0.0)) for node in living_nodes()]
 
 
-def check_runtime_env(tree: Mapping[str, Any]) -> None:
-    """Check `cluster.runtime_env` as Ray does when it starts an actor.
+def check_actor_options(config: ClusterConfig) -> None:
+    """Check labels, resources and `runtime_env` of `[cluster]` as Ray does when it starts an actor.
 
     Raises:
-        ConfigError: Ray would reject it.
+        ConfigError: Ray would reject one of them.
     """
-    from ray.runtime_env import RuntimeEnv
+    options = [("runtime_env", "runtime_env", config.runtime_env, config.runtime_env)]
+    for role in get_args(Role):
+        own, key = getattr(config.placement, role), f"placement.{role}"
+        options.append((f"{key}.labels", "label_selector", own.labels, own.labels))
+        options.append((f"{key}.resource", "resources", own.resource, {own.resource: LEAST}))
+    given = [one for one in options if one[2]]
+    if not given:  # importing Ray takes seconds
+        return
+    import ray
 
-    try:
-        RuntimeEnv(**tree)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"cluster.runtime_env = {dict(tree)!r}: {_first_line(error)}; correct it") from None
+    actor: Any = ray.remote(type("Actor", (), {}))
+    for key, name, value, option in given:
+        try:
+            actor.options(**{name: dict(option)})
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"cluster.{key} = {value!r}: {_first_line(error)}; correct it") from None
 
 
 def count_machine_gpus() -> float:

@@ -126,14 +126,16 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _usable_environment(self) -> Self:
-        for name in self.env:
+        for name, value in self.env.items():
             if not VARIABLE.fullmatch(name):
-                refuse(f"cluster.env.{name}", self.env[name], "it is no name of a variable; correct it")
+                refuse(f"cluster.env.{name}", "...", "it is no name of a variable; correct it")
+            if "\0" in value:
+                refuse(f"cluster.env.{name}", value, "a variable cannot hold a NUL character; remove it")
             if SECRET_NAME.search(name):
                 refuse(f"cluster.env.{name}", "...", "a run keeps its config: set a secret on the nodes themselves")
         if "env_vars" in self.runtime_env:
             refuse("cluster.runtime_env.env_vars", "...", "give them as cluster.env")
-        if any(map(_has_password, _list_texts(self.runtime_env))):
+        if any(map(has_password, _list_texts(self.runtime_env))):
             cure = "an address in it has a password, and a run keeps its config: set the secret on the nodes"
             refuse("cluster.runtime_env", "...", cure)
         return self
@@ -149,7 +151,8 @@ def _list_texts(tree: object) -> Iterator[str]:
         yield from (text for value in tree for text in _list_texts(value))
 
 
-def _has_password(text: str) -> bool:
+def has_password(text: str) -> bool:
+    """Report whether a text has an address with a password in it."""
     return bool(re.search(r"://[^/@\s]*:[^/@\s]+@", text))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rollflow.flows import preflight
 from rollflow.flows.config import load_recipe, parse
 from rollflow.flows.keepalive.placement import needed_cpus, note_placement
 from rollflow.flows.services import cluster
@@ -75,7 +76,7 @@ def test_early_imports_only_on_a_private_cluster() -> None:
     [
         ({"env": {"HF_TOKEN": "hf_x"}}, r"cluster.env.HF_TOKEN = '...': a run keeps its config: set a secret on the"),
         ({"env": {"AWS_SECRET_ACCESS_KEY": "x"}}, "cluster.env.AWS_SECRET_ACCESS_KEY = '...': a run keeps its config"),
-        ({"env": {"a b": "1"}}, "cluster.env.a b = '1': it is no name of a variable; correct it"),
+        ({"env": {"a b": "1"}}, "cluster.env.a b = '...': it is no name of a variable; correct it"),
         ({"runtime_env": {"env_vars": {"A": "1"}}}, "cluster.runtime_env.env_vars = '...': give them as cluster.env"),
         ({"runtime_env": {"pip": ["-i https://me:pw@index"]}}, "cluster.runtime_env = '...': an address in it has a"),
         (
@@ -97,10 +98,24 @@ def test_variables_without_secrets_are_accepted() -> None:
     assert config(env=env).cluster.env == env
 
 
-def test_runtime_env_that_ray_rejects_is_refused() -> None:
-    cluster.check_runtime_env({"pip": ["einops"]})
-    with pytest.raises(ConfigError, match=r"cluster.runtime_env = \{'pip': 3\}: .*; correct it"):
-        cluster.check_runtime_env({"pip": 3})
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"runtime_env": {"pip": 3}}, r"cluster.runtime_env = \{'pip': 3\}: .*; correct it"),
+        (
+            {"placement": {"engine": {"labels": {"a b": "c"}}}},
+            r"cluster.placement.engine.labels = \{'a b': 'c'\}: Invalid label key name `a b`.*; correct it",
+        ),
+        (
+            {"placement": {"reward": {"resource": "GPU"}}},
+            "cluster.placement.reward.resource = 'GPU': Use the 'num_cpus' and 'num_gpus' keyword",
+        ),
+    ],
+)
+def test_actor_options_that_ray_rejects_are_refused(keys: Mapping[str, Any], sentence: str) -> None:
+    cluster.check_actor_options(config(runtime_env={"pip": ["einops"]}).cluster)
+    with pytest.raises(ConfigError, match=sentence):
+        preflight.preflight(config(**keys), ask=False)
 
 
 def test_missing_cluster_resources_are_noted() -> None:
