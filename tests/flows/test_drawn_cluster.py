@@ -30,7 +30,7 @@ from tests.support.counts import examples
 
 PLANTED = "planted-4711"
 WITH_PASSWORD = f"http://me:{PLANTED}@proxy:3128"
-ACTOR = ray.remote(type("Actor", (), {}))
+ACTOR: Any = ray.remote(type("Actor", (), {}))
 
 text = st.text(max_size=8) | st.sampled_from(
     ["a", "a/b", "ray.io/market-type", "a b", "-", "\0", "\x7f", "x" * 64, '"']
