@@ -79,7 +79,7 @@ evaluate_every = 5
 [engine]
 kind = "{engine}"
 replicas = 2
-slots = 16
+max_concurrent_requests = 16
 max_new_tokens = 16
 {timing}
 

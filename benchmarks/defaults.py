@@ -31,7 +31,7 @@ ALPHAS = (1, 2, 4)
 BOUNDS = ("drop", "wait")
 WASTEFUL = 0.05  # of all tokens
 HEADINGS = (
-    "alpha", "ahead", "order", "at_bound", "depth", "step s", "staleness", "most", "bias %", "error", "waste %", "",
+    "alpha", "ahead", "order", "on stale", "in flight", "step s", "staleness", "most", "bias %", "error", "waste %", "",
 )  # fmt: skip
 
 Choice = dict[str, Any]  # of `rollout`
@@ -66,12 +66,14 @@ def choices(alpha: float, groups: int) -> Iterator[Choice]:
     """Every choice that the table holds against the others; the run's default is the first."""
     yield {}
     aheads = sorted({alpha, alpha - 0.05, 0.95, 0.5}, reverse=True)
-    yield from ({"at_bound": bound, "ahead": ahead} for bound in BOUNDS for ahead in aheads if ahead <= alpha)
-    yield {"at_bound": "drop", "tail_after": 1}
-    yield {"at_bound": "wait", "depth": groups}
+    yield from (
+        {"on_stale": bound, "max_batches_ahead": ahead} for bound in BOUNDS for ahead in aheads if ahead <= alpha
+    )
+    yield {"on_stale": "drop", "max_preemptions": 1}
+    yield {"on_stale": "wait", "max_inflight_groups": groups}
     yield ROLL
     if alpha > 1:
-        yield {**ROLL, "ahead": 0.95}
+        yield {**ROLL, "max_batches_ahead": 0.95}
 
 
 def defaults() -> Iterator[Row]:
@@ -80,7 +82,7 @@ def defaults() -> Iterator[Row]:
     for workload in workloads():
         table = Table(title=workload.name, title_justify="left")
         for heading in HEADINGS:
-            table.add_column(heading, justify="right" if heading not in ("order", "at_bound", "") else "left")
+            table.add_column(heading, justify="right" if heading not in ("order", "on stale", "") else "left")
         for alpha in ALPHAS:
             found = [_found(workload, alpha, choice) for choice in choices(alpha, workload.groups)]
             best = min((one for one in found if one.sound), key=_seconds, default=None)
@@ -103,7 +105,7 @@ def _rows(workload: Workload, alpha: int, found: list[Found], best: Found | None
     yield Row(case, "its mean staleness", best.figures.staleness_mean)
     yield Row(case, "ROLL's policy over it, equal bound", _seconds(roll) / _seconds(best))
     mean = min(best.figures.staleness_mean, float(alpha))
-    same = _found(workload, math.ceil(mean), {**ROLL, "ahead": round(mean, 2)})
+    same = _found(workload, math.ceil(mean), {**ROLL, "max_batches_ahead": round(mean, 2)})
     yield Row(case, f"ROLL's policy over it, at mean staleness {same.figures.staleness_mean:.2f}",
               _seconds(same) / _seconds(best))  # fmt: skip
 
@@ -119,7 +121,7 @@ def _found(workload: Workload, alpha: float, choice: Choice) -> Found:
 def _bias(config: RunConfig, workload: Workload, figures: Figures) -> tuple[float, float]:
     """Settled. Where prompts are filtered, others come instead: then trained lengths are held against the mean only."""
     timed = config.model_copy(update={"engine": workload.hardware.engine(config)})
-    grain = timed.engine.grain  # type: ignore[union-attr]  # it is a timed engine
+    grain = timed.engine.tokens_per_tick  # type: ignore[union-attr]  # it is a timed engine
     drawn = [tokens * grain for tokens in population(timed, figures.versions * config.groups)]
     if config.rollout.filter is None:
         return settled_bias(figures, drawn)
@@ -149,10 +151,10 @@ def _shown(one: Found, alpha: int) -> list[str]:
     rollout, figures = RolloutConfig(**one.choice), one.figures
     return [
         f"{alpha}",
-        f"{alpha if rollout.ahead is None else rollout.ahead:g}",
-        rollout.order,
-        rollout.at_bound or "-",
-        "-" if rollout.depth is None else f"{rollout.depth}",
+        f"{alpha if rollout.max_batches_ahead is None else rollout.max_batches_ahead:g}",
+        rollout.batch_order,
+        rollout.on_stale or "-",
+        "-" if rollout.max_inflight_groups is None else f"{rollout.max_inflight_groups}",
         f"{figures.step_seconds:,.4g}",
         f"{figures.staleness_mean:.2f}",
         f"{max(figures.staleness, default=0)}",

@@ -48,7 +48,7 @@ def make_requests(count: int, vocabulary: int, prompt: int, tokens: int) -> list
 
 async def start_engine(folder: Path, dtype: str, device: str, slots: int = 256) -> TransformersEngine:
     """Start an engine that has the folder's weights as version 0."""
-    engine = TransformersEngine(TransformersEngineConfig(slots=slots), folder, dtype=dtype)  # type: ignore[arg-type]
+    engine = TransformersEngine(TransformersEngineConfig(max_concurrent_requests=slots), folder, dtype=dtype)  # type: ignore[arg-type]
     with placed(device):
         await engine.start()
     await update_engine(engine, 0, folder)

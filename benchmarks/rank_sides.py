@@ -17,7 +17,7 @@ fused AdamW, one thread a rank. All but the first run each response behind its o
 - `fsdp` has ddp-dealt's rows and module under torch's `fully_shard`, each layer by itself, as its user writes it. Every
   rank has as many passes as the one that has most.
 - `deepspeed` has ddp-same's rows and module in DeepSpeed's engine, ZeRO 2, which adds up gradients in every pass.
-- `rollflow-deepspeed` is `rollflow-rows` with `learner = "deepspeed"`, ZeRO 2.
+- `rollflow-deepspeed` is `rollflow-rows` with `train.kind = "deepspeed"`, ZeRO 2.
 
 With one rank there is no wrapper: plain torch.
 

@@ -120,7 +120,7 @@ def theirs(case: Case, threads: int, home: Path) -> float:
     context = prepared(case, threads, home)
     weights = context.weights(0)
     (context.policy_folder / "model.safetensors").write_bytes((weights / "model.safetensors").read_bytes())
-    llm = offline_llm(str(context.policy_folder), context.config.engine.slots, threads)
+    llm = offline_llm(str(context.policy_folder), context.config.engine.max_concurrent_requests, threads)
     prompts = context.prompts()
     asked = [prompts.prompt(i).tokens for i in range(case.groups * case.batches) for _ in range(GROUP_SIZE)]
     prompts = [{"prompt_token_ids": list(tokens)} for tokens in asked]

@@ -44,7 +44,7 @@ SLOTS, GROUP = 256, 16
 ENGINES = (4, 16, 64, 256, 1024)
 TURNS = 4  # trajectories for each slot
 ON_WIRE = 64  # requests in a call of an engine's actor
-TOKENS = {"median": 400, "cap": 8000, "grain": 1}
+TOKENS = {"median": 400, "cap": 8000, "tokens_per_tick": 1}
 
 
 class Whole(SimulatedRun):
@@ -70,8 +70,13 @@ def workload(engines: int, groups: int) -> tuple[RunConfig, Hardware]:
     """Engines that are kept busy, and a learner that follows at once."""
     config = {"groups": groups, "group_size": GROUP, "async_ratio": 4, "policy": {"path": "simulated"}}
     hardware = {
-        "engines": {"count": engines, "slots": SLOTS, "seconds_per_token": 0.01, "slowing": 0.002},
-        "responses": {"median": 1600, "cap": 32000, "grain": 500},
+        "engines": {
+            "count": engines,
+            "max_concurrent_requests": SLOTS,
+            "seconds_per_token": 0.01,
+            "batch_slowdown": 0.002,
+        },
+        "responses": {"median": 1600, "cap": 32000, "tokens_per_tick": 500},
         "reward": {"seconds": 1.0},
         "update": {"seconds": 1.0},
     }

@@ -53,7 +53,7 @@ def scaling() -> Iterator[Row]:
         all_of, parts = changed(together, engines={"count": gpus}, learner={"gpus": gpus}), of_128(part)
         batch, queue = (ran(recipe(0, 256, 16, mode=mode), all_of, 6) for mode in ("batch", "queue"))
         roll = ran(recipe(2, 256, 16, **ROLL), parts, versions)
-        wait = ran(recipe(2, 256, 16, at_bound="wait"), parts, versions)
+        wait = ran(recipe(2, 256, 16, on_stale="wait"), parts, versions)
         ours = ran(recipe(2, 256, 16), parts, versions)
         if part == 1:
             assert batch.shares is not None
@@ -62,7 +62,7 @@ def scaling() -> Iterator[Row]:
         yield Row(case, "synchronous, batch mode, s", batch.step_seconds)
         yield Row(case, "synchronous, queue scheduling, s", queue.step_seconds)
         yield Row(case, "ROLL's policy, alpha 2, s", roll.step_seconds)
-        yield Row(case, "ours with at_bound = wait, alpha 2, s", wait.step_seconds)
+        yield Row(case, "ours with on_stale = wait, alpha 2, s", wait.step_seconds)
         yield Row(case, "ours, alpha 2, s", ours.step_seconds)
         yield Row(case, "bound (Proposition 2), s", ours.bounds.asynchronous_split)
         yield Row(case, "ours over synchronous (queue)", queue.step_seconds / ours.step_seconds)
@@ -86,12 +86,12 @@ def staleness() -> Iterator[Row]:
     """128 prompts, 32 slots, training 0.9 of generation: at an equal bound, and at an equal mean under a larger one."""
     case, hardware = "128 prompts, 32 slots", long_tailed()
     roll = {alpha: ran(recipe(alpha, 128, 1, **ROLL), hardware, 200) for alpha in (1, 4)}
-    wait = {alpha: ran(recipe(alpha, 128, 1, at_bound="wait"), hardware, 200) for alpha in (1, 4)}
-    ours = ran(recipe(4, 128, 1, ahead=0.95), hardware, 200)
+    wait = {alpha: ran(recipe(alpha, 128, 1, on_stale="wait"), hardware, 200) for alpha in (1, 4)}
+    ours = ran(recipe(4, 128, 1, max_batches_ahead=0.95), hardware, 200)
     for alpha in (1, 4):
         yield Row(case, f"ROLL's policy, alpha {alpha}, s", roll[alpha].step_seconds)
         yield Row(case, f"mean staleness of it, alpha {alpha}", roll[alpha].staleness_mean)
-        yield Row(case, f"ours with at_bound = wait, alpha {alpha}, s", wait[alpha].step_seconds)
+        yield Row(case, f"ours with on_stale = wait, alpha {alpha}, s", wait[alpha].step_seconds)
         yield Row(case, f"mean staleness of it, alpha {alpha}", wait[alpha].staleness_mean)
         equal = roll[alpha].step_seconds / wait[alpha].step_seconds
         yield Row(case, f"waiting over ROLL's policy, both alpha {alpha}", equal)
@@ -110,21 +110,26 @@ def sensitivity() -> Iterator[Row]:
     """The headlines on engines of 10, 40 and 128 slots that slow down under load so that a full one gives the same."""
     for slots, slowing in SLOWINGS.items():
         case = f"a quarter of 128 GPUs, {slots} slots, c = {slowing:g}"
-        parts = of_128(4, slots=slots, slowing=slowing)
-        whole = changed(load_hardware(Path("rlvr-128-colocated")), engines={"slots": slots, "slowing": slowing})
+        parts = of_128(4, max_concurrent_requests=slots, batch_slowdown=slowing)
+        whole = changed(
+            load_hardware(Path("rlvr-128-colocated")),
+            engines={"max_concurrent_requests": slots, "batch_slowdown": slowing},
+        )
         alone = changed(whole, engines={"count": 32}, learner={"gpus": 32})
         yield from _compared(case, 2, ran(recipe(0, 64, 16), alone, 12).step_seconds, parts, (64, 16), 30)
     for slots, slowing in ((10, 0.0), (32, 0.0), (128, 0.0), (128, 0.0236)):  # the last gives what 32 do alone
         case = f"128 prompts, {slots} slots, c = {slowing:g}"
         hardware = long_tailed(slots, slowing)
         yield from _compared(case, 1, ran(recipe(0, 128, 1), hardware, 60).step_seconds, hardware, (128, 1), 150)
-        ours, roll = (ran(recipe(a, 128, 1, **how), hardware, 150) for a, how in ((4, {"ahead": 0.95}), (1, ROLL)))
+        ours, roll = (
+            ran(recipe(a, 128, 1, **how), hardware, 150) for a, how in ((4, {"max_batches_ahead": 0.95}), (1, ROLL))
+        )
         yield Row(case, "0.95 ahead at alpha 4 over ROLL's at alpha 1", roll.step_seconds / ours.step_seconds)
         yield from bias(case, ours)
     for slots, slowing in ((10, 0.0), (16, 0.0), (40, 0.0), (40, 0.0385)):  # 128 x 8 on 128 engines
         case = f"tail batching, 128 x 8, 32 extra groups, {slots} slots, c = {slowing:g}"
-        hardware = changed(rollout_only(128, slots), engines={"slowing": slowing})
-        plain, tailed = (ran(recipe(0, 128, 8, **how), hardware, 60) for how in ({}, {**TAIL, "extra_groups": 32}))
+        hardware = changed(rollout_only(128, slots), engines={"batch_slowdown": slowing})
+        plain, tailed = (ran(recipe(0, 128, 8, **how), hardware, 60) for how in ({}, {**TAIL, "redundant_groups": 32}))
         yield Row(case, "over synchronous", plain.step_seconds / tailed.step_seconds)
         yield from bias(case, tailed)
 
@@ -150,7 +155,11 @@ def tail() -> Iterator[Row]:
     yield Row("tail batching, 128 x 8", "synchronous, s", plain.step_seconds)
     for eta, theirs, after in ((1.125, 2.87, 1), (1.25, 2.91, 1), (1.25, 2.91, 2), (1.5, 2.40, 1)):
         case = f"tail batching, 128 x 8, eta {eta:g}" + (", tail after 2" if after > 1 else "")
-        extra = {"extra_groups": round(128 * (eta - 1)), "extra_responses": round(8 * (eta - 1)), "tail_after": after}
+        extra = {
+            "redundant_groups": round(128 * (eta - 1)),
+            "redundant_responses": round(8 * (eta - 1)),
+            "max_preemptions": after,
+        }
         ours = ran(recipe(0, 128, 8, **TAIL, **extra), hardware, 200)
         ratio = plain.step_seconds / ours.step_seconds
         metric = f"over synchronous, a model of ours gave {theirs:g}"
@@ -158,7 +167,7 @@ def tail() -> Iterator[Row]:
         yield Row(case, "tokens not trained on, %", 100 * sum(ours.tokens.wasted.values()) / ours.tokens.sampled)
         yield from bias(case, ours)
     case = "tail batching, 128 x 8, 32 extra groups, no extra responses"
-    ours = ran(recipe(0, 128, 8, **TAIL, extra_groups=32), hardware, 200)
+    ours = ran(recipe(0, 128, 8, **TAIL, redundant_groups=32), hardware, 200)
     yield Row(case, "over synchronous", plain.step_seconds / ours.step_seconds)
     yield from bias(case, ours, limit=UNBIASED)
 
@@ -175,10 +184,10 @@ def queue() -> Iterator[Row]:
     batch = ran(recipe(0, 8, 8, mode="batch", **keep), narrow, 200)
     yield Row("queue scheduling, 8 x 8", "batch mode, s", batch.step_seconds)
     for case, hardware, theirs, target, choices, limit in (
-        ("tail batching", narrow, 2.16, 2.16, {"extra_groups": 4, **TAIL}, UNBIASED),
-        ("16 redundant, 3 times the slots", wide, 3.38, 3.4, {"extra_groups": 16}, None),
-        ("the same, tail after 5", wide, 3.38, 3.4, {"extra_groups": 16, **TAIL, "tail_after": 5}, None),
-        ("the same, tail after 1", wide, 3.38, None, {"extra_groups": 16, **TAIL}, UNBIASED),
+        ("tail batching", narrow, 2.16, 2.16, {"redundant_groups": 4, **TAIL}, UNBIASED),
+        ("16 redundant, 3 times the slots", wide, 3.38, 3.4, {"redundant_groups": 16}, None),
+        ("the same, tail after 5", wide, 3.38, 3.4, {"redundant_groups": 16, **TAIL, "max_preemptions": 5}, None),
+        ("the same, tail after 1", wide, 3.38, None, {"redundant_groups": 16, **TAIL}, UNBIASED),
     ):
         case = f"queue scheduling, 8 x 8, {case}"
         ours = ran(recipe(0, 8, 8, **choices, **keep), hardware, 200)

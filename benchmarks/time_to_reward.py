@@ -113,7 +113,7 @@ class Plan:
     def _in_turns(self) -> dict[str, int]:
         """What is best where engine and learner never run at the same time."""
         config = load_recipe(self.recipe, [])
-        return {"engine.slots": config.groups * config.group_size, "train.threads": THREADS}
+        return {"engine.max_concurrent_requests": config.groups * config.group_size, "train.threads": THREADS}
 
 
 def _child(module: str, *arguments: str, log: Path | None = None, home: Path | None = None) -> str:

@@ -122,7 +122,7 @@ async def scheduler_of(
         groups=groups,
         group_size=GROUP_SIZE,
         async_ratio=float(batches),
-        depth=groups,
+        max_inflight_groups=groups,
         attempts=2,
         max_new_tokens=LONG,
         temperature=1.0,

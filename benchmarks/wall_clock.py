@@ -33,7 +33,12 @@ VERSIONS = 7  # of a synchronous run; an asynchronous one has shorter steps, tha
 TOLERANCE = 0.1
 HARDWARE = Hardware.model_validate(
     {
-        "engines": {"count": ENGINES, "slots": 4, "seconds_per_token": 0.005, "prefill_seconds": 0.02},
+        "engines": {
+            "count": ENGINES,
+            "max_concurrent_requests": 4,
+            "seconds_per_token": 0.005,
+            "prefill_seconds": 0.02,
+        },
         "responses": {"median": 100.0, "sigma": 0.7, "cap": 360, "correlation": 0.5},
         "reward": {"seconds": 0.25, "workers": 4},
         "learner": {"seconds_per_version": 0.3},

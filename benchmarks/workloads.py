@@ -20,7 +20,7 @@ from rollflow.tasks.simulation.world import simulate
 
 # ROLL's policy: (1 + alpha) batches are admitted, a batch takes the prompts that were started first and waits for
 # them, and an update makes what is in flight be sent again with the tokens that it has: a prefill is what it costs.
-ROLL: dict[str, Any] = {"order": "started", "at_bound": "wait"}
+ROLL: dict[str, Any] = {"batch_order": "started", "on_stale": "wait"}
 UNBIASED = 0.01  # largest difference of the mean trained length
 MEDIAN, CAP = 1600, 32000
 MEAN = MEDIAN * 1.6487  # of lognormal lengths that are not cut
@@ -69,7 +69,11 @@ def bias(case: str, figures: Figures, *, limit: float | None = None) -> Iterator
 def rollout_only(engines: int, slots: int, **responses: Any) -> Hardware:
     """Engines, and a learner that takes no time."""
     lengths = {"median": MEDIAN, "cap": CAP} | responses
-    return changed(Hardware(), engines={"count": engines, "slots": slots, "seconds_per_token": 0.01}, responses=lengths)
+    return changed(
+        Hardware(),
+        engines={"count": engines, "max_concurrent_requests": slots, "seconds_per_token": 0.01},
+        responses=lengths,
+    )
 
 
 def long_tailed(slots: int = 32, slowing: float = 0.0) -> Hardware:
@@ -77,7 +81,7 @@ def long_tailed(slots: int = 32, slowing: float = 0.0) -> Hardware:
     0.9 of what 32 slots take to generate."""
     return changed(
         rollout_only(32, 1) if slots == 32 and not slowing else rollout_only(1, slots),
-        engines={"slowing": slowing},
+        engines={"batch_slowdown": slowing},
         learner={"gpus": 1, "seconds_per_trajectory": 0.9 * MEAN * 0.01 / 32},
     )
 
@@ -114,7 +118,7 @@ class Workload:
 def workloads() -> Iterator[Workload]:
     """Those of the scheduling benchmark, the largest at a quarter of its size."""
     for slots, slowing in SLOWINGS.items():
-        quarter = of_128(4, slots=slots, slowing=slowing)
+        quarter = of_128(4, max_concurrent_requests=slots, batch_slowdown=slowing)
         yield Workload(f"a quarter of 128 GPUs, {slots} slots, c = {slowing:g}", quarter, 64, 16, 24)
     yield Workload("128 prompts, 32 slots", long_tailed(), 128, 1, 100)
     fewer = changed(load_hardware(Path("rlvr-128")), engines={"count": 15}, learner={"gpus": 17})

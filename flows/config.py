@@ -192,15 +192,15 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: object) -> None:
     """Remove the keys of other kinds from a section that changes its kind; a change of preset removes all its keys."""
-    choices = _choices(parents)
-    for chosen in (choice for choice in choices if choice.kind_key == key and kind in list_kinds(choice)):
+    choices = sections_at(parents)
+    for chosen in (choice for choice in choices if key == "kind" and kind in list_kinds(choice)):
         if len(list_kinds(chosen)) > 1:
             node.clear()
         for name in {name for choice in choices for name in choice.model_fields} - chosen.model_fields.keys():
             node.pop(name, None)
 
 
-def _choices(path: Iterable[str]) -> list[type[Section]]:
+def sections_at(path: Iterable[str]) -> list[type[Section]]:
     """Return the sections that may stand at a place of the tree."""
     found: list[type[Section]] = [RunConfig]
     for name in path:
@@ -211,7 +211,7 @@ def _choices(path: Iterable[str]) -> list[type[Section]]:
 
 def list_kinds(section: type[Section]) -> tuple[object, ...]:
     """Return the kinds or presets of a section; an empty tuple if it has only one form."""
-    field = section.model_fields.get(section.kind_key)
+    field = section.model_fields.get("kind")
     return get_args(field.annotation) if field else ()
 
 
@@ -232,12 +232,24 @@ def _toml_value(text: str) -> Any:
 def sentences(error: ValidationError, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None) -> str:
     """Describe every error of a tree, with one sentence for each key. Errors of the whole tree come last."""
     by_key: dict[str, str] = {}
-    for details in error.errors():
+    for details in (*error.errors(), *_errors_behind(section, tree or {})):
         text = sentence(details, section, tree)
         by_key.setdefault(text.partition(" = ")[0], text)  # each type that a value may have reports an error
     if len(by_key) == 1:
         return next(iter(by_key.values()))
     return "\n  ".join([f"{len(by_key)} keys must change:", *by_key.values()])
+
+
+def _errors_behind(section: type[Section], tree: Mapping[str, Any]) -> list[ErrorDetails]:
+    """Find what else is wrong with a tree that is refused for keys with earlier names."""
+    renamed = section.renames.apply(tree)
+    if renamed == tree:
+        return []
+    try:
+        section.model_validate(renamed)
+    except ValidationError as error:
+        return error.errors()
+    return []
 
 
 def sentence(error: ErrorDetails, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None) -> str:
@@ -347,9 +359,8 @@ def _usable_keys(section: type[Section], tree: object, prefix: str = "") -> Iter
 def _sections_in_use(info: FieldInfo, given: object) -> list[type[Section]]:
     """Return the section in use in a field: by its kind, or by the default; all of them if neither decides."""
     sections = list(sections_of(info.annotation))
-    kind_key = sections[0].kind_key if sections else ""
-    kind = given.get(kind_key) if isinstance(given, Mapping) else None
-    kind = kind if kind is not None else getattr(info.default, kind_key, None)
+    kind = given.get("kind") if isinstance(given, Mapping) else None
+    kind = kind if kind is not None else getattr(info.default, "kind", None)
     return [one for one in sections if kind in list_kinds(one)] or sections
 
 

@@ -51,7 +51,7 @@ async def evaluate_now(context: RunContext, version: int, note: Callable[[], Non
     pool = RewardPool(config.reward, context.policy_folder)
     await asyncio.gather(engine.start(), pool.start())
     try:
-        proxy = InferenceProxy([engine], config.engine.slots)
+        proxy = InferenceProxy([engine], config.engine.max_concurrent_requests)
         probe = WeightsProbe(context.probe_tokens, published.probe, config.probe_tolerance)
         await proxy.update(version, await asyncio.to_thread(context.weights, version), probe, "continue")
         return await build_evaluator(context, pool, note).run(proxy, version)

@@ -204,8 +204,8 @@ def _check_installed(config: RunConfig) -> None:
         cure = 'install it with `pip install "rollflow[cpu]"` (or "rollflow[gpu]"), or set engine.kind = "transformers"'
         raise ConfigError(f"engine.kind = 'vllm': vLLM is not installed here; {cure}")
     if isinstance(config.train, DeepSpeedTrain) and find_spec("deepspeed") is None:
-        cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.learner = "torch"'
-        raise ConfigError(f"train.learner = 'deepspeed': DeepSpeed is not installed here; {cure}")
+        cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.kind = "torch"'
+        raise ConfigError(f"train.kind = 'deepspeed': DeepSpeed is not installed here; {cure}")
 
 
 def _note_near_duplicates(config: RunConfig, prompts: RunPrompts) -> str:

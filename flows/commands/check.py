@@ -30,7 +30,7 @@ def command(options: argparse.Namespace) -> int:
         return OK
     print(
         f"{options.recipe}: good. {config.versions} versions of {config.groups} groups x {config.group_size} "
-        f"responses, async_ratio {config.async_ratio:g}, engine {config.engine.kind}, learner {config.train.learner}"
+        f"responses, async_ratio {config.async_ratio:g}, engine {config.engine.kind}, learner {config.train.kind}"
     )
     for note in found.notes:
         print(note)

@@ -28,7 +28,8 @@ config models; `tests/test_docs.py` fails when it is out of date. `rollflow keys
 - `rollflow run RECIPE --set train.learning_rate=1e-4` changes one key; of a list, name the position:
   `--set prompts.0.share=2`.
 - `rollflow check RECIPE` reports every error, with one sentence for each key: the key, the value, the fix.
-- Where a section has a `kind` (`[train]` calls it `learner`), the kind decides which other keys it has.
+- Where a section has a `kind`, it decides which other keys it has.
+- A recipe with the earlier name of a key is refused with the name of today. Recorded runs keep the names they have.
 """
 
 
@@ -44,7 +45,7 @@ def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[
     plain: list[tuple[str, FieldInfo]] = []
     nested: list[tuple[str, FieldInfo]] = []
     for name, info in section.model_fields.items():
-        if not (name == section.kind_key and _fixed_kind(section)):  # the heading already has it
+        if not (name == "kind" and _fixed_kind(section)):  # the heading already has it
             (nested if list(sections_of(info.annotation)) else plain).append((name, info))
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     yield from (_row(name, info) for name, info in plain)
@@ -59,7 +60,7 @@ def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: A
     """Yield a section under its heading as a recipe writes it; a section with several kinds shows its kind."""
     heading = f"`[[{path}]]`" if get_origin(info.annotation) is tuple else f"`[{path}]`"
     kind = _fixed_kind(section)
-    yield from (f"### {heading} with `{section.kind_key} = {json.dumps(kind)}`" if kind else f"### {heading}", "")
+    yield from (f"### {heading} with `kind = {json.dumps(kind)}`" if kind else f"### {heading}", "")
     if section.__doc__:
         yield from (inspect.cleandoc(section.__doc__), "")
     if default is None:
@@ -71,7 +72,7 @@ def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: A
 
 def _fixed_kind(section: type[Section]) -> str | None:
     """Return the fixed kind of a section that is one of several choices; None if the user chooses its kind."""
-    field = section.model_fields.get(section.kind_key)
+    field = section.model_fields.get("kind")
     choices = get_args(field.annotation) if field else ()
     return choices[0] if len(choices) == 1 else None
 

@@ -190,11 +190,11 @@ def split(candidate: Candidate) -> str:
 
 def redundancy(candidate: Candidate) -> str:
     """Describe the groups issued beyond a batch, and what happens to slow ones."""
-    parts = [f"+{candidate.extra_groups} groups"] if candidate.extra_groups else []
-    parts += [f"+{candidate.extra_responses} responses"] if candidate.extra_responses else []
+    parts = [f"+{candidate.redundant_groups} groups"] if candidate.redundant_groups else []
+    parts += [f"+{candidate.redundant_responses} responses"] if candidate.redundant_responses else []
     parts += ["tail batching"] if candidate.tail_batching else []
-    parts += [f"ahead {candidate.ahead:g}"] if candidate.ahead is not None else []
-    plain = not candidate.extra_groups and not candidate.tail_batching
+    parts += [f"ahead {candidate.max_batches_ahead:g}"] if candidate.max_batches_ahead is not None else []
+    plain = not candidate.redundant_groups and not candidate.tail_batching
     parts += ["drops at the bound"] if plain and candidate.drops else []
     return ", ".join(parts)
 
@@ -261,7 +261,7 @@ def _describe_choice(planned: Plan, asked: PlanRequest) -> str:
 def _describe_wider(taken: CandidateOutcome, wider: CandidateOutcome) -> str:
     """Describe the gain of a larger bound with as many responses in flight."""
     return (
-        f"A wider bound would pay: alpha = {wider.candidate.async_ratio:g} with rollout.ahead = "
+        f"A wider bound would pay: alpha = {wider.candidate.async_ratio:g} with rollout.max_batches_ahead = "
         f"{wider.candidate.lead:g} takes {wider.figures.step_seconds:,.4g} s a step instead of "
         f"{taken.figures.step_seconds:,.4g}, at a mean staleness of {wider.figures.staleness_mean:.2f} instead of "
         f"{taken.figures.staleness_mean:.2f}; single responses get up to "

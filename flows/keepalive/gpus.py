@@ -38,13 +38,13 @@ def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
     if not have:
         return GpuShares(0.0, 0.0)
     engines, width, ranks = count_engines(config), width_of(config), config.train.ranks
-    together = 1 if config.train.spread else ranks  # on one node
+    together = 1 if config.train.multi_node else ranks  # on one node
     needed = engines * width + ranks
     if width == ranks == 1:
         share = min(1.0, 1 / math.ceil(needed / have))
         return GpuShares(share, share)
     if together > largest:
-        cure = "set it to that, or train.spread = true"
+        cure = "set it to that, or train.multi_node = true"
         raise ConfigError(f"train.ranks = {ranks}: all are on one node, and the largest has {largest:g} GPUs; {cure}")
     if width > largest:
         raise ConfigError(f"engine.tensor_parallel = {width}: the largest node has {largest:g} GPUs; set it to that")

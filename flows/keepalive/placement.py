@@ -30,7 +30,7 @@ def note_placement(config: RunConfig, nodes: Sequence[Mapping[str, Any]]) -> Ite
 
 def needed_cpus(config: RunConfig) -> float:
     """Return the CPUs that all actors of a run reserve with `cluster.placement.reserve_cpus`."""
-    ranks = config.train.threads * (config.train.ranks - 1) if config.train.spread else 0
+    ranks = config.train.threads * (config.train.ranks - 1) if config.train.multi_node else 0
     own = config.evaluation_engine(on_cpu=True)
     engines = config.engine.replicas * engine_cpus(config.engine) + (engine_cpus(own) if own else 0.0)
     return engines + learner_cpus(config) + ranks + 1.0 + config.reward.workers

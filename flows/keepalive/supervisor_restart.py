@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.run_records.recoveries import Notes
 from rollflow.tasks.run.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.renamed_keys import RECIPE
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -132,7 +133,7 @@ def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
         begin = _schedule_after(_compute_pause(client, crashed, times, _read_limits(context, crashed)))
         made = client.create_flow_run_from_deployment(
             crashed.deployment_id,
-            parameters=crashed.parameters | {"run_id": context.uri.rpartition("/")[2]},
+            parameters=_parameters(crashed) | {"run_id": context.uri.rpartition("/")[2]},
             state=begin,
             name=crashed.name,
             idempotency_key=f"after:{crashed.id}",
@@ -175,7 +176,7 @@ def _read_limits(context: RunContext, crashed: FlowRun) -> RecoveryConfig:
     try:
         return context.config.recovery
     except ConfigError:
-        return RunConfig.model_validate(crashed.parameters["config"]).recovery
+        return RunConfig.model_validate(_parameters(crashed)["config"]).recovery
 
 
 def _compute_pause(
@@ -216,7 +217,7 @@ def crash_reason(crashed: FlowRun) -> str:
 
 def run_uri(flow_run: FlowRun) -> str:
     """Return the storage URI of a supervisor flow run's run, or "" if its parameters name none."""
-    given = flow_run.parameters
+    given = _parameters(flow_run)
     if given.get("storage"):
         return str(given["storage"]).rstrip("/")
     try:
@@ -228,6 +229,12 @@ def run_uri(flow_run: FlowRun) -> str:
         return context_of(store_uri(config), run_id).uri
     except ConfigError:  # the flow rejects it as well
         return ""
+
+
+def _parameters(flow_run: FlowRun) -> dict[str, Any]:
+    """Return the parameters of a supervisor's flow run; an earlier rollflow may have written its config."""
+    given, config = flow_run.parameters, flow_run.parameters.get("config")
+    return given | {"config": RECIPE.apply(config)} if isinstance(config, Mapping) else given
 
 
 def run_of(flow_run: FlowRun) -> RunContext:

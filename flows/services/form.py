@@ -37,6 +37,7 @@ BOUNDS = {
     "minItems",
     "minLength",
     "pattern",
+    "patternProperties",
     "required",
 }
 PRESETS = PartsObjective.__name__  # the section whose parts come from a preset
@@ -48,11 +49,28 @@ def build_form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> Schema:
 
     schema: Schema = parameter_schema(flow).model_dump(mode="json", exclude_unset=True)
     properties = {name: one for name, one in schema["properties"].items() if name not in hidden}
-    made = _Form(schema.get("definitions", {}))
+    made = _Form(_with_new_names(schema.get("definitions", {})))
     return schema | {
         "properties": {name: made.strict(one) for name, one in properties.items()},
         "definitions": made.all(),
     }
+
+
+def _with_new_names(definitions: Mapping[str, Schema]) -> dict[str, Schema]:
+    """Let the server name the new key if a value has an earlier one; the UI does not show `patternProperties`."""
+    from rollflow.flows.config import sections_at
+    from rollflow.tasks.runtime.renamed_keys import RECIPE
+
+    found = dict(definitions)
+    for key, today in RECIPE.keys.items():
+        place, _, name = key.rpartition(".")
+        for section in (one for one in sections_at(place.split(".")) if today in one.model_fields):
+            if definition := found.get(section.__name__):
+                refused = {f"^{name}$": {"const": f"{place}.{today} in place of {key}"}}  # "... was expected"
+                found[section.__name__] = definition | {
+                    "patternProperties": definition.get("patternProperties", {}) | refused
+                }
+    return found
 
 
 def form_values(config: RunConfig) -> Schema:

@@ -15,6 +15,7 @@ from rollflow.flows.views.parameters import flatten, names_secret, without_secre
 from rollflow.storage.log.configs import RecordedConfig
 from rollflow.storage.log.entries import Change
 from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.renamed_keys import RECIPE
 
 UNSET = "unset"
 TOML = {"None": UNSET, "True": "true", "False": "false"}
@@ -39,9 +40,15 @@ def shown_changes(recorded: RecordedConfig) -> list[ShownChange]:
 
 
 def select_shown(changes: Iterable[Change], version: int) -> list[ShownChange]:
-    """List the changes that may be shown, effective from `version` on."""
-    open_keys = (one for one in changes if not any(map(names_secret, one.key.split("."))))
+    """List the changes that may be shown, with today's names of the keys, effective from `version` on."""
+    today = (Change(*_today(one)) for one in changes)
+    open_keys = (one for one in today if not any(map(names_secret, one.key.split("."))))
     return [ShownChange(version, one.key, _text(one, one.before), _text(one, one.after)) for one in open_keys]
+
+
+def _today(change: Change) -> tuple[str, Any, Any]:
+    key, before = RECIPE.change(change.key, change.before)
+    return key, before, RECIPE.change(change.key, change.after)[1]
 
 
 def change_sentence(recorded: RecordedConfig) -> str:

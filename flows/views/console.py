@@ -339,11 +339,11 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         waited = (
             f"{summary['waited_at_the_bound']:.0%} of the time a full batch and the learner waited for a slow group"
         )
-        cure = "a larger async_ratio with the same rollout.ahead would not"
+        cure = "a larger async_ratio with the same rollout.max_batches_ahead would not"
         rows.append(("waited at the bound", Text(f"{waited}; {cure}")))
     if summary.get("dropped_tokens", 0) >= WORTH_SAYING:
         dropped = f"{summary['dropped_tokens']:.0%} of the tokens were of groups too slow for their batch"
-        cure = 'rollout.at_bound = "wait", with no extra_groups, keeps them'
+        cure = 'rollout.on_stale = "wait", with no redundant_groups, keeps them'
         rows.append(("dropped", Text(f"{dropped}; {cure}", style="yellow")))
     if summary.get("cpu_seconds"):
         rows.append(("cpu", Text(cpu_line(summary["cpu_seconds"]))))

@@ -213,16 +213,17 @@ class _Audit:
     def _take_config(self, body: RunCreated | ConfigChanged, n: int) -> None:
         """Check batches against this config from entry `n` on."""
         self.expecting.take_config(body.config)
-        self.responses = self.fold.state.group_size + self._extra_responses(body.config, n)
+        self.responses = self.fold.state.group_size + self._redundant_responses(body.config, n)
         if hashlib.sha256(json.dumps(body.config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
             self.report.add("altered", entry_path(n), "the config does not match its recorded hash")
 
     def _extra_responses(self, config: Mapping[str, Any], n: int) -> int:
         """Return the config's number of extra responses per prompt; 0 if it has no such key."""
         rollout = config.get("rollout", {})
-        extra = rollout.get("extra_responses", 0) if isinstance(rollout, Mapping) else None
-        if isinstance(extra, int) and extra >= 0:
-            return extra
+        known = rollout if isinstance(rollout, Mapping) else {"redundant_responses": None}
+        redundant = known.get("redundant_responses", known.get("extra_responses", 0))  # the earlier name
+        if isinstance(redundant, int) and redundant >= 0:
+            return redundant
         self.report.add(
             "lineage",
             entry_path(n),

@@ -30,8 +30,8 @@ def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Batch
         return
     if len(body.groups) != limits.groups:
         yield "lineage", f"batch {body.number} has {len(body.groups)} groups, the config says groups = {limits.groups}"
-    if not 0 <= body.surplus_tokens <= len(body.groups) * limits.extra_responses * limits.max_new_tokens:
-        what = f"extra_responses = {limits.extra_responses} of {limits.max_new_tokens} tokens at most"
+    if not 0 <= body.surplus_tokens <= len(body.groups) * limits.redundant_responses * limits.max_new_tokens:
+        what = f"redundant_responses = {limits.redundant_responses} of {limits.max_new_tokens} tokens at most"
         yield "lineage", f"batch {body.number} counts {body.surplus_tokens} tokens of surplus responses, with {what}"
     for group in body.groups:
         yield from _check_length(group.key, group.tokens, limits.group_size * limits.max_new_tokens)
@@ -55,7 +55,7 @@ def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> It
     if discard.reason in LEFT_BEHIND and discard.started_version >= after.next_batch - after.alpha:
         what = f"batch {after.next_batch} would still take version {discard.started_version}"
         yield "lineage", f"dispatch {name} was discarded as {discard.reason}, and at async_ratio {after.alpha:g} {what}"
-    responses = limits.group_size + limits.extra_responses
+    responses = limits.group_size + limits.redundant_responses
     yield from _check_length(discard.key, discard.response_tokens, responses * limits.max_new_tokens)
 
 

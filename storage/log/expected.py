@@ -20,7 +20,7 @@ class BatchLimits:
     sources: int  # prompt sources
     groups: int  # groups per batch
     group_size: int  # G, trajectories per group
-    extra_responses: int  # responses that are started per group beyond G
+    redundant_responses: int  # responses that are started per group beyond G
     max_new_tokens: int
     reasons: frozenset[DiscardReason]  # reasons for which a scheduler of this config discards
     made_up: bool = False  # true: the timed engine makes up tokens, so no response ends with a stop token

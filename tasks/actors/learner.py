@@ -7,7 +7,7 @@
 It starts from storage alone: it restores the newest published version, or makes version 0. A version is committed
 together with the batch it was trained on. Once another learner has claimed the run, this one gets `Deposed` and stops.
 A batch that differs from its commit is voided and formed again, and is never trained on. With `train.not_finite =
-"next"` the same happens to a batch that makes the weights not finite.
+"skip"` the same happens to a batch that makes the weights not finite.
 
 While version v + 1 is published (see `publishing`), batch v + 1 may be leased and trained on if alpha is 1 or more.
 Versions are committed in order, and batch v + 1 stays in the channel until version v + 2 is committed. If publishing
@@ -193,7 +193,7 @@ class LearnerActor:
         if self.config.train.ranks > 1:
             self.cpu = CpuClock(LEARNER, "learner ranks")
         self.version = self.policies.newest()
-        ranks = rank_hosts(self.context) if self.config.train.spread else NEAR
+        ranks = rank_hosts(self.context) if self.config.train.multi_node else NEAR
         if self.version < 0:
             cold = self.config.policy.cold_start is not None  # otherwise the policy folder has the first weights
             self.learner = new_learner(self.context, None if cold else self.context.first_weights, ranks=ranks)

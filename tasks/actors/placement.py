@@ -63,7 +63,7 @@ def engine_cpus(engine: EngineConfig) -> float:
 
 def learner_cpus(config: RunConfig) -> float:
     """Return the CPUs of the learner's actor, including ranks that are its own processes."""
-    return float(config.train.threads * (1 if config.train.spread else config.train.ranks))
+    return float(config.train.threads * (1 if config.train.multi_node else config.train.ranks))
 
 
 def fits(node: Mapping[str, Any], config: RunConfig, role: Role) -> bool:

@@ -1,4 +1,4 @@
-"""Learner ranks as Ray actors (`train.spread`): each rank runs on any node with room, with a GPU of its own.
+"""Learner ranks as Ray actors (`train.multi_node`): each rank runs on any node with room, with a GPU of its own.
 
     learner's actor (first rank) --starts--> RankActor (rank 1), RankActor (rank 2), ...
             +---- orders, over a separate connection that is protected by a secret ----+

@@ -189,7 +189,9 @@ class RolloutActor:
         self.patience = self.config.rollout.patience_seconds
         self.reward = RewardClient(self.patience)
         # Each engine joins when it is ready, so that no engine waits for another.
-        self.proxy = build_proxy([], self.config.engine.slots, self.patience, self.config.rollout.routing)
+        self.proxy = build_proxy(
+            [], self.config.engine.max_concurrent_requests, self.patience, self.config.rollout.routing
+        )
         self.scheduler = self._create_scheduler()
         self.evaluations = self._create_evaluations()
 
@@ -219,7 +221,7 @@ class RolloutActor:
                 held, settings.samples, settings.temperature, longest, self._score, environment, vocabulary
             ),
             keep=lambda found: asyncio.to_thread(self._store_result, found),
-            slots=self.config.engine.slots,
+            slots=self.config.engine.max_concurrent_requests,
             tries=max(1, self.config.recovery.restarts),
         )
         return Evaluations(means, self.config.versions)
@@ -239,7 +241,7 @@ class RolloutActor:
         spare_collector()
         self._prepared.set()
         hooks = VersionCallbacks(self._note_published, self._note_updated)
-        sync = WeightSync(self.proxy, self.feed, self.config.engine.in_flight, hooks)
+        sync = WeightSync(self.proxy, self.feed, self.config.engine.on_weight_update, hooks)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(sync.run(self.config.versions))

@@ -12,17 +12,22 @@ from rollflow.tasks.runtime.sections import Section, refuse
 class EngineBase(Section):
     """The keys of all engines."""
 
-    replicas: int = Field(1, gt=0, description="engines, each with the whole policy")
-    slots: int = Field(256, gt=0, description="requests one engine runs at a time")
-    max_new_tokens: int = Field(64, gt=0, description="longest response")
-    temperature: float = Field(1.0, gt=0, description="of sampling; losses are at this temperature, too")
-    in_flight: Literal["continue", "restart"] = Field(
-        "continue", description="what running requests do at a weight update"
+    replicas: int = Field(1, gt=0, description="number of engines; each holds the whole policy")
+    max_concurrent_requests: int = Field(
+        256, gt=0, description="largest number of requests that one engine runs at a time"
+    )
+    max_new_tokens: int = Field(64, gt=0, description="largest length of a response, in tokens")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; the losses use it, too")
+    on_weight_update: Literal["continue", "restart"] = Field(
+        "continue",
+        description="what happens to running requests at a weight update: they continue under the new weights, or "
+        "restart",
     )
     probe_tolerance: float | None = Field(
         None,
         gt=0,
-        description="largest log-prob difference (nats) between engine and learner; default: 0.01, or 1 at bfloat16",
+        description="largest allowed difference between the log-probs of engine and learner, in nats; default: 0.01, "
+        "or 1 with policy.dtype = bfloat16",
     )
 
 
@@ -31,13 +36,14 @@ class VllmEngineConfig(EngineBase):
     kv_cache_bytes: int | None = Field(
         None,
         gt=0,
-        description="default: on a CPU 256 MiB, or what one request needs up to 4 GiB; on a GPU vLLM's own choice",
+        description="size of the KV cache, in bytes; default on a CPU: 256 MiB, or as much as one request needs, up "
+        "to 4 GiB; default on a GPU: as vLLM decides",
     )
     prefix_caching: bool = Field(
-        True, description="compute what responses to one prompt share once; never across versions"
+        True, description="compute a prompt once for all its responses; nothing is reused across versions"
     )
-    tensor_parallel: int = Field(1, gt=0, description="GPUs that one engine is spread over")
-    threads: int = Field(1, gt=0, description="CPU threads of one engine")
+    tensor_parallel: int = Field(1, gt=0, description="GPUs that one engine is split over")
+    threads: int = Field(1, gt=0, description="CPU threads of each engine")
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower values and rejects higher ones
@@ -51,28 +57,44 @@ def check_temperature(key: str, temperature: float) -> None:
 
 
 class TransformersEngineConfig(EngineBase):
-    kind: Literal["transformers"] = Field("transformers", description="slower, and the same bits each time")
-    threads: int = Field(1, gt=0, description="CPU threads of one engine")
+    kind: Literal["transformers"] = Field(
+        "transformers", description="Hugging Face transformers: slower, but reproducible bit for bit"
+    )
+    threads: int = Field(1, gt=0, description="CPU threads of each engine")
 
 
 class TimedEngineConfig(EngineBase):
     """A latency model instead of a language model, for tests and simulation."""
 
-    kind: Literal["timed"] = Field("timed", description="no model: drawn tokens, at a given speed")
-    median_tokens: float = Field(16.0, gt=0, description="median response length")
-    sigma: float = Field(1.0, ge=0, description="spread of the lognormal response length")
-    correlation: float = Field(0.0, ge=0, le=1, description="of the lengths of responses to one prompt")
-    lengths: tuple[int, ...] = Field((), description="measured response lengths, in place of the lognormal ones")
-    seconds_per_token: float = Field(0.002, ge=0, description="of a request that runs alone")
-    prefill_seconds: float = Field(0.0, ge=0, description="of a prompt, before its first token")
-    update_seconds: float = Field(0.05, ge=0, description="pause for new weights")
-    slowing: float = Field(0.0, ge=0, description="c: with n requests running each decodes at 1/(1 + c(n - 1) + r t)")
-    reading: float = Field(0.0, ge=0, description="r: of each of the t tokens in the KV cache")
-    kv_tokens: int | None = Field(None, gt=0, description="tokens the KV cache holds; default: no limit but slots")
-    prompt_tokens: int = Field(0, ge=0, description="of each prompt, in the KV cache")
-    prefill_seconds_per_token: float = Field(0.0, ge=0, description="that the whole engine is held up; with prefixes")
-    speed: float = Field(1.0, gt=0, description="of this engine, relative to the seconds above")
-    grain: int = Field(1, gt=0, description="real tokens that one simulated token, as in max_new_tokens, stands for")
+    kind: Literal["timed"] = Field("timed", description="no model: random tokens at a given speed")
+    median_tokens: float = Field(16.0, gt=0, description="median length of a response, in tokens")
+    sigma: float = Field(1.0, ge=0, description="sigma of the lognormal response length")
+    correlation: float = Field(0.0, ge=0, le=1, description="correlation of the lengths of responses to one prompt")
+    lengths: tuple[int, ...] = Field((), description="measured response lengths; they replace the lognormal ones")
+    seconds_per_token: float = Field(0.002, ge=0, description="seconds for each token of a request that runs alone")
+    prefill_seconds: float = Field(0.0, ge=0, description="seconds for each prompt, before its first token")
+    update_seconds: float = Field(0.05, ge=0, description="seconds that an engine pauses for new weights")
+    batch_slowdown: float = Field(
+        0.0,
+        ge=0,
+        description="c: with n running requests and t tokens in the KV cache, each request decodes 1 + c(n - 1) + r t "
+        "times slower than alone",
+    )
+    kv_read_cost: float = Field(
+        0.0, ge=0, description="r in the formula of batch_slowdown: the cost of reading one token of the KV cache"
+    )
+    kv_tokens: int | None = Field(None, gt=0, description="capacity of the KV cache, in tokens; default: no limit")
+    prompt_tokens: int = Field(0, ge=0, description="tokens of each prompt in the KV cache")
+    prefill_seconds_per_token: float = Field(
+        0.0,
+        ge=0,
+        description="seconds that the whole engine stops for each token that enters the KV cache without being "
+        "sampled: of a prompt or a prefix, and of every request after an update",
+    )
+    speed: float = Field(1.0, gt=0, description="speed of this engine, relative to the seconds above")
+    tokens_per_tick: int = Field(
+        1, gt=0, description="real tokens that one simulated token stands for; max_new_tokens counts simulated tokens"
+    )
 
 
 EngineConfig = Annotated[VllmEngineConfig | TransformersEngineConfig | TimedEngineConfig, Field(discriminator="kind")]

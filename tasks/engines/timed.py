@@ -7,8 +7,8 @@ Guarantees, beyond the contract in `base`:
 - There is one timer per engine, none per token. An event costs O(log n) with n running requests, an update O(1).
 
 All running requests share the engine: with n of them, and t tokens resident in its KV cache, each runs at `speed / (1 +
-slowing * (n - 1) + reading * t)`. So one number is enough for all of them: the *work*, in seconds at full speed, that a
-request would have received if it had run since the beginning. A request that needs work w ends when that number has
+batch_slowdown * (n - 1) + kv_read_cost * t)`. One number is enough for all: the *work*, in seconds at full speed, that
+a request would have received if it had run since the beginning. A request that needs work w ends when that number has
 grown by w. The request that ends next is at the top of a heap. Between two events n is constant and t grows linearly
 with the work, so time is a quadratic function of the work. The result is exact, and nothing runs between two events.
 
@@ -21,8 +21,8 @@ update reduces the work of all requests once. `prefill_seconds_per_token` depend
 for every token that enters the cache without being sampled there (a prompt, a prefix, and all resident tokens after an
 update).
 
-With a `grain` g, one simulated token stands for g real ones. Lengths, work and time are those of the real tokens; only
-the arrays are shorter.
+With `tokens_per_tick` g, one simulated token stands for g real ones. Lengths, work and time are those of the real
+tokens; only the arrays are shorter.
 """
 
 from __future__ import annotations
@@ -207,10 +207,10 @@ class TimedEngine:
         """Draw the tokens of a response, after its prefix, and the work that they need."""
         config = self._config
         draw = random.Random(request.id if request.seed is None else request.seed)
-        wanted, longest = self._lengths.draw(request.prompt, draw), request.max_new_tokens * config.grain
+        wanted, longest = self._lengths.draw(request.prompt, draw), request.max_new_tokens * config.tokens_per_tick
         ending = StopReason.STOP if wanted <= longest else StopReason.LENGTH
         length = min(wanted, longest)
-        tokens = Int32s.of(draw.randbytes(max(1, round(length / config.grain))))
+        tokens = Int32s.of(draw.randbytes(max(1, round(length / config.tokens_per_tick))))
         per_token = length * config.seconds_per_token / len(tokens)
         said = len(request.prefix)
         needs = config.prefill_seconds + (len(tokens) - said) * per_token
@@ -222,8 +222,8 @@ class TimedEngine:
     @property
     def _load(self) -> float:
         """Seconds that one unit of work of each running request takes now."""
-        sharing = 1.0 + self._config.slowing * (self._active - 1)
-        return sharing + self._config.reading * self._resident if self._config.reading else sharing
+        sharing = 1.0 + self._config.batch_slowdown * (self._active - 1)
+        return sharing + self._config.kv_read_cost * self._resident if self._config.kv_read_cost else sharing
 
     def _work_in(self, seconds: float) -> float:
         """Compute the work that each running request receives in this time from an engine of speed 1."""
@@ -238,7 +238,7 @@ class TimedEngine:
     @property
     def _bend(self) -> float:
         """Half of the growth of the load per unit of work."""
-        reading = self._config.reading
+        reading = self._config.kv_read_cost
         return 0.5 * reading * self._active * self._growth if reading else 0.0
 
     def _prefill(self, tokens: float) -> float:
@@ -298,7 +298,7 @@ class TimedEngine:
 
     def _admit(self) -> None:
         queue = self._queue
-        while queue and not self._suspended and self._active < self._config.slots:
+        while queue and not self._suspended and self._active < self._config.max_concurrent_requests:
             run = queue[0]
             if not run.over:
                 if self._bound is not None and self._active and not self._fits(run):
@@ -313,7 +313,7 @@ class TimedEngine:
 
     def _context(self, run: _Run) -> float:
         """Return the number of real tokens to compute before the first one can be sampled."""
-        return self._config.prompt_tokens + len(run.request.prefix) * self._config.grain
+        return self._config.prompt_tokens + len(run.request.prefix) * self._config.tokens_per_tick
 
     def _begin(self, run: _Run) -> None:
         run.running, run.version, run.updates = True, self._version, len(self._updates)

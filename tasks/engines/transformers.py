@@ -68,7 +68,7 @@ class TransformersEngine:
 
         torch.set_num_threads(self._config.threads)
         dtype = torch.float32 if self._dtype == "float32" else torch.bfloat16
-        return FixedShapeSampler(self._folder, dtype, self._config.slots, stop_tokens(self._folder))
+        return FixedShapeSampler(self._folder, dtype, self._config.max_concurrent_requests, stop_tokens(self._folder))
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()

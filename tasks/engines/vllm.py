@@ -127,7 +127,7 @@ class VllmEngine:
             "seed": secrets.randbits(31),  # replicas and restarted engines must draw different numbers
             "dtype": self._dtype,
             "logprobs_mode": "processed_logprobs",
-            "max_num_seqs": config.slots,
+            "max_num_seqs": config.max_concurrent_requests,
             "max_logprobs": 1,
             "kv_cache_memory_bytes": config.kv_cache_bytes or (None if gpu else self._cpu_kv_cache()),
             "enforce_eager": not (gpu if self._compile is None else self._compile),

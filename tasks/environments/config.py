@@ -17,7 +17,9 @@ class SingleTurnEnvironment(Section):
 
     fixed: ClassVar[Mapping[str, str]] = EPISODES
 
-    kind: Literal["single-turn"] = Field("single-turn", description="a prompt, one response, the verifier's reward")
+    kind: Literal["single-turn"] = Field(
+        "single-turn", description="one prompt, one response, and the verifier's reward"
+    )
 
 
 class ImportEnvironment(Imported):
@@ -25,7 +27,7 @@ class ImportEnvironment(Imported):
 
     fixed: ClassVar[Mapping[str, str]] = EPISODES
 
-    kind: Literal["import"] = Field("import", description="a class of your own, derived from Environment")
+    kind: Literal["import"] = Field("import", description="your own class, derived from Environment")
 
 
 EnvironmentConfig = Annotated[SingleTurnEnvironment | ImportEnvironment, Field(discriminator="kind")]

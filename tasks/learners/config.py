@@ -1,4 +1,4 @@
-"""The `[train]` section: one class for each kind of learner; the key `learner` names the kind."""
+"""The `[train]` section: one class for each kind of learner."""
 
 from __future__ import annotations
 
@@ -36,63 +36,78 @@ class ReferenceConfig(Section):
 class Lora(Section):
     """Train a small adapter beside each linear layer of the policy's decoder; the policy's weights stay fixed."""
 
-    rank: int = Field(16, gt=0, description="columns of one and rows of the other matrix of the adapter")
-    alpha: float = Field(32.0, gt=0, description="what the adapter gives is multiplied by alpha / rank")
-    targets: tuple[str, ...] = Field((), description='names of layers, or their ends, e.g. ["q_proj"]; none: all')
+    rank: int = Field(16, gt=0, description="rank of the adapter's matrices")
+    alpha: float = Field(32.0, gt=0, description="the output of the adapter is multiplied by alpha / rank")
+    targets: tuple[str, ...] = Field(
+        (),
+        description='layers that get an adapter, by names or ends of names, e.g. ["q_proj"]; empty: all linear layers',
+    )
 
 
 class TrainBase(Section):
     """Keys that all learners share."""
 
-    kind_key: ClassVar[str] = "learner"
-    fixed: ClassVar[Mapping[str, str]] = {"learner": STORED, "lora": STORED, "master_dtype": STORED}
+    fixed: ClassVar[Mapping[str, str]] = {"kind": STORED, "lora": STORED, "master_dtype": STORED}
 
     objective: ObjectiveConfig = PartsObjective()
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     lora: Lora | None = None
-    learning_rate: float = Field(5e-4, gt=0, description="of AdamW, after the warm-up")
-    warmup_versions: int = Field(5, ge=0, description="versions over which the learning rate rises to its value")
+    learning_rate: float = Field(5e-4, gt=0, description="learning rate of AdamW after the warm-up")
+    warmup_versions: int = Field(5, ge=0, description="versions over which the learning rate rises to learning_rate")
     schedule: Literal["constant", "linear"] = Field(
-        "constant", description="linear: in proportion to the versions left, but never below a tenth"
+        "constant",
+        description="learning rate after the warm-up; linear: in proportion to the versions left, but at least a tenth",
     )
-    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW: decay of the gradient's mean and square")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.95), description="decay rates of AdamW's averages of the gradient and of its square"
+    )
     no_signal: Literal["report", "stop"] = Field(
-        "report", description="reaction when no row of no_signal_versions versions in a row has an advantage"
+        "report", description="what to do if all advantages are 0 in no_signal_versions consecutive versions"
     )
-    no_signal_versions: int = Field(3, gt=0, description="versions in a row without an advantage")
-    max_grad_norm: float = Field(1.0, gt=0, description="a longer gradient is scaled down to this length")
+    no_signal_versions: int = Field(
+        3, gt=0, description="consecutive versions without a nonzero advantage after which no_signal applies"
+    )
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="largest norm of the gradient; a larger gradient is scaled down to it"
+    )
     master_dtype: Literal["float32", "policy"] = Field(
         "float32",
-        description="type of the weights that the optimizer changes, and of its moments; policy: policy.dtype",
+        description="data type of the weights that the optimizer updates, and of its moments; policy: that of "
+        "policy.dtype",
     )
-    minibatches: int = Field(1, gt=0, description="optimizer steps per version; each sees its part of the groups")
+    minibatches: int = Field(
+        1, gt=0, description="optimizer steps in each version; each uses a part of the batch's groups"
+    )
     share_prompts: bool = Field(
         True,
-        description="run a group's responses behind one copy of their prompt, where that saves work",
+        description="compute a prompt once for the responses of its group, where that saves work",
     )
     checkpoint_activations: bool = Field(
-        False, description="run each layer again in the backward pass instead of keeping what it computed: less memory"
+        False,
+        description="recompute each layer in the backward pass instead of storing its activations, which saves memory",
     )
-    fused_adamw: bool = Field(True, description="torch's fused AdamW: one pass over the weights")
+    fused_adamw: bool = Field(True, description="use torch's fused AdamW, which reads the weights once")
     deterministic: bool = Field(
         False,
-        description="on a GPU: only algorithms that give the same bits again, slower; one CPU thread has no others",
+        description="on a GPU, use only algorithms that give the same bits each time, which are slower; one CPU "
+        "thread always does",
     )
     attention: Literal["exact", "default"] = Field(
         "exact",
-        description="exact: an implementation that computes all that the policy's config says, such as a soft-cap of "
-        "attention scores; default: the one that transformers chooses",
+        description="implementation of attention. exact: one that computes everything in the policy's config, such as "
+        "a soft cap of the scores; default: the one that transformers chooses",
     )
     advantage_dtype: Literal["float64", "float32"] = Field(
-        "float64", description="type in which advantages are computed from rewards"
+        "float64", description="data type in which advantages are computed from rewards"
     )
     micro_tokens: int = Field(4096, gt=0, description="padded tokens in one forward and backward pass")
-    not_finite: Literal["stop", "next"] = Field(
+    not_finite: Literal["stop", "skip"] = Field(
         "stop",
-        description="a batch that holds or gives a NaN or an infinity stops the run; or it is quarantined, and the "
-        "version is trained on the next that is formed, of other responses to the same prompts",
+        description="what to do if a batch contains or produces a NaN or an infinity. stop: the run ends; skip: the "
+        "batch is quarantined, and the version is trained on another batch, with other responses to the "
+        "same prompts",
     )
 
     @model_validator(mode="before")
@@ -115,7 +130,7 @@ class RankedTrain(TrainBase):
     ranks: int = Field(
         1, gt=0, description="processes that train together, each on its part of a batch, and with a GPU of its own"
     )
-    spread: bool = Field(
+    multi_node: bool = Field(
         False, description="ranks may be on several machines, each an actor of Ray's with a GPU of its own"
     )
     rank_seconds: float = Field(
@@ -123,17 +138,17 @@ class RankedTrain(TrainBase):
     )
 
     @model_validator(mode="after")
-    def _spread_over_some(self) -> Self:
-        if self.spread and self.ranks == 1:
-            refuse("train.spread", True, "with train.ranks = 1 there is nothing to spread; choose more, or false")
+    def _multi_node_has_ranks(self) -> Self:
+        if self.multi_node and self.ranks == 1:
+            refuse("train.multi_node", True, "with train.ranks = 1 there is one process; choose more, or false")
         return self
 
 
 class TorchTrain(RankedTrain):
-    learner: Literal["torch"] = Field("torch", description="torch, on one device")
+    kind: Literal["torch"] = Field("torch", description="torch, on one device per rank")
     sharded: bool = Field(
         False,
-        description="each rank has a part of the weights, gradients and moments, not all of them (FSDP2)",
+        description="each rank holds a shard of the weights, gradients and moments instead of all of them (FSDP2)",
     )
 
     @model_validator(mode="after")
@@ -149,28 +164,30 @@ class TorchTrain(RankedTrain):
 
 
 class DeepSpeedTrain(RankedTrain):
-    # A form that names no learner means torch: by the JSON schema its values must fit one section, not both.
-    model_config = ConfigDict(json_schema_extra={"required": ["learner"]})
+    # A form that names no kind means torch: by the JSON schema its values must fit one section, not both.
+    model_config = ConfigDict(json_schema_extra={"required": ["kind"]})
 
-    learner: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed: its ZeRO optimizers, over ranks")
+    kind: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed's ZeRO optimizers, over several ranks")
     ranks: int = Field(
-        2, gt=1, description="processes that train together, each on its part of a batch, and with a GPU of its own"
+        2, gt=1, description="processes that train together, each on a part of the batch and with its own GPU"
     )
-    zero: Literal[1, 2, 3] = Field(2, description="what ranks share: moments (1), gradients too (2), weights too (3)")
+    zero: Literal[1, 2, 3] = Field(
+        2, description="what is sharded over the ranks: moments (1), gradients too (2), weights too (3)"
+    )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="to the processor's memory: masters and moments (optimizer); with zero = 3 weights, too (all)",
+        description="what is kept in CPU memory: masters and moments (optimizer); with zero = 3 weights, too (all)",
     )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="of DeepSpeed's own config; what this section sets is refused there"
+        default_factory=dict, description="more keys of DeepSpeed's config; keys that this section sets are refused"
     )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.lora:
-            refuse("train.learner", "deepspeed", 'it trains whole models; take [train.lora] away, or choose "torch"')
+            refuse("train.kind", "deepspeed", 'it trains whole models; take [train.lora] away, or choose "torch"')
         if self.objective.advantage.baseline == "critic" and self.critic.model == "head":
-            refuse("train.critic.model", "head", 'with learner = "deepspeed" a critic has an engine; choose "own"')
+            refuse("train.critic.model", "head", 'with kind = "deepspeed" a critic has an engine; choose "own"')
         if self.master_dtype == "policy":
             refuse("train.master_dtype", "policy", 'DeepSpeed keeps float32; choose "float32"')
         if self.offload == "all" and self.zero < 3:
@@ -185,7 +202,7 @@ class DeepSpeedTrain(RankedTrain):
 
 def with_ranks(train: TorchTrain | DeepSpeedTrain, ranks: int) -> TorchTrain | DeepSpeedTrain:
     """Return the same training by `ranks` processes of one machine; one process runs torch, unsharded."""
-    given = train.model_dump() | {"ranks": ranks, "spread": False}
+    given = train.model_dump() | {"ranks": ranks, "multi_node": False}
     if ranks > 1:
         return type(train).model_validate(given)
     return TorchTrain.model_validate({name: given[name] for name in RankedTrain.model_fields})
@@ -230,4 +247,4 @@ def _as_parts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**rest, "objective": {**moved, **objective}}
 
 
-TrainConfig = Annotated[TorchTrain | DeepSpeedTrain, Field(discriminator="learner")]
+TrainConfig = Annotated[TorchTrain | DeepSpeedTrain, Field(discriminator="kind")]

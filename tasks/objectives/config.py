@@ -23,26 +23,34 @@ class Ratio(Section):
     """The ratio of the trained policy to an older one, in the surrogate. See `ratios.py`."""
 
     to: Literal["behaviour", "proximal"] = Field(
-        "behaviour", description="the policy that sampled, or the learner before this version's first update"
+        "behaviour",
+        description="policy in the denominator: the policy that sampled, or the learner before this version's first "
+        "update (proximal)",
     )
-    level: Level = Field("token", description="a ratio a token, a product a response, or its geometric mean")
+    level: Level = Field(
+        "token", description="one ratio per token; their product over a response; or their geometric mean over it"
+    )
 
 
 class Clip(Section):
     """PPO's clip of the ratio."""
 
     kind: Literal["clip"] = Field("clip", description="PPO: the smaller one of A x ratio and A x clipped ratio")
-    low: float = Field(0.2, gt=0, le=1, description="the ratio is held at 1 - low")
-    high: float = Field(0.28, gt=0, le=UNBOUNDED, description="the ratio is held at 1 + high")
-    dual: float | None = Field(None, gt=1, le=UNBOUNDED, description="largest ratio a negative advantage counts with")
+    low: float = Field(0.2, gt=0, le=1, description="the ratio is clipped to 1 - low or more")
+    high: float = Field(0.28, gt=0, le=UNBOUNDED, description="the ratio is clipped to 1 + high or less")
+    dual: float | None = Field(
+        None, gt=1, le=UNBOUNDED, description="largest ratio with which a negative advantage counts; default: no limit"
+    )
 
 
 class PolicyGradient(Section):
     """The log-prob times the advantage, weighted by the clamped ratio without its gradient."""
 
     kind: Literal["policy-gradient"] = Field("policy-gradient", description="REINFORCE: weight x A log pi")
-    positive: Range = Field((1.0, 1.0), description="what the ratio is clamped to where A > 0; [1, 1]: no weight")
-    negative: Range = Field((1.0, 1.0), description="what the ratio is clamped to elsewhere; [1, 1]: no weight")
+    positive: Range = Field(
+        (1.0, 1.0), description="range to which the ratio is clamped where A > 0; [1, 1]: no weight"
+    )
+    negative: Range = Field((1.0, 1.0), description="range to which the ratio is clamped elsewhere; [1, 1]: no weight")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -82,13 +90,15 @@ class Correction(Section):
     """The treatment of tokens that an older policy sampled. See `corrections.py`."""
 
     outside: Literal["none", "clamp", "mask", "second-moment"] = Field(
-        "none", description="what becomes of a ratio to the behaviour policy that is out of range; none: no correction"
+        "none",
+        description="what to do with a ratio to the behaviour policy that is out of range; none: no correction; "
+        "second-moment: drop the tokens with the largest squared log-ratios",
     )
-    level: Level = Field("token", description="of the ratio that weighs")
+    level: Level = Field("token", description="level of the ratio that weights the loss, as in train.objective.ratio")
     low: float = Field(0.0, ge=0, le=UNBOUNDED, description="smallest ratio in range")
     high: float = Field(UNBOUNDED, gt=0, le=UNBOUNDED, description="largest ratio in range")
-    weigh: bool = Field(True, description="a mask weighs what is left by the ratio, too")
-    judge: Level | None = Field(None, description="level of the ratio that a mask judges by; default: `level`")
+    weigh: bool = Field(True, description="a mask multiplies the remaining losses by the ratio, too")
+    judge: Level | None = Field(None, description="level of the ratio that decides what a mask drops; default: `level`")
     second_moment: float = Field(
         0.04, gt=0, le=UNBOUNDED, description="largest mean squared log-ratio of the tokens that second-moment keeps"
     )
@@ -126,22 +136,30 @@ class Advantage(Section):
 
     baseline: Literal["none", "group", "leave-one-out", "batch", "critic"] = Field(
         "group",
-        description="what is subtracted: the mean of the group, of the group's others, or of the batch; or what a "
-        "critic estimates, token by token",
+        description="what is subtracted from the reward: nothing, the mean of the group, of the other responses of "
+        "the group, or of the batch, or a critic's estimate for each token",
     )
     scale: Literal["none", "group", "batch", "whiten"] = Field(
         "group",
-        description="divide by the standard deviation of the group, or of the batch; whiten: less the mean of all "
-        "tokens, too",
+        description="what the advantage is divided by: nothing, or the standard deviation of the group or of the "
+        "batch; whiten: subtract the mean over all tokens first",
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="with a critic: what a reward counts one token earlier")
-    gae_lambda: float = Field(1.0, ge=0, le=1, description="with a critic: 1 trusts rewards alone, 0 its values")
+    gamma: float = Field(1.0, gt=0, le=1, description="with a critic: discount of a reward per token")
+    gae_lambda: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="with a critic: lambda of GAE; 1 trusts rewards alone, 0 trusts the critic's values",
+    )
     overlong: float = Field(
-        0.0, ge=0, le=1, description="last share of engine.max_new_tokens in which the reward falls by up to 1"
+        0.0, ge=0, le=1, description="last share of engine.max_new_tokens in which the reward falls, by 1 at the end"
     )
     positive_weight: float = Field(1.0, ge=0, le=HEAVIEST, description="weight of positive advantages")
     negative_weight: float = Field(
-        1.0, ge=0, le=HEAVIEST, description="weight of negative ones; below 1 steadies stale batches"
+        1.0,
+        ge=0,
+        le=HEAVIEST,
+        description="weight of negative advantages; below 1 it steadies training on stale batches",
     )
 
     @model_validator(mode="after")
@@ -167,19 +185,21 @@ KL_COUNTS_WITH = {"kl": "kl_weight", "kl_to": "kl_weight", "kl_in": "kl_weight",
 class Penalties(Section):
     """The price of every token, or of its response. See `penalties.py`."""
 
-    kl: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the divergence; k1 only in the reward")
+    kl: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the KL divergence; k1 only in the reward")
     kl_to: Literal["behaviour", "reference"] = Field(
-        "behaviour", description="the policy that it is the divergence from; reference: see train.reference"
+        "behaviour", description="policy that the divergence is measured from; reference: see train.reference"
     )
     kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="added to the loss of each token, or taken from the reward of its response"
+        "loss", description="where the divergence counts: in the loss of each token, or in the reward of its response"
     )
-    kl_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of that divergence")
+    kl_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the divergence")
     kl_target: float | None = Field(
-        None, gt=0, description="nats a token; the weight is adapted after each version so that it stays there"
+        None,
+        gt=0,
+        description="target of the divergence, in nats per token; after each version the weight is adapted to meet it",
     )
-    kl_gain: float = Field(0.1, gt=0, le=1, description="how fast the weight is adapted")
-    entropy_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the entropy, which is rewarded")
+    kl_gain: float = Field(0.1, gt=0, le=1, description="speed at which the weight is adapted to kl_target")
+    entropy_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the entropy bonus")
 
     @model_validator(mode="after")
     def _measures_something(self) -> Self:
@@ -209,15 +229,15 @@ class ObjectiveBase(Section):
     advantage: Advantage = Advantage()
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = Field(
         "token-mean",
-        description="the mean loss of all tokens; or the mean over responses of their means, of their sums, or "
-        "of their sums over engine.max_new_tokens",
+        description="token-mean: the mean loss of all tokens; the others are means over responses: of a response's "
+        "mean loss, of its sum, or of its sum over engine.max_new_tokens (constant)",
     )
 
 
 class PartsObjective(ObjectiveBase):
     """A preset, with the parts that a recipe changes."""
 
-    kind: PresetName = Field("grpo", description="a preset; its parts may be changed one by one")
+    kind: PresetName = Field("grpo", description="a preset; a recipe may change its parts one by one")
     ratio: Ratio = Ratio()
     surrogate: Surrogate = Clip()
     correction: Correction = Correction()
@@ -258,7 +278,7 @@ class PartsObjective(ObjectiveBase):
 class ImportObjective(ObjectiveBase, Imported):
     """A user-defined objective."""
 
-    kind: Literal["import"] = Field("import", description="a class of your own, derived from Objective")
+    kind: Literal["import"] = Field("import", description="your own class, derived from Objective")
 
 
 ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminator="kind")]

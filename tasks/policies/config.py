@@ -12,21 +12,30 @@ from rollflow.tasks.runtime.sections import Section
 class ColdStart(Section):
     """Build a small Llama policy and supervise it on demonstrations until it reaches a low accuracy."""
 
-    hidden_size: int = Field(128, gt=0, description="width; a multiple of heads")
-    layers: int = Field(2, gt=0, description="transformer blocks")
-    heads: int = Field(4, gt=0, description="attention heads in a layer")
-    context: int = Field(256, gt=0, description="longest prompt plus response, in tokens")
-    vocabulary: int = Field(320, ge=260, description="size of the byte-level BPE vocabulary")
-    learning_rate: float = Field(2e-3, gt=0, description="of the supervised steps, after a warm-up")
-    batch: int = Field(48, gt=0, description="demonstrations per supervised step")
-    target_accuracy: float = Field(0.3, gt=0, lt=1, description="held-out accuracy at which the cold start ends")
-    max_steps: int = Field(2000, gt=0, description="supervised steps before the run fails: the target is too far")
-    evaluate_every: int = Field(10, gt=0, description="supervised steps between two looks at the accuracy")
+    hidden_size: int = Field(128, gt=0, description="width of the model; a multiple of heads")
+    layers: int = Field(2, gt=0, description="number of transformer blocks")
+    heads: int = Field(4, gt=0, description="attention heads in each layer")
+    context: int = Field(256, gt=0, description="largest length of a prompt and its response together, in tokens")
+    vocabulary: int = Field(320, ge=260, description="number of tokens of the byte-level BPE tokenizer")
+    learning_rate: float = Field(2e-3, gt=0, description="learning rate of the supervised steps, after a warm-up")
+    batch: int = Field(48, gt=0, description="demonstrations in each supervised step")
+    target_accuracy: float = Field(
+        0.3, gt=0, lt=1, description="held-out accuracy at which the supervised training ends"
+    )
+    max_steps: int = Field(
+        2000, gt=0, description="supervised steps after which the run fails if it has not reached target_accuracy"
+    )
+    evaluate_every: int = Field(10, gt=0, description="supervised steps between two measurements of the accuracy")
 
 
 class PolicyConfig(Section):
     """The source of the policy: a Hugging Face folder (or hub name), or a cold start."""
 
-    path: str | None = Field(None, description="a Hugging Face folder, relative to the recipe, or a hub name")
+    path: str | None = Field(
+        None,
+        description="a Hugging Face folder, relative to the recipe, or the name of a model on the Hugging Face hub",
+    )
     cold_start: ColdStart | None = None
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights, trained and served")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="data type of the weights, in training and in the engines"
+    )

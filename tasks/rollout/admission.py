@@ -103,7 +103,7 @@ def room(supply: AdmissionInputs, limits: RolloutLimits, extra: int) -> Admissio
         batch=next_batch(supply, limits),
         fresh=fresh + extra if version >= 0 else 0,
         wanted=due.count * limits.groups + extra - supply.outstanding if version >= 0 else 0,
-        free=supply.running < limits.depth and supply.generating < supply.slots,
+        free=supply.running < limits.max_inflight_groups and supply.generating < supply.slots,
     )
 
 

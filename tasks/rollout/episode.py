@@ -153,7 +153,7 @@ class PlayedEpisode:
             reward_seconds=asyncio.get_running_loop().time() - self.at,
         )
 
-    def started_version(self, staleness: str) -> int:
+    def started_version(self, staleness_from: str) -> int:
         """Return the version from which the staleness of this episode counts.
 
         Raises:
@@ -161,7 +161,7 @@ class PlayedEpisode:
         """
         if self.first is None:
             raise ConfigError("environment: it ended an episode without a generation; ask for one in each")
-        if staleness == "oldest-token":
+        if staleness_from == "oldest-token":
             return min((version for version in self.made.versions if version >= 0), default=self.first.version)
         return self.first.version
 

@@ -2,7 +2,7 @@
 
 A batch is formed as soon as that preempts no running group, or else when the learner is ready for it. In the second
 case a running group that would be too old for the next batch is preempted and issued again, unless it is *awaited*
-(`at_bound = "wait"`, or a prompt of a long round).
+(`on_stale = "wait"`, or a prompt of a long round).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Formation:
             running: issue numbers of the running groups that were not preempted, in ascending order.
             is_lost: the batch was voided, and later batches are formed already.
         """
-        if self.limits.order == "started":
+        if self.limits.batch_order == "started":
             first = next(iter(running), None)
             return first is not None and self.buffer.count_before(first) < self.limits.groups
         bound = self.oldest_allowed(number + 1)
         if self.starts.count_before(bound) if learner_is_busy else self._has_room_for_awaited(bound):
             return True
-        if self.limits.at_bound == "drop" or is_lost:
+        if self.limits.on_stale == "drop" or is_lost:
             return False
         filled = (
             self.starts.count_before(math.inf) - 1

@@ -126,7 +126,7 @@ class GroupRollout:
             self._playing.discard(episode)
         if score is None:
             return None
-        return episode.trajectory(sample, episode.started_version(self.ports.limits.staleness), score)
+        return episode.trajectory(sample, episode.started_version(self.ports.limits.staleness_from), score)
 
     async def _generate_turn(self, sample: int, turn: Turn) -> VersionedGeneration | None:
         """Generate one turn of an episode. Only the start of the first turn is noted: the age counts from it."""

@@ -73,7 +73,7 @@ class IssueOrder:
 
     def count_extra_groups(self, batch: int) -> int:
         """Return the number of extra groups in the round for this batch."""
-        return 0 if self._is_long_for(batch) else self._limits.extra_groups
+        return 0 if self._is_long_for(batch) else self._limits.redundant_groups
 
     def next_issue(self, batch: int) -> Issue:
         """Return the next dispatch for this batch; the first one for a batch begins its round."""
@@ -83,9 +83,9 @@ class IssueOrder:
         if self._long:
             self._long -= 1
             return Issue(self._tail.popleft(), self._limits.group_size, awaited=True)
-        spare = 0 if self._is_long else self._limits.extra_responses
+        spare = 0 if self._is_long else self._limits.redundant_responses
         key = self._take_key()
-        awaited = self._limits.at_bound == "wait" or self._is_slow(key)
+        awaited = self._limits.on_stale == "wait" or self._is_slow(key)
         return Issue(key, self._limits.group_size + spare, awaited)
 
     def _is_long_for(self, batch: int) -> bool:

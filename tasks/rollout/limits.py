@@ -21,20 +21,20 @@ class RolloutLimits:
     groups: int  # N, groups in a batch
     group_size: int  # G, responses to one prompt
     async_ratio: float  # alpha: the largest staleness
-    depth: int  # most groups that run at a time
+    max_inflight_groups: int  # most groups that run at a time
     attempts: int  # tries of a request before its failure ends the run
     max_new_tokens: int
     temperature: float
     slots: int | None = None  # requests that all engines can run; groups start only into free slots. None: no limit
     mode: Literal["queue", "batch"] = "queue"
-    ahead: float | None = None  # batches that generation may run ahead of training; None: alpha
-    extra_groups: int = 0
-    extra_responses: int = 0
+    max_batches_ahead: float | None = None  # batches that generation may run ahead of training; None: alpha
+    redundant_groups: int = 0
+    redundant_responses: int = 0
     tail_batching: bool = False
-    tail_after: int | None = None  # None: 1 with tail batching, else 3
-    at_bound: Literal["drop", "wait"] = "wait"
-    order: Literal["finished", "started"] = "finished"
-    staleness: Literal["started", "oldest-token"] = "started"
+    max_preemptions: int | None = None  # None: 1 with tail batching, else 3
+    on_stale: Literal["drop", "wait"] = "wait"
+    batch_order: Literal["finished", "started"] = "finished"
+    staleness_from: Literal["started", "oldest-token"] = "started"
     filter: FilterConfig | None = None
     shares: tuple[float, ...] = (1.0,)  # prompt source -> its share of the trained groups
 
@@ -42,16 +42,16 @@ class RolloutLimits:
     def lead(self) -> float:
         """Number of batches that generation may run ahead of training.
 
-        A fractional part of alpha only admits groups that replace slower ones. With `at_bound = "wait"` no group is
+        A fractional part of alpha only admits groups that replace slower ones. With `on_stale = "wait"` no group is
         replaced, so alpha is rounded down.
         """
-        ahead = self.async_ratio if self.ahead is None else self.ahead
-        return ahead if self.at_bound == "drop" else min(ahead, math.floor(self.async_ratio))
+        ahead = self.async_ratio if self.max_batches_ahead is None else self.max_batches_ahead
+        return ahead if self.on_stale == "drop" else min(ahead, math.floor(self.async_ratio))
 
     @property
     def awaited_after(self) -> int:
         """Number of times a prompt may be preempted before a batch waits for it."""
-        return self.tail_after or (1 if self.tail_batching else 3)
+        return self.max_preemptions or (1 if self.tail_batching else 3)
 
 
 def filtered(limits: FilterConfig | None, rewards: Sequence[float]) -> str | None:

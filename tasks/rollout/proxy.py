@@ -5,9 +5,9 @@
   learner's is closed before it generates a token. A request that arrives during the update starts under the new
   version.
 - The requests of a failed engine continue on another engine with the tokens they have, and keep the version under which
-  they first started. With `in_flight = "restart"` they start from the beginning if the version has changed.
-- A request that an update aborted (`in_flight = "restart"`) starts again under the new version. A request that `abort`
-  ended keeps the tokens it has.
+  they first started. With `on_weight_update = "restart"` they start from the beginning if the version has changed.
+- A request that an update aborted (`on_weight_update = "restart"`) starts again under the new version. A request that
+  `abort` ended keeps the tokens it has.
 - An engine can be borrowed while another one lives. Its requests continue on other engines, as if it had failed. After
   the loan it joins again.
 - A joining engine gets the current weights and passes the probe before it gets a request. A failed engine is closed at

@@ -246,7 +246,7 @@ class RolloutScheduler:
         self.counts.filtered[why] += 1
         self._filtered_in_a_row += 1
         self._discard(Discard(group.key, DiscardReason.FILTERED, group.started_version, group.response_tokens))
-        if self.limits.filter and self._filtered_in_a_row >= self.limits.filter.most:
+        if self.limits.filter and self._filtered_in_a_row >= self.limits.filter.max_consecutive:
             raise ConfigError(  # a restarted scheduler would generate as many groups in vain
                 f"rollout.filter removed {self._filtered_in_a_row} groups in a row (the last: {why}); "
                 "widen it, or choose prompts that this policy sometimes answers right"
@@ -280,7 +280,7 @@ class RolloutScheduler:
         self.counts.waited.note(asyncio.get_running_loop().time(), holds=waits and number <= self._published)
         if not self._formation.is_full or waits:
             return None
-        groups = self.buffer.take(self.limits.groups, in_order=self.limits.order == "started")
+        groups = self.buffer.take(self.limits.groups, in_order=self.limits.batch_order == "started")
         self._advance()
         discards, self._discards = tuple(self._discards), []
         self._order.forget_slowness(group.key.prompt for group in groups)
@@ -313,4 +313,4 @@ class RolloutScheduler:
     @property
     def _too_slow(self) -> DiscardReason:
         """Reason for discarding a group that was too slow: by design with extra groups, otherwise by chance."""
-        return DiscardReason.REDUNDANT if self.limits.extra_groups else DiscardReason.STALE
+        return DiscardReason.REDUNDANT if self.limits.redundant_groups else DiscardReason.STALE

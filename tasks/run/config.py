@@ -25,6 +25,7 @@ from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.prompts.config import PromptConfig, SortingPrompts
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
 from rollflow.tasks.runtime.names import RecipeName
+from rollflow.tasks.runtime.renamed_keys import RECIPE, Renames
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse, refuse_all
 from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward, RewardConfig
 
@@ -42,37 +43,42 @@ class StoreConfig(Section):
     }
 
     uri: str | None = Field(
-        None, description="s3://bucket/prefix or a folder, relative to the recipe; default: in the run home"
+        None, description="s3://bucket/prefix, or a folder relative to the recipe; default: a folder in the run home"
     )
-    keep_last: int = Field(
-        5, ge=2, description="newest versions that keep their objects; async_ratio + 1 where that is more"
-    )
-    keep_every: int = Field(10, gt=0, description="every n-th version keeps its objects, too")
+    keep_last: int = Field(5, ge=2, description="newest versions whose objects are kept; at least async_ratio + 1")
+    keep_every: int = Field(10, gt=0, description="every n-th version is kept, too")
     state_every: int = Field(
-        1, gt=0, description="every n-th version stores the learner's state; recovery replays the batches in between"
+        1,
+        gt=0,
+        description="every n-th version stores the learner's state; recovery trains the versions since then again",
     )
     keep_prompts_bytes: int = Field(
-        2**28, ge=0, description="largest file of prompts that is kept with the run; of a larger one its hash"
+        2**28,
+        ge=0,
+        description="largest file of prompts that is stored with the run, in bytes; of a larger file only the hash is "
+        "stored",
     )
     patience_seconds: float = Field(
         3600.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="longest wait for a store that does not answer; the run goes on when it does",
+        description="seconds to wait for a store that does not answer; the run goes on when it answers",
     )
-    shard_bytes: int = Field(2**28, gt=0, description="largest weight file; shards are hashed and moved in parallel")
+    shard_bytes: int = Field(
+        2**28, gt=0, description="largest size of a weight file, in bytes; files are hashed and moved in parallel"
+    )
 
 
 class RecoveryConfig(Section):
     """How often and how quickly the supervisors restart what died or is stuck."""
 
-    restarts: int = Field(5, ge=0, description="restarts of one role within the window before the run fails")
-    window_seconds: float = Field(600.0, gt=0, le=LONGEST_SECONDS, description="for how long a restart counts")
+    restarts: int = Field(5, ge=0, description="restarts of one role within window_seconds before the run fails")
+    window_seconds: float = Field(600.0, gt=0, le=LONGEST_SECONDS, description="seconds for which a restart counts")
     backoff_seconds: float = Field(
-        1.0, ge=0, description="pause before the second restart within the window; doubled for each one after it"
+        1.0, ge=0, description="seconds before the second restart within the window; doubled before each further one"
     )
     answer_seconds: float = Field(
-        30.0, gt=0, le=LONGEST_SECONDS, description="an actor that is silent for so long is stuck"
+        30.0, gt=0, le=LONGEST_SECONDS, description="seconds without an answer after which an actor counts as stuck"
     )
 
 
@@ -80,10 +86,10 @@ class RolePlacement(Section):
     """The nodes that may run the actors of a role."""
 
     labels: dict[str, str] = Field(
-        default_factory=dict, description='Ray node labels that a node must have, e.g. {"ray.io/market-type" = "spot"}'
+        default_factory=dict, description='Ray labels that a node must have, e.g. {"ray.io/market-type" = "spot"}'
     )
     resource: str | None = Field(
-        None, min_length=1, description="custom resource of Ray's that a node must have; an actor takes 0.001 of it"
+        None, min_length=1, description="custom Ray resource that a node must have; each actor takes 0.001 of it"
     )
 
 
@@ -91,10 +97,12 @@ class PlacementConfig(Section):
     """Where a run's actors are placed on the cluster, and what they reserve there besides their GPUs."""
 
     strategy: Literal["spread", "pack"] = Field(
-        "spread", description="engines over the nodes in turn, or, as Ray packs: a node is half full before the next"
+        "spread",
+        description="spread: engines on the nodes in turn; pack: as Ray packs, a node is half full before the next "
+        "one is used",
     )
     reserve_cpus: bool = Field(
-        False, description="reserve the CPUs that the actors' threads use; else none, and others' work may take them"
+        False, description="reserve CPUs for the threads of the actors; otherwise other work may use these CPUs"
     )
     engine: RolePlacement = RolePlacement()
     learner: RolePlacement = RolePlacement()
@@ -109,12 +117,12 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class ClusterConfig(Section):
     """The Ray cluster that the run uses."""
 
-    address: str = Field("auto", description="host:port of a Ray head; auto: a cluster of its own on this machine")
+    address: str = Field("auto", description="host:port of a Ray head; auto: a private cluster on this machine")
     lease_seconds: float = Field(
         600.0,
         ge=0,
         le=LONGEST_SECONDS,
-        description="actors of a run that no supervisor watches for so long end, and free their GPUs; 0: never",
+        description="seconds without a supervisor after which the run's actors end and free their GPUs; 0: never",
     )
     placement: PlacementConfig = PlacementConfig()
     env: dict[str, str] = Field(
@@ -162,13 +170,15 @@ class TrackingConfig(Section):
     fixed: ClassVar[Mapping[str, str]] = {"study": "the run's page in MLflow was created below it"}
 
     uri: str | None = Field(
-        None, description="an MLflow tracking URI; files are relative to the recipe; default: SQLite in the run home"
+        None, description="MLflow tracking URI; a file is relative to the recipe; default: SQLite in the run home"
     )
-    experiment: str | None = Field(None, min_length=1, description="the MLflow experiment; default: the recipe's name")
+    experiment: str | None = Field(
+        None, min_length=1, description="name of the MLflow experiment; default: the recipe's name"
+    )
     study: str | None = Field(
         None,
         pattern=r"^[\w.:/ -]+$",
-        description="the MLflow run that this one lies below, with the others of its study; made if it is not there",
+        description="name of the MLflow run that is the parent of all runs of a study; created if missing",
     )
 
 
@@ -186,13 +196,18 @@ class RunConfig(Section):
         "policy": "version 0 was made from it",
         "prompts": "the log names prompts by their places in these sources",
     }
+    renames: ClassVar[Renames] = RECIPE
 
-    name: RecipeName = Field("run", description="what runs of this recipe are called, before the time of their start")
-    seed: int = Field(0, ge=0, description="of all draws: prompts, sampling, fresh weights")
-    versions: int = Field(100, gt=0, description="policy versions to train")
-    async_ratio: float = Field(2.0, ge=0, le=1e9, description="alpha: the largest staleness that may be trained on")
-    groups: int = Field(32, gt=0, description="prompt groups in a train step")
-    group_size: int = Field(8, gt=0, description="responses to one prompt")
+    name: RecipeName = Field(
+        "run", description="name of the recipe; the id of a run is this name and the time of its start"
+    )
+    seed: int = Field(0, ge=0, description="seed of all random draws: prompts, sampling, initial weights")
+    versions: int = Field(100, gt=0, description="number of policy versions to train")
+    async_ratio: float = Field(
+        2.0, ge=0, le=1e9, description="alpha: the largest staleness of a trained trajectory, in policy versions"
+    )
+    groups: int = Field(32, gt=0, description="prompt groups in a batch; each batch trains one version")
+    group_size: int = Field(8, gt=0, description="responses to each prompt")
     policy: PolicyConfig = PolicyConfig(cold_start=ColdStart())
     prompts: tuple[PromptConfig, ...] = (SortingPrompts(),)
     engine: EngineConfig = VllmEngineConfig()
@@ -257,12 +272,12 @@ class RunConfig(Section):
 
     def _rollout(self) -> Refusals:
         rollout = self.rollout
-        if rollout.extra_groups and (rollout.bound == "wait" or rollout.order == "started"):
-            cure = 'extra groups are left behind: set rollout.at_bound = "drop" and rollout.order = "finished"'
-            yield refusal("rollout.extra_groups", rollout.extra_groups, cure)
-        if rollout.ahead is not None and rollout.ahead > self.async_ratio:
+        if rollout.redundant_groups and (rollout.bound == "wait" or rollout.batch_order == "started"):
+            cure = 'redundant groups are given up: set rollout.on_stale = "drop" and rollout.batch_order = "finished"'
+            yield refusal("rollout.redundant_groups", rollout.redundant_groups, cure)
+        if rollout.max_batches_ahead is not None and rollout.max_batches_ahead > self.async_ratio:
             cure = f"it must not be above async_ratio = {self.async_ratio:g}: what runs further ahead gets too old"
-            yield refusal("rollout.ahead", rollout.ahead, cure)
+            yield refusal("rollout.max_batches_ahead", rollout.max_batches_ahead, cure)
 
     def _places(self) -> Refusals:
         """Check the engine for evaluations and the tracking server."""
@@ -290,7 +305,7 @@ class RunConfig(Section):
         """Check the parameter type: DeepSpeed has one type for all parameters, and a critic's head is in float32."""
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
         if short and isinstance(self.train, DeepSpeedTrain):
-            cure = 'with a critic train.learner = "deepspeed" takes float32 only; choose that, or learner = "torch"'
+            cure = 'with a critic train.kind = "deepspeed" takes float32 only; choose that, or kind = "torch"'
             yield refusal("policy.dtype", self.policy.dtype, cure)
 
     def evaluates(self, version: int) -> bool:

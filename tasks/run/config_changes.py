@@ -30,7 +30,8 @@ from rollflow.storage.log.rules import FIXED, FORMED
 from rollflow.storage.log.state import Deposed, EntryRefused, RunState
 from rollflow.tasks.objectives.config import ImportObjective, PartsObjective
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.run.context import RunContext, claim, complete_config
+from rollflow.tasks.run.context import RunContext, claim, parse_recorded
+from rollflow.tasks.runtime.renamed_keys import RECIPE
 from rollflow.tasks.runtime.sections import Section
 
 ANEW = "or start another run from the policy that `rollflow export` writes"
@@ -103,8 +104,9 @@ def _merge_recorded(recorded: Mapping[str, Any], before: RunConfig, after: RunCo
 
     If today's sections do not fit the recorded ones, return today's whole tree.
     """
-    tree = _merge_trees(recorded, tree_of(before), tree_of(after))
-    same = RunConfig.model_validate(complete_config(tree)) == after
+    old, new = (RECIPE.undo(tree_of(config), recorded) for config in (before, after))
+    tree = _merge_trees(recorded, old, new)
+    same = parse_recorded(tree) == after
     return tree if same else {**tree_of(after), **{name: recorded[name] for name in FIXED if name in recorded}}
 
 

@@ -38,6 +38,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.prompt_pins import PINS, check_asked, reader, split_of
 from rollflow.tasks.runtime.names import run_id as checked
 from rollflow.tasks.runtime.node import node_cache
+from rollflow.tasks.runtime.renamed_keys import RECIPE
 
 FORMAT = 5  # raised with the format of any record, so that a run of an older format is never changed
 
@@ -169,7 +170,7 @@ class RunContext:
 
     def _parse(self, recorded: RecordedConfig) -> RunConfig:
         try:
-            return RunConfig.model_validate(complete_config(recorded.config))
+            return parse_recorded(recorded.config)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
@@ -284,13 +285,16 @@ BEFORE: dict[str, dict[str, Any]] = {
 }
 
 
-def complete_config(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Complete a recorded config: a key that is newer than the run gets the value that matches how the run behaved."""
-    sections = {name: recorded.get(name) for name in BEFORE}
-    return {
-        **recorded,
-        **{name: {**BEFORE[name], **found} for name, found in sections.items() if isinstance(found, Mapping)},
-    }
+def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
+    """Parse a config from a run's log: renamed keys get today's names, missing keys the behaviour that the run had.
+
+    Raises:
+        ValidationError: the recorded config is invalid.
+    """
+    tree = RECIPE.apply(recorded)
+    sections = {name: tree.get(name) for name in BEFORE}
+    completed = {name: {**BEFORE[name], **found} for name, found in sections.items() if isinstance(found, Mapping)}
+    return RunConfig.model_validate({**tree, **completed})
 
 
 def claim(context: RunContext, role: Role, address: str, who: str = "") -> Writer:

@@ -21,7 +21,7 @@ from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.rollout.config import FilterConfig
 from rollflow.tasks.rollout.limits import filtered
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.run.context import RunContext, complete_config
+from rollflow.tasks.run.context import RunContext, parse_recorded
 from rollflow.tasks.run.user_code import changed_code
 
 ROUNDING = 1e-6  # tolerance for a mean reward, because batches store rewards in float32
@@ -38,7 +38,7 @@ def expected_of(context: RunContext) -> Expected:
 
 def _read_recorded_limits(recorded: Mapping[str, Any]) -> BatchLimits:
     try:
-        return read_limits(RunConfig.model_validate(complete_config(recorded)))
+        return read_limits(parse_recorded(recorded))
     except ValidationError as error:
         first = error.errors()[0]
         raise Corrupt(f"a config is invalid: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -51,19 +51,19 @@ def read_limits(config: RunConfig) -> BatchLimits:
         sources=len(config.prompts),
         groups=config.groups,
         group_size=config.group_size,
-        extra_responses=config.rollout.extra_responses,
+        redundant_responses=config.rollout.redundant_responses,
         max_new_tokens=config.engine.max_new_tokens,
         reasons=reasons_of(config),
         made_up=isinstance(config.engine, TimedEngineConfig),
         single_turn=isinstance(config.environment, SingleTurnEnvironment),
-        oldest_token=config.rollout.staleness == "oldest-token",
+        oldest_token=config.rollout.staleness_from == "oldest-token",
         filtered=lambda rewards: filtered(rules, rewards),
     )
 
 
 def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
     """Return the reasons for which a scheduler with this config discards groups; a void is an entry of its own."""
-    left = DiscardReason.REDUNDANT if config.rollout.extra_groups else DiscardReason.STALE
+    left = DiscardReason.REDUNDANT if config.rollout.redundant_groups else DiscardReason.STALE
     return frozenset({left, DiscardReason.FILTERED} if config.rollout.filter else {left})
 
 

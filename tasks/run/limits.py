@@ -9,27 +9,27 @@ from rollflow.tasks.run.config import RunConfig
 def build_limits(config: RunConfig) -> RolloutLimits:
     """Build the scheduler's limits from a run's config."""
     engine, rollout = config.engine, config.rollout
-    slots = engine.slots * engine.replicas
+    slots = engine.max_concurrent_requests * engine.replicas
     return RolloutLimits(
         seed=config.seed,
         batches=config.versions,
         groups=config.groups,
         group_size=config.group_size,
         async_ratio=config.async_ratio,
-        depth=rollout.depth or _default_depth(config),
+        max_inflight_groups=rollout.max_inflight_groups or _default_depth(config),
         attempts=rollout.attempts,
         max_new_tokens=engine.max_new_tokens,
         temperature=engine.temperature,
         slots=slots,
         mode=rollout.mode,
-        ahead=rollout.ahead,
-        extra_groups=rollout.extra_groups,
-        extra_responses=rollout.extra_responses,
+        max_batches_ahead=rollout.max_batches_ahead,
+        redundant_groups=rollout.redundant_groups,
+        redundant_responses=rollout.redundant_responses,
         tail_batching=rollout.tail_batching,
-        tail_after=rollout.tail_after,
-        at_bound=rollout.bound,
-        order=rollout.order,
-        staleness=rollout.staleness,
+        max_preemptions=rollout.max_preemptions,
+        on_stale=rollout.bound,
+        batch_order=rollout.batch_order,
+        staleness_from=rollout.staleness_from,
         filter=rollout.filter,
         shares=tuple(source.share for source in config.prompts),
     )
@@ -39,5 +39,8 @@ def _default_depth(config: RunConfig) -> int:
     """Return how many groups run at a time if the config does not say: as many as the engines can hold."""
     engine, rollout = config.engine, config.rollout
     if rollout.routing == "group":
-        return max(1, engine.slots // (config.group_size + rollout.extra_responses)) * engine.replicas
-    return engine.slots * engine.replicas
+        return (
+            max(1, engine.max_concurrent_requests // (config.group_size + rollout.redundant_responses))
+            * engine.replicas
+        )
+    return engine.max_concurrent_requests * engine.replicas

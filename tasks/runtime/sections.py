@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from rollflow.tasks.runtime.renamed_keys import Renames
+
 LARGEST = 2**63 - 1
 LONGEST_SECONDS = 1e9  # thirty years; Ray and threads cannot wait longer than a few hundred
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
@@ -21,8 +23,15 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    kind_key: ClassVar[str] = "kind"  # the key that selects one of several classes of a section
     fixed: ClassVar[Mapping[str, str]] = {}  # key that no recorded run may change -> reason; see `config_changes`
+    renames: ClassVar[Renames] = Renames()  # earlier names in this tree, which are refused
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_new_names(cls, tree: Any) -> Any:
+        """Refuse earlier names of keys and values."""
+        refuse_all(refusal(*renamed) for renamed in cls.renames.refusals(tree))
+        return tree
 
     @model_validator(mode="before")
     @classmethod
@@ -71,8 +80,10 @@ class Imported(Section):
 
     fixed: ClassVar[Mapping[str, str]] = {"path": "the hash of its file was recorded when the run began"}
 
-    path: str = Field(pattern=IMPORT_PATH, description="what is imported, e.g. my_package.parts:name")
-    options: dict[str, Any] = Field(default_factory=dict, description="given to it by name")
+    path: str = Field(
+        pattern=IMPORT_PATH, description="import path of your class or function, e.g. my_package.parts:name"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for it")
 
 
 def refusal(key: str, value: object, cure: str) -> PydanticCustomError:

@@ -89,8 +89,8 @@ def work_of(
     `versions` are the trained versions, whose train steps may have measured times.
     """
     engines, learner = hardware.engines, hardware.learner
-    slots = engines.slots or config.engine.slots
-    share = 1.0 + engines.slowing * (slots - 1)  # factor by which a full engine slows each request
+    slots = engines.max_concurrent_requests or config.engine.max_concurrent_requests
+    share = 1.0 + engines.batch_slowdown * (slots - 1)  # factor by which a full engine slows each request
 
     def seconds(tokens: float) -> float:
         return (engines.prefill_seconds + tokens * engines.seconds_per_token) * share
@@ -108,5 +108,5 @@ def work_of(
         train_gpus=learner.gpus,
         colocated=learner.colocated,
         async_ratio=config.async_ratio,
-        whole=not (engines.reading or engines.kv_tokens or engines.prefill_seconds_per_token),
+        whole=not (engines.kv_read_cost or engines.kv_tokens or engines.prefill_seconds_per_token),
     )

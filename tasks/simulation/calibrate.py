@@ -58,7 +58,7 @@ def calibrated(seen: ObservedRollout, config: RunConfig, hardware: Hardware) -> 
     edges = np.unique(np.quantile(seen.tokens_R, np.arange(1, BINS) / BINS))
     found = [_with(slowing, seen, edges, config, hardware) for slowing in SLOWINGS]
     found.sort(key=lambda one: one[0])
-    between = _between(found[0][1].slowing, found[1][1].slowing)
+    between = _between(found[0][1].batch_slowdown, found[1][1].batch_slowdown)
     return _on(hardware, min([*found[:1], _with(between, seen, edges, config, hardware)], key=lambda one: one[0])[1])
 
 
@@ -67,12 +67,12 @@ def _with(
 ) -> tuple[float, EnginesHardware]:
     """Fit the engines with this slowing; return their error and the engines."""
     mean, slope = seen.line()
-    share = 1.0 + slowing * (config.engine.slots - 1)
+    share = 1.0 + slowing * (config.engine.max_concurrent_requests - 1)
     per_token, prefill = slope / share, max(0.0, mean - slope * float(seen.tokens_R.mean())) / share
     found: list[tuple[float, EnginesHardware]] = []
     for _ in range(ROUNDS):
         engines = hardware.engines.model_copy(
-            update={"seconds_per_token": per_token, "prefill_seconds": prefill, "slowing": slowing}
+            update={"seconds_per_token": per_token, "prefill_seconds": prefill, "batch_slowdown": slowing}
         )
         simulated = _simulated(config, _on(hardware, engines))
         missed = np.log(np.maximum(simulated.times(edges), 1e-9) / np.maximum(seen.times(edges), 1e-9))

@@ -11,7 +11,13 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
 
-CHOICES = ("extra_groups", "extra_responses", "tail_batching", "at_bound", "ahead")  # keys of `RolloutConfig`
+CHOICES = (
+    "redundant_groups",
+    "redundant_responses",
+    "tail_batching",
+    "on_stale",
+    "max_batches_ahead",
+)  # keys of `RolloutConfig`
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +63,30 @@ class Candidate:
     learner_gpus: float
     colocated: bool
     async_ratio: float
-    extra_groups: int
-    extra_responses: int
+    redundant_groups: int
+    redundant_responses: int
     tail_batching: bool
-    at_bound: Literal["drop", "wait"] | None
-    ahead: float | None = None
+    on_stale: Literal["drop", "wait"] | None
+    max_batches_ahead: float | None = None
 
     @property
     def drops(self) -> bool:
         """Whether slow groups may be preempted."""
-        chosen = RolloutConfig(extra_groups=self.extra_groups, tail_batching=self.tail_batching, at_bound=self.at_bound)
+        chosen = RolloutConfig(
+            redundant_groups=self.redundant_groups, tail_batching=self.tail_batching, on_stale=self.on_stale
+        )
         return chosen.bound == "drop"
 
     @property
     def lead(self) -> float:
         """Number of batches that generation may run ahead of training."""
-        return self.async_ratio if self.ahead is None else self.ahead
+        return self.async_ratio if self.max_batches_ahead is None else self.max_batches_ahead
 
     def changes(self, base: RunConfig, hardware: Hardware) -> dict[str, Any]:
         """Map dotted keys to values, for the keys that differ from the recipe."""
-        slots, width = hardware.engines.slots, hardware.engines.gpus_per_engine
+        slots, width = hardware.engines.max_concurrent_requests, hardware.engines.gpus_per_engine
         wanted: dict[str, Any] = {"async_ratio": self.async_ratio, "engine.replicas": self.engines}
-        wanted |= {"engine.slots": slots} if slots else {}
+        wanted |= {"engine.max_concurrent_requests": slots} if slots else {}
         wanted |= {"engine.tensor_parallel": int(width)} if base.engine.kind == "vllm" and width == int(width) else {}
         ranks = 0 if self.colocated else int(self.learner_gpus)
         wanted |= {"train.ranks": ranks} if ranks == self.learner_gpus else {}

@@ -51,7 +51,7 @@ class TimedEvaluations:
             fetch=self._fetch,
             evaluator=Evaluator(held, settings.samples, settings.temperature, engine.max_new_tokens, rewards.score),
             keep=self._keep,
-            slots=engine.slots,
+            slots=engine.max_concurrent_requests,
             tries=TRIES,
         )
         self._evaluations = Evaluations(means, config.versions)

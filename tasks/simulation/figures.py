@@ -118,7 +118,7 @@ def figures_of(records: SimulationRecords, config: RunConfig, hardware: Hardware
     """Compute all figures; `config` is the recipe with timed engines."""
     assert isinstance(config.engine, TimedEngineConfig)
     warm = min(WARM_UP + config.capacity - 1, versions // 2)
-    grain, speeds = config.engine.grain, hardware.speeds(config)
+    grain, speeds = config.engine.tokens_per_tick, hardware.speeds(config)
     published = [0.0, *(step.ended for step in records.steps)]
     steps = tuple(after - before for before, after in pairwise(published))
     began, ended = published[warm], published[versions]
@@ -157,7 +157,8 @@ def _idle(records: SimulationRecords, config: RunConfig, warm: int, versions: in
     training = sum(step.seconds for step in records.steps[warm:versions])
     return IdleShares(
         engines=1.0 - (last.engine_busy - first.engine_busy) / (lasted * engines),
-        slots=1.0 - (last.engine_slots - first.engine_slots) / (lasted * engines * config.engine.slots),
+        slots=1.0
+        - (last.engine_slots - first.engine_slots) / (lasted * engines * config.engine.max_concurrent_requests),
         reward=1.0 - (last.reward_busy - first.reward_busy) / lasted,
         learner=1.0 - training / lasted,
     )
@@ -196,7 +197,7 @@ def population(config: RunConfig, prompts: int, filtered: Collection[int] = ()) 
     """Draw the simulated length of every response to the first `prompts` prompts, without the filtered prompts."""
     engine = config.engine
     assert isinstance(engine, TimedEngineConfig)
-    lengths, longest = ResponseLengths(engine), engine.max_new_tokens * engine.grain
+    lengths, longest = ResponseLengths(engine), engine.max_new_tokens * engine.tokens_per_tick
     mixture = Mixture([source.share for source in config.prompts])
     drawn: list[int] = []
     while len(drawn) < prompts * config.group_size:
@@ -207,7 +208,7 @@ def population(config: RunConfig, prompts: int, filtered: Collection[int] = ()) 
         for sample in range(config.group_size):
             draw = random.Random(sample_seed(config.seed, index, sample))
             length = min(lengths.draw(SimulatedPrompts.tokens(index), draw), longest)
-            drawn.append(max(1, round(length / engine.grain)))
+            drawn.append(max(1, round(length / engine.tokens_per_tick)))
     return drawn
 
 

@@ -1,8 +1,8 @@
 """Fits a hardware file to a recorded run: its latencies, lengths, train steps and updates.
 
 - Responses: the measured lengths (thinned to `QUANTILES`), and the correlation of their normal scores within a prompt.
-- Engines: fitted so that a simulation of the run gives the recorded times; see `calibrate`. `reading` and `kv_tokens`
-  are not fitted: set them by hand if the cache fills.
+- Engines: fitted so that a simulation of the run gives the recorded times; see `calibrate`.
+  `kv_read_cost` and `kv_tokens` are not fitted: set them by hand if the cache fills.
 - Learner: each version's own time, from the receipt of its batch to the request for the next one, replayed in order.
 - Updates: the median pause, and the median time from the publishing of a version to its pause.
 """
@@ -58,7 +58,9 @@ def fitted(versions: Sequence[RecordedVersion], config: RunConfig) -> Hardware:
     rest = Hardware(
         title="as recorded",
         responses=ResponsesHardware(
-            lengths=tuple(int(length) for length in thinned(tokens)), correlation=correlation_of(versions), grain=1
+            lengths=tuple(int(length) for length in thinned(tokens)),
+            correlation=correlation_of(versions),
+            tokens_per_tick=1,
         ),
         reward=RewardHardware(measured=tuple(round(float(x), 6) for x in thinned(rewards))),
         learner=LearnerHardware(measured=tuple(round(x, 6) for x in train_seconds(versions, alone=alone))),

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.renamed_keys import HARDWARE, Renames
 from rollflow.tasks.runtime.sections import Section, refuse
 
 GRAINS = 128  # simulated tokens of the longest response: enough to show versions per token, in short arrays
@@ -21,21 +22,42 @@ GRAINS = 128  # simulated tokens of the longest response: enough to show version
 class EnginesHardware(Section):
     """The engines and their decoding speed."""
 
-    count: int | None = Field(None, gt=0, description="engines; default: the recipe's engine.replicas")
-    slots: int | None = Field(None, gt=0, description="requests on one engine; default: the recipe's engine.slots")
-    gpus_per_engine: float = Field(1.0, gt=0, description="GPUs that one engine takes")
-    seconds_per_token: float = Field(0.01, gt=0, description="of a request that runs alone")
-    prefill_seconds: float = Field(0.0, ge=0, description="of a prompt; again after each update")
+    count: int | None = Field(None, gt=0, description="number of engines; default: the recipe's engine.replicas")
+    max_concurrent_requests: int | None = Field(
+        None,
+        gt=0,
+        description="requests that one engine runs at a time; default: the recipe's engine.max_concurrent_requests",
+    )
+    gpus_per_engine: float = Field(1.0, gt=0, description="GPUs of each engine")
+    seconds_per_token: float = Field(0.01, gt=0, description="seconds for each token of a request that runs alone")
+    prefill_seconds: float = Field(
+        0.0, ge=0, description="seconds for each prompt before its first token, and again after each update"
+    )
     prefill_seconds_per_token: float = Field(
-        0.0, ge=0, description="that an engine is held up by each token of a prompt; of all it holds, after each update"
+        0.0,
+        ge=0,
+        description="seconds that an engine stops for each token of a prompt, and for each token in its cache after "
+        "an update",
     )
-    slowing: float = Field(0.0, ge=0, description="c: with n requests running each decodes at 1/(1 + c(n - 1) + r t)")
-    reading: float = Field(0.0, ge=0, description="r: of each of the t tokens in the KV cache")
+    batch_slowdown: float = Field(
+        0.0,
+        ge=0,
+        description="c: with n running requests and t tokens in the KV cache, each request decodes 1 + c(n - 1) + r t "
+        "times slower than alone",
+    )
+    kv_read_cost: float = Field(
+        0.0, ge=0, description="r in the formula of batch_slowdown: the cost of reading one token of the KV cache"
+    )
     kv_tokens: int | None = Field(
-        None, gt=0, description="tokens the KV cache holds; when it is full the last request to start makes room"
+        None,
+        gt=0,
+        description="capacity of the KV cache, in tokens; when it is full, the request that started last is "
+        "preempted; default: no limit",
     )
-    speeds: tuple[float, ...] = Field((), description="of the first engines, relative to the seconds above")
-    speed_spread: float = Field(0.0, ge=0, description="spread of the other engines' lognormal speeds (median 1)")
+    speeds: tuple[float, ...] = Field((), description="speeds of the first engines, relative to the seconds above")
+    speed_spread: float = Field(
+        0.0, ge=0, description="sigma of the lognormal speeds of the other engines, with median 1"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -47,43 +69,55 @@ class EnginesHardware(Section):
 class ResponsesHardware(Section):
     """The lengths of responses: lognormal or measured."""
 
-    median: float = Field(1000.0, gt=0, description="median length in tokens")
-    sigma: float = Field(1.0, ge=0, description="spread of the lognormal length")
-    prompt_tokens: int = Field(0, ge=0, description="of a prompt, in the KV cache")
-    cap: int | None = Field(None, gt=0, description="longest response; default: the recipe's engine.max_new_tokens")
-    correlation: float = Field(0.7, ge=0, le=1, description="rho of the lengths of responses to one prompt")
-    lengths: tuple[int, ...] = Field((), description="measured lengths, in place of the lognormal ones")
-    grain: int | None = Field(None, gt=0, description="tokens that one simulated token stands for; default: cap / 128")
+    median: float = Field(1000.0, gt=0, description="median length of a response, in tokens")
+    sigma: float = Field(1.0, ge=0, description="sigma of the lognormal length")
+    prompt_tokens: int = Field(0, ge=0, description="tokens of each prompt in the KV cache")
+    cap: int | None = Field(
+        None, gt=0, description="largest length of a response, in tokens; default: the recipe's engine.max_new_tokens"
+    )
+    correlation: float = Field(
+        0.7, ge=0, le=1, description="correlation (rho) of the lengths of responses to one prompt"
+    )
+    lengths: tuple[int, ...] = Field((), description="measured lengths; they replace the lognormal ones")
+    tokens_per_tick: int | None = Field(
+        None, gt=0, description="real tokens that one simulated token stands for; default: cap / 128"
+    )
 
 
 class RewardHardware(Section):
     """The time and the accuracy of scores."""
 
-    seconds: float = Field(0.0, ge=0, description="mean time of a verdict")
-    sigma: float = Field(0.0, ge=0, description="spread of its lognormal time; 0: always the mean")
-    measured: tuple[float, ...] = Field((), description="measured times, in place of the lognormal ones")
-    workers: int | None = Field(None, gt=0, description="verdicts at a time; default: as many as there are responses")
-    accuracy: float = Field(0.5, ge=0, le=1, description="share of right answers")
-    agreeing: float = Field(0.0, ge=0, le=1, description="share of prompts whose answers are all right or all wrong")
+    seconds: float = Field(0.0, ge=0, description="mean time to score a response, in seconds")
+    sigma: float = Field(0.0, ge=0, description="sigma of the lognormal scoring time; 0: always the mean")
+    measured: tuple[float, ...] = Field(
+        (), description="measured scoring times, in seconds; they replace the lognormal ones"
+    )
+    workers: int | None = Field(None, gt=0, description="responses that are scored at a time; default: no limit")
+    accuracy: float = Field(0.5, ge=0, le=1, description="share of correct answers")
+    agreeing: float = Field(0.0, ge=0, le=1, description="share of prompts whose answers are all correct or all wrong")
 
 
 class LearnerHardware(Section):
     """The time of a train step: seconds + epochs x (per_trajectory x trajectories + per_token x tokens) / gpus."""
 
     gpus: float = Field(1.0, gt=0, description="GPUs that train")
-    colocated: bool = Field(False, description="on the engines' own GPUs, taking turns: only at async_ratio = 0")
-    epochs: float = Field(1.0, gt=0, description="times that a batch is trained on")
-    seconds_per_version: float = Field(0.0, ge=0, description="whatever the batch: publishing, the optimizer")
-    seconds_per_trajectory: float = Field(0.0, ge=0, description="of one GPU")
-    seconds_per_token: float = Field(0.0, ge=0, description="of one GPU, per response token")
-    measured: tuple[float, ...] = Field((), description="measured seconds of whole steps, one after another, instead")
+    colocated: bool = Field(False, description="train on the GPUs of the engines, in turns; only with async_ratio = 0")
+    epochs: float = Field(1.0, gt=0, description="passes over each batch")
+    seconds_per_version: float = Field(
+        0.0, ge=0, description="seconds for each version, whatever its batch: publishing, the optimizer"
+    )
+    seconds_per_trajectory: float = Field(0.0, ge=0, description="seconds of one GPU for each trajectory")
+    seconds_per_token: float = Field(0.0, ge=0, description="seconds of one GPU for each response token")
+    measured: tuple[float, ...] = Field(
+        (), description="measured seconds of whole steps, one after another; they replace the formula"
+    )
 
 
 class UpdateHardware(Section):
     """The time to bring a new version to the engines."""
 
-    seconds: float = Field(0.0, ge=0, description="pause of every engine")
-    fetch_seconds: float = Field(0.0, ge=0, description="before it, while the engines go on")
+    seconds: float = Field(0.0, ge=0, description="seconds that every engine pauses")
+    fetch_seconds: float = Field(0.0, ge=0, description="seconds before the pause, while the engines go on")
 
 
 class EngineDeath(Section):
@@ -97,16 +131,18 @@ class FaultsHardware(Section):
     """Faults: engines that die and are replaced, and engines that are slow."""
 
     deaths: tuple[EngineDeath, ...] = ()
-    deaths_per_hour: float = Field(0.0, ge=0, description="of one engine, at random")
-    restart_seconds: float = Field(30.0, ge=0, description="until another engine is in a dead one's place")
-    slow_share: float = Field(0.0, ge=0, le=1, description="share of engines that are slow throughout")
-    slow_factor: float = Field(1.0, ge=1, description="how many times slower they are")
+    deaths_per_hour: float = Field(0.0, ge=0, description="random deaths of each engine per hour")
+    restart_seconds: float = Field(30.0, ge=0, description="seconds until a dead engine is replaced")
+    slow_share: float = Field(0.0, ge=0, le=1, description="share of engines that are always slow")
+    slow_factor: float = Field(1.0, ge=1, description="factor by which a slow engine is slower")
 
 
 class Hardware(Section):
     """One hardware file."""
 
-    title: str = Field("", description="what figures and timelines are headed with")
+    renames: ClassVar[Renames] = HARDWARE
+
+    title: str = Field("", description="title of figures and timelines")
     engines: EnginesHardware = EnginesHardware()
     responses: ResponsesHardware = ResponsesHardware()
     reward: RewardHardware = RewardHardware()
@@ -130,13 +166,13 @@ class Hardware(Section):
     def engine(self, config: RunConfig) -> TimedEngineConfig:
         """Build the recipe's engine section for timed engines of this hardware (at speed 1)."""
         engines, responses, cap = self.engines, self.responses, self.cap(config)
-        grain = responses.grain or max(1, cap // GRAINS)
+        grain = responses.tokens_per_tick or max(1, cap // GRAINS)
         return TimedEngineConfig(
             replicas=self.engine_count(config),
-            slots=engines.slots or config.engine.slots,
+            max_concurrent_requests=engines.max_concurrent_requests or config.engine.max_concurrent_requests,
             max_new_tokens=math.ceil(cap / grain),
             temperature=config.engine.temperature,
-            in_flight=config.engine.in_flight,
+            on_weight_update=config.engine.on_weight_update,
             median_tokens=responses.median,
             sigma=responses.sigma,
             correlation=responses.correlation,
@@ -144,12 +180,12 @@ class Hardware(Section):
             seconds_per_token=engines.seconds_per_token,
             prefill_seconds=engines.prefill_seconds,
             update_seconds=self.update.seconds,
-            slowing=engines.slowing,
-            reading=engines.reading,
+            batch_slowdown=engines.batch_slowdown,
+            kv_read_cost=engines.kv_read_cost,
             kv_tokens=engines.kv_tokens,
             prompt_tokens=responses.prompt_tokens,
             prefill_seconds_per_token=engines.prefill_seconds_per_token,
-            grain=grain,
+            tokens_per_tick=grain,
         )
 
     def speeds(self, config: RunConfig) -> list[float]:

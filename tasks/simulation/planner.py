@@ -222,7 +222,7 @@ class _Search:
 
     def _waiting(self, plain: CandidateOutcome) -> CandidateOutcome | None:
         """If dropping old groups exceeds a limit, try waiting for them; return that outcome if it keeps the limits."""
-        other = replace(plain.candidate, at_bound="wait")
+        other = replace(plain.candidate, on_stale="wait")
         drops = plain.candidate.drops and plain.marks(self._limits)
         if not drops or not self._allowed(other) or self._spent():
             return None
@@ -261,14 +261,20 @@ class _Search:
         groups, size = self._config.groups, self._config.group_size
         eighth, quarter = max(1, groups // 8), max(1, groups // 4)
         more = [
-            replace(base, extra_groups=eighth),
-            replace(base, extra_responses=max(1, size // 8)),
-            replace(base, tail_batching=True, extra_groups=quarter, extra_responses=max(1, size // 4)),
+            replace(base, redundant_groups=eighth),
+            replace(base, redundant_responses=max(1, size // 8)),
+            replace(base, tail_batching=True, redundant_groups=quarter, redundant_responses=max(1, size // 4)),
         ]
         if base.async_ratio:
             more.append(replace(base, tail_batching=not base.tail_batching))
-            more.append(replace(base, at_bound="wait" if base.drops else "drop"))
-            more.append(replace(base, async_ratio=min(WIDER * base.async_ratio, self._largest), ahead=base.lead))
+            more.append(replace(base, on_stale="wait" if base.drops else "drop"))
+            more.append(
+                replace(
+                    base,
+                    async_ratio=min(WIDER * base.async_ratio, self._largest),
+                    max_batches_max_batches_ahead=base.lead,
+                )
+            )
         return (other for other in more if other != base and self._allowed(other))
 
     def _allowed(self, candidate: Candidate) -> bool:
@@ -314,8 +320,8 @@ class _Search:
     def _candidate(self, engines: int, alpha: float, *, colocated: bool = False) -> Candidate:
         """Return the recipe's own choices on this number of engines."""
         rollout, learner = self._config.rollout, self._gpus if colocated else self._gpus - engines * self._width
-        redundancy = (rollout.extra_groups, rollout.extra_responses, rollout.tail_batching, rollout.at_bound)
-        ahead = None if rollout.ahead is None else min(rollout.ahead, alpha)
+        redundancy = (rollout.redundant_groups, rollout.redundant_responses, rollout.tail_batching, rollout.on_stale)
+        ahead = None if rollout.max_batches_ahead is None else min(rollout.max_batches_ahead, alpha)
         return Candidate(engines, learner, colocated, alpha, *redundancy, ahead)
 
     def _with(self, candidate: Candidate, engines: int) -> Candidate:
@@ -355,7 +361,7 @@ class _Search:
         count = versions * self._config.groups
         if len(self._lengths) < count * self._config.group_size:
             timed = self._config.model_copy(update={"engine": self._hardware.engine(self._config)})
-            grain = timed.engine.grain  # type: ignore[union-attr]  # it is a timed engine
+            grain = timed.engine.tokens_per_tick  # type: ignore[union-attr]  # it is a timed engine
             self._lengths = [tokens * grain for tokens in population(timed, count)]
         return self._lengths
 

@@ -1,6 +1,6 @@
 """The records of a simulation; no decision depends on them.
 
-Times are virtual seconds since the beginning, and lengths are simulated tokens (one stands for `grain` real ones).
+Times are virtual seconds since the beginning. Lengths are simulated tokens; one stands for `tokens_per_tick` real ones.
 """
 
 from __future__ import annotations

@@ -129,15 +129,15 @@ class SimulatedRun:
         """Create and connect the shipped objects."""
         config = self.config
         engines = list(self.engines.values())
-        self.proxy = build_proxy(engines, self.engine.slots, FOREVER, config.rollout.routing)
+        self.proxy = build_proxy(engines, self.engine.max_concurrent_requests, FOREVER, config.rollout.routing)
         self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
         ports = SchedulerPorts(
             SimulatedPrompts(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack
         )
         self.scheduler = build_scheduler(build_limits(config), ports, self.proxy, ResumePoint())
         hooks = VersionCallbacks(self._published, self._updated)
-        self.sync = WeightSync(self.proxy, self, config.engine.in_flight, hooks)
-        self.learner = TimedLearner(self.hardware, self.engine.grain, self.channel, self.records)
+        self.sync = WeightSync(self.proxy, self, config.engine.on_weight_update, hooks)
+        self.learner = TimedLearner(self.hardware, self.engine.tokens_per_tick, self.channel, self.records)
         lends = evaluates(config, self.hardware)
         self.evaluations = TimedEvaluations(config, self.hardware, self.proxy) if lends else None
         faults = self.hardware.faults
@@ -175,9 +175,9 @@ class SimulatedRun:
         """Return what was busy when."""
         assert self.sampler is not None
         growth = self.sampler.growth()
-        engines, rewards = growth[:-1] / np.float32(self.engine.slots), growth[-1]
+        engines, rewards = growth[:-1] / np.float32(self.engine.max_concurrent_requests), growth[-1]
         steps, updates = tuple(self.records.steps), tuple(self.records.updates)
-        return Timeline(self.sampler.bin_seconds, engines, rewards, steps, updates, self.engine.slots)
+        return Timeline(self.sampler.bin_seconds, engines, rewards, steps, updates, self.engine.max_concurrent_requests)
 
     async def newer(self, version: int) -> int:
         """Wait for a newer version, as `VersionFeed` does."""

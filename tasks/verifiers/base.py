@@ -54,7 +54,7 @@ def judge(
 ) -> Score:
     """Run a verifier on the scored part of `response`; an error becomes a score of 0 with a reason.
 
-    A response that does not match `form` loses `form.price` (the format reward of DeepSeek-AI 2025, DeepSeek-R1,
+    A response that does not match `form` loses `form.penalty` (the format reward of DeepSeek-AI 2025, DeepSeek-R1,
     section 2.2.2, less a constant).
     """
     started = time.perf_counter()
@@ -64,7 +64,7 @@ def judge(
         score = failed("verifier", error)
     if form is not None and not matches_form(form, response):
         reason = _make_storable(f"not in its form; {score.reason}", LONGEST_REASON)
-        score = replace(score, reward=score.reward - form.price, reason=reason)
+        score = replace(score, reward=score.reward - form.penalty, reason=reason)
     return replace(score, seconds=time.perf_counter() - started)
 
 

@@ -15,9 +15,12 @@ class Format(Section):
     """The form that a response must have, whatever its answer; a response without it loses some reward."""
 
     pattern: str = Field(
-        ".*<answer>.*</answer>.*", description="regular expression for the whole response; its dot takes line ends, too"
+        ".*<answer>.*</answer>.*",
+        description="regular expression that the whole response has to match; its dot matches line ends, too",
     )
-    price: float = Field(0.1, gt=0, le=1, description="taken from the reward of a response that is not of it")
+    penalty: float = Field(
+        0.1, gt=0, le=1, description="amount subtracted from the reward of a response that does not match"
+    )
 
     @field_validator("pattern")
     @classmethod
@@ -39,24 +42,30 @@ class RewardBase(Section):
     }
 
     answer: Literal["all", "tag"] = Field(
-        "all", description="judge the whole response, or what stands in <answer></answer>"
+        "all", description="text that is scored: the whole response, or what stands in <answer></answer>"
     )
     special_tokens: bool = Field(
         True,
-        description="judge special tokens, too, e.g. answer tags; never the final stop token",
+        description="score special tokens, too, e.g. answer tags; the final stop token is never scored",
     )
     format: Format | None = None
-    workers: int = Field(1, gt=0, description="processes that judge, one response at a time each")
+    workers: int = Field(1, gt=0, description="worker processes; each scores one response at a time")
     deadline_seconds: float = Field(
-        10.0, gt=0, le=LONGEST_SECONDS, description="longest time for one response; later it scores 0 with a reason"
+        10.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds allowed for one response; after that its reward is 0, with a reason",
     )
     start_seconds: float = Field(
-        120.0, gt=0, le=LONGEST_SECONDS, description="longest time for a worker to import its verifier, and load it"
+        120.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds allowed for a worker to start, which includes loading its verifier",
     )
 
 
 class ReasoningGymReward(RewardBase):
-    kind: Literal["reasoning-gym"] = Field("reasoning-gym", description="the family's own scorer")
+    kind: Literal["reasoning-gym"] = Field("reasoning-gym", description="the scorer of the reasoning-gym family")
 
 
 class ExactReward(RewardBase):
@@ -64,7 +73,7 @@ class ExactReward(RewardBase):
 
 
 class ImportReward(Imported, RewardBase):
-    kind: Literal["import"] = Field("import", description="a function of your own, annotated to return a Score")
+    kind: Literal["import"] = Field("import", description="your own function, annotated to return a Score")
 
 
 RewardConfig = Annotated[ReasoningGymReward | ExactReward | ImportReward, Field(discriminator="kind")]

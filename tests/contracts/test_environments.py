@@ -175,7 +175,7 @@ def test_each_turn_has_its_own_seed() -> None:
 
 def test_surplus_episodes_are_dropped_between_turns() -> None:
     """Their tokens count as surplus, like those of aborted requests."""
-    choices = {"extra_responses": 2, "at_bound": "drop"}
+    choices = {"redundant_responses": 2, "on_stale": "drop"}
     pipeline = Pipeline(MemoryStore("extra"), versions=4, environment=Turns(3), choices=choices)
     run_virtual(pipeline.run())
     assert audit(pipeline.store).clean
@@ -200,7 +200,7 @@ class Thinking(Environment):
 
 def test_episode_is_interrupted_between_two_turns() -> None:
     """Between turns there is no request to abort, so the episode itself is interrupted."""
-    choices = {"extra_responses": 1, "at_bound": "drop"}
+    choices = {"redundant_responses": 1, "on_stale": "drop"}
     store = MemoryStore("between")
     pipeline = Pipeline(store, versions=2, group_size=1, sigma=0.0, environment=Thinking(), choices=choices)
     run_virtual(pipeline.run())

@@ -134,24 +134,24 @@ THOUGHT = "<think>.*</think>\\s*<answer>[^<]*</answer>"
     ],
 )
 def test_response_that_is_not_in_form_pays_the_price(pattern: str | None, response: str, reward: float) -> None:
-    form = Format(price=0.25) if pattern is None else Format(price=0.25, pattern=pattern)
+    form = Format(penalty=0.25) if pattern is None else Format(penalty=0.25, pattern=pattern)
     score = judge(build_verifier(ExactReward()), "tag", response, {"answer": 17}, form)
     assert score.reward == reward
     assert score.reason.startswith("not in its form; ") == (reward in (0.75, -0.25))
 
 
 def test_verifier_error_is_reported_beside_the_form() -> None:
-    score = judge(build_verifier(ReasoningGymReward()), "tag", "17", {"family": "no such family"}, Format(price=0.25))
+    score = judge(build_verifier(ReasoningGymReward()), "tag", "17", {"family": "no such family"}, Format(penalty=0.25))
     assert score.reward == -0.25
     assert score.reason.startswith("not in its form; verifier failed: ")
 
 
 def test_form_costs_the_same_with_every_verifier(case: Case, verify: Verifier) -> None:
-    """By an oracle that searches the tags as text, and subtracts the price from the score without a form."""
+    """By an oracle that searches the tags as text, and subtracts the penalty from the score without a form."""
     for answer in (case.right, *ODD):
         for response in (answer, f"<answer>{answer}</answer>", f"</answer>{answer}<answer>"):
             plain = judge(verify, "tag", response, case.reference)
-            found = judge(verify, "tag", response, case.reference, Format(price=0.5))
+            found = judge(verify, "tag", response, case.reference, Format(penalty=0.5))
             opened = response.find("<answer>")
             tagged = opened >= 0 and response.find("</answer>", opened) >= 0
             assert found.reward == plain.reward - (0.0 if tagged else 0.5), response
@@ -160,7 +160,7 @@ def test_form_costs_the_same_with_every_verifier(case: Case, verify: Verifier) -
 
 async def test_worker_process_checks_the_whole_responses_form(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    pool = RewardPool(ExactReward(format=Format(pattern="\\d \\+ \\d = \\d", price=0.5)), folder)
+    pool = RewardPool(ExactReward(format=Format(pattern="\\d \\+ \\d = \\d", penalty=0.5)), folder)
     await pool.start()
     try:
         asked = ["1 + 1 = 2", "1 + 1 = 2 = 2", "2 + 2"]

@@ -59,7 +59,7 @@ options = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1, opera
 [engine]
 kind = "{engine}"
 max_new_tokens = 6
-slots = 64
+max_concurrent_requests = 64
 
 [evaluation]
 prompts = 16
@@ -144,8 +144,8 @@ def test_vllm_run_with_redundancy_filter_and_restarts(tmp_path: Path) -> None:
     restart running requests.
     """
     command = Command(tmp_path, SMALL.format(versions=10, alpha=1, engine="vllm"))
-    changes = ["rollout.extra_groups=8", "rollout.extra_responses=2", "rollout.tail_batching=true"]
-    changes += ["rollout.filter.min_std=0", "engine.in_flight=restart", "async_ratio=0", "groups=8"]
+    changes = ["rollout.redundant_groups=8", "rollout.redundant_responses=2", "rollout.tail_batching=true"]
+    changes += ["rollout.filter.min_std=0", "engine.on_weight_update=restart", "async_ratio=0", "groups=8"]
     command.run("run", str(command.recipe), "--run-id", "choices", *(o for c in changes for o in ("--set", c)))
     report = audit(open_store(str(tmp_path / "store/runs/choices")), deep=True)
     assert report.violations == []
@@ -212,7 +212,7 @@ def test_served_deployment_starts_a_run(
         "group_size": 2,
         "policy": {"path": str(policy)},
         "prompts": [{"kind": "jsonl", "path": str(questions)}],
-        "engine": {"kind": "transformers", "max_new_tokens": 4, "in_flight": "restart"},
+        "engine": {"kind": "transformers", "max_new_tokens": 4, "on_weight_update": "restart"},
         "train": {"objective": {"kind": "decoupled-ppo"}},
         "store": {"uri": s3},
         "reward": {"kind": "exact"},

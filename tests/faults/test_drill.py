@@ -34,7 +34,7 @@ evaluate_every = 5
 
 [engine]
 kind = "transformers"
-slots = 16
+max_concurrent_requests = 16
 max_new_tokens = 8
 
 [evaluation]

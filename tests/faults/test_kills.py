@@ -45,7 +45,7 @@ evaluate_every = 5
 kind = "transformers"
 replicas = 2
 max_new_tokens = 6
-slots = 16
+max_concurrent_requests = 16
 
 [evaluation]
 prompts = 8

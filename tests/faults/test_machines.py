@@ -38,7 +38,7 @@ evaluate_every = 5
 [engine]
 kind = "transformers"
 replicas = 2
-slots = 16
+max_concurrent_requests = 16
 max_new_tokens = 8
 
 [evaluation]

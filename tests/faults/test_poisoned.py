@@ -38,7 +38,7 @@ evaluate_every = 5
 kind = "transformers"
 replicas = 2
 max_new_tokens = 6
-slots = 16
+max_concurrent_requests = 16
 
 [evaluation]
 prompts = 8
@@ -46,7 +46,7 @@ every = 0
 
 [train]
 minibatches = 2
-not_finite = "next"
+not_finite = "skip"
 objective = {{ kind = "import", path = "poison.objectives:Poisoned" }}
 """
 OBJECTIVE = '''

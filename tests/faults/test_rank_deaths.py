@@ -153,7 +153,7 @@ class Killing(StoreFeed):
 def test_run_with_a_killed_rank_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str) -> None:
     """The learner's actor raises, and its keeper starts another one."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
-    train = {"learner": learner, "ranks": 2}
+    train = {"kind": learner, "ranks": 2}
     whole, broken = (prepare_small(tmp_path, name, versions=2, train=train) for name in ("whole", "broken"))
     costs = {cost.role: cost.seconds for cost in train_small(whole).status().costs}
     assert costs["learner ranks"] > 0  # what only the owner can count

@@ -61,12 +61,12 @@ def weights(run: RunContext, version: int) -> list[str]:
     [
         pytest.param({"ranks": 2}, id="whole"),
         pytest.param({"ranks": 3, "sharded": True}, id="sharded"),
-        pytest.param({"ranks": 2, "learner": "deepspeed"}, id="DeepSpeed", marks=SOAK),
+        pytest.param({"ranks": 2, "kind": "deepspeed"}, id="DeepSpeed", marks=SOAK),
     ],
 )
 def test_spread_ranks_equal_forked_ranks(place: Path, train: dict[str, Any]) -> None:
     near = prepare_small(place, "near", versions=2, train=train)
-    far = prepare_small(place, "far", versions=2, train={**train, "spread": True})
+    far = prepare_small(place, "far", versions=2, train={**train, "multi_node": True})
     train_small(near)
     train_small(far)
     assert weights(far, 2) == weights(near, 2)
@@ -120,7 +120,7 @@ TROUBLE: list[Any] = [
 def test_dead_spread_rank_is_named_and_the_run_continues(
     place: Path, do: Callable[[MultiRankLearner], None], seconds: float, sentence: str
 ) -> None:
-    train = {"ranks": 2, "spread": True, "rank_seconds": seconds}
+    train = {"ranks": 2, "multi_node": True, "rank_seconds": seconds}
     quiet, run = (prepare_small(place, name, versions=3, train=train) for name in ("quiet", "troubled"))
     train_small(quiet)
     until(lambda: not processes())
@@ -144,7 +144,7 @@ class Owner:
 
 
 def test_no_spread_rank_outlives_its_owner(place: Path) -> None:
-    run = prepare_small(place, versions=2, train={"ranks": 3, "spread": True})
+    run = prepare_small(place, versions=2, train={"ranks": 3, "multi_node": True})
     owner = ray.remote(Owner).remote()
     pid = ray.get(owner.begin.remote(run), timeout=HANG_SECONDS)
     assert len(processes()) == 2
@@ -154,7 +154,7 @@ def test_no_spread_rank_outlives_its_owner(place: Path) -> None:
 
 def test_caller_without_the_secret_is_refused(place: Path) -> None:
     """Who calls where a rank should is asked for a secret."""
-    run = prepare_small(place, versions=2, train={"ranks": 2, "spread": True})
+    run = prepare_small(place, versions=2, train={"ranks": 2, "multi_node": True})
     started = SpreadRank(run, partial(place_in_turn, run.config), 1, Meeting("127.0.0.1", serve_store().port))
     try:
         with pytest.raises(AuthenticationError):

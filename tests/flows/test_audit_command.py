@@ -50,7 +50,7 @@ def test_unreadable_first_config_is_one_sentence(
     assert "nothing is known of this run" in line
 
 
-@pytest.mark.parametrize("rollout", [None, "[/red]", {"extra_responses": "[bold]"}], ids=str)
+@pytest.mark.parametrize("rollout", [None, "[/red]", {"redundant_responses": "[bold]"}], ids=str)
 def test_incomplete_first_config_is_a_violation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rollout: object
 ) -> None:

@@ -42,10 +42,10 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("async_ration=2", ["async_ration = 2", "no such key", "async_ratio"]),
         ("train.learning_rte=1", ["train.learning_rte = 1", "did you mean train.learning_rate?"]),
-        ("engine.slot=3", ["engine.slot = 3", "engine.slots"]),
+        ("engine.max_requests=3", ["engine.max_requests = 3", "engine.max_concurrent_requests"]),
         ("versions=many", ["versions = 'many'", "integer"]),
         ("versions=true", ["versions = true", "write a number"]),
-        ("rollout.extra_groups=false", ["rollout.extra_groups = false", "write a number"]),
+        ("rollout.redundant_groups=false", ["rollout.redundant_groups = false", "write a number"]),
         ("rollout.filter.min_mean=true", ["rollout.filter.min_mean = true", "write a number"]),
         ("train.betas=[true, 0.9]", ["train.betas = [true, 0.9]", "write a number"]),
         ("async_ratio=-1", ["async_ratio = -1", "less than the minimum of 0"]),
@@ -55,9 +55,9 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("policy.path=x", ["policy.path = '/", "/x': ", "one of the two"]),
         ("train.lora.rank=0", ["train.lora.rank = 0", "less than or equal to the minimum of 0"]),
         ("train={objective = {kind = 'ppo'}, lora = {}}", ["train.critic.model = 'own'", 'choose "head"']),
-        ("train={learner = 'deepspeed', lora = {}}", ["train.learner = 'deepspeed'", "take [train.lora] away"]),
-        ("train={learner = 'deepspeed', ranks = 1}", ["train.ranks = 1", "less than or equal to the minimum of 1"]),
-        ("train={learner = 'deepspeed', options = {bf16 = {}}}", ["train.options.bf16 = {}", "set policy.dtype"]),
+        ("train={kind = 'deepspeed', lora = {}}", ["train.kind = 'deepspeed'", "take [train.lora] away"]),
+        ("train={kind = 'deepspeed', ranks = 1}", ["train.ranks = 1", "less than or equal to the minimum of 1"]),
+        ("train={kind = 'deepspeed', options = {bf16 = {}}}", ["train.options.bf16 = {}", "set policy.dtype"]),
         ("prompts.7.family=x", ["prompts.7.family", "not a position"]),
         ("tracking.uri=https://me:hidden@hub/x", ["tracking.uri = 'https://...@hub'", "MLFLOW_TRACKING_PASSWORD"]),
         ("nonsense", ["'nonsense'", "key=value"]),
@@ -79,7 +79,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f"seed={'9' * 5000}", ["seed = '9", "as an integer"]),
         (f"name={'[' * 3000}", ["name = '[", "should match pattern"]),
         ("reward.format.pattern=(", ["reward.format.pattern = '('", "no regular expression", "mend it"]),
-        ("reward.format.price=0", ["reward.format.price = 0", "less than or equal to the minimum of 0"]),
+        ("reward.format.penalty=0", ["reward.format.penalty = 0", "less than or equal to the minimum of 0"]),
         ("versions=1\nseed = 2", ["versions = '1", "integer"]),
         ("prompts.².family=x", ["prompts.²", "not a position in a list of 1"]),
     ],
@@ -104,10 +104,10 @@ def test_bad_config_is_one_sentence(capsys: pytest.CaptureFixture[str], override
         ('prompts=[{kind="jsonl",path="x",familly="y"}]', None),  # a file has no family
         ('prompts=[{kind="reasoning-gym",option={}}]', "prompts.0.options?"),
         ("prompts.0.digit=3", "prompts.0.digits?"),
-        ("engine.slot=3", "engine.slots?"),
-        ('engine={kind="timed",slot=3}', "engine.slots?"),
-        ("engine.slowin=3", None),  # only the timed engine has `slowing`
-        ('engine={kind="timed",slowin=3}', "engine.slowing?"),
+        ("engine.max_requests=3", "engine.max_concurrent_requests?"),
+        ('engine={kind="timed",max_requests=3}', "engine.max_concurrent_requests?"),
+        ("engine.batch_slowdow=3", None),  # only the timed engine has `batch_slowdown`
+        ('engine={kind="timed",batch_slowdow=3}', "engine.batch_slowdown?"),
         ("learning_rate=3", "train.learning_rate?"),
         ("engine.jsonl=1", None),
     ],
@@ -156,7 +156,7 @@ def test_bad_column_sums_are_refused(capsys: pytest.CaptureFixture[str], overrid
 
 
 def test_bfloat16_critic_with_deepspeed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    train = "train={learner = 'deepspeed', objective = {kind = 'ppo'}}"
+    train = "train={kind = 'deepspeed', objective = {kind = 'ppo'}}"
     sentence = refused(capsys, "check", RECIPE, "--set", "policy.dtype=bfloat16", "--set", train)
     assert sentence.startswith("policy.dtype = 'bfloat16': with a critic")
 
@@ -297,12 +297,12 @@ def test_missing_gpus_are_refused(capsys: pytest.CaptureFixture[str], monkeypatc
     assert sentence.startswith("engine.tensor_parallel = 2: the largest node has 1 GPUs")
 
 
-@pytest.mark.parametrize(("library", "key"), [("vllm", "engine.kind"), ("deepspeed", "train.learner")])
+@pytest.mark.parametrize(("library", "key"), [("vllm", "engine.kind"), ("deepspeed", "train.kind")])
 def test_missing_library_is_refused(
     library: str, key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.flows.preflight.find_spec", lambda name: None)
-    override = "train={learner = 'deepspeed'}" if library == "deepspeed" else "seed=1"
+    override = "train={kind = 'deepspeed'}" if library == "deepspeed" else "seed=1"
     engine = ("--set", "engine.kind=transformers") if library == "deepspeed" else ()
     sentence = refused_alike(capsys, RECIPE, "--set", override, *engine)
     assert sentence.startswith(f"{key} = '{library}': ")

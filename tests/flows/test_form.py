@@ -14,6 +14,7 @@ from rollflow.flows.post_training import post_training
 from rollflow.flows.services.form import build_form, form_values
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.renamed_keys import RECIPE
 
 RECIPES = sorted((Path(__file__).parents[2] / "flows" / "recipes").glob("*.toml"))
 FORM: dict[str, Any] = json.loads(json.dumps(build_form(post_training, ("storage",))))
@@ -21,22 +22,22 @@ IMPORT = {"kind": "import", "path": "my_package.parts:name"}
 KINDS = {
     "engine": [{"kind": "vllm"}, {"kind": "transformers"}, {"kind": "timed"}],
     "environment": [{"kind": "single-turn"}, IMPORT],
-    "reward": [{"kind": "reasoning-gym"}, {"kind": "exact"}, {"kind": "exact", "format": {"price": 0.2}}, IMPORT],
+    "reward": [{"kind": "reasoning-gym"}, {"kind": "exact"}, {"kind": "exact", "format": {"penalty": 0.2}}, IMPORT],
     "prompts": [
         [{"kind": "reasoning-gym"}],
         [{"kind": "sorting"}],
         [{"kind": "column-sums"}, {"kind": "jsonl", "path": "mine.jsonl", "system": "Think.", "chat": True}, IMPORT],
     ],
     "train": [
-        {"learner": "torch"},
-        {"learner": "torch", "lora": {}},
-        {"learner": "deepspeed"},
+        {"kind": "torch"},
+        {"kind": "torch", "lora": {}},
+        {"kind": "deepspeed"},
         {"objective": IMPORT},
         {"objective": {"kind": "grpo", "advantage": {"negative_weight": 0.3}}},
         {"objective": {"kind": "reinforce", "surrogate": {"kind": "kimi"}}},
         *({"objective": {"kind": kind}} for kind in PRESETS),
     ],
-    "rollout": [{"filter": {"min_std": 0.1}}, {"at_bound": "drop", "depth": 7}],
+    "rollout": [{"filter": {"min_std": 0.1}}, {"on_stale": "drop", "max_inflight_groups": 7}],
 }
 CONFIGS = [(section, tree) for section, trees in KINDS.items() for tree in trees]
 
@@ -97,9 +98,8 @@ def _look(schema: dict[str, Any], value: Any) -> None:
         matches = [len(value.keys() & one["properties"].keys()) for one in options]
         taken = options[matches.index(max(matches))]
         assert value.keys() <= taken["properties"].keys()
-        for key in ("kind", "learner"):
-            if key in value:
-                assert value[key] in taken["properties"][key]["enum"]
+        if "kind" in value:
+            assert value["kind"] in taken["properties"]["kind"]["enum"]
         schema = taken
     if isinstance(value, list):
         for one in value:
@@ -113,8 +113,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("async_ratio", -1, "-1 is less than the minimum of 0"),
     ("groups", 0, "0 is less than or equal to the minimum of 0"),
     ("async_ratio", "two", "'two' is not of type 'number'"),
-    ("engine.slots", 0, "0 is less than or equal to the minimum of 0"),
-    ("rollout.depth", 0, "0 is less than or equal to the minimum of 0"),
+    ("engine.max_concurrent_requests", 0, "0 is less than or equal to the minimum of 0"),
+    ("rollout.max_inflight_groups", 0, "0 is less than or equal to the minimum of 0"),
     ("rollout.mode", "all", "'all' is not one of ['queue', 'batch']"),
     ("evaluation.every", -1, "-1 is less than the minimum of 0"),
     ("train.learning_rate", -1, "-1 is less than or equal to the minimum of 0"),
@@ -134,6 +134,20 @@ def test_bad_value_is_refused_with_the_same_sentence(key: str, value: Any, said:
     place[last] = value
     assert wrong({"config": tree}) == [f"config.{key}: {said}"]
     assert refusal(tree) == f"{key} = {said}"
+
+
+@pytest.mark.parametrize("key", sorted(RECIPE.keys))
+def test_earlier_key_is_refused_with_its_new_name(key: str) -> None:
+    place, _, name = key.rpartition(".")
+    new = f"{place}.{RECIPE.keys[key]}"
+    tree: Any = form_values(RunConfig.model_validate({"engine": {"kind": "timed"}, "rollout": {"filter": {}}}))
+    tree["reward"]["format"] = {}
+    section = tree
+    for part in place.split("."):
+        section = section[part]
+    section[name] = 3
+    assert wrong({"config": tree}) == [f"config.{key}: '{new} in place of {key}' was expected"]
+    assert f"{key} = 3: the key is called {new} now; rename it" in refusal(tree)
 
 
 def refusal(tree: Any) -> str:
@@ -158,8 +172,8 @@ def test_page_shows_raw_json_only_for_tables() -> None:
 
 
 def test_kind_may_be_left_out() -> None:
-    tree = {"train": {"learning_rate": 0.1}, "engine": {"slots": 5}}
-    assert RunConfig.model_validate(tree).engine.slots == 5
+    tree = {"train": {"learning_rate": 0.1}, "engine": {"max_concurrent_requests": 5}}
+    assert RunConfig.model_validate(tree).engine.max_concurrent_requests == 5
     assert wrong({"config": tree}) == []
 
 

@@ -20,7 +20,7 @@ SMALL = ("--set", "groups=8", "--set", "group_size=4", "--alpha", "2", "--quick"
 FILE = """
 # a small machine, measured in May
 [engines]
-slots = 4  # as many as its cache holds
+max_concurrent_requests = 4  # as many as its cache holds
 seconds_per_token = 0.1
 prefill_seconds = 0.0  # nothing to speak of
 
@@ -69,7 +69,7 @@ def test_written_recipe_has_only_the_changes(file: Path, tmp_path: Path) -> None
         "groups", "group_size", "async_ratio", "engine", "rollout", "train"
     }  # fmt: skip
     assert after["train"] == {**before["train"], "ranks": divided["learner"]["gpus"]}
-    assert after["engine"]["slots"] == 4
+    assert after["engine"]["max_concurrent_requests"] == 4
     assert after["engine"].get("replicas", 1) == divided["engines"]["count"]
     assert divided["engines"]["count"] + divided["learner"].get("gpus", 1) == 6
     assert main(["check", str(written)]) == 0
@@ -99,7 +99,10 @@ def test_written_hardware_keeps_comments(file: Path, tmp_path: Path) -> None:
     assert main(["plan", *arguments, "--hardware", str(divided), "--write", str(twice)]) == 0
     for path in (divided, tmp_path / "twice-hardware.toml"):
         written = path.read_text()
-        assert "# a small machine, measured in May\n[engines]\nslots = 4  # as many as its cache holds\n" in written
+        assert (
+            "# a small machine, measured in May\n[engines]\nmax_concurrent_requests = 4  # as many as its cache holds\n"
+            in written
+        )
         assert "prefill_seconds = 0.0  # nothing to speak of\n" in written
         assert written.count("# Planned for 6 GPUs") == 1
     assert tomllib.loads(divided.read_text()) == tomllib.loads((tmp_path / "twice-hardware.toml").read_text())
@@ -108,7 +111,7 @@ def test_written_hardware_keeps_comments(file: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_nothing_is_written_beyond_the_limits(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
     written = tmp_path / "planned.toml"
-    arguments = ["--set", "rollout.extra_responses=4", "--max-bias", "0.001", "--write", str(written)]
+    arguments = ["--set", "rollout.redundant_responses=4", "--max-bias", "0.001", "--write", str(written)]
     assert main(["plan", RECIPE, "--gpus", "6", "--hardware", str(file), *SMALL, *arguments]) == 1
     out = capsys.readouterr().out
     assert "Nothing is recommended" in out
@@ -168,7 +171,7 @@ pair = { low = 1, high = 2 } # both
 def test_rewritten_document_keeps_comments() -> None:
     tree = tomllib.loads(COMMENTED)
     assert rewrite_toml(COMMENTED, tree) == COMMENTED
-    tree |= {"seed": 2, "groups": 8, "rollout": {"ahead": 1.5, "none": None}}
+    tree |= {"seed": 2, "groups": 8, "rollout": {"max_batches_ahead": 1.5, "none": None}}
     tree["train"]["steps"] = 4
     tree["train"]["objective"]["pair"]["high"] = 3
     tree["prompts"][0]["options"]["low"] = [0]

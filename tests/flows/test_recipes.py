@@ -21,7 +21,7 @@ from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
 
-ENGINE = '[engine]\nkind = "vllm"\nslots = 7\nthreads = 3\nkv_cache_bytes = 4\n'
+ENGINE = '[engine]\nkind = "vllm"\nmax_concurrent_requests = 7\nthreads = 3\nkv_cache_bytes = 4\n'
 
 
 def recipe(folder: Path, text: str) -> Path:
@@ -33,8 +33,10 @@ def recipe(folder: Path, text: str) -> Path:
 
 def test_changed_kind_keeps_common_keys(tmp_path: Path) -> None:
     found = load_recipe(recipe(tmp_path, ENGINE), ["engine.kind=transformers"]).engine
-    assert found == TransformersEngineConfig(slots=7, threads=3)
-    assert load_recipe(tmp_path / "recipe.toml", ["engine.kind=timed"]).engine == TimedEngineConfig(slots=7)
+    assert found == TransformersEngineConfig(max_concurrent_requests=7, threads=3)
+    assert load_recipe(tmp_path / "recipe.toml", ["engine.kind=timed"]).engine == TimedEngineConfig(
+        max_concurrent_requests=7
+    )
 
 
 def test_changed_preset_resets_the_parts(tmp_path: Path) -> None:
@@ -269,8 +271,11 @@ def test_unused_key_of_preset_or_record_is_accepted() -> None:
 
 
 def test_key_unknown_to_every_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.slot = 7: there is no such key; did you mean engine\.slots\?"):
-        load_recipe(recipe(tmp_path, ENGINE.replace("slots", "slot")), ["engine.kind=timed"])
+    path = recipe(tmp_path, ENGINE.replace("max_concurrent_requests", "max_requests"))
+    with pytest.raises(
+        ConfigError, match=r"engine\.max_requests = 7: .* did you mean engine\.max_concurrent_requests\?"
+    ):
+        load_recipe(path, ["engine.kind=timed"])
 
 
 @pytest.mark.parametrize(
@@ -313,10 +318,14 @@ def test_key_shows_default_and_allowed_values_as_toml() -> None:
 
 
 def test_section_without_kind_has_the_default() -> None:
-    tree = {"engine": {"slots": 9}, "reward": {"workers": 2}, "train": {"objective": {"clip_low": 0.1}}}
+    tree = {
+        "engine": {"max_concurrent_requests": 9},
+        "reward": {"workers": 2},
+        "train": {"objective": {"clip_low": 0.1}},
+    }
     assert parse(tree) == parse(
         {
-            "engine": {"kind": "vllm", "slots": 9},
+            "engine": {"kind": "vllm", "max_concurrent_requests": 9},
             "reward": {"kind": "exact", "workers": 2},
             "train": {"objective": {"kind": "grpo", "clip_low": 0.1}},
         }
@@ -349,32 +358,29 @@ def test_unsuitable_verifier_is_refused(kind: str) -> None:
 class Other(TrainBase):
     """Another learner."""
 
-    learner: Literal["other"] = "other"
+    kind: Literal["other"] = "other"
     rank: int = 1
 
 
 class Tree(Section):
     """A config in which there are two kinds of learners."""
 
-    train: Annotated[TorchTrain | Other, Field(discriminator="learner")] = TorchTrain()
+    train: Annotated[TorchTrain | Other, Field(discriminator="kind")] = TorchTrain()
 
 
 def test_kind_key_selects_the_learner() -> None:
     assert Tree.model_validate({"train": {"threads": 2}}).train == TorchTrain(threads=2)
-    assert Tree.model_validate({"train": {"learner": "other", "rank": 3}}).train == Other(rank=3)
+    assert Tree.model_validate({"train": {"kind": "other", "rank": 3}}).train == Other(rank=3)
     for wrong, words in (
-        ({"learner": "third"}, "train.learner = 'third' is not one of ['torch', 'other']"),
-        ({"learner": "other", "rank": "x"}, "train.rank = 'x' is not of type 'integer'"),
-        ({"learner": "other", "threads": 2}, "train.threads = 2: there is no such key"),
+        ({"kind": "third"}, "train.kind = 'third' is not one of ['torch', 'other']"),
+        ({"kind": "other", "rank": "x"}, "train.rank = 'x' is not of type 'integer'"),
+        ({"kind": "other", "threads": 2}, "train.threads = 2: there is no such key"),
     ):
         with pytest.raises(ValidationError) as refused:
             Tree.model_validate({"train": wrong})
         assert sentence(refused.value.errors()[0], Tree).startswith(words)
 
 
-def test_old_run_names_its_learner() -> None:
-    tree = RunConfig().model_dump(mode="json")
-    assert tree["train"]["learner"] == "torch"
-    assert RunConfig.model_validate(tree).sha256() == RunConfig().sha256()
-    assert main(["check", "flows/recipes/sorting.toml", "--set", "train.learner=torch"]) == 0
-    assert main(["check", "flows/recipes/sorting.toml", "--set", "train.learner=jax"]) == 2
+def test_learner_is_chosen_by_its_kind() -> None:
+    assert main(["check", "flows/recipes/sorting.toml", "--set", "train.kind=torch"]) == 0
+    assert main(["check", "flows/recipes/sorting.toml", "--set", "train.kind=jax"]) == 2

@@ -64,19 +64,22 @@ def test_recorded_config_of_rollout_keeps_its_values(tmp_path: Path) -> None:
     """Whatever the keys are called today: none of these values is the default."""
     config = config_of("whole", tmp_path)
     rollout = config.rollout
-    assert (rollout.depth, rollout.ahead, rollout.at_bound, rollout.staleness) == (6, 1.0, "drop", "oldest-token")
-    assert (rollout.extra_groups, rollout.extra_responses, rollout.filter.most) == (1, 1, 500)
-    assert (config.engine.slots, config.engine.in_flight) == (8, "restart")
+    assert (rollout.max_inflight_groups, rollout.max_batches_ahead, rollout.on_stale) == (6, 1.0, "drop")
+    assert rollout.staleness_from == "oldest-token"
+    assert rollout.filter is not None
+    assert (rollout.redundant_groups, rollout.redundant_responses, rollout.filter.max_consecutive) == (1, 1, 500)
+    assert (config.engine.max_concurrent_requests, config.engine.on_weight_update) == (8, "restart")
     assert config.reward.format is not None
-    assert config.reward.format.price == 0.25
-    assert config.train.not_finite == "next"
+    assert config.reward.format.penalty == 0.25
+    assert config.train.not_finite == "skip"
 
 
 def test_recorded_config_of_timed_engine_keeps_its_values(tmp_path: Path) -> None:
     config = config_of("bucket", tmp_path)
     assert isinstance(config.engine, TimedEngineConfig)
-    assert (config.engine.grain, config.engine.reading, config.engine.slowing) == (2, 0.001, 0.01)
-    assert (config.rollout.tail_batching, config.rollout.tail_after) == (True, 2)
+    engine = config.engine
+    assert (engine.tokens_per_tick, engine.kv_read_cost, engine.batch_slowdown) == (2, 0.001, 0.01)
+    assert (config.rollout.tail_batching, config.rollout.max_preemptions) == (True, 2)
 
 
 def test_recorded_change_of_config_is_read(run: Path) -> None:

@@ -32,7 +32,7 @@ SMALL = ("--set", "groups=8", "--set", "group_size=4", "--versions", "6")
 FILE = """
 [engines]
 count = 2
-slots = 8
+max_concurrent_requests = 8
 seconds_per_token = 0.1
 
 [responses]
@@ -96,7 +96,10 @@ def test_rows_average_neighbouring_engines() -> None:
     ("text", "words"),
     [
         ("[engines]\ncuont = 3", ["engines.cuont = 3", "no such key", "did you mean engines.count?"]),
-        ("[engines]\nslots = 0", ["engines.slots = 0", "less than or equal to the minimum of 0"]),
+        (
+            "[engines]\nmax_concurrent_requests = 0",
+            ["engines.max_concurrent_requests = 0", "less than or equal to the minimum of 0"],
+        ),
         ("[responses]\ncorrelation = 2", ["responses.correlation = 2", "greater than the maximum of 1"]),
         ("[engines]\nspeeds = [1.0, -1.0]", ["engines.speeds = [1.0, -1.0]", "above 0"]),
         ("[learner]\ncolocated = true", ["learner.colocated = True", "async_ratio = 2", "async_ratio=0"]),
@@ -146,13 +149,17 @@ def test_baseline_time_shares_equal_the_published_ones() -> None:
 def test_keys_lists_hardware_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "--hardware"]) == 0
     out = capsys.readouterr().out
-    assert "engines.slowing = 0.0  # number at least 0: c: with n requests" in out
+    assert "engines.batch_slowdown = 0.0  # number at least 0: c: with n requests" in out
     assert "group_size" not in out
 
 
 def test_written_hardware_is_read_back(tmp_path: Path) -> None:
     deaths = [{"at_seconds": 1.5, "engine": 0}]
-    parts = {"engines": {"slots": 3}, "learner": {"measured": [1.0, 2.5]}, "faults": {"deaths": deaths}}
+    parts = {
+        "engines": {"max_concurrent_requests": 3},
+        "learner": {"measured": [1.0, 2.5]},
+        "faults": {"deaths": deaths},
+    }
     hardware = Hardware.model_validate({"title": 'an "odd" name', **parts})
     path = tmp_path / "written.toml"
     path.write_text(to_toml(hardware.model_dump(exclude_defaults=True)))

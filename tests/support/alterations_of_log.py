@@ -150,11 +150,11 @@ BEGINNING = (
     ("the vocabulary, below the true size", AUDIT, _vocabulary(-200)),
     ("the vocabulary, above the true size", REPLAY, _vocabulary(200)),
     ("a filter that would have removed groups that were trained on", AUDIT, lambda f: _filter(f, 0.6)),
-    ("extra groups, which allow no stale discard", AUDIT, lambda f: f.config({"rollout": {"extra_groups": 2}})),
+    ("extra groups, which allow no stale discard", AUDIT, lambda f: f.config({"rollout": {"redundant_groups": 2}})),
     (
         "the start of a response: its oldest token",
         ANCHOR,
-        lambda f: f.config({"rollout": {"staleness": "oldest-token"}}),
+        lambda f: f.config({"rollout": {"staleness_from": "oldest-token"}}),
     ),
     ("the learning rate", REPLAY, lambda f: f.config({"train": {"learning_rate": 0.5}})),
     ("the temperature", REPLAY, lambda f: f.config({"engine": {"temperature": 0.5}})),
@@ -185,7 +185,7 @@ BEGINNING = (
 
 
 def _filter(f: Forger, mean: float) -> None:
-    f.config({"rollout": {"filter": {"min_mean": mean, "max_mean": None, "min_std": None, "most": 1000}}})
+    f.config({"rollout": {"filter": {"min_mean": mean, "max_mean": None, "min_std": None, "max_consecutive": 1000}}})
 
 
 # --- the log -------------------------------------------------------------------------------------------------------

@@ -13,17 +13,17 @@ from tests.support.pipeline import Pipeline
 
 def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> BatchLimits:
     """Return the limits of a scheduler, which discards slow groups as stale or redundant, and others by its filter."""
-    left = DiscardReason.REDUNDANT if limits.extra_groups else DiscardReason.STALE
+    left = DiscardReason.REDUNDANT if limits.redundant_groups else DiscardReason.STALE
     return BatchLimits(
         sources=len(limits.shares),
         groups=limits.groups,
         group_size=limits.group_size,
-        extra_responses=limits.extra_responses,
+        redundant_responses=limits.redundant_responses,
         max_new_tokens=limits.max_new_tokens,
         reasons=frozenset({left, DiscardReason.FILTERED} if limits.filter else {left}),
         made_up=True,
         single_turn=single_turn,
-        oldest_token=limits.staleness == "oldest-token",
+        oldest_token=limits.staleness_from == "oldest-token",
         filtered=lambda rewards: filtered(limits.filter, rewards),
     )
 

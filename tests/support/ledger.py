@@ -119,7 +119,7 @@ class Ledger:
         assert one.ending in (StopReason.STOP, StopReason.LENGTH)
         assert versions
         assert versions == sorted(versions)
-        assert one.started_version == (min(versions) if self.case.staleness == "oldest-token" else started)
+        assert one.started_version == (min(versions) if self.case.staleness_from == "oldest-token" else started)
         if self.case.in_flight == "restart":
             assert len(set(versions)) == 1
 

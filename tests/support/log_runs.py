@@ -37,7 +37,7 @@ CACHES = ("log_snapshots", "log_segments", "audits")
 def create(store: ObjectStore, alpha: float = 2.0, **more: Any) -> None:
     """Build entry 0, with a config and its hash."""
     kept = {"keep_last": 2, "keep_every": 4}
-    config = {"async_ratio": alpha, "group_size": G, "store": kept, "rollout": {"extra_responses": 0}, **more}
+    config = {"async_ratio": alpha, "group_size": G, "store": kept, "rollout": {"redundant_responses": 0}, **more}
     Log(store).create(RunCreated("test", config, sha256_of(config), len(SHARES)))
 
 

@@ -14,7 +14,9 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration, WeightsProbe
 from rollflow.tasks.runtime.clock import run_virtual
 
-CONFIG = TimedEngineConfig(slots=4, max_new_tokens=40, median_tokens=400, seconds_per_token=0.1, update_seconds=0.5)
+CONFIG = TimedEngineConfig(
+    max_concurrent_requests=4, max_new_tokens=40, median_tokens=400, seconds_per_token=0.1, update_seconds=0.5
+)
 NO_PROBE = WeightsProbe((), (), 0.1)
 WEIGHTS = Path("weights")
 

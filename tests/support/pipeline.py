@@ -80,7 +80,7 @@ class Pipeline:
     groups: int = 4
     group_size: int = 2
     async_ratio: float = 1.0
-    depth: int = 64
+    max_inflight_groups: int = 64
     slots: int = 8
     engines: int = 1
     train_seconds: float = 0.3
@@ -105,7 +105,7 @@ class Pipeline:
     def describe(self) -> None:
         """Create the run once."""
         config = {"async_ratio": self.async_ratio, "store": {"keep_last": self.keep_last, "keep_every": 10}}
-        rollout = RolloutConfig(extra_responses=self.choices.get("extra_responses", 0))
+        rollout = RolloutConfig(redundant_responses=self.choices.get("redundant_responses", 0))
         config |= {"group_size": self.group_size, "rollout": rollout.model_dump(mode="json")}
         if not self.store.exists(entry_path(0)):
             describe(self.store, config=config, sources=len(self.shares))
@@ -164,7 +164,9 @@ class Pipeline:
     def _engine(self) -> Engine:
         pace = self.seconds_per_token
         return TimedEngine(
-            TimedEngineConfig(slots=self.slots, sigma=self.sigma, max_new_tokens=64, seconds_per_token=pace)
+            TimedEngineConfig(
+                max_concurrent_requests=self.slots, sigma=self.sigma, max_new_tokens=64, seconds_per_token=pace
+            )
         )
 
     def _scheduler(self) -> RolloutScheduler:
@@ -174,7 +176,7 @@ class Pipeline:
             groups=self.groups,
             group_size=self.group_size,
             async_ratio=self.async_ratio,
-            depth=self.depth,
+            max_inflight_groups=self.max_inflight_groups,
             attempts=50,
             max_new_tokens=64,
             temperature=1.0,

@@ -68,18 +68,18 @@ class Case:
     slots: int = 1
     speeds: tuple[float, ...] = (1.0,)
     batches: int = 4
-    depth: int = 64
+    max_inflight_groups: int = 64
     limited: bool = False  # groups start only while slots are free
     mode: Literal["queue", "batch"] = "queue"
     routing: AnyRouting = "least-work"
-    extra_groups: int = 0
-    extra_responses: int = 0
+    redundant_groups: int = 0
+    redundant_responses: int = 0
     tail_batching: bool = False
-    tail_after: int | None = None
-    ahead: float = 1.0  # as a part of alpha
-    at_bound: Literal["drop", "wait"] = "drop"
-    order: Literal["finished", "started"] = "finished"
-    staleness: Literal["started", "oldest-token"] = "started"
+    max_preemptions: int | None = None
+    max_batches_ahead: float = 1.0  # as a part of alpha
+    on_stale: Literal["drop", "wait"] = "drop"
+    batch_order: Literal["finished", "started"] = "finished"
+    staleness_from: Literal["started", "oldest-token"] = "started"
     filter: str = "none"
     in_flight: InFlight = "continue"
     shares: tuple[float, ...] = (1.0,)
@@ -106,20 +106,20 @@ class Case:
             groups=self.groups,
             group_size=self.group_size,
             async_ratio=self.async_ratio,
-            depth=self.depth,
+            max_inflight_groups=self.max_inflight_groups,
             attempts=self.attempts,
             max_new_tokens=MAX_NEW_TOKENS,
             temperature=1.0,
             slots=self.slots * len(self.speeds) if self.limited else None,
             mode=self.mode,
-            extra_groups=self.extra_groups,
-            extra_responses=self.extra_responses,
+            redundant_groups=self.redundant_groups,
+            redundant_responses=self.redundant_responses,
             tail_batching=self.tail_batching,
-            tail_after=self.tail_after,
-            ahead=self.ahead * self.async_ratio,
-            at_bound=self.at_bound,
-            order=self.order,
-            staleness=self.staleness,
+            max_preemptions=self.max_preemptions,
+            max_batches_ahead=self.max_batches_ahead * self.async_ratio,
+            on_stale=self.on_stale,
+            batch_order=self.batch_order,
+            staleness_from=self.staleness_from,
             filter=FILTERS[self.filter],
             shares=self.shares,
         )
@@ -127,13 +127,13 @@ class Case:
     def engine(self, place: int) -> TimedEngineConfig:
         """An engine for this place."""
         return TimedEngineConfig(
-            slots=self.slots,
+            max_concurrent_requests=self.slots,
             max_new_tokens=MAX_NEW_TOKENS,
             median_tokens=3,
             sigma=self.sigma,
             seconds_per_token=0.1,
             update_seconds=self.update_seconds,
-            slowing=self.slowing,
+            batch_slowdown=self.slowing,
             speed=self.speeds[place],
         )
 
@@ -143,7 +143,7 @@ class Watched(TimedEngine):
 
     def __init__(self, config: TimedEngineConfig, latency: float, first: Callable[[str, int], bool]) -> None:
         super().__init__(config)
-        self._slots, self._latency, self._first = config.slots, latency, first
+        self._slots, self._latency, self._first = config.max_concurrent_requests, latency, first
         self._now = 0
 
     async def generate(self, request: GenerationRequest) -> Generation:

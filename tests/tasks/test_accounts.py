@@ -44,7 +44,12 @@ class Seen(RolloutScheduler):
 @pytest.fixture(scope="module")
 def seen() -> Seen:
     """A run in which groups are too slow, redundant or filtered, and responses are surplus."""
-    choices = {"extra_groups": 2, "extra_responses": 1, "at_bound": "drop", "filter": FilterConfig(min_mean=0.0)}
+    choices = {
+        "redundant_groups": 2,
+        "redundant_responses": 1,
+        "on_stale": "drop",
+        "filter": FilterConfig(min_mean=0.0),
+    }
     common: dict[str, Any] = {"versions": 12, "slots": 16, "sigma": 1.5, "train_seconds": 0.05}
     pipeline = Pipeline(MemoryStore(uuid.uuid4().hex), scheduler_type=Seen, choices=choices, **common)
     run_virtual(pipeline.run())

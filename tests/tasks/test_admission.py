@@ -92,13 +92,13 @@ def test_allowance_of_a_plain_case() -> None:
 def test_alpha_of_one_allows_one_more_batch() -> None:
     assert rooms(limits={"async_ratio": 2.0}).fresh == 7
     assert rooms(limits={"async_ratio": 0.0}).fresh == -1  # batch 3 wants version 3
-    assert rooms(limits={"async_ratio": 2.0, "ahead": 1.0}).fresh == 3
+    assert rooms(limits={"async_ratio": 2.0, "max_batches_ahead": 1.0}).fresh == 3
 
 
 def test_fraction_of_alpha_starts_only_replacements() -> None:
-    half = {"async_ratio": 1.5, "at_bound": "drop"}
+    half = {"async_ratio": 1.5, "on_stale": "drop"}
     assert rooms(limits=half).fresh == 5  # half a batch more
-    assert rooms(limits=half | {"at_bound": "wait"}).fresh == 3
+    assert rooms(limits=half | {"on_stale": "wait"}).fresh == 3
     assert (
         rooms(limits=half, due=BatchesToForm(4, (), 10), outstanding=0).fresh == 0
     )  # it would be for batch 4: too old
@@ -106,7 +106,7 @@ def test_fraction_of_alpha_starts_only_replacements() -> None:
 
 def test_group_too_late_for_its_batch_is_not_admitted() -> None:
     """Version 0, alpha = 0.5: 4 * 1.5 groups; batch 0 is formed, and batch 1 wants a version above 0."""
-    fraction = {"async_ratio": 0.5, "at_bound": "drop"}
+    fraction = {"async_ratio": 0.5, "on_stale": "drop"}
     assert rooms(limits=fraction, version=0, due=BatchesToForm(0, (), 10), outstanding=0).fresh == 6
     assert rooms(limits=fraction, version=0, due=BatchesToForm(1, (), 10), outstanding=0).fresh == 0
     assert (
@@ -126,8 +126,12 @@ def test_extra_groups_belong_to_the_next_batchs_round() -> None:
     assert rooms(extra=2) == AdmissionDecision(batch=3, fresh=5, wanted=29, free=True)
     formed = rooms(extra=2, due=BatchesToForm(4, (), 10), outstanding=0)  # this version's batches are formed
     assert formed == AdmissionDecision(batch=3, fresh=0, wanted=24, free=True)
-    ahead = rooms(extra=2, limits={"async_ratio": 2.0, "ahead": 1.0}, due=BatchesToForm(4, (), 10), outstanding=0)
-    assert ahead == AdmissionDecision(batch=3, fresh=0, wanted=24, free=True)  # by `ahead`, though alpha would allow it
+    ahead = rooms(
+        extra=2, limits={"async_ratio": 2.0, "max_batches_ahead": 1.0}, due=BatchesToForm(4, (), 10), outstanding=0
+    )
+    assert ahead == AdmissionDecision(
+        batch=3, fresh=0, wanted=24, free=True
+    )  # by `max_batches_ahead`, though alpha would allow it
 
 
 def test_last_batches_start_no_surplus_groups() -> None:
@@ -184,7 +188,7 @@ def test_decision_tells_whether_alpha_alone_holds_engines(
         ({"outstanding": 3}, {}, 3),
         ({"outstanding": 4}, {}, 3),  # alpha reaches no further
         ({"outstanding": 4}, {"async_ratio": 2.0}, 4),
-        ({"outstanding": 4}, {"async_ratio": 2.0, "ahead": 1.5, "at_bound": "drop"}, 3),
+        ({"outstanding": 4}, {"async_ratio": 2.0, "max_batches_ahead": 1.5, "on_stale": "drop"}, 3),
         ({"due": BatchesToForm(3, (1,), 10)}, {}, 1),
         ({"due": BatchesToForm(3, (1,), 10), "outstanding": 4}, {}, 3),
         ({"version": -1, "due": BatchesToForm(0, (), 10)}, {}, 0),

@@ -37,10 +37,10 @@ def test_default_depth_keeps_the_engines_busy(
 ) -> None:
     config = RunConfig(
         policy=PolicyConfig(path="x"),
-        engine=TimedEngineConfig(slots=20, replicas=2),
-        rollout=RolloutConfig(routing=routing, depth=depth, extra_responses=extra),
+        engine=TimedEngineConfig(max_concurrent_requests=20, replicas=2),
+        rollout=RolloutConfig(routing=routing, max_inflight_groups=depth, redundant_responses=extra),
     )
-    assert build_limits(config).depth == expected
+    assert build_limits(config).max_inflight_groups == expected
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from tests.support.expected import expected_of
 from tests.support.pipeline import Pipeline
 
 NO_PROBE = WeightsProbe((), (), 0.1)
-DROP: Any = {"at_bound": "drop"}
+DROP: Any = {"on_stale": "drop"}
 
 
 def ran(**kwargs: Any) -> tuple[Pipeline, float]:
@@ -71,7 +71,7 @@ def test_extra_groups_shorten_a_step_and_are_issued_again() -> None:
     common = {"versions": 30, "groups": 8, "async_ratio": 0.0, "slots": 64, "train_seconds": 0.0}
     common |= {"seconds_per_token": 0.1, "sigma": 0.5}
     _, plain = ran(**common)
-    pipeline, spared = ran(**common, choices={"extra_groups": 4, **DROP})
+    pipeline, spared = ran(**common, choices={"redundant_groups": 4, **DROP})
     assert spared < 0.9 * plain
     assert set(reasons(pipeline)) == {"redundant"}
     waiting = {key.prompt for key in pipeline.state.in_flight}
@@ -83,7 +83,7 @@ def test_first_responses_to_end_are_kept() -> None:
     common = {"versions": 20, "async_ratio": 0.0, "slots": 64, "group_size": 4, "train_seconds": 0.0}
     common |= {"seconds_per_token": 0.1, "sigma": 0.5}
     _, plain = ran(**common)
-    pipeline, spared = ran(**common, choices={"extra_responses": 2})
+    pipeline, spared = ran(**common, choices={"redundant_responses": 2})
     assert spared < 0.9 * plain
     assert pipeline.scheduler.counts.surplus_tokens > 0
     assert commits(pipeline)[0].rows == len(batches(pipeline)[0]) == 4 * 4
@@ -91,7 +91,7 @@ def test_first_responses_to_end_are_kept() -> None:
 
 
 def test_slow_prompts_get_their_own_batch() -> None:
-    choices = {"extra_groups": 2, "tail_batching": True, **DROP}
+    choices = {"redundant_groups": 2, "tail_batching": True, **DROP}
     pipeline, _ = ran(versions=40, groups=6, async_ratio=0.0, slots=64, sigma=1.5, choices=choices)
     made = commits(pipeline)
     attempts = [{key.attempt > 0 for key in commit.groups} for commit in made]
@@ -101,7 +101,9 @@ def test_slow_prompts_get_their_own_batch() -> None:
 
 
 def test_long_round_takes_only_the_tail_and_no_extras() -> None:
-    limits = RolloutLimits(0, 9, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
+    limits = RolloutLimits(
+        0, 9, 2, 1, 0.0, 9, 1, 9, 1.0, redundant_groups=1, redundant_responses=1, tail_batching=True, **DROP
+    )
     order = IssueOrder(limits, Cursor((5,), (0,)), [GroupKey(4, 0), GroupKey(3, 1)], [(3, 1)])
     assert order.count_extra_groups(0) == 1
     assert order.next_issue(0).key == GroupKey(4, 0)
@@ -117,7 +119,9 @@ def test_long_round_takes_only_the_tail_and_no_extras() -> None:
 
 
 def test_last_round_takes_the_tail() -> None:
-    limits = RolloutLimits(0, 3, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
+    limits = RolloutLimits(
+        0, 3, 2, 1, 0.0, 9, 1, 9, 1.0, redundant_groups=1, redundant_responses=1, tail_batching=True, **DROP
+    )
     assert limits.batches == 3
     order = IssueOrder(limits, Cursor((5,), (0,)), [GroupKey(3, 1)], [(3, 1)])
     assert order.count_extra_groups(1) == 1
@@ -139,7 +143,7 @@ def test_preempted_group_keeps_its_draws() -> None:
     """Otherwise it would be trained with another, usually shorter response. That was the whole bias of extra groups."""
     common = {"versions": 30, "groups": 8, "async_ratio": 0.0, "slots": 64, "sigma": 1.5}
     plain, _ = ran(**common)
-    pipeline, _ = ran(**common, choices={"extra_groups": 8, **DROP})
+    pipeline, _ = ran(**common, choices={"redundant_groups": 8, **DROP})
     drawn, kept = spoken(plain), spoken(pipeline)
     again = {key.prompt for commit in commits(pipeline) for key in commit.groups if key.attempt}
     assert len(again) > 30
@@ -151,18 +155,18 @@ def test_prompt_is_awaited_after_enough_preemptions() -> None:
     """Of 10 groups the first 4 make a batch, so the longest would wait forever. If all 10 are awaited, the last ones
     wait for only two more batches."""
     common: dict[str, Any] = {"versions": 60, "async_ratio": 0.0, "slots": 64, "sigma": 1.5}
-    common["choices"] = {"extra_groups": 6, **DROP}
-    starving, _ = ran(**common | {"choices": common["choices"] | {"tail_after": 10**6}})
+    common["choices"] = {"redundant_groups": 6, **DROP}
+    starving, _ = ran(**common | {"choices": common["choices"] | {"max_preemptions": 10**6}})
     times = Counter(d.key.prompt for commit in commits(starving) for d in commit.discards)
     assert max(times.values()) > 5
     for most in (1, 2):
-        pipeline, _ = ran(**common | {"choices": common["choices"] | {"tail_after": most}})
+        pipeline, _ = ran(**common | {"choices": common["choices"] | {"max_preemptions": most}})
         slow = Counter(d.key.prompt for commit in commits(pipeline) for d in commit.discards if d.slow)
         assert most <= max(slow.values()) <= most + 2
 
 
 def test_restarted_scheduler_knows_preempted_prompts() -> None:
-    order = IssueOrder(limits_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(4, 2)])
+    order = IssueOrder(limits_for(max_preemptions=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(4, 2)])
     assert [order.next_issue(0) for _ in range(2)] == [Issue(GroupKey(3, 5), 1, False), Issue(GroupKey(4, 1), 1, True)]
     order.note_discard(Discard(GroupKey(3, 5), DiscardReason.STALE, 0, 7))
     order.advance(1)
@@ -170,7 +174,9 @@ def test_restarted_scheduler_knows_preempted_prompts() -> None:
 
 
 def test_trained_or_filtered_prompts_are_forgotten() -> None:
-    order = IssueOrder(limits_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(3, 1), (4, 2)])
+    order = IssueOrder(
+        limits_for(max_preemptions=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(3, 1), (4, 2)]
+    )
     order.forget_slowness([4, 8])
     order.note_discard(Discard(GroupKey(3, 5), DiscardReason.FILTERED, 0, 7))
     assert not order._behind
@@ -200,29 +206,29 @@ def limits_for(**choices: Any) -> RolloutLimits:
     ("choices", "bound"),
     [
         ({}, "wait"),
-        ({"extra_responses": 1}, "wait"),
-        ({"extra_groups": 1}, "drop"),
+        ({"redundant_responses": 1}, "wait"),
+        ({"redundant_groups": 1}, "drop"),
         ({"tail_batching": True}, "drop"),
-        ({"tail_batching": True, "at_bound": "wait"}, "wait"),
-        ({"at_bound": "drop"}, "drop"),
+        ({"tail_batching": True, "on_stale": "wait"}, "wait"),
+        ({"on_stale": "drop"}, "drop"),
     ],
 )
 def test_nothing_is_dropped_by_default(choices: dict[str, Any], bound: str) -> None:
     config = RunConfig(policy=PolicyConfig(path="x"), rollout=RolloutConfig(**choices))
-    assert build_limits(config).at_bound == bound
+    assert build_limits(config).on_stale == bound
 
 
 def test_wait_at_bound_drops_nothing() -> None:
     common = {"versions": 30, "async_ratio": 1.0, "train_seconds": 0.01, "slots": 32, "seconds_per_token": 0.01}
     dropping, fast = ran(**common, choices=DROP)
-    waiting, slow = ran(**common, choices={"at_bound": "wait"})
+    waiting, slow = ran(**common, choices={"on_stale": "wait"})
     assert reasons(dropping)["stale"] > 0
     assert reasons(waiting) == {}
     assert fast < slow
 
 
 def test_started_order_forms_batches_of_the_oldest_prompts() -> None:
-    pipeline, _ = ran(versions=12, async_ratio=1.0, choices={"order": "started"})
+    pipeline, _ = ran(versions=12, async_ratio=1.0, choices={"batch_order": "started"})
     taken = [sorted(key.prompt for key in commit.groups) for commit in commits(pipeline)]
     assert taken == [list(range(4 * n, 4 * n + 4)) for n in range(12)]
 
@@ -248,7 +254,7 @@ def test_filtered_groups_are_replaced_and_not_reissued() -> None:
 
 def test_filter_that_keeps_nothing_fails_with_advice() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
-        ran(choices={"filter": FilterConfig(min_mean=1.0, most=20)})
+        ran(choices={"filter": FilterConfig(min_mean=1.0, max_consecutive=20)})
     why = find_first_cause(caught.value)
     assert isinstance(why, ConfigError)  # a restart would filter the next 20 groups in vain, too
     assert "removed 20 groups in a row (the last: mean reward at or below 1); widen it" in str(why)
@@ -256,7 +262,7 @@ def test_filter_that_keeps_nothing_fails_with_advice() -> None:
 
 def test_response_age_counts_from_its_oldest_token() -> None:
     """A request that waits inside an engine during an update has its first token under a newer version."""
-    choices = {"staleness": "oldest-token"}
+    choices = {"staleness_from": "oldest-token"}
     pipeline, _ = ran(versions=20, async_ratio=2.0, choices=choices)
     for batch in batches(pipeline):
         for group in batch.groups():
@@ -264,7 +270,7 @@ def test_response_age_counts_from_its_oldest_token() -> None:
 
 
 def test_time_held_back_by_alpha_is_measured() -> None:
-    common = {"versions": 10, "slots": 8, "train_seconds": 2.0, "depth": 10**6}
+    common = {"versions": 10, "slots": 8, "train_seconds": 2.0, "max_inflight_groups": 10**6}
     (bound, seconds), (free, _) = (ran(**common, async_ratio=alpha, choices={"slots": 8}) for alpha in (1.0, 100.0))
     assert 0.5 * seconds < bound.scheduler.counts.held.seconds < seconds
     assert free.scheduler.counts.held.seconds == 0.0
@@ -313,7 +319,9 @@ class Seen(TimedEngine):
 
 
 def engine(slots: int, seconds_per_token: float = 0.01) -> Seen:
-    return Seen(TimedEngineConfig(slots=slots, seconds_per_token=seconds_per_token, max_new_tokens=64))
+    return Seen(
+        TimedEngineConfig(max_concurrent_requests=slots, seconds_per_token=seconds_per_token, max_new_tokens=64)
+    )
 
 
 async def asked(engines: Sequence[Seen], routing: Routing, groups: int, size: int) -> float:

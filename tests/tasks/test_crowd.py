@@ -26,7 +26,9 @@ from tests.support.tickets import width
 
 SLOTS = 3
 NO_PROBE = WeightsProbe((), (), 0.1)
-TIMED = TimedEngineConfig(slots=SLOTS, median_tokens=4, max_new_tokens=12, seconds_per_token=0.1, update_seconds=0.1)
+TIMED = TimedEngineConfig(
+    max_concurrent_requests=SLOTS, median_tokens=4, max_new_tokens=12, seconds_per_token=0.1, update_seconds=0.1
+)
 
 
 class Strict(TimedEngine):

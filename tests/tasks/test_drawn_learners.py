@@ -116,7 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_key_is_drawn() -> None:
     """A key that is added later must be drawn here, too, or this test fails."""
     for section, keys in DRAWN.items():
-        assert keys >= section.model_fields.keys() - {"learner", "threads", *RANKS}, section
+        assert keys >= section.model_fields.keys() - {"kind", "threads", *RANKS}, section
 
 
 def valid(tree: dict[str, Any], dtype: str) -> TrainConfig | None:
@@ -165,5 +165,5 @@ def test_learner_of_any_config_continues_from_its_state(
 def test_sharded_learner_continues_from_its_state(
     folder: Path, tree: dict[str, Any], dtype: str, temperature: float
 ) -> None:
-    if config := valid({"learner": "deepspeed", **tree}, dtype):
+    if config := valid({"kind": "deepspeed", **tree}, dtype):
         go_on(folder, config, dtype, temperature)

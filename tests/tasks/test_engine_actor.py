@@ -230,7 +230,7 @@ async def test_new_owner_of_an_actor_may_replace_the_old_one(ray_node: None) -> 
 @pytest.mark.slow
 async def test_instant_responses_end_on_the_actors_event_loop(ray_node: None) -> None:
     """Ray's loop is uvloop, where a timer that is due already reports no due time."""
-    config = TimedEngineConfig(slots=8, max_new_tokens=4, seconds_per_token=0.0, update_seconds=0.0)
+    config = TimedEngineConfig(max_concurrent_requests=8, max_new_tokens=4, seconds_per_token=0.0, update_seconds=0.0)
     engine = RayEngine.spawn(config, None)
     await engine.start()
     await engine.suspend("continue")

@@ -25,7 +25,9 @@ from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.here import Here
 from tests.support.near_actor import Near, NearEngineActor
 
-TIMED = TimedEngineConfig(median_tokens=100, sigma=0.0, seconds_per_token=0.01, update_seconds=0.0, slots=4)
+TIMED = TimedEngineConfig(
+    median_tokens=100, sigma=0.0, seconds_per_token=0.01, update_seconds=0.0, max_concurrent_requests=4
+)
 HERE = Here()
 
 

@@ -48,7 +48,7 @@ from rollflow.tasks.verifiers.pool import ScoreRequest
 from tests.support.batches import begin, learning, publish, scheduling, staged
 from tests.support.pipeline import Pipeline, prompt_at
 
-SLOW = TimedEngineConfig(slots=8, sigma=0, median_tokens=50, max_new_tokens=64, seconds_per_token=2.0)
+SLOW = TimedEngineConfig(max_concurrent_requests=8, sigma=0, median_tokens=50, max_new_tokens=64, seconds_per_token=2.0)
 LAST = 6
 
 
@@ -354,7 +354,7 @@ def test_weights_are_kept_until_their_evaluation_is_stored() -> None:
 
 
 def test_config_chooses_the_evaluation_engine() -> None:
-    vllm, timed = VllmEngineConfig(slots=7), TimedEngineConfig()
+    vllm, timed = VllmEngineConfig(max_concurrent_requests=7), TimedEngineConfig()
     small = RunConfig(engine=vllm).evaluation_engine(on_cpu=True)
     assert isinstance(small, TransformersEngineConfig)
     assert small.slots == 7

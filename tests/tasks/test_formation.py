@@ -55,7 +55,7 @@ def long_way(
 ) -> bool:
     """Implement `must_wait` literally from its definition."""
     groups, alpha = limits.groups, limits.async_ratio
-    if limits.order == "started":
+    if limits.batch_order == "started":
         return bool(running) and sum(one.number < running[0].number for one in waiting) < groups
 
     def old(ones: list[One], later: int) -> list[One]:
@@ -67,7 +67,7 @@ def long_way(
         return True
     if not busy and any(one.awaited and sum(w.rank < one.rank for w in waiting) < groups for one in late):
         return True
-    if limits.at_bound == "drop" or lost:
+    if limits.on_stale == "drop" or lost:
         return False
     further = range(1, math.floor(alpha) + 1)
     return any(
@@ -87,8 +87,8 @@ ONES = st.lists(st.tuples(st.sampled_from([False, False, True]), st.integers(0, 
         st.just(LIMITS),
         groups=st.integers(1, 4),
         async_ratio=st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0, 2.9]),
-        at_bound=st.sampled_from(["wait", "drop"]),
-        order=st.sampled_from(["finished", "finished", "started"]),
+        on_stale=st.sampled_from(["wait", "drop"]),
+        batch_order=st.sampled_from(["finished", "finished", "started"]),
     ),
     busy=st.booleans(),
     lost=st.booleans(),
@@ -114,13 +114,13 @@ def waits(waiting: list[One], running: list[One], busy: bool = False, lost: bool
 
 @pytest.mark.parametrize("order", ["finished", "started"])
 def test_batch_waits_for_nothing_if_nothing_runs(order: str) -> None:
-    assert not waits([One(0, 2), One(1, 2)], [], order=order)
+    assert not waits([One(0, 2), One(1, 2)], [], batch_order=order)
 
 
 def test_started_order_reserves_a_place_for_the_first() -> None:
-    assert waits([One(0, 3), One(2, 3)], [One(1, 3)], order="started")
-    assert not waits([One(0, 3), One(1, 3)], [One(2, 0)], order="started")
-    assert waits([One(0, 3), One(2, 3), One(3, 3)], [One(1, 3), One(4, 0)], order="started")
+    assert waits([One(0, 3), One(2, 3)], [One(1, 3)], batch_order="started")
+    assert not waits([One(0, 3), One(1, 3)], [One(2, 0)], batch_order="started")
+    assert waits([One(0, 3), One(2, 3), One(3, 3)], [One(1, 3), One(4, 0)], batch_order="started")
 
 
 def test_group_too_old_for_the_next_batch_is_awaited() -> None:
@@ -148,7 +148,7 @@ def test_crowd_beyond_later_batches_is_waited_for() -> None:
     assert waits(full, crowd, async_ratio=2.0)
     assert not waits(full, crowd[:2], async_ratio=2.0)
     assert not waits([One(1, 2), One(2, 2)], crowd, async_ratio=2.0)  # this batch also takes old groups
-    assert not waits(full, crowd, async_ratio=2.0, at_bound="drop")
+    assert not waits(full, crowd, async_ratio=2.0, on_stale="drop")
     assert not waits(full, crowd, async_ratio=2.0, lost=True)
     assert not waits(full, [One(10 + i, 2) for i in range(4)], async_ratio=3.0)
     assert waits(full, [One(10 + i, 2) for i in range(5)], async_ratio=3.0)

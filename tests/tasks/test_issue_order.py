@@ -10,8 +10,8 @@ from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits
 
-EXTRA: dict[str, Any] = {"extra_groups": 3, "extra_responses": 2}
-TAIL: dict[str, Any] = {"tail_batching": True, "at_bound": "drop"}
+EXTRA: dict[str, Any] = {"redundant_groups": 3, "redundant_responses": 2}
+TAIL: dict[str, Any] = {"tail_batching": True, "on_stale": "drop"}
 
 
 def order_of(
@@ -84,7 +84,7 @@ def test_issue_has_responses_and_awaited_flag() -> None:
     plain = order_of([(7, 1)], **EXTRA)
     assert plain.next_issue(0) == Issue(GroupKey(7, 1), 6, awaited=True)
     assert plain.next_issue(0) == Issue(GroupKey(100, 0), 6, awaited=True)
-    drops = order_of([(7, 1), (8, 1)], [(7, 3), (8, 2)], **EXTRA, at_bound="drop")
+    drops = order_of([(7, 1), (8, 1)], [(7, 3), (8, 2)], **EXTRA, on_stale="drop")
     assert drops.next_issue(0) == Issue(GroupKey(7, 1), 6, awaited=True)  # preempted three times
     assert drops.next_issue(0) == Issue(GroupKey(8, 1), 6, awaited=False)
     assert drops.next_issue(0) == Issue(GroupKey(100, 0), 6, awaited=False)
@@ -92,7 +92,7 @@ def test_issue_has_responses_and_awaited_flag() -> None:
 
 
 def test_prompt_is_awaited_after_enough_preemptions() -> None:
-    order = order_of(at_bound="drop", tail_after=2)
+    order = order_of(on_stale="drop", max_preemptions=2)
     for attempt, awaited in ((0, False), (1, True), (2, True)):
         order.note_discard(Discard(GroupKey(5, attempt), DiscardReason.STALE, 0, 7))
         order.advance(attempt)
@@ -157,7 +157,7 @@ def test_tail_is_issued_without_a_new_version() -> None:
 
 
 def test_slow_prompts_stay_in_order_without_tail_batching() -> None:
-    order = order_of(FIVE, SLOW, **EXTRA, at_bound="drop", tail_after=1)
+    order = order_of(FIVE, SLOW, **EXTRA, on_stale="drop", max_preemptions=1)
     assert order.count_extra_groups(0) == 3
     assert [order.next_issue(0) for _ in range(3)] == [Issue(GroupKey(n, 1), 6, awaited=True) for n in (0, 1, 2)]
     assert order.count_extra_groups(9) == 3
@@ -174,7 +174,7 @@ def test_last_round_is_always_long() -> None:
 
 
 def test_wait_at_bound_awaits_every_group() -> None:
-    order = order_of(tail_batching=True, at_bound="wait")
+    order = order_of(tail_batching=True, on_stale="wait")
     assert order.next_issue(0).awaited
     left(order, 3)
     assert order.next_issue(9) == Issue(GroupKey(3, 1), 4, awaited=True)

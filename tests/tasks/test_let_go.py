@@ -61,7 +61,7 @@ async def timed(pipeline: Pipeline) -> float:
 
 
 def pipeline(environment: Environment, **changes: object) -> Pipeline:
-    choices = changes.pop("choices", {"extra_responses": 1, "at_bound": "drop"})
+    choices = changes.pop("choices", {"redundant_responses": 1, "on_stale": "drop"})
     common: dict[str, object] = {"versions": 3, "group_size": 1, "sigma": 0.0, "environment": environment}
     return Pipeline(MemoryStore(uuid.uuid4().hex), choices=choices, **{**common, **changes})  # type: ignore[arg-type]
 
@@ -85,7 +85,7 @@ def test_complete_group_waits_for_no_thinking_environment(place: Place, kind: ty
 def test_preempted_group_ends_immediately(place: Place) -> None:
     """It becomes too old while one of its episodes computes; its prompt is issued again, and no batch waits for it."""
     environment = Thinking(place, one_of=20)
-    run = pipeline(environment, versions=8, choices={"at_bound": "drop"})
+    run = pipeline(environment, versions=8, choices={"on_stale": "drop"})
     assert run_virtual(timed(run)) < LONG / 1000
     report = audit(run.store)
     assert report.clean
@@ -112,10 +112,10 @@ class LateFirst(Environment):
 @pytest.mark.parametrize("mode", ["queue", "batch"])
 def test_episode_without_a_turn_delays_nothing(mode: str) -> None:
     """In batch mode all rewards wait for the last response, also for a preempted one that never began."""
-    choices = {"mode": mode, "extra_groups": 1, "extra_responses": 1, "at_bound": "drop"}
+    choices = {"mode": mode, "redundant_groups": 1, "redundant_responses": 1, "on_stale": "drop"}
     interrupted = 0
     for seed in range(4):
-        run = pipeline(LateFirst(seed), groups=1, slots=1, depth=1, async_ratio=0.0, choices=choices)
+        run = pipeline(LateFirst(seed), groups=1, slots=1, max_inflight_groups=1, async_ratio=0.0, choices=choices)
         run_virtual(run.run())
         interrupted += run.environment.interrupted  # type: ignore[attr-defined]
         assert audit(run.store).clean

@@ -20,14 +20,14 @@ def test_limits_have_every_choice_of_the_config() -> None:
     """All values differ, so that none can be mistaken for another."""
     rollout = RolloutConfig(
         mode="batch",
-        depth=11,
-        ahead=1.5,
-        extra_groups=12,
-        extra_responses=13,
+        max_inflight_groups=11,
+        max_batches_ahead=1.5,
+        redundant_groups=12,
+        redundant_responses=13,
         tail_batching=True,
-        tail_after=14,
-        at_bound="drop",
-        staleness="oldest-token",
+        max_preemptions=14,
+        on_stale="drop",
+        staleness_from="oldest-token",
         filter=FilterConfig(min_mean=0.25),
         attempts=15,
     )
@@ -38,7 +38,7 @@ def test_limits_have_every_choice_of_the_config() -> None:
         group_size=4,
         async_ratio=2.5,
         policy=PolicyConfig(path="x"),
-        engine=TimedEngineConfig(slots=5, replicas=6, max_new_tokens=7, temperature=0.5),
+        engine=TimedEngineConfig(max_concurrent_requests=5, replicas=6, max_new_tokens=7, temperature=0.5),
         prompts=tuple(ReasoningGymPrompts(family="basic_arithmetic", share=share) for share in (0.75, 0.125)),
         rollout=rollout,
     )
@@ -48,27 +48,27 @@ def test_limits_have_every_choice_of_the_config() -> None:
         groups=3,
         group_size=4,
         async_ratio=2.5,
-        depth=11,
+        max_inflight_groups=11,
         attempts=15,
         max_new_tokens=7,
         temperature=0.5,
         slots=30,
         mode="batch",
-        ahead=1.5,
-        extra_groups=12,
-        extra_responses=13,
+        max_batches_ahead=1.5,
+        redundant_groups=12,
+        redundant_responses=13,
         tail_batching=True,
-        tail_after=14,
-        at_bound="drop",
-        order="finished",
-        staleness="oldest-token",
+        max_preemptions=14,
+        on_stale="drop",
+        batch_order="finished",
+        staleness_from="oldest-token",
         filter=rollout.filter,
         shares=(0.75, 0.125),
     )
     assert build_limits(config) == expected
-    again = config.model_copy(update={"rollout": RolloutConfig(order="started")})
+    again = config.model_copy(update={"rollout": RolloutConfig(batch_order="started")})
     assert build_limits(again) == RolloutLimits(
-        1, 2, 3, 4, 2.5, 30, 3, 7, 0.5, slots=30, order="started", shares=(0.75, 0.125)
+        1, 2, 3, 4, 2.5, 30, 3, 7, 0.5, slots=30, batch_order="started", shares=(0.75, 0.125)
     )
 
 
@@ -79,15 +79,15 @@ LIMITS = RolloutLimits(0, 10, 4, 2, 2.5, 8, 1, 9, 1.0)
     ("choices", "lead"),
     [
         ({}, 2),  # a part of a batch has nothing to replace
-        ({"at_bound": "drop"}, 2.5),
-        ({"ahead": 0.5}, 0.5),
-        ({"ahead": 0.5, "at_bound": "drop"}, 0.5),
-        ({"ahead": 2.25}, 2),
-        ({"ahead": 2.25, "at_bound": "drop"}, 2.25),
-        ({"ahead": 0.0}, 0),
-        ({"ahead": 0.0, "at_bound": "drop"}, 0),
+        ({"on_stale": "drop"}, 2.5),
+        ({"max_batches_ahead": 0.5}, 0.5),
+        ({"max_batches_ahead": 0.5, "on_stale": "drop"}, 0.5),
+        ({"max_batches_ahead": 2.25}, 2),
+        ({"max_batches_ahead": 2.25, "on_stale": "drop"}, 2.25),
+        ({"max_batches_ahead": 0.0}, 0),
+        ({"max_batches_ahead": 0.0, "on_stale": "drop"}, 0),
         ({"async_ratio": 0.75}, 0),
-        ({"async_ratio": 0.75, "at_bound": "drop"}, 0.75),
+        ({"async_ratio": 0.75, "on_stale": "drop"}, 0.75),
     ],
 )
 def test_lead_follows_alpha_and_ahead(choices: dict[str, Any], lead: float) -> None:
@@ -96,7 +96,12 @@ def test_lead_follows_alpha_and_ahead(choices: dict[str, Any], lead: float) -> N
 
 @pytest.mark.parametrize(
     ("choices", "times"),
-    [({}, 3), ({"tail_batching": True}, 1), ({"tail_after": 5}, 5), ({"tail_batching": True, "tail_after": 5}, 5)],
+    [
+        ({}, 3),
+        ({"tail_batching": True}, 1),
+        ({"max_preemptions": 5}, 5),
+        ({"tail_batching": True, "max_preemptions": 5}, 5),
+    ],
 )
 def test_awaited_after_has_its_defaults(choices: dict[str, Any], times: int) -> None:
     assert replace(LIMITS, **choices).awaited_after == times

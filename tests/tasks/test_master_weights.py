@@ -11,7 +11,7 @@ from torch import Tensor
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.run.context import complete_config
+from rollflow.tasks.run.context import parse_recorded
 from tests.contracts.test_learners import batch, trained
 from tests.support.tiny_policy import make_policy, make_weights
 
@@ -125,7 +125,7 @@ def test_recorded_run_keeps_attention_and_advantages() -> None:
     """Other attention or float64 sums would give other bits in a replay."""
     config = RunConfig().model_dump(mode="json")
     assert (config["train"].pop("attention"), config["train"].pop("advantage_dtype")) == ("exact", "float64")
-    found = RunConfig.model_validate(complete_config(config)).train
+    found = parse_recorded(config).train
     assert (found.attention, found.advantage_dtype) == ("default", "float32")
 
 
@@ -135,7 +135,7 @@ def test_run_recorded_before_masters_has_none(recorded: dict[str, object]) -> No
     config = RunConfig().model_dump(mode="json")
     del config["train"]["master_dtype"], config["train"]["share_prompts"], config["train"]["fused_adamw"]
     config["train"] |= recorded
-    found = RunConfig.model_validate(complete_config(config)).train
+    found = parse_recorded(config).train
     assert found.master_dtype == recorded.get("master_dtype", "policy")
     assert found.share_prompts == found.fused_adamw == recorded.get("share_prompts", False)
 

@@ -207,7 +207,7 @@ class Uneven(TimedEngine):
 
 def mixed(store: MemoryStore, **changes: object) -> Pipeline:
     """A run of three sources: one slow, one filtered."""
-    config = TimedEngineConfig(slots=16, sigma=0.5, max_new_tokens=64, median_tokens=MEDIAN)
+    config = TimedEngineConfig(max_concurrent_requests=16, sigma=0.5, max_new_tokens=64, median_tokens=MEDIAN)
     engines = [Uneven(config) for _ in range(2)]
     settings = {"groups": 8, "slots": 16, "shares": MIXED, "scheduler_type": Filtering, "engine_list": engines}
     return Pipeline(store, **(settings | changes))  # type: ignore[arg-type]
@@ -255,8 +255,8 @@ def test_slow_source_delays_no_other() -> None:
 def test_training_at_alpha_zero_ignores_timing_and_deaths() -> None:
     quiet, other, killed = (MemoryStore(uuid.uuid4().hex) for _ in range(3))
     finished(mixed(quiet, versions=20, async_ratio=0.0))
-    narrow = [Uneven(TimedEngineConfig(slots=3, sigma=0.5, max_new_tokens=64, median_tokens=MEDIAN))]
-    finished(mixed(other, versions=20, async_ratio=0.0, engine_list=narrow, slots=3, depth=3))
+    narrow = [Uneven(TimedEngineConfig(max_concurrent_requests=3, sigma=0.5, max_new_tokens=64, median_tokens=MEDIAN))]
+    finished(mixed(other, versions=20, async_ratio=0.0, engine_list=narrow, slots=3, max_inflight_groups=3))
     draw = random.Random(0)
     for _ in range(12):
         run_virtual(stopped(mixed(killed, versions=20, async_ratio=0.0), draw.uniform(0.1, 1.5)))
@@ -285,7 +285,14 @@ def test_mixture_survives_deaths_and_corruption(
 ) -> None:
     """At the end every source has its share, to within one group and what is still in flight."""
     store = MemoryStore(uuid.uuid4().hex)
-    changes = {"versions": 6, "async_ratio": alpha, "groups": groups, "depth": depth, "seed": seed, "damage": damage}
+    changes = {
+        "versions": 6,
+        "async_ratio": alpha,
+        "groups": groups,
+        "max_inflight_groups": depth,
+        "seed": seed,
+        "damage": damage,
+    }
     for after in stops:
         run_virtual(stopped(mixed(store, **changes), after))
     report = finished(mixed(store, **changes))

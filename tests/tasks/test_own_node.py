@@ -31,7 +31,9 @@ from tests.support.small_run import prepare_small, train_small
 from tests.support.waiting import HANG_SECONDS
 
 NO_PROBE = WeightsProbe((), (), 0.1)
-CONFIG = TimedEngineConfig(slots=4, max_new_tokens=50, median_tokens=50, sigma=0.0, seconds_per_token=0.1)
+CONFIG = TimedEngineConfig(
+    max_concurrent_requests=4, max_new_tokens=50, median_tokens=50, sigma=0.0, seconds_per_token=0.1
+)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def recipe(**changes: Any) -> RunConfig:
 def hardware(**sections: dict[str, Any]) -> Hardware:
     """Engines of one slot, responses of 5 s each, and 2.5 GPU-seconds of training per response."""
     parts: dict[str, dict[str, Any]] = {
-        "engines": {"slots": 1, "seconds_per_token": 0.1},
+        "engines": {"max_concurrent_requests": 1, "seconds_per_token": 0.1},
         "responses": {"median": 50.0, "sigma": 0.0, "cap": 100},
         "learner": {"seconds_per_trajectory": 2.5},
     }
@@ -96,21 +96,21 @@ def test_largest_alpha_limits_the_search() -> None:
 
 def test_choices_that_the_recipe_forbids_are_not_tried() -> None:
     """If batches wait for the groups that were started first, nothing may be preempted."""
-    waiting = recipe(rollout=RolloutConfig(at_bound="wait", order="started"))
+    waiting = recipe(rollout=RolloutConfig(on_stale="wait", batch_order="started"))
     seen: list[Candidate] = []
     plan(waiting, hardware(), 6, largest=1, budget=SMALL, watch=lambda _, one: seen.append(one.candidate))
-    assert {candidate.extra_groups for candidate in seen} == {0}
-    assert {candidate.extra_responses for candidate in seen} == {0, 1}
+    assert {candidate.redundant_groups for candidate in seen} == {0}
+    assert {candidate.redundant_responses for candidate in seen} == {0, 1}
 
 
 @pytest.mark.long
 def test_waiting_is_tried_if_dropping_exceeds_a_limit() -> None:
     """No waste is allowed: groups dropped at the bound are waste, groups waited for are not."""
-    uneven = hardware(engines={"slots": 2}, responses={"sigma": 1.2, "cap": 1000})
-    dropping = recipe(rollout=RolloutConfig(at_bound="drop"))
+    uneven = hardware(engines={"max_concurrent_requests": 2}, responses={"sigma": 1.2, "cap": 1000})
+    dropping = recipe(rollout=RolloutConfig(on_stale="drop"))
     planned = plan(dropping, uneven, 6, largest=1, budget=SMALL, limits=PlanLimits(bias=0.02, waste=0.0))
     assert planned.recommended is not None
-    assert planned.recommended.candidate.at_bound == "wait"
+    assert planned.recommended.candidate.on_stale == "wait"
     assert planned.recommended.candidate.async_ratio == 1
     assert planned.recommended.wasted == 0
     assert "wasteful" in max(planned.finals, key=lambda one: one.wasted).marks(PlanLimits(waste=0.0))
@@ -119,7 +119,7 @@ def test_waiting_is_tried_if_dropping_exceeds_a_limit() -> None:
 @pytest.mark.long
 def test_wider_bound_at_the_same_depth_is_tried() -> None:
     """A few responses take much longer than a step: a batch at alpha = 1 waits for them, at alpha = 4 it need not."""
-    uneven = hardware(engines={"slots": 2}, responses={"sigma": 1.2, "cap": 1000})
+    uneven = hardware(engines={"max_concurrent_requests": 2}, responses={"sigma": 1.2, "cap": 1000})
     seen: list[Candidate] = []
     planned = plan(
         recipe(),
@@ -130,7 +130,7 @@ def test_wider_bound_at_the_same_depth_is_tried() -> None:
         limits=PlanLimits(bias=1.0),
         watch=lambda _, one: seen.append(one.candidate),
     )
-    assert {(one.async_ratio, one.ahead) for one in seen} >= {(4.0, 1.0)}
+    assert {(one.async_ratio, one.max_batches_ahead) for one in seen} >= {(4.0, 1.0)}
     assert planned.recommended is not None
     if (wider := planned.wider) is not None:
         assert wider.candidate.lead == planned.recommended.candidate.lead
@@ -196,7 +196,9 @@ def test_candidates_over_a_limit_are_ignored(figures: Figures) -> None:
 def test_gain_of_a_wider_bound_is_reported(figures: Figures) -> None:
     narrow, deep = outcome(figures, 1, 100), outcome(figures, 4, 120)
     wide = replace(
-        deep, candidate=replace(deep.candidate, ahead=1.0), figures=replace(figures, trajectories_per_second=110)
+        deep,
+        candidate=replace(deep.candidate, max_batches_ahead=1.0),
+        figures=replace(figures, trajectories_per_second=110),
     )
 
     def planned(*finals: CandidateOutcome) -> CandidateOutcome | None:

@@ -20,7 +20,9 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, VersionedGeneration, We
 from rollflow.tasks.runtime.clock import run_virtual
 
 NO_PROBE = WeightsProbe((), (), 0.1)
-CONFIG = TimedEngineConfig(slots=4, max_new_tokens=50, median_tokens=30, sigma=0.5, seconds_per_token=0.1)
+CONFIG = TimedEngineConfig(
+    max_concurrent_requests=4, max_new_tokens=50, median_tokens=30, sigma=0.5, seconds_per_token=0.1
+)
 
 
 class Probed(TimedEngine):

@@ -198,7 +198,7 @@ def test_batch_voided_while_publishing_is_formed_again(small: Prepare, monkeypat
 
 
 def test_nonfinite_next_step_keeps_the_version_before(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    context, stopped = small(not_finite="next"), small("stopped")
+    context, stopped = small(not_finite="skip"), small("stopped")
     with monkeypatch.context() as patch:
         slow = Slow(patch, context)
         assert train(context, Poisoned(context, SLOW, ahead=True)).version == 6

@@ -1,4 +1,4 @@
-"""`train.not_finite = "next"`: a nonfinite batch is voided by name, and its version is trained on another batch."""
+"""`train.not_finite = "skip"`: a nonfinite batch is voided by name, and its version is trained on another batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
 
     def prepared(run_id: str = "small", dtype: str = "float32", **train: object) -> RunContext:
-        given = {"not_finite": "next", **train}
+        given = {"not_finite": "skip", **train}
         return prepare_small(tmp_path, run_id, train=given, dtype=dtype, keep_last=10, state_every=2)
 
     return prepared
@@ -218,7 +218,7 @@ class Poisons(TimedEngine):
     """An engine that gives a log-prob of -inf for each of these seeds, every time."""
 
     def __init__(self, seeds: Collection[int]) -> None:
-        super().__init__(TimedEngineConfig(slots=8, max_new_tokens=64))
+        super().__init__(TimedEngineConfig(max_concurrent_requests=8, max_new_tokens=64))
         self.seeds = seeds
 
     async def generate(self, request: GenerationRequest) -> Generation:

@@ -98,16 +98,16 @@ def test_integers_are_equal_or_far() -> None:
 @pytest.mark.parametrize(
     "train",
     [
-        TorchTrain(ranks=4, spread=True, sharded=True, learning_rate=3e-5, objective=PartsObjective(kind="dapo")),
+        TorchTrain(ranks=4, multi_node=True, sharded=True, learning_rate=3e-5, objective=PartsObjective(kind="dapo")),
         TorchTrain(minibatches=2, objective=PartsObjective(kind="ppo"), critic=CriticConfig(learning_rate=2e-4)),
         DeepSpeedTrain(ranks=3, zero=3, options={"zero_optimization": {"reduce_bucket_size": 7}}),
     ],
 )
 def test_with_ranks_changes_only_ranks(train: Any) -> None:
     three, one = with_ranks(train, 3), with_ranks(train, 1)
-    assert three == train.model_copy(update={"ranks": 3, "spread": False})
-    assert (one.learner, one.ranks, getattr(one, "sharded", None)) == ("torch", 1, False)
-    moved = {"learner", "ranks", "spread", "sharded", "zero", "offload", "options"}
+    assert three == train.model_copy(update={"ranks": 3, "multi_node": False})
+    assert (one.kind, one.ranks, getattr(one, "sharded", None)) == ("torch", 1, False)
+    moved = {"kind", "ranks", "multi_node", "sharded", "zero", "offload", "options"}
     assert one.model_dump(exclude=moved) == train.model_dump(exclude=moved)
 
 

@@ -12,7 +12,7 @@ from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import END, PAD, build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.run.context import complete_config
+from rollflow.tasks.run.context import parse_recorded
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 from rollflow.tasks.verifiers.config import ExactReward
@@ -76,7 +76,7 @@ def test_recorded_runs_are_scored_as_before(recorded: dict[str, object]) -> None
     config = RunConfig().model_dump(mode="json")
     assert config["reward"].pop("special_tokens") is True
     config["reward"] |= recorded
-    assert RunConfig.model_validate(complete_config(config)).reward.special_tokens is bool(recorded)
+    assert parse_recorded(config).reward.special_tokens is bool(recorded)
 
 
 @pytest.mark.parametrize("reference", ["", " ", "\n", "7"])

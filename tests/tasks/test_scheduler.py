@@ -116,7 +116,7 @@ def test_drawn_schedule_audits_clean(
             group_size=group_size,
             slots=slots,
             engines=engines,
-            depth=depth,
+            max_inflight_groups=depth,
             async_ratio=alpha,
             train_seconds=train_seconds,
             sigma=sigma,
@@ -131,16 +131,16 @@ def test_drawn_schedule_audits_clean(
 
 
 CHOICES = st.fixed_dictionaries(
-    {"at_bound": st.just("drop")},
+    {"on_stale": st.just("drop")},
     optional={
         "slots": st.integers(1, 24),
-        "ahead": st.just(0.0),
-        "tail_after": st.integers(1, 2),
+        "max_batches_ahead": st.just(0.0),
+        "max_preemptions": st.integers(1, 2),
         "mode": st.sampled_from(["queue", "batch"]),
-        "extra_groups": st.integers(1, 4),
-        "extra_responses": st.integers(1, 2),
+        "redundant_groups": st.integers(1, 4),
+        "redundant_responses": st.integers(1, 2),
         "tail_batching": st.just(True),
-        "staleness": st.sampled_from(["started", "oldest-token"]),
+        "staleness_from": st.sampled_from(["started", "oldest-token"]),
         "filter": st.sampled_from([FilterConfig(min_mean=0.0), FilterConfig(max_mean=1.0)]),
     },
 )
@@ -148,9 +148,9 @@ STRICT = st.fixed_dictionaries(
     {},
     optional={
         "slots": st.integers(1, 24),
-        "ahead": st.just(0.0),
-        "at_bound": st.sampled_from(["drop", "wait"]),
-        "order": st.sampled_from(["finished", "started"]),
+        "max_batches_ahead": st.just(0.0),
+        "on_stale": st.sampled_from(["drop", "wait"]),
+        "batch_order": st.sampled_from(["finished", "started"]),
     },
 )
 
@@ -191,7 +191,7 @@ def test_drawn_choices_lose_or_double_nothing(
             groups=groups,
             group_size=3,
             engines=engines,
-            depth=depth,
+            max_inflight_groups=depth,
             async_ratio=alpha,
             train_seconds=train_seconds,
             in_flight=in_flight,
@@ -301,7 +301,7 @@ def test_deaths_and_corruption_lose_or_double_nothing(
             store,
             groups=groups,
             engines=engines,
-            depth=depth,
+            max_inflight_groups=depth,
             async_ratio=alpha,
             train_seconds=train_seconds,
             in_flight=in_flight,
@@ -332,7 +332,7 @@ def test_killed_run_at_alpha_zero_trains_the_same(stops: list[float], extra: int
     kill may continue after it as the same attempt, with the same draws."""
 
     def run(stops: list[float]) -> list[dict[str, Any]]:
-        store, choices = fresh_store(), {"extra_groups": extra, "at_bound": "drop"}
+        store, choices = fresh_store(), {"redundant_groups": extra, "on_stale": "drop"}
         for after in stops:
             run_virtual(stopped(Pipeline(store, async_ratio=0.0, group_size=3, choices=choices), after))
         run_virtual(Pipeline(store, async_ratio=0.0, group_size=3, choices=choices).run())
@@ -366,7 +366,7 @@ class Dying(TimedEngine):
 
 
 def test_requests_of_a_dead_engine_move_to_another() -> None:
-    config = TimedEngineConfig(slots=8, max_new_tokens=64)
+    config = TimedEngineConfig(max_concurrent_requests=8, max_new_tokens=64)
     engines = [TimedEngine(config), Dying(config, updates=2)]
     pipeline = Pipeline(fresh_store(), engine_list=engines)
     report = run_and_audit(pipeline)
@@ -376,7 +376,7 @@ def test_requests_of_a_dead_engine_move_to_another() -> None:
 
 
 def test_run_without_engines_fails_with_the_reason() -> None:
-    engines = [Dying(TimedEngineConfig(slots=8, max_new_tokens=64), updates=2)]
+    engines = [Dying(TimedEngineConfig(max_concurrent_requests=8, max_new_tokens=64), updates=2)]
     with pytest.raises(BaseExceptionGroup) as caught:
         run_virtual(Pipeline(fresh_store(), engine_list=engines).run())
     assert "died on purpose" in str(caught.value.exceptions)
@@ -394,7 +394,7 @@ def test_failed_request_is_resent_and_its_group_kept(attempts: int, fails: bool)
             return await super().generate(request)
 
     async def main() -> None:
-        config = TimedEngineConfig(slots=4, max_new_tokens=64, sigma=1.5, seconds_per_token=0.1)
+        config = TimedEngineConfig(max_concurrent_requests=4, max_new_tokens=64, sigma=1.5, seconds_per_token=0.1)
         engines = [Noting(config), Noting(config)]
         proxy = InferenceProxy(engines[:1], 4, 1.0)
         await proxy.update(0, Path(), WeightsProbe((), (), 0.0), "continue")
@@ -454,7 +454,7 @@ def test_virtual_clock_reports_a_deadlock() -> None:
 
 def test_stragglers_beyond_the_bound_are_issued_again() -> None:
     """With a learner faster than the slowest responses, slow groups become stale, are counted, and are issued again."""
-    dropping = {"at_bound": "drop"}
+    dropping = {"on_stale": "drop"}
     pipeline = Pipeline(fresh_store(), versions=12, async_ratio=1.0, train_seconds=0.01, slots=32, choices=dropping)
     report = run_and_audit(pipeline)
     assert report.violations == []

@@ -153,7 +153,7 @@ def scored(scheduler: RolloutScheduler, prompt: int, reward: float, started: int
 
 def test_kept_group_ends_a_row_of_filtered_ones() -> None:
     async def main() -> None:
-        limits = replace(LIMITS, filter=FilterConfig(min_mean=0.0, most=3))
+        limits = replace(LIMITS, filter=FilterConfig(min_mean=0.0, max_consecutive=3))
         scheduler = await scheduler_of(limits)
         for prompt, reward in enumerate([0.0, 0.0, 1.0, 0.0, 0.0]):
             scored(scheduler, prompt, reward)
@@ -180,7 +180,7 @@ def test_group_too_old_for_the_next_batch_is_dropped() -> None:
 
 def test_slow_group_is_redundant_with_extra_groups() -> None:
     async def main() -> None:
-        scheduler = await scheduler_of(replace(LIMITS, extra_groups=1), ResumePoint(number=3))
+        scheduler = await scheduler_of(replace(LIMITS, redundant_groups=1), ResumePoint(number=3))
         scored(scheduler, 0, 1.0, started=1)
         assert [one.reason for one in scheduler._discards] == [DiscardReason.REDUNDANT]
 
@@ -272,7 +272,7 @@ def test_wait_of_a_ready_learner_is_measured(published: int, full: bool, holds: 
 @pytest.mark.parametrize(("published", "formed"), [(0, False), (1, True), (2, True)])
 def test_early_batch_preempts_no_group(published: int, formed: bool) -> None:
     async def main() -> None:
-        scheduler = await scheduler_of(replace(LIMITS, at_bound="drop"), ResumePoint(number=1))
+        scheduler = await scheduler_of(replace(LIMITS, on_stale="drop"), ResumePoint(number=1))
         scheduler.published(published)
         rollout = started(scheduler, 0)
         scored(scheduler, 9, 1.0, started=1)
@@ -287,7 +287,7 @@ def test_batch_order_decides_the_first_group(order: Any, first: int) -> None:
     """The first that was issued, or the oldest version."""
 
     async def main() -> None:
-        scheduler = await scheduler_of(replace(LIMITS, order=order), ResumePoint(number=1))
+        scheduler = await scheduler_of(replace(LIMITS, batch_order=order), ResumePoint(number=1))
         scheduler._issued = 1
         scored(scheduler, 8, 1.0, started=1)
         scheduler._issued = 2
@@ -315,7 +315,7 @@ def test_preempted_group_is_not_waited_for() -> None:
     """Neither in the order of issue, nor if it starts again."""
 
     async def main() -> None:
-        scheduler = await scheduler_of(replace(LIMITS, order="started"), ResumePoint(number=1))
+        scheduler = await scheduler_of(replace(LIMITS, batch_order="started"), ResumePoint(number=1))
         slow, scheduler._issued = started(scheduler, 0), 2
         scored(scheduler, 9, 1.0, started=1)
         started(scheduler, 1)
@@ -350,7 +350,7 @@ def test_late_start_is_preempted(version: int, batches: int, given_up: bool) -> 
 @pytest.mark.parametrize(("batches", "given_up"), [(4, True), (3, False)])
 def test_group_too_old_after_a_batch_is_preempted(batches: int, given_up: bool) -> None:
     async def main() -> None:
-        limits = replace(LIMITS, batches=batches, at_bound="drop")
+        limits = replace(LIMITS, batches=batches, on_stale="drop")
         scheduler = await scheduler_of(limits, ResumePoint(number=2), version=2)
         old, new = started(scheduler, 1), started(scheduler, 2)
         scored(scheduler, 8, 1.0, started=1)

@@ -42,10 +42,10 @@ def cases(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[Case]:
 def possible(case: Case) -> Case:
     """Change what the config would refuse, or what would filter everything, into the nearest valid case."""
     changes: dict[str, Any] = {}
-    if case.extra_groups:  # they are left behind
-        changes |= {"at_bound": "drop", "order": "finished"}
+    if case.redundant_groups:  # they are left behind
+        changes |= {"on_stale": "drop", "batch_order": "finished"}
     if case.routing == "group":
-        changes["slots"] = max(case.slots, case.group_size + case.extra_responses)
+        changes["slots"] = max(case.slots, case.group_size + case.redundant_responses)
     if case.filter == "spread" and case.group_size == 1:
         changes["filter"] = "above 0"
     return replace(case, **changes)
@@ -57,7 +57,7 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "group_size": st.integers(1, 3),
     "slots": st.integers(1, 5),
     "speeds": st.sampled_from([(1.0,), (1.0, 1.0), (1.0, 3.0), (2.0, 1.0, 0.5)]),
-    "depth": st.sampled_from([64, 1, 2, 3, 5]),
+    "max_inflight_groups": st.sampled_from([64, 1, 2, 3, 5]),
     "limited": st.booleans(),
     "routing": st.sampled_from(["least-work", "prefix", "group"]),
     "in_flight": st.sampled_from(["continue", "restart"]),
@@ -69,14 +69,14 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
 }
 CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "mode": st.sampled_from(["queue", "batch"]),
-    "extra_groups": st.integers(0, 3),
-    "extra_responses": st.integers(0, 2),
+    "redundant_groups": st.integers(0, 3),
+    "redundant_responses": st.integers(0, 2),
     "tail_batching": st.booleans(),
-    "tail_after": st.sampled_from([None, 1, 2, 5]),
-    "ahead": st.sampled_from([1.0, 0.0, 0.5, 0.95]),
-    "at_bound": st.sampled_from(["drop", "wait"]),
-    "order": st.sampled_from(["finished", "started"]),
-    "staleness": st.sampled_from(["started", "oldest-token"]),
+    "max_preemptions": st.sampled_from([None, 1, 2, 5]),
+    "max_batches_ahead": st.sampled_from([1.0, 0.0, 0.5, 0.95]),
+    "on_stale": st.sampled_from(["drop", "wait"]),
+    "batch_order": st.sampled_from(["finished", "started"]),
+    "staleness_from": st.sampled_from(["started", "oldest-token"]),
     "filter": st.sampled_from(list(FILTERS)),
     "shares": st.sampled_from([(1.0,), (1.0, 1.0), (0.7, 0.2, 0.1)]),
 }
@@ -94,18 +94,29 @@ TROUBLE = {
     "attempts": st.just(10**6),  # few attempts would end the run, as they should
 }
 ALIKE = {  # what may be chosen at alpha = 0 without leaving anything behind
-    **{name: CHOICES[name] for name in ("mode", "at_bound", "order", "staleness", "filter", "shares")},
+    **{name: CHOICES[name] for name in ("mode", "on_stale", "batch_order", "staleness_from", "filter", "shares")},
     "async_ratio": st.just(0.0),
 }
 WAITING = {
-    **{name: CHOICES[name] for name in ("mode", "extra_responses", "ahead", "order", "staleness", "filter", "shares")},
-    "at_bound": st.just("wait"),
+    **{
+        name: CHOICES[name]
+        for name in (
+            "mode",
+            "redundant_responses",
+            "max_batches_ahead",
+            "batch_order",
+            "staleness_from",
+            "filter",
+            "shares",
+        )
+    },
+    "on_stale": st.just("wait"),
     "async_ratio": st.sampled_from([1.0, 2.0, 3.0, 4.0, 0.5, 2.9]),
     "groups": st.integers(1, 6),
     "slots": st.sampled_from([1, 3, 8, 20]),
     "batches": st.sampled_from([4, 8, 12]),
 }
-OUTER = ("slots", "speeds", "depth", "limited", "routing", "in_flight", "train_seconds", "reward_seconds")
+OUTER = ("slots", "speeds", "max_inflight_groups", "limited", "routing", "in_flight", "train_seconds", "reward_seconds")
 OUTER += ("update_seconds", "fetch_seconds", "commit_seconds", "latency", "slowing", "trouble")
 STOPS = {"stops": st.lists(st.builds(Stop, at(6), st.integers(0, 2)), max_size=3).map(tuple)}
 
@@ -114,7 +125,7 @@ STOPS = {"stops": st.lists(st.builds(Stop, at(6), st.integers(0, 2)), max_size=3
 @settings(MANY, max_examples=examples(3000))
 @given(cases(**CHOICES, **TIMES))
 @example(Case(async_ratio=0.5, groups=2, slots=2, train_seconds=(40.0,)))  # half a batch ahead, again and again
-@example(Case(extra_groups=2, train_seconds=(40.0,)))  # the extras reach an engine when their batch is formed
+@example(Case(redundant_groups=2, train_seconds=(40.0,)))  # the extras reach an engine when their batch is formed
 def test_drawn_schedule_audits_clean(case: Case) -> None:
     ran(case)
 
@@ -129,7 +140,7 @@ def test_drawn_schedule_with_engine_deaths_audits_clean(case: Case) -> None:
 @pytest.mark.many
 @settings(MANY, max_examples=examples(2000))
 @given(cases(**CHOICES, **TIMES, **STOPS))
-@example(Case(async_ratio=2.0, ahead=0.0, extra_groups=2, slots=5, stops=(Stop(2.0, 1),)))  # 0 is lost, 1 is not
+@example(Case(async_ratio=2.0, ahead=0.0, redundant_groups=2, slots=5, stops=(Stop(2.0, 1),)))  # 0 is lost, 1 is not
 def test_drawn_schedule_with_restarts_audits_clean(case: Case) -> None:
     ran(case)
 
@@ -144,7 +155,7 @@ def test_drawn_schedule_with_all_faults_audits_clean(case: Case) -> None:
 @pytest.mark.many
 @settings(MANY, max_examples=examples(1500))
 @given(cases(**WAITING, **TIMES))
-@example(Case(async_ratio=2.0, groups=2, slots=5, speeds=(1.0, 3.0), slowing=0.5, batches=8, at_bound="wait"))
+@example(Case(async_ratio=2.0, groups=2, slots=5, speeds=(1.0, 3.0), slowing=0.5, batches=8, on_stale="wait"))
 def test_wait_at_bound_drops_no_group(case: Case) -> None:
     """Neither groups at the bound, nor groups that would exceed a batch there."""
     assert not ran(case).discards.keys() - {DiscardReason.FILTERED}
@@ -180,14 +191,14 @@ def test_fraction_ahead_starts_once_during_a_slow_step(seconds: float) -> None:
     assert ledger.discards[DiscardReason.STALE] <= 3 * 2
 
 
-@pytest.mark.parametrize("at_bound", ["wait", "drop"])
-def test_very_large_alpha_costs_no_time(at_bound: Literal["wait", "drop"]) -> None:
-    case = Case(async_ratio=20.0, groups=3, group_size=2, slots=4, at_bound=at_bound, batches=8)
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+def test_very_large_alpha_costs_no_time(on_stale: Literal["wait", "drop"]) -> None:
+    case = Case(async_ratio=20.0, groups=3, group_size=2, slots=4, on_stale=on_stale, batches=8)
     assert said(ran(replace(case, async_ratio=1e9))) == said(ran(case))  # or it is not over today
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.5, 2.9])
 def test_fraction_of_alpha_starts_no_unusable_group(alpha: float) -> None:
-    ledger = ran(Case(async_ratio=alpha, at_bound="wait", groups=4, slots=4, batches=8))
+    ledger = ran(Case(async_ratio=alpha, on_stale="wait", groups=4, slots=4, batches=8))
     assert not ledger.discards
     assert ledger.issued[0] <= 4 * 8 + 4 * int(alpha)

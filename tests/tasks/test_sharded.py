@@ -316,5 +316,5 @@ def test_state_of_two_ranks_continues_on_any_number(folder: Path, zero: int) -> 
 
 def test_missing_deepspeed_is_refused_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.tasks.learners.multi_rank.rank_process.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^train.learner = deepspeed: DeepSpeed is not installed here; install it"):
+    with pytest.raises(ConfigError, match=r"^train.kind = deepspeed: DeepSpeed is not installed here; install it"):
         begun(folder, DeepSpeedTrain())

@@ -34,7 +34,7 @@ from rollflow.tasks.simulation.world import SimulatedRun, simulate
 
 def recipe(**changes: Any) -> RunConfig:
     """A small recipe; 8 groups of 4 a step, and no evaluations."""
-    rollout = RolloutConfig(**{key: changes.pop(key) for key in ("depth", "at_bound") if key in changes})
+    rollout = RolloutConfig(**{key: changes.pop(key) for key in ("max_inflight_groups", "on_stale") if key in changes})
     keys: dict[str, Any] = {
         "versions": 8,
         "groups": 8,
@@ -49,7 +49,7 @@ def recipe(**changes: Any) -> RunConfig:
 def hardware(**sections: dict[str, Any]) -> Hardware:
     """Two engines of 8 slots; lognormal lengths of 100 tokens, 0.1 s each."""
     parts: dict[str, dict[str, Any]] = {
-        "engines": {"count": 2, "slots": 8, "seconds_per_token": 0.1},
+        "engines": {"count": 2, "max_concurrent_requests": 8, "seconds_per_token": 0.1},
         "responses": {"median": 100.0, "sigma": 0.8, "cap": 1000, "correlation": 0.7},
         "learner": {"seconds_per_version": 20.0},
     }
@@ -61,13 +61,13 @@ CONSTANT = {"median": 50.0, "sigma": 0.0, "cap": 100}
 
 def test_synchronous_step_is_the_sum_of_its_parts() -> None:
     one = hardware(
-        engines={"count": 1, "slots": 1, "prefill_seconds": 0.25},
+        engines={"count": 1, "max_concurrent_requests": 1, "prefill_seconds": 0.25},
         responses=CONSTANT,
         reward={"seconds": 2.0},
         learner={"seconds_per_version": 3.0, "seconds_per_trajectory": 0.5, "epochs": 2, "gpus": 4},
         update={"seconds": 0.5, "fetch_seconds": 0.125},
     )
-    figures = simulate(recipe(groups=3, group_size=2, async_ratio=0.0, depth=3), one).figures
+    figures = simulate(recipe(groups=3, group_size=2, async_ratio=0.0, max_inflight_groups=3), one).figures
     generation = 6 * (0.25 + 50 * 0.1)  # six responses, one after another
     train = 3.0 + 2 * 6 * 0.5 / 4
     step = generation + 2.0 + train + 0.5 + 0.125
@@ -86,8 +86,12 @@ def test_synchronous_step_is_the_sum_of_its_parts() -> None:
 def test_asynchronous_step_is_the_longer_of_its_parts() -> None:
     """One slot, constant lengths: 6 responses of 5 s are 30 s of rollout; training takes 12 or 40 s in parallel."""
     for seconds, step in ((12.0, 30.0), (40.0, 40.0)):
-        one = hardware(engines={"count": 1, "slots": 1}, responses=CONSTANT, learner={"seconds_per_version": seconds})
-        figures = simulate(recipe(groups=3, group_size=2, depth=6, versions=12), one).figures
+        one = hardware(
+            engines={"count": 1, "max_concurrent_requests": 1},
+            responses=CONSTANT,
+            learner={"seconds_per_version": seconds},
+        )
+        figures = simulate(recipe(groups=3, group_size=2, max_inflight_groups=6, versions=12), one).figures
         assert figures.step_seconds == pytest.approx(step, rel=1e-3)
         assert figures.shares is None
         assert max(figures.staleness) <= 1
@@ -96,7 +100,7 @@ def test_asynchronous_step_is_the_longer_of_its_parts() -> None:
 def test_slowing_and_speed_match_a_hand_example() -> None:
     """With four at a time at c = 0.5 each runs at 1 / 2.5, on an engine of twice the speed: 5 s x 2.5 / 2."""
     full = hardware(
-        engines={"count": 1, "slots": 4, "slowing": 0.5, "speeds": (2.0,)},
+        engines={"count": 1, "max_concurrent_requests": 4, "batch_slowdown": 0.5, "speeds": (2.0,)},
         responses=CONSTANT,
         learner={"seconds_per_version": 1.0},
     )
@@ -114,7 +118,7 @@ def test_figures_depend_only_on_the_seed() -> None:
 @pytest.mark.long
 def test_long_runs_approach_the_bound() -> None:
     for alpha in (0.0, 1.0, 3.0):
-        figures = simulate(recipe(async_ratio=alpha, versions=80, depth=64), hardware()).figures
+        figures = simulate(recipe(async_ratio=alpha, versions=80, max_inflight_groups=64), hardware()).figures
         bounds = figures.bounds
         assert figures.step_seconds >= bounds.conserving_split * 0.98  # the last steps draw other lengths than the mean
         if alpha:
@@ -126,18 +130,28 @@ def test_long_runs_approach_the_bound() -> None:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"engines": {"count": 1, "slots": 8, "slowing": 3.0}},  # eight at a time are slower than one after another
+        {
+            "engines": {"count": 1, "max_concurrent_requests": 8, "batch_slowdown": 3.0}
+        },  # eight at a time are slower than one after another
         {"learner": {"measured": (90.0, 10.0, 30.0, 10.0)}},  # the first step took longest
-        {"engines": {"count": 2, "slots": 8, "reading": 0.001, "kv_tokens": 900, "prefill_seconds_per_token": 0.01}},
+        {
+            "engines": {
+                "count": 2,
+                "max_concurrent_requests": 8,
+                "kv_read_cost": 0.001,
+                "kv_tokens": 900,
+                "prefill_seconds_per_token": 0.01,
+            }
+        },
     ],
 )
 def test_no_step_beats_the_lower_bound(sections: dict[str, Any]) -> None:
     machine = hardware(**sections)
     for alpha, slots in ((0.0, 64), (2.0, 64), (2.0, 1)):
-        config = recipe(async_ratio=alpha, versions=24, rollout=RolloutConfig(depth=slots))
+        config = recipe(async_ratio=alpha, versions=24, rollout=RolloutConfig(max_inflight_groups=slots))
         figures = simulate(config, machine).figures
         assert figures.step_seconds >= 0.97 * figures.bounds.conserving_split
-    assert figures.bounds.guaranteed == ("reading" not in sections.get("engines", {}))
+    assert figures.bounds.guaranteed == ("kv_read_cost" not in sections.get("engines", {}))
 
 
 def test_bounds_match_the_proposition() -> None:
@@ -176,7 +190,7 @@ def test_population_does_not_depend_on_the_schedule() -> None:
 def test_tokens_lost_by_an_update_are_counted() -> None:
     slow = hardware(learner={"seconds_per_version": 6.0}, update={"seconds": 1.0})
     kept, restarted = (
-        simulate(recipe(engine=TimedEngineConfig(in_flight=mode), depth=64), slow).figures
+        simulate(recipe(engine=TimedEngineConfig(on_weight_update=mode), max_inflight_groups=64), slow).figures
         for mode in ("continue", "restart")
     )
     assert kept.restarted == 0
@@ -207,7 +221,7 @@ def test_slow_engine_costs_time() -> None:
 
 def test_timeline_shows_what_ran() -> None:
     one = hardware(
-        engines={"count": 1, "slots": 2}, responses=CONSTANT, reward={"seconds": 2.0},
+        engines={"count": 1, "max_concurrent_requests": 2}, responses=CONSTANT, reward={"seconds": 2.0},
         learner={"seconds_per_version": 3.0},
     )  # fmt: skip
     config = recipe(groups=1, group_size=2, async_ratio=0.0, versions=5)
@@ -265,7 +279,7 @@ def test_timed_engine_shares_its_speed_as_calculated(
     requests: list[tuple[int, int]], slots: int, slowing: float, speed: float
 ) -> None:
     config = TimedEngineConfig(
-        slots=slots, slowing=slowing, speed=speed, seconds_per_token=0.1, prefill_seconds=0.3,
+        max_concurrent_requests=slots, batch_slowdown=slowing, speed=speed, seconds_per_token=0.1, prefill_seconds=0.3,
         median_tokens=1000, sigma=0.0,
     )  # fmt: skip
 
@@ -291,7 +305,12 @@ def test_timed_engine_shares_its_speed_as_calculated(
 
 def test_update_repeats_the_prefill_of_running_requests() -> None:
     config = TimedEngineConfig(
-        slots=4, seconds_per_token=0.1, prefill_seconds=1.0, update_seconds=0.5, median_tokens=20, sigma=0.0
+        max_concurrent_requests=4,
+        seconds_per_token=0.1,
+        prefill_seconds=1.0,
+        update_seconds=0.5,
+        median_tokens=20,
+        sigma=0.0,
     )
 
     async def main() -> None:
@@ -318,7 +337,7 @@ def step_by_step(lengths: list[int], config: TimedEngineConfig) -> list[float]:
     room = config.kv_tokens or 10**9
     while waiting or running:
         held = sum(said[i] + config.prompt_tokens for i in running)
-        while waiting and len(running) < config.slots:
+        while waiting and len(running) < config.max_concurrent_requests:
             comes = said[waiting[0]] + config.prompt_tokens
             if running and held + comes > room - 16 * (len(running) + 1):
                 break
@@ -328,7 +347,7 @@ def step_by_step(lengths: list[int], config: TimedEngineConfig) -> list[float]:
         while len(running) > 1 and held + len(running) > room:
             waiting.insert(0, running.pop())
             held -= said[waiting[0]] + config.prompt_tokens
-        now += config.seconds_per_token * (1 + config.slowing * (len(running) - 1) + config.reading * held)
+        now += config.seconds_per_token * (1 + config.batch_slowdown * (len(running) - 1) + config.kv_read_cost * held)
         for i in running:
             said[i] += 1
             if said[i] == lengths[i]:
@@ -350,8 +369,8 @@ def test_cache_costs_match_a_token_by_token_model(
     lengths: list[int], slots: int, kv_tokens: int | None, reading: float, prompt_tokens: int, prefill: float
 ) -> None:
     config = TimedEngineConfig(
-        slots=slots, slowing=0.1, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, reading=reading,
-        kv_tokens=kv_tokens, prompt_tokens=prompt_tokens, prefill_seconds_per_token=prefill,
+        max_concurrent_requests=slots, batch_slowdown=0.1, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0,
+        kv_read_cost=reading, kv_tokens=kv_tokens, prompt_tokens=prompt_tokens, prefill_seconds_per_token=prefill,
     )  # fmt: skip
     held: list[float] = []
 
@@ -381,7 +400,12 @@ def test_cache_costs_match_a_token_by_token_model(
 
 def test_full_cache_preempts_the_last_request() -> None:
     config = TimedEngineConfig(
-        slots=2, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, kv_tokens=100, prefill_seconds_per_token=0.01
+        max_concurrent_requests=2,
+        seconds_per_token=0.1,
+        median_tokens=1e6,
+        sigma=0.0,
+        kv_tokens=100,
+        prefill_seconds_per_token=0.01,
     )
 
     async def main() -> None:
@@ -407,8 +431,8 @@ def test_full_cache_preempts_the_last_request() -> None:
 
 def test_update_delays_the_engine_by_recomputed_tokens() -> None:
     config = TimedEngineConfig(
-        slots=2, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, prefill_seconds_per_token=0.01, prompt_tokens=100,
-        update_seconds=0.25,
+        max_concurrent_requests=2, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, prefill_seconds_per_token=0.01,
+        prompt_tokens=100, update_seconds=0.25,
     )  # fmt: skip
 
     async def main() -> None:
@@ -429,7 +453,9 @@ def test_update_delays_the_engine_by_recomputed_tokens() -> None:
 
 def test_grain_shortens_arrays_but_not_time() -> None:
     async def took(grain: int) -> tuple[float, int]:
-        engine = TimedEngine(TimedEngineConfig(median_tokens=1000, sigma=0.7, seconds_per_token=0.01, grain=grain))
+        engine = TimedEngine(
+            TimedEngineConfig(median_tokens=1000, sigma=0.7, seconds_per_token=0.01, tokens_per_tick=grain)
+        )
         made = await engine.generate(GenerationRequest("a", (5,), 4000 // grain, seed=3))
         return asyncio.get_running_loop().time(), len(made.tokens)
 
@@ -543,7 +569,10 @@ def test_repeated_evaluations_are_not_counted_as_waste(in_flight: str) -> None:
         learner={"seconds_per_version": 1.0},
         faults={"deaths_per_hour": 120.0},
     )
-    keys = {"engine": TimedEngineConfig(replicas=3, slots=8, in_flight=in_flight), "versions": 60}
+    keys = {
+        "engine": TimedEngineConfig(replicas=3, max_concurrent_requests=8, on_weight_update=in_flight),
+        "versions": 60,
+    }
     figures = simulate(recipe(evaluation=EvaluationConfig(every=5, prompts=24), **keys), machine).figures
     assert figures.deaths > 3
     assert figures.evaluations >= 10
@@ -571,13 +600,21 @@ def test_separate_evaluation_engine_costs_training_nothing(changes: dict[str, An
 def test_run_at_alpha_zero_predicts_the_others(slowing: float) -> None:
     """On an engine that hardly slows down under load, and on one that slows almost in proportion: the fit must tell."""
     machine = hardware(
-        engines={"count": 1, "slots": 16, "slowing": slowing, "seconds_per_token": 0.05, "prefill_seconds": 0.5},
-        responses={"median": 60.0, "sigma": 0.6, "cap": 400, "grain": 1},
+        engines={
+            "count": 1,
+            "max_concurrent_requests": 16,
+            "batch_slowdown": slowing,
+            "seconds_per_token": 0.05,
+            "prefill_seconds": 0.5,
+        },
+        responses={"median": 60.0, "sigma": 0.6, "cap": 400, "tokens_per_tick": 1},
         learner={"seconds_per_version": 8.0},
         update={"seconds": 0.5, "fetch_seconds": 0.2},
     )
     recipes = {
-        alpha: recipe(async_ratio=alpha, versions=40, engine=TimedEngineConfig(slots=16, max_new_tokens=400))
+        alpha: recipe(
+            async_ratio=alpha, versions=40, engine=TimedEngineConfig(max_concurrent_requests=16, max_new_tokens=400)
+        )
         for alpha in (0.0, 1.0, 2.0)
     }
     world = Noting(recipes[0.0], machine)
@@ -598,7 +635,7 @@ def test_fatal_error_ends_a_simulation_with_its_message() -> None:
     agreed = hardware(reward={"agreeing": 1.0})
     config = recipe()
     strict = config.model_copy(
-        update={"rollout": config.rollout.model_copy(update={"filter": FilterConfig(min_std=0.0, most=5)})}
+        update={"rollout": config.rollout.model_copy(update={"filter": FilterConfig(min_std=0.0, max_consecutive=5)})}
     )
     with pytest.raises(RollflowError, match=r"rollout.filter removed 5 groups in a row"):
         simulate(strict, agreed)
@@ -607,6 +644,8 @@ def test_fatal_error_ends_a_simulation_with_its_message() -> None:
 def test_figures_with_preempted_groups_repeat_with_the_seed() -> None:
     """Whatever the hashes of objects and strings are: nothing is preempted in the order of a set."""
     tight = hardware(learner={"seconds_per_version": 4.0}, responses={"sigma": 1.2})
-    first, again = (simulate(recipe(versions=12, depth=64, at_bound="drop"), tight).figures for _ in range(2))
+    first, again = (
+        simulate(recipe(versions=12, max_inflight_groups=64, on_stale="drop"), tight).figures for _ in range(2)
+    )
     assert "stale" in first.tokens.wasted
     assert first == again

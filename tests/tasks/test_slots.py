@@ -24,7 +24,9 @@ from tests.support.tickets import width
 
 SLOTS = 3
 PATIENCE = 5.0
-TIMED = TimedEngineConfig(slots=SLOTS, median_tokens=4, max_new_tokens=12, seconds_per_token=0.1, update_seconds=0.1)
+TIMED = TimedEngineConfig(
+    max_concurrent_requests=SLOTS, median_tokens=4, max_new_tokens=12, seconds_per_token=0.1, update_seconds=0.1
+)
 
 
 @dataclass(eq=False)

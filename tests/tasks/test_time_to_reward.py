@@ -47,4 +47,4 @@ def test_bounds_have_no_median() -> None:
 
 def test_synchronous_version_runs_all_responses_at_once() -> None:
     plan = Plan(Path("flows/recipes/reasoning.toml"), Path(), 1, 1, 1, 1, "vllm")
-    assert plan._in_turns() == {"engine.slots": 512, "train.threads": 2}
+    assert plan._in_turns() == {"engine.max_concurrent_requests": 512, "train.threads": 2}

@@ -43,7 +43,7 @@ async def engine(folder: Path) -> AsyncIterator[TransformersEngine]:
 
 
 async def start(folder: Path, slots: int = 256) -> TransformersEngine:
-    engine = TransformersEngine(TransformersEngineConfig(slots=slots), folder / "policy")
+    engine = TransformersEngine(TransformersEngineConfig(max_concurrent_requests=slots), folder / "policy")
     await engine.start()
     await engine.suspend("continue")
     await engine.update(0, folder / "0")

@@ -92,7 +92,7 @@ class RolledFeed(StoreFeed):
         assert isinstance(config.engine, TimedEngineConfig)
         engine = TimedEngine(config.engine)
         await engine.start()
-        proxy = InferenceProxy([engine], config.engine.slots)
+        proxy = InferenceProxy([engine], config.engine.max_concurrent_requests)
         await proxy.update(number, Path(), WeightsProbe((), (), 0.0), "continue")
         async with self._pool() as pool:
 

@@ -56,12 +56,12 @@ async def goes_on(engine: VllmEngine, whole: Generation) -> None:
 
 def test_run_with_preemption_seeds_its_engines() -> None:
     assert not RolloutConfig().leaves_behind
-    assert RolloutConfig(extra_groups=2).leaves_behind
-    assert RolloutConfig(at_bound="drop").leaves_behind
-    assert RolloutConfig(tail_batching=True, at_bound="wait").leaves_behind
+    assert RolloutConfig(redundant_groups=2).leaves_behind
+    assert RolloutConfig(on_stale="drop").leaves_behind
+    assert RolloutConfig(tail_batching=True, on_stale="wait").leaves_behind
 
 
-@pytest.mark.parametrize("rollout", [RolloutConfig(), RolloutConfig(at_bound="drop")])
+@pytest.mark.parametrize("rollout", [RolloutConfig(), RolloutConfig(on_stale="drop")])
 def test_runs_engines_are_started_with_seeds(tmp_path: Path, rollout: RolloutConfig) -> None:
     config, folder = RunConfig(rollout=rollout), make_policy(tmp_path / "policy")
     context: Any = SimpleNamespace(config=config, policy_folder=folder, run_id="seeds")

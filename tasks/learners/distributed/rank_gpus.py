@@ -57,4 +57,4 @@ def interface_of(host: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             return str(name)
-    raise ConfigError(f"train.spread = true: this machine has no network interface with its own address {host}")
+    raise ConfigError(f"train.multi_node = true: this machine has no network interface with its own address {host}")

@@ -87,8 +87,8 @@ def learner_of(config: RankedTrain) -> type[TorchLearner]:
     """Return the class that each rank runs; raise `ConfigError` if its library is not installed."""
     if isinstance(config, DeepSpeedTrain):
         if find_spec("deepspeed") is None:
-            cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.learner = "torch"'
-            raise ConfigError(f"train.learner = deepspeed: DeepSpeed is not installed here; {cure}")
+            cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.kind = "torch"'
+            raise ConfigError(f"train.kind = deepspeed: DeepSpeed is not installed here; {cure}")
         from rollflow.tasks.learners.sharding.deepspeed_learner import DeepSpeedLearner
 
         return DeepSpeedLearner

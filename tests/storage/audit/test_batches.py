@@ -35,7 +35,7 @@ def test_repeated_sample_is_a_duplicate(run: MemoryStore, samples: tuple[int, ..
 
 
 @pytest.mark.parametrize("sample", [-1, 4])
-@pytest.mark.parametrize("rollout", [{"extra_responses": 0}, {}])
+@pytest.mark.parametrize("rollout", [{"redundant_responses": 0}, {}])
 def test_unrequested_sample_is_altered(store: MemoryStore, sample: int, rollout: dict[str, int]) -> None:
     Actors.begin(store, rollout=rollout).train(2)
     path = rebatched(store, 1, lambda groups: [of_first(groups[0], sample=sample), groups[1]])
@@ -53,8 +53,9 @@ def all_five(group: TrajectoryGroup) -> TrajectoryGroup:
     return replace(group, trajectories=(replace(first, sample=0), *others, replace(first, sample=4)))
 
 
-def test_any_four_of_the_surplus_responses_are_clean(store: MemoryStore) -> None:
-    Actors.begin(store, rollout={"extra_responses": 1}).train(2)
+@pytest.mark.parametrize("key", ["redundant_responses", "extra_responses"])  # the second is its earlier name
+def test_any_four_of_the_surplus_responses_are_clean(store: MemoryStore, key: str) -> None:
+    Actors.begin(store, rollout={key: 1}).train(2)
     rebatched(store, 1, lambda groups: [of_first(group, sample=4) for group in groups])
     assert found(store) == set()
     path = rebatched(store, 1, lambda groups: [of_first(group, sample=5) for group in groups])

@@ -64,7 +64,7 @@ def test_batch_is_audited_against_the_config_of_its_entry() -> None:
     for _ in range(2):
         actors.scheduler.dispatch(0)
     actors.train(2)
-    actors = resumed(store, async_ratio=0, rollout={"extra_responses": 1}).train(3)
+    actors = resumed(store, async_ratio=0, rollout={"redundant_responses": 1}).train(3)
     assert audit(store, deep=True).clean
     file = next(e.body.file for e in of_kind(store, BatchCommitted) if isinstance(e.body, BatchCommitted))
     data = store.get(file.path)
@@ -113,7 +113,7 @@ def test_forged_change_is_found(forge: Any, kinds: set[str]) -> None:
 
 def test_removed_change_is_found() -> None:
     """Without the change, the roles that it ended would go on, but new claims follow and nobody was deposed."""
-    store, _ = changed_run(2.0, 2, async_ratio=0, rollout={"extra_responses": 2})
+    store, _ = changed_run(2.0, 2, async_ratio=0, rollout={"redundant_responses": 2})
     entries = [entry for entry in read(store) if not isinstance(entry.body, ConfigChanged)]
     rewritten(store, entries)
     assert found(store)

@@ -283,7 +283,7 @@ def test_each_damaged_object_is_named(run: MemoryStore, how: str) -> None:
 
 @pytest.mark.parametrize(
     "rollout",
-    [None, [], "none", {"extra_responses": None}, {"extra_responses": "two"}, {"extra_responses": -4}],
+    [None, [], "none", {"redundant_responses": None}, {"redundant_responses": "two"}, {"redundant_responses": -4}],
     ids=str,
 )
 def test_config_without_extra_responses_is_one_violation(run: MemoryStore, rollout: object) -> None:

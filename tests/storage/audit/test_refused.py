@@ -273,7 +273,7 @@ def test_second_creation_is_ignored(run: MemoryStore) -> None:
     path = rebatched(run, 3, lambda groups: [of_first(groups[0], sample=4), groups[1]])
     first = read(run)[0]
     assert isinstance(first.body, RunCreated)
-    config = {**first.body.config, "rollout": {"extra_responses": 1}}
+    config = {**first.body.config, "rollout": {"redundant_responses": 1}}
     inserted(run, 1, replace(first, body=replace(first.body, config=config, config_sha256=sha256_of(config))))
     assert found(run) == {("lineage", entry_path(1)), ("altered", path)}
 

@@ -40,7 +40,7 @@ class TwoTurns(Environment):
         return Score(float(len(episode.response) % 2), "parity")
 
 
-DROP = {"at_bound": "drop"}
+DROP = {"on_stale": "drop"}
 FILTER = FilterConfig(min_std=0.0)
 SOUND: Mapping[str, dict[str, Any]] = {
     "alpha 0": {"async_ratio": 0.0},
@@ -51,19 +51,19 @@ SOUND: Mapping[str, dict[str, Any]] = {
     "a fraction, and dropped": {"async_ratio": 0.5, "sigma": 2.0, "choices": DROP},
     "restarted in flight": {"async_ratio": 2.0, "in_flight": "restart", "sigma": 1.5},
     "restarted in flight, and dropped": {"in_flight": "restart", "sigma": 2.0, "choices": DROP},
-    "age by the oldest token": {"async_ratio": 2.0, "choices": {"staleness": "oldest-token"}},
-    "age by the oldest token, dropped": {"sigma": 2.0, "choices": {"staleness": "oldest-token", **DROP}},
+    "age by the oldest token": {"async_ratio": 2.0, "choices": {"staleness_from": "oldest-token"}},
+    "age by the oldest token, dropped": {"sigma": 2.0, "choices": {"staleness_from": "oldest-token", **DROP}},
     "a filter": {"group_size": 3, "choices": {"filter": FILTER}},
     "a filter, dropped": {"async_ratio": 2.0, "sigma": 2.0, "choices": {"filter": FILTER, **DROP}},
-    "extra groups": {"choices": {"extra_groups": 2, **DROP}},
-    "extra groups at alpha 0": {"async_ratio": 0.0, "choices": {"extra_groups": 2, **DROP}},
-    "extra responses": {"choices": {"extra_responses": 2}},
+    "extra groups": {"choices": {"redundant_groups": 2, **DROP}},
+    "extra groups at alpha 0": {"async_ratio": 0.0, "choices": {"redundant_groups": 2, **DROP}},
+    "extra responses": {"choices": {"redundant_responses": 2}},
     "extra groups and responses, a filter": {
-        "choices": {"extra_groups": 2, "extra_responses": 1, "filter": FILTER, **DROP}
+        "choices": {"redundant_groups": 2, "redundant_responses": 1, "filter": FILTER, **DROP}
     },
     "tail batching": {"async_ratio": 2.0, "sigma": 2.0, "choices": {"tail_batching": True, **DROP}},
     "several sources": {"shares": (2.0, 1.0, 1.0), "async_ratio": 2.0},
-    "in the order of their start": {"async_ratio": 2.0, "choices": {"order": "started"}},
+    "in the order of their start": {"async_ratio": 2.0, "choices": {"batch_order": "started"}},
     "whole batches": {"choices": {"mode": "batch"}},
     "several turns": {"environment": TwoTurns(), "async_ratio": 2.0},
     "several turns, dropped": {"environment": TwoTurns(), "sigma": 2.0, "choices": DROP},

@@ -1,0 +1,113 @@
+"""Config keys and values that were renamed: one table, from the earlier name to today's.
+
+    a stored config    -->  `Renames.apply`     read as if it had been recorded with today's names
+    a new recipe       -->  `Renames.refusals`  refused, with today's name
+
+Guarantees:
+- What is stored keeps its names: its hash is that of the stored tree, and a change of a run's config is recorded with
+  the names that the run has (`Renames.undo`).
+- Only the readers of stored configs translate. No new recipe, `--set`, form or file may use an earlier name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Renames:
+    """`keys`: earlier dotted key -> today's name in that section. `values`: today's key -> earlier -> today's value."""
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def apply(self, tree: Tree, prefix: str = "") -> dict[str, Any]:
+        """Return a stored tree with today's names. If a section has a key under both names, the earlier one stays."""
+        renamed: dict[str, Any] = {}
+        for name, value in tree.items():
+            today = self.keys.get(f"{prefix}{name}", name)
+            name = today if today not in tree else name
+            key = f"{prefix}{name}"
+            renamed[name] = self.apply(value, f"{key}.") if isinstance(value, Mapping) else self._value(key, value)
+        return renamed
+
+    def undo(self, tree: Tree, stored: Tree, prefix: str = "") -> dict[str, Any]:
+        """Return a tree of today with the earlier keys, wherever `stored` has these."""
+        earlier = {
+            today: name for key, today in self.keys.items() for name in [_name_in(key, prefix)] if name in stored
+        }
+        undone: dict[str, Any] = {}
+        for name, value in tree.items():
+            name = earlier.get(name, name)
+            below = stored.get(name)
+            if isinstance(value, Mapping):
+                value = self.undo(value, below if isinstance(below, Mapping) else {}, f"{prefix}{name}.")
+            undone[name] = value
+        return undone
+
+    def change(self, key: str, value: object) -> tuple[str, object]:
+        """Return a dotted key and its value, as a log entry has them, with today's names."""
+        names, below = key.split("."), value
+        for name in reversed(names):
+            below = {name: below}
+        today, rest = list[str](), self.apply(below) if isinstance(below, Mapping) else value
+        for _ in names:
+            assert isinstance(rest, Mapping), "each part of the key has one level"
+            ((name, rest),) = rest.items()
+            today.append(name)
+        return ".".join(today), rest
+
+    def refusals(self, tree: object, prefix: str = "") -> Iterator[tuple[str, object, str]]:
+        """Yield each earlier key or value of a new tree: the key, its value, and what the user must do."""
+        for name, value in tree.items() if isinstance(tree, Mapping) else ():
+            key = f"{prefix}{name}"
+            if today := self.keys.get(key):
+                yield key, value, f"the key is called {prefix}{today} now; rename it"
+            elif (now := self._value(key, value)) != value:
+                yield key, value, f'the value is called "{now}" now; write that'
+            yield from self.refusals(value, f"{key}.")
+
+    def _value(self, key: str, value: Any) -> Any:
+        return self.values.get(key, {}).get(value, value) if isinstance(value, str) else value
+
+
+def _name_in(key: str, prefix: str) -> str:
+    """Return the last part of a dotted key right below `prefix`; "" for any other key."""
+    section, dot, name = key.rpartition(".")
+    return name if section + dot == prefix else ""
+
+
+RECIPE = Renames(
+    keys={
+        "rollout.depth": "max_inflight_groups",
+        "rollout.ahead": "max_batches_ahead",
+        "rollout.extra_groups": "redundant_groups",
+        "rollout.extra_responses": "redundant_responses",
+        "rollout.tail_after": "max_preemptions",
+        "rollout.at_bound": "on_stale",
+        "rollout.order": "batch_order",
+        "rollout.staleness": "staleness_from",
+        "rollout.filter.most": "max_consecutive",
+        "engine.slots": "max_concurrent_requests",
+        "engine.in_flight": "on_weight_update",
+        "engine.slowing": "batch_slowdown",
+        "engine.reading": "kv_read_cost",
+        "engine.grain": "tokens_per_tick",
+        "reward.format.price": "penalty",
+        "train.learner": "kind",
+        "train.spread": "multi_node",
+    },
+    values={"train.not_finite": {"next": "skip"}},
+)
+HARDWARE = Renames(
+    keys={
+        "engines.slots": "max_concurrent_requests",
+        "engines.slowing": "batch_slowdown",
+        "engines.reading": "kv_read_cost",
+        "responses.grain": "tokens_per_tick",
+    }
+)

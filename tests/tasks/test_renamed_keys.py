@@ -1,0 +1,276 @@
+"""Renamed keys: the config of an earlier run reads as one of today, a new recipe is told the new name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.resume import record_change
+from rollflow.flows.config import load_hardware, load_recipe, parse
+from rollflow.flows.keepalive.supervisor_restart import _parameters, run_uri
+from rollflow.flows.views.config_history import change_sentence, flat_history, recipe_of
+from rollflow.storage.errors import ConfigError, Corrupt
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import ConfigChanged
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.config_changes import tree_of
+from rollflow.tasks.run.context import RunContext, parse_recorded
+from rollflow.tasks.run.expectations import expected_of
+from rollflow.tasks.runtime.renamed_keys import HARDWARE, RECIPE
+from tests.support.log_runs import changed, of_kind, sha256_of
+from tests.support.small_run import prepare_small, train_small
+
+Tree = dict[str, Any]
+
+# Earlier key, key of today, values that a recipe may have there.
+RENAMED: list[tuple[str, str, Sequence[Any]]] = [
+    ("rollout.depth", "rollout.max_inflight_groups", [3, 1, 99]),
+    ("rollout.ahead", "rollout.max_batches_ahead", [0.5, 0, 2]),
+    ("rollout.extra_groups", "rollout.redundant_groups", [0, 9]),
+    ("rollout.extra_responses", "rollout.redundant_responses", [1, 0, 9]),
+    ("rollout.tail_after", "rollout.max_preemptions", [2, 9]),
+    ("rollout.at_bound", "rollout.on_stale", ["drop"]),
+    ("rollout.order", "rollout.batch_order", ["finished"]),
+    ("rollout.staleness", "rollout.staleness_from", ["oldest-token", "started"]),
+    ("rollout.filter.most", "rollout.filter.max_consecutive", [3, 99]),
+    ("engine.slots", "engine.max_concurrent_requests", [32, 1]),
+    ("engine.in_flight", "engine.on_weight_update", ["restart", "continue"]),
+    ("engine.slowing", "engine.batch_slowdown", [0.5, 0.0]),
+    ("engine.reading", "engine.kv_read_cost", [0.01, 0.0]),
+    ("engine.grain", "engine.tokens_per_tick", [4, 1]),
+    ("reward.format.price", "reward.format.penalty", [0.5, 1]),
+    ("train.learner", "train.kind", ["torch"]),
+    ("train.spread", "train.multi_node", [False]),
+]
+# Key, earlier value, value of today.
+VALUES = [("train.not_finite", "next", "skip")]
+# Keys of a hardware file: earlier, today's, a value.
+HARDWARE_RENAMED = [
+    ("engines.slots", "engines.max_concurrent_requests", 3),
+    ("engines.slowing", "engines.batch_slowdown", 0.5),
+    ("engines.reading", "engines.kv_read_cost", 0.5),
+    ("responses.grain", "responses.tokens_per_tick", 2),
+]
+
+
+def put(tree: Tree, key: str, value: object) -> None:
+    *parents, last = key.split(".")
+    reduce(lambda node, name: node.setdefault(name, {}), parents, tree)[last] = value
+
+
+def of_earlier_run(tree: Mapping[str, Any]) -> Tree:
+    """Return a config of today as an earlier rollflow recorded it."""
+    earlier: Tree = json.loads(json.dumps(tree))
+    for old, new, _ in RENAMED:
+        *parents, last = new.split(".")
+        section = reduce(lambda node, name: (node or {}).get(name), parents, earlier)
+        if section and last in section:
+            section[old.rpartition(".")[2]] = section.pop(last)
+    for key, old, new in VALUES:
+        name, _, last = key.partition(".")
+        if earlier.get(name, {}).get(last) == new:
+            earlier[name][last] = old
+    return earlier
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Tree:
+    """Draw the renamed keys of a recipe, each of which may be left out."""
+    tree: Tree = {"engine": {"kind": "timed"}}
+    for _, key, values in RENAMED:
+        if draw(st.booleans()):
+            put(tree, key, draw(st.sampled_from(values)))
+    for key, _, value in VALUES:
+        if draw(st.booleans()):
+            put(tree, key, value)
+    if "redundant_groups" in tree.get("rollout", {}):
+        put(tree, "rollout.on_stale", "drop")
+    return tree
+
+
+@settings(max_examples=30)
+@given(recipes())
+def test_earlier_config_reads_as_one_of_today(tree: Tree) -> None:
+    for today in (tree, tree_of(parse(tree))):  # as a person wrote it, and as a run records it
+        earlier = of_earlier_run(today)
+        assert RECIPE.apply(earlier) == RECIPE.apply(today) == today
+        assert RECIPE.apply(RECIPE.undo(today, earlier)) == today
+    assert parse_recorded(of_earlier_run(tree_of(parse(tree)))) == parse(tree)
+
+
+def keys_of(config: object, prefix: str = "") -> Iterator[str]:
+    for name, value in config.items() if isinstance(config, Mapping) else ():
+        yield f"{prefix}{name}"
+        yield from keys_of(value, f"{prefix}{name}.")
+
+
+def test_table_names_keys_that_exist() -> None:
+    everything: Tree = {"engine": {"kind": "timed"}, "rollout": {"filter": {}}, "reward": {"format": {}}}
+    today = set(keys_of(tree_of(parse(everything))))
+    table = {old: f"{old.rpartition('.')[0]}.{new}" for old, new in RECIPE.keys.items()}
+    assert table == {old: new for old, new, _ in RENAMED}
+    assert set(table.values()) <= today
+    assert not table.keys() & today
+    assert RECIPE.values == {key: {old: new} for key, old, new in VALUES}
+    assert HARDWARE.keys.keys() == {old for old, _, _ in HARDWARE_RENAMED}
+
+
+@pytest.mark.parametrize(("old", "new", "values"), RENAMED)
+def test_recipe_with_an_earlier_key_is_refused(
+    old: str, new: str, values: Sequence[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the file, by `--set`, in a sweep: one sentence, and exit code 2."""
+    plain, file, value = tmp_path / "plain.toml", tmp_path / "recipe.toml", values[0]
+    plain.write_text('engine.kind = "timed"\n')
+    file.write_text(f'engine.kind = "timed"\n{old} = {json.dumps(value)}\n')
+    for command in (["check", str(file)], ["check", str(plain)], ["sweep", str(plain), "--seeds", "2"]):
+        assert main([*command, *(["--set", f"{old}={json.dumps(value)}"] if str(plain) in command else [])]) == 2
+        said = capsys.readouterr().err
+        assert said == f"rollflow: {old} = {value!r}: the key is called {new} now; rename it\n"
+
+
+@pytest.mark.parametrize(("key", "old", "new"), VALUES)
+def test_recipe_with_an_earlier_value_is_refused(key: str, old: str, new: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.touch()
+    with pytest.raises(ConfigError) as refused:
+        load_recipe(recipe, [f"{key}={old}"])
+    assert str(refused.value) == f"{key} = '{old}': the value is called \"{new}\" now; write that"
+
+
+@pytest.mark.parametrize(("old", "new", "value"), HARDWARE_RENAMED)
+def test_hardware_file_with_an_earlier_key_is_refused(old: str, new: str, value: float, tmp_path: Path) -> None:
+    section, _, name = old.rpartition(".")
+    file = tmp_path / "hardware.toml"
+    file.write_text(f"[{section}]\n{name} = {value}\n")
+    with pytest.raises(ConfigError, match=f"{old} = {value}: the key is called {new} now; rename it"):
+        load_hardware(file)
+
+
+def test_refusal_names_all_that_is_wrong(tmp_path: Path) -> None:
+    """What a renamed key hides is told with it."""
+    with pytest.raises(ConfigError) as refused:
+        parse({"rollout": {"depth": 0, "tail_after": 3, "attempts": 0}, "verions": 3})
+    text = str(refused.value)
+    assert text.startswith("5 keys must change:")
+    for part in ("rollout.depth = 0: the key is", "rollout.max_inflight_groups = 0 is", "rollout.tail_after = 3: the"):
+        assert part in text
+    assert "did you mean versions?" in text
+    assert "rollout.attempts = 0 is less" in text
+
+
+def test_flow_parameters_with_an_earlier_key_are_refused() -> None:
+    with pytest.raises(
+        ValidationError, match=r"rollout\.depth = 3: the key is called rollout\.max_inflight_groups now"
+    ):
+        RunConfig.model_validate({"rollout": {"depth": 3}})
+
+
+def test_flow_run_of_an_earlier_rollflow_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that crashed under an earlier rollflow is restarted by this one."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    config = of_earlier_run(tree_of(parse({"name": "one", "rollout": {"max_inflight_groups": 3}})))
+    crashed: Any = SimpleNamespace(parameters={"config": config, "run_id": "one-1"}, id=uuid4())
+    assert run_uri(crashed).endswith("/runs/one-1")
+    assert RunConfig.model_validate(_parameters(crashed)["config"]).rollout.max_inflight_groups == 3
+
+
+# --- a run that an earlier rollflow recorded --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
+    """A trained run, whose log has the earlier names."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    context = prepare_small(tmp_path, versions=2)
+    tree = tree_of(context.config)
+    tree["rollout"] |= {"max_inflight_groups": 7, "filter": {"max_consecutive": 50}}
+    record(context, of_earlier_run(tree))
+    context = again(context)
+    train_small(context)
+    return again(context)
+
+
+def record(context: RunContext, tree: Tree) -> None:
+    """Let the run begin with this config."""
+    changed(context.store, 0, lambda created: replace(created, config=tree, config_sha256=sha256_of(tree)))
+
+
+def again(context: RunContext) -> RunContext:
+    return RunContext(context.uri, context.cache)
+
+
+def stored(context: RunContext) -> Tree:
+    return dict(context.configs[-1].config)
+
+
+def test_earlier_run_is_audited(earlier: RunContext) -> None:
+    assert "depth" in stored(earlier)["rollout"]
+    assert earlier.config.rollout.max_inflight_groups == 7
+    assert earlier.created.config_sha256 == sha256_of(stored(earlier))
+    report = audit(earlier.store, deep=True, expected=expected_of(earlier))
+    assert report.clean, report.violations
+
+
+def test_changed_earlier_run_keeps_its_names(earlier: RunContext) -> None:
+    """`resume --set` takes the names of today; the log goes on with those that it has."""
+    before = stored(earlier)
+    record_change(earlier, ["versions=3", "rollout.max_inflight_groups=9", "rollout.filter.max_consecutive=60"])
+    context = again(earlier)
+    [entry] = of_kind(context.store, ConfigChanged)
+    assert entry.body.changes == (
+        ("rollout.depth", 7, 9),
+        ("rollout.filter.most", 50, 60),
+        ("versions", 2, 3),
+    )
+    rollout = {**before["rollout"], "depth": 9, "filter": {**before["rollout"]["filter"], "most": 60}}
+    assert stored(context) == {**before, "versions": 3, "rollout": rollout}
+    assert entry.body.config_sha256 == sha256_of(stored(context))
+    assert (context.config.versions, context.config.rollout.max_inflight_groups) == (3, 9)
+    train_small(context)
+    assert audit(context.store, deep=True, expected=expected_of(context)).clean
+
+
+def test_changes_of_an_earlier_run_are_shown_with_names_of_today(earlier: RunContext) -> None:
+    record_change(earlier, ["rollout.max_inflight_groups=9"])
+    context = again(earlier)
+    sentence = change_sentence(context.configs[-1])
+    assert sentence == "config changed from version 3 on: rollout.max_inflight_groups 7 -> 9"
+    history = flat_history(context)
+    assert history["rollout.max_inflight_groups"] == "7; from version 3 9"
+    assert "rollout.depth" not in history
+    assert "depth" not in recipe_of(context, 0)
+
+
+@pytest.mark.parametrize(("key", "value", "shown"), [
+    ("rollout.depth", 3, ("rollout.max_inflight_groups", 3)),
+    ("rollout.filter.most", None, ("rollout.filter.max_consecutive", None)),
+    ("rollout.filter", {"most": 3}, ("rollout.filter", {"max_consecutive": 3})),
+    ("rollout.max_inflight_groups", 3, ("rollout.max_inflight_groups", 3)),
+    ("cluster.env.depth", "1", ("cluster.env.depth", "1")),
+])  # fmt: skip
+def test_change_entry_gets_names_of_today(key: str, value: object, shown: tuple[str, object]) -> None:
+    assert RECIPE.change(key, value) == shown
+
+
+def test_earlier_key_is_refused_in_a_change(earlier: RunContext) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.depth = 9: the key is called rollout\.max_inflight_groups now"):
+        record_change(earlier, ["rollout.depth=9"])
+
+
+def test_recorded_config_with_both_names_is_corrupt(earlier: RunContext) -> None:
+    record(earlier, stored(earlier) | {"rollout": {"depth": 7, "max_inflight_groups": 8}})
+    with pytest.raises(Corrupt, match=r"invalid config: .*rollout\.depth = 7"):
+        again(earlier).config  # noqa: B018 - it is read here
