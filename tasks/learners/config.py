@@ -19,18 +19,27 @@ class CriticConfig(Section):
     fixed: ClassVar[Mapping[str, str]] = {"model": STORED}
 
     model: Literal["own", "head"] = Field(
-        "own", description="own: a copy of the policy, trained beside it; head: one layer on what the policy computes"
+        "own", description="own: a copy of the policy, trained beside it; head: one layer on the policy's hidden states"
     )
-    learning_rate: float = Field(1e-3, gt=0, description="of its own AdamW, warmed up and decayed as the policy's is")
+    learning_rate: float = Field(
+        1e-3, gt=0, description="learning rate of the critic's AdamW, with the warm-up and schedule of the policy's"
+    )
     value_clip: float = Field(
-        0.2, gt=0, description="farthest that a version's later updates move a value from what it was before them"
+        0.2,
+        gt=0,
+        description="largest change of a value by the updates of one version, measured from before the first update",
     )
 
 
 class ReferenceConfig(Section):
     """The frozen policy from which a penalty measures the divergence; used only with such a penalty."""
 
-    every: int = Field(0, ge=0, description="it becomes every n-th version; 0: it stays the version the run began with")
+    every: int = Field(
+        0,
+        ge=0,
+        description="versions between two updates of the reference to the newest version; 0: it stays the version "
+        "that the run began with",
+    )
 
 
 class Lora(Section):
@@ -126,15 +135,17 @@ class TrainBase(Section):
 class RankedTrain(TrainBase):
     """Keys that learners of several processes share."""
 
-    threads: int = Field(1, gt=0, description="CPU threads of the learner, or of each of its ranks")
+    threads: int = Field(1, gt=0, description="CPU threads of each of the learner's processes")
     ranks: int = Field(
-        1, gt=0, description="processes that train together, each on its part of a batch, and with a GPU of its own"
+        1, gt=0, description="processes that train together, each on a part of the batch and with its own GPU"
     )
     multi_node: bool = Field(
-        False, description="ranks may be on several machines, each an actor of Ray's with a GPU of its own"
+        False, description="allow ranks on several machines; each rank is then a Ray actor with its own GPU"
     )
     rank_seconds: float = Field(
-        600.0, gt=0, description="longest time that a rank waits for another; then that one is named, and all end"
+        600.0,
+        gt=0,
+        description="seconds that a rank waits for another one; then the missing rank is reported, and all ranks end",
     )
 
     @model_validator(mode="after")

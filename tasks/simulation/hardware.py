@@ -123,8 +123,8 @@ class UpdateHardware(Section):
 class EngineDeath(Section):
     """The death of one engine."""
 
-    at_seconds: float = Field(ge=0, description="when it dies, from the beginning of the run")
-    engine: int = Field(ge=0, description="its number, from 0")
+    at_seconds: float = Field(ge=0, description="seconds from the start of the run")
+    engine: int = Field(ge=0, description="number of the engine, from 0")
 
 
 class FaultsHardware(Section):
