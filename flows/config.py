@@ -192,7 +192,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: object) -> None:
     """Remove the keys of other kinds from a section that changes its kind; a change of preset removes all its keys."""
-    choices = sections_at(parents)
+    choices = _choices(parents)
     for chosen in (choice for choice in choices if key == "kind" and kind in list_kinds(choice)):
         if len(list_kinds(chosen)) > 1:
             node.clear()
@@ -200,7 +200,7 @@ def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: objec
             node.pop(name, None)
 
 
-def sections_at(path: Iterable[str]) -> list[type[Section]]:
+def _choices(path: Iterable[str]) -> list[type[Section]]:
     """Return the sections that may stand at a place of the tree."""
     found: list[type[Section]] = [RunConfig]
     for name in path:

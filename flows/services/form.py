@@ -12,10 +12,13 @@ the UI ignores; its errors say what is wrong, and where.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollflow.tasks.objectives.config import PartsObjective
+from rollflow.tasks.runtime.renamed_keys import RECIPE
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -58,18 +61,24 @@ def build_form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> Schema:
 
 def _with_new_names(definitions: Mapping[str, Schema]) -> dict[str, Schema]:
     """Let the server name the new key if a value has an earlier one; the UI does not show `patternProperties`."""
-    from rollflow.flows.config import sections_at
-    from rollflow.tasks.runtime.renamed_keys import RECIPE
-
     found = dict(definitions)
     for key, today in RECIPE.keys.items():
         place, _, name = key.rpartition(".")
-        for section in (one for one in sections_at(place.split(".")) if today in one.model_fields):
-            if definition := found.get(section.__name__):
+        for section in _sections_at(place, definitions):
+            if today in found[section]["properties"]:
                 refused = {f"^{name}$": {"const": f"{place}.{today} in place of {key}"}}  # "... was expected"
-                found[section.__name__] = definition | {
-                    "patternProperties": definition.get("patternProperties", {}) | refused
+                found[section] = found[section] | {
+                    "patternProperties": found[section].get("patternProperties", {}) | refused
                 }
+    return found
+
+
+def _sections_at(place: str, definitions: Mapping[str, Schema]) -> list[str]:
+    """List the definitions of the sections that a recipe may have at a dotted place."""
+    found = [name for name in definitions if name == "RunConfig"]
+    for part in place.split("."):
+        nodes = [definitions[name]["properties"].get(part) for name in found]
+        found = re.findall(rf'"{AT}([^"]+)"', json.dumps(nodes))
     return found
 
 

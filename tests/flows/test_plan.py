@@ -63,7 +63,7 @@ def test_written_recipe_has_only_the_changes(file: Path, tmp_path: Path) -> None
     written = tmp_path / "planned.toml"
     assert main(["plan", RECIPE, "--gpus", "6", "--hardware", str(file), *SMALL, "--write", str(written)]) == 0
     before, after = tomllib.loads(Path(RECIPE).read_text()), tomllib.loads(written.read_text())
-    before["train"]["learner"] = "torch"  # of several kinds it is said which one
+    before["train"]["kind"] = "torch"  # of several kinds it is said which one
     divided = tomllib.loads((tmp_path / "planned-hardware.toml").read_text())
     assert {key for key in after if after[key] != before.get(key)} <= {
         "groups", "group_size", "async_ratio", "engine", "rollout", "train"
@@ -178,7 +178,7 @@ def test_rewritten_document_keeps_comments() -> None:
     del tree["train"]["rate"]
     expected = COMMENTED.replace("1_000\n", "2\ngroups = 8\n").replace("high = 2", "high = 3")
     expected = expected.replace("rate = 1e-3 # small\n", "steps = 4\n").replace("]\n\n# out", "]\nlow = [0]\n\n# out")
-    assert rewrite_toml(COMMENTED, tree) == expected + "\n[rollout]\nahead = 1.5\n"
+    assert rewrite_toml(COMMENTED, tree) == expected + "\n[rollout]\nmax_batches_ahead = 1.5\n"
 
 
 def test_removed_section_takes_its_comments_along() -> None:
