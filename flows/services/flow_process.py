@@ -6,7 +6,7 @@ Guarantees:
 - A forked flow run equals one of `python -m prefect.engine`: its environment, folder, output, signals and exit code. It
   is a process of its own, with the same command line (`process_title`) followed by the flow run's id.
 - A flow run ends with the fork server, and the fork server ends with the runner. The runner learns the true exit code.
-- A dead fork server is replaced: see `tasks.fork_server`.
+- A dead fork server is replaced: see `tasks.runtime.fork_server`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The torch learner: PPO-style updates of a Hugging Face causal language model.
 
-    batch --> values known before the first update (`Before`) --> (update of the policy, update of the critic)*
+    batch --> values known before the first update (`PreUpdate`) --> (update of the policy, update of the critic)*
 
 One version takes `minibatches` updates, each over its share of the groups. A minibatch's gradient is summed over
 micro-batches of padded rows. The loss weights are computed over the whole minibatch, so splitting it into

@@ -30,7 +30,7 @@ class MicroBatch:
     row_M: Tensor  # int64: row of the batch of each masked token
     among: Tensor  # (M,) int64: number of each token among the batch's B masked tokens
     positions: Tensor | None = None  # (L, T) int64 if a line has several rows, else None
-    part: Tensor | None = None  # (L, T) int64 if a line has several rows, else None: see `Laid`
+    part: Tensor | None = None  # (L, T) int64 if a line has several rows, else None: see `Packing`
 
     @property
     def seen(self) -> Tensor | None:
@@ -69,7 +69,7 @@ def micro_batches(
     """Split rows, longest first, into padded micro-batches of at most `micro_tokens` (one row at least).
 
     With `width`, the width of a model that can do it, rows of a group share their prompt if that saves work
-    (`lines.py`). `own` selects the lines that this process runs.
+    (`shared_prefix.py`). `own` selects the lines that this process runs.
     """
     order = own(sorted(pack_lines(data, rows, micro_tokens, width), key=lambda line: (-line.length, line.rows[0])))
     while order:

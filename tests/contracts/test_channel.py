@@ -1,4 +1,4 @@
-"""The channel in its Ray actor fulfils the contract of `tests/storage/test_channel.py`; its clients outlive it."""
+"""The channel in its Ray actor fulfils the contract of `tests/tasks/test_channel.py`; its clients outlive it."""
 
 from __future__ import annotations
 

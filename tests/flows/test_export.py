@@ -252,7 +252,7 @@ def test_ambiguous_tokenizer_blocks_only_the_export(
     make_policy(tmp_path / "policy")
     as_qwen2(tmp_path / "policy")
     with monkeypatch.context() as before:
-        before.setattr("rollflow.flows.preflight.other_reading", lambda *_: None)
+        before.setattr("rollflow.flows.preflight.find_other_reading", lambda *_: None)
         context = prepare_small(tmp_path)
     train_small(context, 2)
     train_small(context, 4)

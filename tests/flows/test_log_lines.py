@@ -17,10 +17,10 @@ from tests.support.waiting import RUN_SECONDS
 
 SAID = """
 from prefect.logging.configuration import setup_logging
-from rollflow.flows.views.log_lines import about
+from rollflow.flows.views.log_lines import set_log_facts
 import logging
 setup_logging()
-about(run="one", actor="learner")
+set_log_facts(run="one", actor="learner")
 logging.getLogger("prefect.said").info("a [red]line[/] of %d letters " + 300 * "x", 3)
 """
 

@@ -53,7 +53,7 @@ class LoraPolicy(TrainedPolicy):
         self.begun = False
 
     def begin(self, rate: float) -> None:
-        """See `Optimized`; also freezes the policy's own weights and switches the adapter on."""
+        """See `TrainedTensors`; also freezes the policy's own weights and switches the adapter on."""
         self._begin()
         super().begin(rate)
 
@@ -82,12 +82,12 @@ class LoraPolicy(TrainedPolicy):
         return {**self._adapter(), **super().tensors()}
 
     def like(self, saved: Iterable[str]) -> dict[str, Tensor]:
-        """See `Optimized`."""
+        """See `TrainedTensors`."""
         return {**self._adapter(), **super().like(name for name in saved if not name.startswith(ADAPTER))}
 
     @torch.no_grad()
     def load(self, given: Named) -> None:
-        """See `Optimized`; the model must already have the weights that were published with this state.
+        """See `TrainedTensors`; the model must already have the weights that were published with this state.
 
         W is the run's first weight if that and the adapter give the published weight. If they do not (another kind of
         machine published it), W is the published weight minus the adapter's part: the log decides what a version is.

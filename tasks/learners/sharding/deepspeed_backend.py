@@ -93,12 +93,12 @@ class DeepSpeedTensors(ShardingBackend):
         return found
 
     def begin(self, rate: float) -> None:
-        """See `Optimized`."""
+        """See `TrainedTensors`."""
         for group in self.zeroed.param_groups:
             group["lr"] = rate
 
     def clear(self) -> None:
-        """See `Optimized`."""
+        """See `TrainedTensors`."""
         if not self._dirty:
             return
         self.zeroed.zero_grad()
@@ -120,7 +120,7 @@ class DeepSpeedTensors(ShardingBackend):
         return float(norm) if norm >= 0 else float("nan")  # DeepSpeed returns -1 if it is not finite
 
     def apply(self) -> None:
-        """See `Optimized`. Do nothing if no rank has a gradient."""
+        """See `TrainedTensors`. Do nothing if no rank has a gradient."""
         if self._dirty:
             self.engine.step()
             self.step += 1
@@ -153,7 +153,7 @@ class DeepSpeedTensors(ShardingBackend):
         return begin, numbers
 
     def load(self, given: Named) -> None:
-        """See `Optimized`."""
+        """See `TrainedTensors`."""
         self.clear()
         kept, self.step = self.zeroed.optimizer.state, 0.0
         kept.clear()

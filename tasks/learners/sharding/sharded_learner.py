@@ -158,7 +158,7 @@ class ShardedLearner(TorchLearner):
 
     @torch.no_grad()
     def try_model(self) -> None:
-        """See `Roles`."""
+        """See `TrainedModels`."""
 
         def tried() -> Tensor:
             TorchLearner.try_model(self)
@@ -239,12 +239,12 @@ class ShardedLearner(TorchLearner):
         return self.policy.gather_tensor(name, to)
 
     def own_logprobs(self, micro: MicroBatch) -> Tensor:
-        """See `Roles`."""
+        """See `TrainedModels`."""
         return self.policy.run(lambda: TorchLearner.own_logprobs(self, micro))
 
     @torch.no_grad()
     def compute_tokens(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
-        """See `Roles`."""
+        """See `TrainedModels`."""
         found_B = torch.zeros(len(data.chosen))
         for micro, counts in self.pad_passes(data, rows):
             said = of(micro)
