@@ -64,14 +64,14 @@ MARK = "-night-"  # stands between a recipe's name and the time, in a run id
 class Nightly(Section):
     """The content of a nightly file."""
 
-    name: RecipeName = Field("nightly", description="what its deployment is called")
+    name: RecipeName = Field("nightly", description="name of the deployment")
     recipes: tuple[str, ...] = Field(min_length=1, description="recipe files, trained in this order; read every night")
-    cron: str = Field("0 1 * * *", description="when a night begins")
-    timezone: str = Field("UTC", description="whose clock `cron` means, e.g. Europe/Berlin")
-    hours: float = Field(6.0, gt=0, le=1000, description="longest time for one recipe; then its run is stopped")
-    from_last: bool = Field(False, description="begin with the version that the last night ended with")
-    z: float = Field(1.645, ge=0, le=100, description="standard errors by which a better version must be better")
-    answers: int = Field(100, ge=1, description="fewest held-out answers of two versions that are compared")
+    cron: str = Field("0 1 * * *", description="cron expression for the start of a night")
+    timezone: str = Field("UTC", description="time zone of `cron`, e.g. Europe/Berlin")
+    hours: float = Field(6.0, gt=0, le=1000, description="longest time for one recipe; a longer run is stopped")
+    from_last: bool = Field(False, description="start from the version that the last night ended with")
+    z: float = Field(1.645, ge=0, le=100, description="standard errors by which a version must exceed the best one")
+    answers: int = Field(100, ge=1, description="fewest held-out answers that each of two compared versions needs")
     alias: str = Field("best", pattern=r"^[A-Za-z][\w-]*$", description="the alias in MLflow's model registry")
     keep: int = Field(7, gt=0, description="newest nights whose runs and versions are kept, besides the best")
     notify: str | None = Field(None, description="a Prefect notification block, e.g. slack-webhook/nightly")
