@@ -42,7 +42,7 @@ from rollflow.storage.errors import ConfigError, Unreachable
 POLL_SECONDS = 1
 BEGIN_SECONDS = 0.05
 LOOK_SECONDS = 2.0  # interval of looks for new recipes
-LIMIT = 40  # most flow runs at a time; one run has four, and Prefect's default is 5
+LIMIT = 40  # largest number of flow runs at a time; one run has four, and Prefect's default is 5
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 

@@ -29,7 +29,7 @@ from rollflow.storage.run_records.stop_requests import RunEnded
 from rollflow.tasks.run.config import RunConfig
 
 T = TypeVar("T")
-BLOCKS = 20  # most boxes for the versions of a run
+BLOCKS = 20  # largest number of boxes for the versions of a run
 
 
 class Steps:

@@ -22,7 +22,7 @@ def train(run: RunPlace, ray_address: str) -> int:
             name=LEARNER,
             start=lambda: start_learner(context, gpu_shares(context.config).learner, ray_address),
             redone=_describe_lost_work,
-            # The learner itself waits one patience for a batch, and its own error names the missing batch.
+            # The learner itself waits one `patience_seconds` for a batch, and its own error names the missing batch.
             patience=2 * context.config.rollout.patience_seconds,
         )
         return int(ActorKeeper(context, learner, get_run_logger().info).run())

@@ -36,7 +36,7 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.names import LONGEST_RECIPE
 from rollflow.tasks.runtime.names import run_id as checked
 
-MOST = 1000  # most runs of a study
+MOST = 1000  # largest number of runs of a study
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from rollflow.storage.log.expected import NOTHING, Expected
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.objects import ObjectStore
 
-ROWS = 12  # most rows for versions; a row of a longer run covers several versions
+ROWS = 12  # largest number of rows for versions; a row of a longer run covers several versions
 
 
 def show_audit(

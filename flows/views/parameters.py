@@ -11,7 +11,7 @@ from typing import Any
 
 from rollflow.flows.services.reachability import redact
 
-LENGTH = 6000  # most characters of a value; MLflow rejects longer ones
+LENGTH = 6000  # largest number of characters of a value; MLflow rejects longer ones
 SECRET_WORDS = {
     *("secret", "secrets", "token", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey"),
     *("auth", "authorization", "bearer"),

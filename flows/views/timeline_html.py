@@ -18,7 +18,7 @@ import numpy as np
 from rollflow.flows.views.timeline import BUSY, LEARNER, UPDATE, Drawing
 from rollflow.tasks.simulation.records import Span
 
-ROWS = 256  # most rows, each an engine or the mean of neighbours; more rows are too thin to point at
+ROWS = 256  # largest number of rows, each an engine or the mean of neighbours; more rows are too thin to point at
 
 
 def draw_html(drawing: Drawing, path: Path) -> None:

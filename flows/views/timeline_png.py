@@ -12,7 +12,7 @@ from rollflow.flows.views.timeline import BUSY, LEARNER, UPDATE, Drawing, TimeCu
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROWS = 64  # most rows in a picture, each an engine or the mean of neighbours
+ROWS = 64  # largest number of rows in a picture, each an engine or the mean of neighbours
 
 
 def draw_png(drawing: Drawing, path: Path) -> None:
