@@ -172,8 +172,9 @@ def _train_recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report
 
 
 def _judge(best: RegisteredVersion | None, score: EvaluationScore, plan: Nightly) -> tuple[bool, str]:
-    """Return whether the version becomes the best, and why. With few answers no version becomes the best, because the z
-    test needs many.
+    """Return whether the version becomes the best, and why.
+
+    With few answers no version becomes the best, because the z test needs many.
     """
     said = f"{score.accuracy:.1%} of {score.responses} held-out answers"
     if best is None or best.score == score:  # equal scores: the same night was repeated
