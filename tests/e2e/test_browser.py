@@ -48,7 +48,7 @@ def command(home: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home with a stack that is up, and two recipes: one that ends soon and one that does not."""
+    """Yield a home with a running stack and two recipes: one that ends soon and one that does not."""
     place = tmp_path_factory.mktemp("browser")
     recipes = place / "recipes"
     recipes.mkdir()
@@ -75,7 +75,7 @@ class Browser:
         page.set_default_timeout(HANG_SECONDS * 1000)
 
     def form_of(self, recipe: str) -> None:
-        """The form of a recipe's deployment, found as a person finds it."""
+        """Open the form of a recipe's deployment as a user does."""
         self.page.goto(f"{self.at}/deployments")
         self.page.get_by_placeholder("Search deployments").fill(recipe)
         self.page.get_by_text(recipe, exact=True).click()
@@ -110,10 +110,9 @@ class Browser:
         self.page.get_by_role("button", name="Suspend", exact=True).wait_for()
 
     def press(self, name: str, state: str) -> None:
-        """A button of the run's page, and what it asks then, until the page says that the run is in this state.
+        """Press a button of the run's page and confirm it, until the page shows the run in this state.
 
-        Prefect's server may refuse what it asks, where its database is SQLite and somebody else writes: then a person
-        presses again.
+        With SQLite, Prefect's server may refuse a request while another one writes; then a user presses again.
         """
         button = self.page.get_by_role("button", name=name, exact=True).first
         confirms = self.page.locator(".p-modal").get_by_role("button", name=re.compile(f"^(Submit|Confirm|{name})$"))
@@ -127,14 +126,14 @@ class Browser:
         raise TimeoutError(f"waited {RUN_SECONDS:g} s for {state!r} on {self.page.url}")
 
     def wait(self, state: str) -> None:
-        """Until the run's page says that it is in this state."""
+        """Wait until the run's page shows this state."""
         limit = time.monotonic() + RUN_SECONDS
         while not self.is_soon(state):
             if time.monotonic() > limit:
                 raise TimeoutError(f"waited {RUN_SECONDS:g} s for {state!r} on {self.page.url}")
 
     def is_soon(self, state: str) -> bool:
-        """Whether the page says it within a while; else it is loaded again, for it may draw slowly."""
+        """Return whether the page shows the state soon, after one reload, because it may draw slowly."""
         from playwright.sync_api import TimeoutError as Late
 
         badge = self.page.locator(".page-heading .state-badge")
@@ -149,7 +148,7 @@ class Browser:
         self.page.locator(".p-tabs, .p-tab-navigation").get_by_text(name, exact=True).first.click()
 
     def shot(self, name: str) -> None:
-        """A screenshot at both widths, where somebody asked for them by an environment variable."""
+        """Take a screenshot at both widths, if an environment variable asks for it."""
         folder = os.environ.get("ROLLFLOW_SHOTS")
         for width in WIDTHS if folder else ():
             self.page.set_viewport_size({"width": WIDTHS[width], "height": 1000})
@@ -221,7 +220,7 @@ def one_run(home: Path, recipe: str) -> Path:
 
 
 def versions_of(home: Path) -> int:
-    """How many versions the endless run has published; its folder is there a while before its log."""
+    """Return how many versions the endless run has published; its folder exists a while before its log."""
     if not list((home / "store" / "runs").glob("endless-*")):
         return -1
     log = Log(open_store(str(one_run(home, "endless"))))

@@ -51,7 +51,7 @@ def commands() -> list[list[str]]:
 
 
 def small(command: list[str]) -> list[str]:
-    """A command of the page; a run is made small."""
+    """Return a command of the page with a smaller run."""
     more = [f"--set={key}={value}" for key, value in SMALL.items()] if command[1] == "run" else []
     return [*command, *more]
 

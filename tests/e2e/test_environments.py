@@ -45,7 +45,7 @@ prompts = 2
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is started under. In values and `home`, FOLDER is the test's folder, open to every user."""
+    """The settings of a run. In values and `home`, FOLDER is the test's folder, open to every user."""
 
     variables: Mapping[str, str | None] = field(default_factory=dict)  # None: not set
     home: str = "FOLDER/home"
@@ -143,7 +143,7 @@ def test_run_works_under_settings(group: str, tmp_path: Path) -> None:
 
 
 def run_under(settings: Settings, folder: Path) -> None:
-    """Run the recipe to its end; its audit is clean."""
+    """Run the recipe to its end and check that its audit is clean."""
     scratch = tempfile.mkdtemp()
     longest = Path(scratch, "t" * (LONGEST_TMPDIR - len(scratch) - 1))
     place = {"FOLDER": str(folder), "NUMBER": str(os.getpid()), "LONGEST": str(longest)}
@@ -183,7 +183,7 @@ def _become(user: int) -> list[str]:
 
 
 def _can_be_another(user: int) -> bool:
-    """A command that still has root's capabilities would not tell: its child has none."""
+    """Return whether this process is root and can run Python as another user."""
     command = [*_become(user), "bash", "-c", '"$0" -c ""; exit $?', sys.executable]
     return os.getuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
 

@@ -24,7 +24,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    """The target `cpu`. What pip is told here (a mirror, a folder of wheels) it is told there."""
+    """Build the target `cpu` with this machine's pip settings (a mirror, a folder of wheels)."""
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         pytest.skip("a clean root needs root and `debootstrap` (Debian's package)")
     folder = Path(os.environ.get("ROLLFLOW_IMAGE_ROOT", "") or tmp_path_factory.mktemp("image") / "root")

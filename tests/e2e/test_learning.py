@@ -30,7 +30,7 @@ LEARNERS = {  # what is changed in the quick start
 
 
 def trained(home: Path, recipe: str, changes: list[str]) -> dict[str, Any]:
-    """The summary of a run whose first and last version were trained again, to the same bits."""
+    """Return the summary of a run whose first and last versions were retrained to the same bits."""
     command = Command(home, (RECIPES / recipe).read_text())
     options = [word for change in changes for word in ("--set", change)]
     command.run("run", str(command.recipe), "--run-id", "run", *options, seconds=3 * RUN_SECONDS)

@@ -68,7 +68,7 @@ every = 3
 
 
 class Command:
-    """`rollflow` in a process of its own, with its own home."""
+    """`rollflow` in its own process, with its own home."""
 
     def __init__(self, home: Path, recipe: str) -> None:
         self.home, self.recipe = home, home / "recipe.toml"
@@ -85,7 +85,7 @@ class Command:
         return subprocess.Popen(command, env=environment, cwd=self.home, **both)  # MLflow may write to where it runs
 
     def run(self, *arguments: str, prefect: str = "", seconds: float = RUN_SECONDS) -> str:
-        """Run to the end; it must succeed, within `seconds`."""
+        """Run to the end, successfully and within `seconds`."""
         process = self.start(*arguments, prefect=prefect)
         output, _ = process.communicate(timeout=seconds)
         assert process.returncode == 0, output[-4000:]
@@ -96,7 +96,7 @@ class Command:
 
 
 def leftovers(home: Path) -> list[str]:
-    """Processes that still run with this home."""
+    """Return the processes that still run with this home."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         try:
@@ -156,7 +156,7 @@ def test_vllm_run_with_redundancy_filter_and_restarts(tmp_path: Path) -> None:
 
 
 def check_mlflow(home: Path, run_id: str) -> None:
-    """Parameters, one point per version, and the plot are in MLflow."""
+    """Check that MLflow has the parameters, one point per version, and the plot."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{home}/mlflow/mlflow.db")
@@ -171,7 +171,7 @@ def check_mlflow(home: Path, run_id: str) -> None:
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket on a moto server."""
+    """Yield a bucket on a moto server."""
     server = ThreadedMotoServer("127.0.0.1", free_port())
     server.start()
     host, port = server.get_host_and_port()
@@ -248,7 +248,7 @@ def test_served_deployment_starts_a_run(
 
 
 def whole_policy(folder: Path) -> None:
-    """A Hugging Face folder with random weights, as a person would bring one."""
+    """Make a Hugging Face folder with random weights, like a user's."""
     folder.mkdir()
     for name, data in build_cold_folder(ColdStart(hidden_size=32, heads=2), ["1+1", "2"]).items():
         (folder / name).write_bytes(data)
@@ -297,7 +297,7 @@ def state_at_the_end(api: str, flow_run: str) -> str:
 
 @pytest.fixture
 def services(tmp_path: Path, prefect_database: Path) -> Iterator[tuple[PrefectServer, RayHead]]:
-    """A Prefect server and a Ray cluster that somebody else runs; not started yet."""
+    """Yield a Prefect server and a Ray cluster of somebody else, not started yet."""
     place = tmp_path / "elsewhere"
     give(prefect_database, place)
     prefect, ray = PrefectServer(place), RayHead(place)
@@ -346,7 +346,7 @@ def test_stopped_run_resumes_on_given_services(
 
 
 def stopped(command: Command, store: ObjectStore) -> int:
-    """Run until Ctrl-C in mid-run; returns the version that there is then."""
+    """Run until Ctrl-C in mid-run; return the newest version."""
     process = command.start("run", str(command.recipe), "--run-id", "third")
     until(lambda: Log(store).state.version >= 3 or process.poll() is not None, RUN_SECONDS)
     assert process.poll() is None, process.communicate()[0]
@@ -363,7 +363,7 @@ def stopped(command: Command, store: ObjectStore) -> int:
 
 
 def check_given(command: Command, place: Path, ray: RayHead) -> None:
-    """The services that were given were used, no others were started, and nothing of the run is left in them."""
+    """Check that the given services were used, no others were started, and nothing of the run is left in them."""
     assert command.summary("third")["audit"] == "clean"
     assert (place / "mine.db").stat().st_size > 0
     assert [name for name in ("prefect", "ray", "mlflow") if (command.home / name).exists()] == []
@@ -376,7 +376,7 @@ def check_given(command: Command, place: Path, ray: RayHead) -> None:
 
 
 def check_tracked(place: Path, told: ConfigChanged) -> None:
-    """MLflow knows from which version on which keys were changed."""
+    """Check that MLflow knows which keys changed, and from which version on."""
     client = MlflowClient(tracking_uri=f"sqlite:///{place}/mine.db")
     [run] = client.search_runs([one.experiment_id for one in client.search_experiments()])
     for key, _, after in told.changes:

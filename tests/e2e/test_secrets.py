@@ -60,7 +60,7 @@ KEEPERS = ("token", "auth", "up.json")  # files that are there to hold a secret,
 
 
 def forms(secret: str) -> list[bytes]:
-    """A secret as it may be written: plain, quoted for an address, or in base64, whatever stands before it."""
+    """Return the forms in which a secret may be written: plain, quoted for a URL, or in base64 at any offset."""
     found = [secret.encode(), quote(secret, safe="").encode()]
     for before in range(3):
         coded = base64.b64encode(b"x" * before + secret.encode())
@@ -80,7 +80,7 @@ def leaks(places: Mapping[str, bytes], secrets: Mapping[str, str]) -> list[str]:
 
 
 def files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Every file below a folder, but those that are there to hold a secret."""
+    """Yield every file below a folder, except those meant to hold a secret."""
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and not path.name.startswith(KEEPERS):
             yield str(path), path.read_bytes()

@@ -84,7 +84,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usef
 def keep(
     tmp_path: Path, lives: str, restarts: int = 5, answer: float = 30.0, patience: float = 5.0, lease: float = 600.0
 ) -> tuple[RunContext, Any]:
-    """Keep a worker with these lives; returns what its run returned."""
+    """Keep a worker with these lives; return the result of its run."""
     recovery = RecoveryConfig(restarts=restarts, backoff_seconds=0.01, answer_seconds=answer)
     config = RunConfig(recovery=recovery, cluster=ClusterConfig(lease_seconds=lease))
     describe(open_store(str(tmp_path)), "kept", config)
@@ -92,7 +92,7 @@ def keep(
 
 
 def keep_on(tmp_path: Path, lives: str, patience: float = 5.0) -> tuple[RunContext, Any]:
-    """The same of a run that is there already."""
+    """Keep a worker of an existing run; return the result of its run."""
     (tmp_path / "lives").write_text(lives)
     context = RunContext(str(tmp_path), tmp_path / "cache")
     options = {"name": "worker", "lifetime": "detached", "get_if_exists": True, "max_concurrency": 4, "num_cpus": 0}
@@ -203,7 +203,7 @@ def test_actor_deposed_by_a_dead_claim_is_restarted(tmp_path: Path) -> None:
 
 
 def supervised(store: MemoryStore, done: list[str]) -> tuple[Writer, Any, Any]:
-    """A claim as the supervisor on cluster A, its stages, and a status that say what is done with them."""
+    """Build a supervisor's claim on cluster A, its stages, and a status, all of which record their calls."""
     stages = SimpleNamespace(
         address="A",
         abandon=lambda: done.append("stages ended"),

@@ -17,7 +17,7 @@ from tests.support.log_runs import Actors, changed, sha256_of
 
 
 def audited(folder: Path, **wrong: object) -> int:
-    """The exit code of an audit of a run with another config, hashed and chained anew."""
+    """Return the exit code of an audit of a run with another first config, with its entries hashed again."""
     store = LocalStore(folder / "odd")
     Actors.begin(store).train(3)
 

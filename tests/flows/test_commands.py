@@ -39,7 +39,7 @@ from tests.support.waiting import HANG_SECONDS
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """5 of 6 versions trained, the last two by a second learner, state with every third; see `small_run.batch`."""
+    """Train 5 of 6 versions, the last two by a second learner, with state every third; see `small_run.batch`."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(home))
@@ -54,13 +54,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
 
 @pytest.fixture
 def copy(trained: RunContext, tmp_path: Path) -> RunContext:
-    """The same run in a place of its own, to be changed."""
+    """Copy the run to a new place, so that a test may change it."""
     shutil.copytree(trained.store.uri, tmp_path / "copy")
     return RunContext(str(tmp_path / "copy"), tmp_path / "cache")
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    """What a command prints, with runs of blanks as one."""
+    """Return a command's output with whitespace collapsed."""
     assert main(arguments) == code
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err
@@ -68,7 +68,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
 
 
 def published_again(run: RunContext, version: int) -> None:
-    """The weights of a version are those of the next one, too, whose entry vouches for them."""
+    """Give version + 1 the weights of `version`, and change the hash in its entry to match."""
     published, other = run.policies.find(version + 1), run.policies.find(version)
     data = run.store.get(other.weights[0].path)
     run.store.put(published.weights[0].path, data)

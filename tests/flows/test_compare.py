@@ -23,7 +23,7 @@ from tests.support.small_run import prepare_small, train_small
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """3 of 6 versions; `other` is the same with another seed and rate; `fresh` was prepared and no more."""
+    """Train 3 of 6 versions; `other` has another seed and rate; `fresh` is only prepared."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(home))
@@ -69,7 +69,7 @@ def test_compare_refuses_bad_arguments(trained: RunContext, capsys: pytest.Captu
 
 
 def made_up(name: str, versions: int = 1000, rise: float = 1.0, **config: str) -> ComparedRun:
-    """A run whose every value goes up in a line from 0 to `rise`."""
+    """Build a run whose values all rise linearly from 0 to `rise`."""
     x = np.arange(1.0, versions + 1)
     curve = VersionCurve(x, x * 1000, x * 2, np.linspace(0, rise, versions))
     curves = {what: curve for charts in SECTIONS.values() for what, _ in charts}
@@ -116,7 +116,7 @@ def test_long_curve_is_thinned_to_means() -> None:
 
 
 class Heard(HTMLParser):
-    """What a screen reader needs of a page."""
+    """The parts of a page that a screen reader needs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ RECIPE = '# A small one.\nname = "{name}"\nversions = {versions}\n[policy]\npath
 
 
 class Page:
-    """What the Prefect UI does, by the HTTP API that it uses."""
+    """The Prefect UI's actions, through the HTTP API that it uses."""
 
     def __init__(self, server: PrefectServer) -> None:
         user, _, secret = server.env["PREFECT_API_AUTH_STRING"].partition(":")

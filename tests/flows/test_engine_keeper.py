@@ -35,7 +35,7 @@ QUIET = RolloutStatus()
 
 
 class Kept:
-    """Two timed engines, their keeper and one that they join."""
+    """Two timed engines, their keeper, and a scheduler that they join."""
 
     def __init__(self, folder: Path, before: Callable[[RunContext], None] = lambda _: None) -> None:
         recovery = RecoveryConfig(restarts=5, backoff_seconds=0.01)
@@ -74,7 +74,7 @@ def answer(reference: Any) -> Any:
 
 
 def die(actor: Any) -> None:
-    """As vLLM's own process does, within an actor that lives."""
+    """Die as vLLM's own process does, inside a living actor."""
     answer(actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "its core died")))
 
 

@@ -30,7 +30,7 @@ FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_c
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """6 versions, of which 1 no longer has its weights."""
+    """Train 6 versions, of which version 1 has no weights."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(home))
@@ -172,7 +172,7 @@ def test_export_and_evaluation_work_without_prompt_files(
 
 
 def as_qwen2(folder: Path) -> None:
-    """The same policy under a model type to which transformers gives a pre-tokenizer of its own."""
+    """Give the policy a model type for which transformers adds its own pre-tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = json.loads((folder / "config.json").read_text())

@@ -65,7 +65,7 @@ anyio.run(all)
 
 
 class Forking:
-    """A runner that forks a flow run for each line that it gets, and tells of it."""
+    """A runner that forks a flow run for each input line, and reports it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

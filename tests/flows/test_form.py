@@ -43,7 +43,7 @@ CONFIGS = [(section, tree) for section, trees in KINDS.items() for tree in trees
 
 
 def wrong(parameters: dict[str, Any]) -> list[str]:
-    """What the server's page for the form says, as `place: sentence`; before a deployment is kept it adds nothing."""
+    """Return the errors of the server's form check, as `place: sentence`."""
     from prefect.utilities.schema_tools.validation import build_error_obj, validate
 
     found = [build_error_obj(validate(parameters, FORM, preprocess=preprocess)) for preprocess in (True, False)]
@@ -88,7 +88,7 @@ def test_page_selects_the_button_of_the_kind(section: str, tree: Any) -> None:
 
 
 def _look(schema: dict[str, Any], value: Any) -> None:
-    """As the page goes through a form: a button by the keys of the value, then what is below it."""
+    """Walk through a form as the page does: select a button by the value's keys, then its children."""
     if "$ref" in schema:
         schema = FORM["definitions"][schema["$ref"].removeprefix("#/definitions/")]
     if "anyOf" in schema and isinstance(value, dict):

@@ -20,7 +20,7 @@ RECIPE = "flows/recipes/sorting.toml"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """Three versions."""
+    """Train three versions."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(home))
@@ -30,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    """What a command prints; nothing else may stand there."""
+    """Return a command's JSON output, and check that it prints nothing else."""
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 

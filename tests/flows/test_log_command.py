@@ -21,7 +21,7 @@ from tests.support.log_actors import SIZE, Learner, Scheduler, Supervisor, entri
 
 @pytest.fixture
 def context(tmp_path: Path) -> RunContext:
-    """A run in which everything has happened that a log can tell."""
+    """Build a run whose log contains every kind of entry."""
     store = LocalStore(tmp_path / "run")
     describe(store, config={"group_size": SIZE, "async_ratio": 2.0}, sources=2)
     supervisor = Supervisor(store)

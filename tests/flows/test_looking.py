@@ -27,7 +27,7 @@ DONE = RunStatus("first", "done", 100, 100, reward=0.5, accuracy=((0, 0.25), (10
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    """`first` is done, `second` was prepared, and `third` is of a rollflow that this one does not know."""
+    """Make three runs: `first` is done, `second` is prepared, `third` comes from an unknown version of rollflow."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("ROLLFLOW_STORE", str(tmp_path / "store"))
     for name in ("first", "second", "third"):

@@ -34,7 +34,7 @@ DAYS = 31
 
 
 class Days:
-    """A clock that a test moves on."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -65,13 +65,13 @@ def context(tmp_path: Path) -> RunContext:
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has to be killed."""
+    """Replace the killing of actors."""
     monkeypatch.setattr(cluster, "kill_named", lambda *_: [])
 
 
 @dataclass
 class Run:
-    """A flow run as far as stages look at it."""
+    """A flow run with the fields that stages read."""
 
     id: uuid.UUID = field(default_factory=uuid.uuid4)
     crashed: bool = False
@@ -91,7 +91,7 @@ class Run:
 
 
 class Prefect:
-    """As its server does, the same key gives the same flow run, however long ago it ended."""
+    """A server that returns the same flow run for the same key, as Prefect's does, even long after its end."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
@@ -181,7 +181,7 @@ def test_channel_survives_a_month_of_deaths(
 
 @pytest.fixture
 def paused(context: RunContext, days: Days, monkeypatch: pytest.MonkeyPatch) -> Stages:
-    """A supervisor's stages, with long pauses; what sleeps through one sees no other death, and writes no status."""
+    """Build a supervisor's stages with long pauses; a supervisor that sleeps through one would miss other deaths."""
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it slept for {seconds:g} s"))
     kept = Stages(context, "a:1", print)
     kept.restarts = Restarts(RestartBudget(RecoveryConfig(restarts=3, backoff_seconds=20.0), days), days, days)
@@ -249,7 +249,7 @@ def test_engine_survives_a_month_of_deaths(
 
 
 class Fragile:
-    """A service that comes back at once, and is down again when it is asked whether it is up."""
+    """A service that restarts at once, and is down again at the next check."""
 
     what, log, start_seconds = "the server", Path("log"), 60.0
 

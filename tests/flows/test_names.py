@@ -43,7 +43,7 @@ GOOD = ["a", "7", "arithmetic-20260101-000000", "A.b_c-1", "a..b", "x" * LONGEST
 
 @pytest.fixture(autouse=True)
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The run home lies three folders deep; returns the folder that must hold nothing else."""
+    """Put the run home three folders deep; return the folder that must stay otherwise empty."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "a/b/home"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setattr(

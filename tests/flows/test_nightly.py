@@ -64,7 +64,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nightly:
 
 
 class Trainer:
-    """Trains for real, with made-up batches; how good the last version is, is told."""
+    """Trains real runs with made-up batches; the test sets the accuracy of the last version."""
 
     def __init__(self) -> None:
         self.right: float | None = None  # None: the training fails
@@ -204,7 +204,7 @@ with_server = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
 
 
 class Told(NotificationBlock):
-    """A person's way to be told: here, a file."""
+    """A notification block that writes to a file."""
 
     _block_type_slug = "told"
     file: str

@@ -29,7 +29,7 @@ SOUND = NodeState("10.0.0.1", 8.0, 2.0, REPORT, clock=0.2)
 
 
 def other(**changes: Any) -> NodeState:
-    """A second node that reports something else."""
+    """Build a second node with another report."""
     return dataclasses.replace(SOUND, address="10.0.0.2", report=dataclasses.replace(REPORT, **changes))
 
 

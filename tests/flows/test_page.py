@@ -32,7 +32,7 @@ PICTURE = base64.b64encode(b"picture").decode()
 
 
 class Server:
-    """Keeps artifacts by key; `away` while it does not answer."""
+    """Keeps artifacts by key; `away` makes it unreachable."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kept: dict[str, str] = {}

@@ -45,7 +45,7 @@ with cluster.attached(sys.argv[1], f"a run of {sys.argv[2]}"):
 
 
 def idle(head: RayHead, kind: Kind) -> list[int]:
-    """Workers of a kind that wait."""
+    """Return the waiting workers of a kind."""
     found = []
     for pid in head.processes:
         try:
@@ -58,7 +58,7 @@ def idle(head: RayHead, kind: Kind) -> list[int]:
 
 
 def ask(head: RayHead, *arguments: str) -> tuple[int, list[str], int | None]:
-    """What an actor of a kind, in a run of its own, sees."""
+    """Start an actor of a kind in a new run, and return what it sees."""
     env = os.environ | head.env | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", LOOK, head.address, *arguments]
     pid, names, server = json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE).stdout)
@@ -99,7 +99,7 @@ def test_engine_worker_has_a_fork_server(head: RayHead) -> None:
 
 
 class Asked(PrewarmedWorkers):
-    """Notes what it asks for."""
+    """Records its requests."""
 
     def __init__(self, folder: Path, **how: Any) -> None:
         super().__init__("nowhere", os.getpid(), folder, ("engine", "reward"), **how)
@@ -122,7 +122,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def look(spares: Asked, clock: list[float], seconds: float) -> list[Kind]:
-    """What is asked for within so long."""
+    """Return the requests within this time."""
     spares.asked.clear()
     for _ in range(round(seconds)):
         clock[0] += 1.0
@@ -204,7 +204,7 @@ def test_worker_leaves_its_actor_to_a_spare(tmp_path: Path, monkeypatch: pytest.
     others: list[threading.Thread] = []
 
     def slowly(kind: Kind) -> None:
-        """A worker for an actor begins while the spare imports."""
+        """Start a worker for an actor while the spare imports."""
         imported.append(kind)
         others.append(threading.Thread(target=import_early))
         others[0].start()

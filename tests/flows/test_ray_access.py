@@ -45,13 +45,13 @@ CURE = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the clus
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
-    """A cluster with a token."""
+    """Yield a cluster with a token."""
     with RayHead(tmp_path_factory.mktemp("ray"), cpus=1) as head:
         yield head
 
 
 def ask(head: RayHead, verb: str, environment: Mapping[str, str]) -> str:
-    """What a process with this environment is told; Ray reads it when it is imported, so the process is a new one."""
+    """Return the answer to a process with this environment; Ray reads it at import, so the process is new."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     began = time.monotonic()

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def unread(arguments: list[str]) -> tuple[int, bytes]:
-    """Exit code and standard error of a command whose output nobody reads any more."""
+    """Return exit code and standard error of a command whose output has no reader."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", *arguments]
@@ -30,7 +30,7 @@ def unread(arguments: list[str]) -> tuple[int, bytes]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> str:
-    """Where a run lies that was only prepared."""
+    """Return the place of a run that is only prepared."""
     store = LocalStore(tmp_path / "some")
     describe(store)
     return store.uri

@@ -45,7 +45,7 @@ uri = "sqlite:///track.db"
 
 @pytest.fixture
 def lying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder with a recipe and all that it names; the command runs in another folder."""
+    """Make a folder with a recipe and all its files; the command runs in another folder."""
     folder, elsewhere = tmp_path / "a folder", tmp_path / "elsewhere"
     make_policy(folder / "policies" / "tiny")
     lines = (json.dumps({"question": f"{n} + {n}", "answer": str(2 * n)}) for n in range(40))

@@ -25,7 +25,7 @@ ENGINE = '[engine]\nkind = "vllm"\nmax_concurrent_requests = 7\nthreads = 3\nkv_
 
 
 def recipe(folder: Path, text: str) -> Path:
-    """A recipe file."""
+    """Write a recipe file."""
     path = folder / "recipe.toml"
     path.write_text(text)
     return path
@@ -227,7 +227,7 @@ def test_sweep_refuses_a_full_recipe_before_it_starts(tmp_path: Path) -> None:
 
 
 def with_every_part(**parts: object) -> dict[str, Any]:
-    """A tree as a run keeps it and a form sends it."""
+    """Return a tree with every part, as a run records it and a form sends it."""
     return {"train": {"objective": PartsObjective().model_dump(mode="json") | parts}}
 
 
@@ -356,14 +356,14 @@ def test_unsuitable_verifier_is_refused(kind: str) -> None:
 
 
 class Other(TrainBase):
-    """Another learner."""
+    """Another kind of learner."""
 
     kind: Literal["other"] = "other"
     rank: int = 1
 
 
 class Tree(Section):
-    """A config in which there are two kinds of learners."""
+    """A config with two kinds of learners."""
 
     train: Annotated[TorchTrain | Other, Field(discriminator="kind")] = TorchTrain()
 

@@ -65,14 +65,14 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[PrefectServer]:
-    """One Prefect server for the module; each test has deployments and runs of its own."""
+    """Yield one Prefect server for the module; each test has its own deployments and runs."""
     with served(tmp_path_factory.mktemp("prefect"), prefect_database) as server:
         yield server
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
-    """A run that is prepared, with nothing but its description."""
+    """Prepare a run that has only its description."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     context = context_of(str(tmp_path / "store"), f"run-{uuid.uuid4().hex[:6]}")
     describe(context.store, context.uri.rpartition("/")[2], RunConfig.model_validate(CONFIG))
@@ -81,7 +81,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
 
 @pytest.fixture
 def deployment(server: PrefectServer) -> str:
-    """A deployment of "post-training" that nobody serves."""
+    """Create a deployment of "post-training" without a runner."""
     name = f"d-{uuid.uuid4().hex[:6]}"
     with api() as client:
         client.create_deployment(flow_id=client.create_flow_from_name("post-training"), name=name)
@@ -97,7 +97,7 @@ def crashed(deployment: str, parameters: dict[str, Any]) -> UUID:
 
 
 def of(context: RunContext) -> list[UUID]:
-    """The run's supervisor flow runs, the newest first."""
+    """Return the run's supervisor flow runs, the newest first."""
     with api() as client:
         return [one.id for one in list_supervisors(client) if run_uri(one) == context.uri]
 
@@ -328,7 +328,7 @@ def test_dying_service_ends_the_session_with_the_reason(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runner(server: PrefectServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """Serves the trivial supervisor, for all runs of the module."""
+    """Serve a trivial supervisor for all runs of the module."""
     home = tmp_path_factory.mktemp("runner")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = server.env | {"ROLLFLOW_HOME": str(home), "ROLLFLOW_DEPLOYMENT": "trivial", "PYTHONPATH": path}

@@ -30,20 +30,20 @@ EVENTS = st.lists(
 
 @pytest.fixture(scope="module", autouse=True)
 def patient() -> Iterator[None]:
-    """However busy the machine is, what was spent earlier is known."""
+    """Let keepers wait long for the earlier restarts, so that they are known on a busy machine, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spent_module, "WAIT_SECONDS", HANG_SECONDS)
         yield
 
 
 def restarts_of(recovery: Recovery) -> int:
-    """How many it took."""
+    """Return the number of restarts of a recovery."""
     return len(recovery.reason.split("; then "))
 
 
 @dataclass
 class World:
-    """A role, its keepers one after another, and the clock of them all."""
+    """A role, its successive keepers, and their common clock."""
 
     now: float = 1_000_000.0
     run: MemoryStore = field(default_factory=lambda: MemoryStore(uuid.uuid4().hex))
@@ -58,7 +58,7 @@ class World:
         self.take_over()
 
     def take_over(self) -> None:
-        """Another process keeps it from now on."""
+        """Let another process keep the role from now on."""
         earlier = RestartHistory(self.run, LIMITS.window_seconds, lambda: self.now, lambda: self.now)
         self.counted = [at for one in self.recoveries for at in one.restarts]
         self.keeper = Restarts(RestartBudget(LIMITS, lambda: self.now, earlier), lambda: self.now, lambda: self.now)
@@ -68,7 +68,7 @@ class World:
         return sum(self.now - at < LIMITS.window_seconds for at in self.counted)
 
     def end(self) -> None:
-        """It dies, hangs, or its successor does not start in time."""
+        """Let the role die, hang, or fail to start in time."""
         left = LIMITS.restarts - self.recent
         outage = self.keeper.mark_down(ROLE, "gone", "a step", 2)
         assert left > 0, "more restarts than the budget has"
@@ -80,14 +80,14 @@ class World:
         self.up = False
 
     def recover(self) -> None:
-        """Its pause passes, it starts, and makes progress."""
+        """Let the pause pass, and the role start and make progress."""
         if outage := self.keeper.outage(ROLE):
             self.now = max(self.now, outage.due)
         while not self.up:
             self.look()
 
     def look(self) -> None:
-        """What a keeper does now and then."""
+        """Do a keeper's regular look."""
         outage = self.keeper.outage(ROLE)
         if outage is None:
             return
@@ -224,7 +224,7 @@ def test_pause_is_bounded_after_many_restarts() -> None:
 
 
 class Hanging(MemoryStore):
-    """Answers nobody until it is let go; then fails once."""
+    """Answers no read until it is released; then fails once."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

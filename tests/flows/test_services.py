@@ -95,7 +95,7 @@ except EngineFailed as error:
 
 
 def marked(mark: str) -> list[int]:
-    """Living processes that carry the mark in their environment."""
+    """Return the living processes that carry the mark in their environment."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -108,7 +108,7 @@ def marked(mark: str) -> list[int]:
 
 
 def lines(mark: str) -> list[bytes]:
-    """Their command lines."""
+    """Return the command lines of the marked processes."""
     found = []
     for pid in marked(mark):
         with contextlib.suppress(OSError):  # it has just ended
@@ -117,13 +117,13 @@ def lines(mark: str) -> list[bytes]:
 
 
 def sleepers(mark: str) -> list[bytes]:
-    """Of those, the children that the test's actors started."""
+    """Return the marked children of the test's actors."""
     return [line for line in lines(mark) if b"sleep" in line]
 
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Every process started in the test carries this mark; whatever a failing test leaves is ended."""
+    """Mark every process of the test, and end those that a failing test leaves."""
     value = uuid.uuid4().hex
     monkeypatch.setenv(MARK, value)
     yield value
@@ -168,7 +168,7 @@ def test_prefect_and_ray_leave_nothing_behind(tmp_path: Path, mark: str) -> None
 
 
 def asked(url: str, auth: str | None, body: bytes | None = None) -> int:
-    """The status of an answer."""
+    """Return the status of an HTTP answer."""
     headers = {"Content-Type": "application/json"}
     if auth is not None:
         headers["Authorization"] = f"Basic {base64.b64encode(auth.encode()).decode()}"
@@ -380,7 +380,7 @@ def test_server_that_asks_for_credentials_is_accepted() -> None:
             self.send_error(401)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Guarded)
     threading.Thread(target=server.serve_forever, daemon=True).start()

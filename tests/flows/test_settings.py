@@ -20,7 +20,7 @@ PLANTED = "planted-4711"
 
 @pytest.fixture(autouse=True)
 def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home of the test's own; variables that a file sets end with the test."""
+    """Set a home for the test; variables that a file sets end with the test."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -28,7 +28,7 @@ def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(folder: Path, text: str) -> Path:
-    """A settings file of that text."""
+    """Write a settings file with that text."""
     file = folder / "settings.toml"
     file.write_text(text)
     return file
@@ -120,7 +120,7 @@ def test_settings_paths_are_relative_to_the_file(tmp_path: Path) -> None:
 
 
 def checked(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Return what doctor says of a settings file, by the name of the check."""
+    """Return doctor's report of a settings file, by the name of the check."""
     main(["doctor", "--json", "--settings", str(file)])
     return {check["name"]: check for check in json.loads(capsys.readouterr().out)}
 

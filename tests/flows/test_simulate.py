@@ -191,7 +191,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def recorded(folder: Path, versions: int) -> Path:
-    """The log of such a run, whose clock goes on by a step with each version."""
+    """Return the log of such a run; its clock advances by one step with each version."""
     recipe = load_recipe(Path(RECIPE), ["groups=2", "group_size=4", "async_ratio=0", "versions=12"])
     path = folder / "store" / "runs" / "recorded"
     store = open_store(str(path))
@@ -216,7 +216,7 @@ def commit(log: Log, scheduler: Writer, number: int) -> BatchCommitted:
 
 
 def publish(log: Log, learner: Writer, version: int, batch: BatchCommitted | None) -> float:
-    """Publish a version that was trained on `batch`; returns when."""
+    """Publish a version that was trained on `batch`; return the time."""
     policies, metrics, entry = PolicyStore(log), dict[str, float](), None
     if batch is not None:
         entry = log.state.waiting[batch.number].entry

@@ -42,7 +42,7 @@ STATES: Mapping[str, Any] = {
 
 
 class World:
-    """A server and a cluster on a clock that a test moves: what was started when, by role, and what dies."""
+    """A server and a cluster on a clock that a test advances: the starts by role, and the deaths."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, context: RunContext) -> None:
         self.now = 1000.0
@@ -111,7 +111,7 @@ class World:
             raise EngineFailed("its process is gone")
 
     def look_for(self, seconds: float) -> None:
-        """The supervisor's loop."""
+        """Run the supervisor's loop."""
         until = self.now + seconds
         while self.now < until:
             self.stages.look()

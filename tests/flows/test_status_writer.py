@@ -19,7 +19,7 @@ from tests.support.described import describe
 
 
 class Seen:
-    """Stages whose actors said this last."""
+    """Stages whose actors have given this status last."""
 
     def __init__(self, rollout: RolloutStatus, learner: LearnerStatus) -> None:
         self.rollout, self.learner, self.usage = rollout, learner, CpuUsage()
@@ -29,14 +29,14 @@ class Seen:
 
 
 class NoTracker:
-    """Takes everything."""
+    """A tracker that ignores all calls."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *given: None
 
 
 def shown(folder: Path, rollout: RolloutStatus, learner: LearnerStatus) -> RunStatus:
-    """What stands in storage after the supervisor's first look at a run without a version."""
+    """Return the stored status after the supervisor's first look at a run without a version."""
     describe(open_store(str(folder)), "new", RunConfig(groups=4))
     context = RunContext(str(folder), folder / "cache")
     tracker: Any = NoTracker()

@@ -35,7 +35,7 @@ from tests.support.waiting import HANG_SECONDS, until
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
-    """A run at version 3 of 9, as its status says."""
+    """Make a run whose status is at version 3 of 9."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("ROLLFLOW_STORE", str(tmp_path / "store"))
     describe(open_store(f"{tmp_path}/store/runs/one"), "one")
@@ -95,9 +95,9 @@ def test_unreadable_request_is_none(run: RunContext, text: bytes) -> None:
 
 
 def followed(run: RunContext, monkeypatch: pytest.MonkeyPatch, looks: Callable[[Any], None]) -> list[str]:
-    """Follow a run whose version grows by one a look, from 3 on; `looks` is called with its stages at each.
+    """Follow a run whose version grows by one per look, from 3 on; return the messages to users.
 
-    What it told people meanwhile.
+    `looks` is called with the run's stages at each look.
     """
     monkeypatch.setattr(following_module, "TELL_SECONDS", -1.0)
     monkeypatch.setattr(following_module, "POLL_SECONDS", 0.0)

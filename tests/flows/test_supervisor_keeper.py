@@ -37,7 +37,7 @@ RUNNING = State(type=StateType.RUNNING)
 
 
 class Clock(SimpleNamespace):
-    """Stands where it is put."""
+    """A clock that stands still until it is set."""
 
     now = 0.0
 
@@ -247,7 +247,7 @@ def test_user_restart_resets_the_supervisor_budget(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def patient(tmp_path: Path) -> RunContext:
-    """A run whose store is waited for for three seconds."""
+    """Make a run whose store is waited for for three seconds."""
     config = {"store": {"patience_seconds": 3.0}}
     context = RunContext(str(tmp_path / "runs/run"), tmp_path)
     describe(context.store, "run", config)
@@ -255,7 +255,7 @@ def patient(tmp_path: Path) -> RunContext:
 
 
 class Watched:
-    """A board and a claim whose storage answers as `looks` say, then for ever as the last one; `stages` end last."""
+    """A status writer and a claim whose storage answers as `looks` say, then forever as the last one."""
 
     paused = False
 

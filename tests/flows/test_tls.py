@@ -41,7 +41,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def listening(certificates: Certificates | None, answer: bytes, *, plain_http: bool = True) -> Iterator[int]:
-    """A server on a port of loopback, with TLS where it has certificates; it answers every path alike."""
+    """Yield a loopback server, with TLS if it has certificates; it gives the same answer on every path."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def handle_one_request(self) -> None:
@@ -58,7 +58,7 @@ def listening(certificates: Certificates | None, answer: bytes, *, plain_http: b
             self.wfile.write(answer)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.handle_error = lambda *_: None  # type: ignore[method-assign,assignment]

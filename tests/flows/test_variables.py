@@ -32,7 +32,7 @@ DEAD = "http://127.0.0.1:9"  # a proxy that nobody is
 
 @pytest.fixture(autouse=True)
 def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home of its own, no proxy, and no folder for temporary files that was found before."""
+    """Set a new home, no proxy, and no cached temporary folder."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     for name in (*PROXIES, "no_proxy", "NO_PROXY", "PREFECT_API_URL", "PYTHONWARNINGS"):
         monkeypatch.setenv(name, "")  # so that the end of the test undoes what a command sets
