@@ -42,8 +42,8 @@ def fork_flows(module: str) -> None:
         return
     shown_as = (sys.executable, "-m", forkserver.__name__)  # so that the fork server is not mistaken for the runner
     fork_server([module, __name__], shown_as=shown_as)
-
-    _starter_engine.run_process = _run_process
+    # Prefect's module itself says to patch it to override this function.
+    setattr(_starter_engine, "run_process", _run_process)  # noqa: B010
 
 
 async def _run_process(

@@ -49,8 +49,8 @@ def api() -> Iterator[SyncPrefectClient]:
     around = get_settings_context()
     try:
         kept = _thread_client(around.settings)
-        # type: ignore[attr-defined] # otherwise it waits for a server that is down
-        kept.client._client._has_connected = False
+        # Otherwise the client waits for a server that is down.
+        kept.client._client._has_connected = False  # type: ignore[attr-defined]
         with SettingsContext(profile=around.profile, settings=kept.settings):
             yield kept.client
     except HTTPError as error:
