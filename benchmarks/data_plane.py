@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from benchmarks.report import Row, arguments, at_least, publish
-from rollflow.storage.batch import TrajectoryBatch, packed
+from rollflow.storage.batch import TrajectoryBatch, pack_group
 from rollflow.storage.log.entries import Entry, RunCreated, VersionPublished
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects.base import Data
@@ -165,7 +165,7 @@ def batches(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
     """Commit and read of whole batches."""
     rows = []
     for size in sizes:
-        made = tuple(packed(group) for group in groups(size))  # as the scheduler holds them once they are scored
+        made = tuple(pack_group(group) for group in groups(size))  # as the scheduler holds them once they are scored
         data = TrajectoryBatch.from_groups(made).to_bytes()
         case = f"{size} trajectories, {data.size / 1e6:.1f} MB"
         log, writer, _ = new_run(LocalStore(folder / uuid.uuid4().hex))
@@ -349,9 +349,9 @@ def policy(count: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def mapped_copy(file: Path) -> memoryview:
-    from rollflow.storage.objects.disk import mapped
+    from rollflow.storage.objects.disk import map_file
 
-    return mapped(file)
+    return map_file(file)
 
 
 def copied(source: Path, target: Path) -> None:

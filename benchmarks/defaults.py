@@ -24,7 +24,7 @@ from benchmarks.report import Row
 from benchmarks.workloads import ROLL, UNBIASED, Workload, ran, workloads
 from rollflow.tasks.rollout.config import RolloutConfig
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.simulation.figures import WARM_UP, Figures, population
+from rollflow.tasks.simulation.figures import WARM_UP, Figures, simulate_population
 from rollflow.tasks.simulation.planner import settled_bias
 
 ALPHAS = (1, 2, 4)
@@ -122,7 +122,7 @@ def _bias(config: RunConfig, workload: Workload, figures: Figures) -> tuple[floa
     """Settled. Where prompts are filtered, others come instead: then trained lengths are held against the mean only."""
     timed = config.model_copy(update={"engine": workload.hardware.engine(config)})
     grain = timed.engine.tokens_per_tick  # type: ignore[union-attr]  # it is a timed engine
-    drawn = [tokens * grain for tokens in population(timed, figures.versions * config.groups)]
+    drawn = [tokens * grain for tokens in simulate_population(timed, figures.versions * config.groups)]
     if config.rollout.filter is None:
         return settled_bias(figures, drawn)
     trained = figures.trained_tokens[figures.warm_up :]

@@ -25,7 +25,7 @@ from benchmarks.gpu_models import (
 )
 from benchmarks.gpu_rows import NO_GPU, Row, check_at_most, guard
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.objects.base import pieces
+from rollflow.storage.objects.base import split_buffers
 from rollflow.tasks.learners.checkpoint.shards import from_files
 from rollflow.tasks.learners.randomness import DEVICE_RNG
 from rollflow.tasks.learners.torch_learner import TorchLearner
@@ -150,7 +150,8 @@ def _called(device: str) -> str:
 def _files(learner: TorchLearner) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Weights and state as they would be stored."""
     found = (
-        {name: b"".join(pieces(data)) for name, data in files.items()} for files in (learner.weights(), learner.state())
+        {name: b"".join(split_buffers(data)) for name, data in files.items()}
+        for files in (learner.weights(), learner.state())
     )
     weights, state = found
     return weights, state

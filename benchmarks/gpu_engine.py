@@ -26,7 +26,7 @@ from benchmarks.gpu_models import (
     policy_folder,
 )
 from benchmarks.gpu_rows import NO_GPU, Row, check_at_most, check_that, guard, target_at_most
-from rollflow.storage.objects.base import pieces
+from rollflow.storage.objects.base import split_buffers
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.engines.transformers import TransformersEngine
@@ -267,4 +267,4 @@ def write_weights(learner: TorchLearner, folder: Path) -> None:
     """Write the policy's weights as the files of a version."""
     for name, data in learner.weights().items():
         with (folder / Path(name).name).open("wb") as file:
-            file.writelines(pieces(data))
+            file.writelines(split_buffers(data))

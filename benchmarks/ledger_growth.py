@@ -49,13 +49,13 @@ from rollflow.storage.log.entries import (
     encode,
     entry_path,
 )
-from rollflow.storage.log.garbage import orphans
+from rollflow.storage.log.garbage import list_orphans
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.rules import apply, decide
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.snapshots import EVERY, segment_path, snapshot_path, to_bytes
 from rollflow.storage.log.state import RunState
-from rollflow.storage.objects.base import Data, ObjectStat, ObjectStore, pieces
+from rollflow.storage.objects.base import Data, ObjectStat, ObjectStore, split_buffers
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import GroupKey, StopReason, StoredObject, Trajectory, TrajectoryGroup
@@ -158,7 +158,7 @@ class Distant(Counting):
         pass
 
     def _write(self, path: str, data: Data) -> str:
-        body = b"".join(pieces(data))
+        body = b"".join(split_buffers(data))
         if path not in self.objects:
             self.names.insert(bisect_right(self.names, path), path)
         self.objects[path] = body
@@ -439,7 +439,7 @@ def reading() -> Iterator[Row]:
                 far.seconds = LATENCY_SECONDS
                 work: dict[str, Callable[[], int]] = {
                     "deep audit": lambda run=run: audit(run, deep=True).bytes,  # type: ignore[misc]
-                    "search for garbage": lambda run=run: len(orphans(run, 1e12)),  # type: ignore[misc]
+                    "search for garbage": lambda run=run: len(list_orphans(run, 1e12)),  # type: ignore[misc]
                 }
                 for name, step in work.items():
                     began = time.perf_counter()

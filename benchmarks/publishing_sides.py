@@ -37,7 +37,7 @@ from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import Learner, LearnerStart
 from rollflow.tasks.learners.checkpoint.sharded_files import stage_files
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
-from rollflow.tasks.learners.malloc_trim import give_back
+from rollflow.tasks.learners.malloc_trim import release_memory
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.run.restore import restore
 
@@ -152,7 +152,7 @@ def first_step(learner: Learner, setting: Setting) -> None:
     for parameter in learner.policy.trained.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     learner.policy.apply()
-    give_back(learner.model.parameters())
+    release_memory(learner.model.parameters())
 
 
 def beside(learner: Learner, policies: PolicyStore, writer: Writer, setting: Setting) -> dict[str, float]:
@@ -186,7 +186,7 @@ def all_staged(
 
 def checked(learner: Learner) -> None:
     """What a learner's actor asks before it publishes."""
-    assert learner.broken() is None
+    assert learner.first_nonfinite() is None
     learner.logprobs(list(range(3, 19)))
 
 

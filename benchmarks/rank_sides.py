@@ -55,7 +55,7 @@ from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.checkpoint.shards import from_files
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain
-from rollflow.tasks.learners.distributed.load_balance import deal
+from rollflow.tasks.learners.distributed.load_balance import deal_pieces
 from rollflow.tasks.learners.forward.inplace_logprobs import chosen_tokens
 from rollflow.tasks.learners.forward.reference import named_tensors
 from rollflow.tasks.learners.torch_learner import load_model
@@ -229,7 +229,7 @@ def as_many(micros: Micros, weight: float, ranks: int) -> list[tuple[Sequence[Ro
 def own_rows(rows: Sequence[Row], ranks: int, *, dealt: bool) -> list[Row]:
     """Those of this rank, the longest first."""
     lengths, rank = [len(row[0]) for row in rows], int(os.environ.get("RANK", 0))
-    own = deal(lengths, ranks)[rank] if dealt else range(rank, len(rows), ranks)
+    own = deal_pieces(lengths, ranks)[rank] if dealt else range(rank, len(rows), ranks)
     return [rows[number] for number in sorted(own, key=lambda number: -lengths[number])]
 
 

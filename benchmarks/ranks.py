@@ -33,7 +33,7 @@ from benchmarks.learner_step import Case, Side, Step, told, written
 from benchmarks.rank_sides import MEAN
 from benchmarks.report import Row, arguments, at_least, at_most, publish
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.tasks.learners.distributed.load_balance import deal, imbalance
+from rollflow.tasks.learners.distributed.load_balance import deal_pieces, measure_imbalance
 from rollflow.tasks.objectives.rows import BatchRows
 
 AS_FAST, NEAR = 0.95, 1e-5
@@ -125,9 +125,9 @@ def dealing(case: Case, counts: Sequence[int]) -> Iterator[Row]:
     lengths = [int(length) for length in data.lengths]
     for ranks in counts:
         turn = [sum(lengths[rank::ranks]) for rank in range(ranks)]
-        dealt = [sum(lengths[row] for row in own) for own in deal(lengths, ranks)]
+        dealt = [sum(lengths[row] for row in own) for own in deal_pieces(lengths, ranks)]
         for how, loads in (("every n-th row", turn), ("dealt", dealt)):
-            yield Row(case.name, f"{ranks} ranks, {how}: fullest above the mean, %", 100 * imbalance(loads))
+            yield Row(case.name, f"{ranks} ranks, {how}: fullest above the mean, %", 100 * measure_imbalance(loads))
 
 
 def sides_of(counts: Sequence[int], *, deepspeed: bool) -> list[Key]:

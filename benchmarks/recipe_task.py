@@ -20,7 +20,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import open_prompts
 from rollflow.tasks.run.prompt_pins import read_once
 from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import judge
+from rollflow.tasks.verifiers.base import score_response
 
 
 class RecipeTask:
@@ -40,7 +40,7 @@ class RecipeTask:
 
     def score(self, text: str, reference: Mapping[str, Any]) -> float:
         """The reward of a response's text."""
-        return judge(self._verify, self.config.reward.answer, text, reference).reward
+        return score_response(self._verify, self.config.reward.answer, text, reference).reward
 
     def accuracy(self, model: Any) -> float:
         """The share of held-out prompts that the model answers right when it chooses greedily."""

@@ -19,7 +19,7 @@ from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import attach_run
 from rollflow.storage.errors import Missing
 from rollflow.storage.log.entries import Claimed
-from rollflow.storage.log.reading import written
+from rollflow.storage.log.reading import iterate_written
 from rollflow.storage.log.run_log import Log
 from rollflow.tasks.learners.torch_learner import load_model
 
@@ -33,7 +33,7 @@ def task_of(recipe: str, folder: Path, seed: str) -> RecipeTask:
 
 def sampling_began(log: Log) -> float:
     """Seconds since the epoch: the scheduler takes its role when its engines are ready."""
-    told = (one.entry for one in written(log, 0, log.state.n))
+    told = (one.entry for one in iterate_written(log, 0, log.state.n))
     return next(entry.at for entry in told if isinstance(entry.body, Claimed) and entry.role == "scheduler")
 
 

@@ -45,9 +45,9 @@ CASES = (Case("answers of 6 tokens", 6, 64, 12), Case("responses of 64 tokens", 
 
 def recipe(case: Case, threads: int):  # type: ignore[no-untyped-def]
     """The run: the quick start's policy, weights at random (so that responses use their full length)."""
-    from rollflow.flows.config import parse
+    from rollflow.flows.config import parse_config
 
-    return parse(
+    return parse_config(
         {
             "cluster": {"lease_seconds": 0},  # no supervisor watches it
             "name": "overhead",
@@ -97,14 +97,14 @@ def ours(case: Case, threads: int, home: Path) -> float:
     from rollflow.tasks.actors.rollout import start_engine, start_rollout
 
     context = prepared(case, threads, home, head.address)
-    with head, cluster.attached(head.address, context.run_id):
+    with head, cluster.attached_cluster(head.address, context.run_id):
         channel = start_channel(context.store, case.batches + 2, 0)
         pool = start_reward(context)
         pool.run.remote()
-        cluster.call(start_engine(context, 0, 0).start.remote(), 300, "the engine")
+        cluster.call_within(start_engine(context, 0, 0).start.remote(), 300, "the engine")
         actor = start_rollout(context, head.address)
         actor.run.remote()
-        cluster.call(actor.join.remote(0), 300, "the scheduler to take the engine")
+        cluster.call_within(actor.join.remote(0), 300, "the scheduler to take the engine")
         tokens, began = 0, 0.0
         for number in range(case.batches + 1):
             batch = TrajectoryBatch.from_bytes(channel.lease(number, 300))

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Row, arguments, at_most, publish
-from rollflow.storage.batch import TrajectoryBatch, packed
+from rollflow.storage.batch import TrajectoryBatch, pack_group
 from rollflow.storage.records import GroupKey, PackedGroup, StopReason, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
@@ -57,7 +57,7 @@ class Whole(SimulatedRun):
         self._packed: dict[GroupKey, PackedGroup] = {}
 
     def _pack(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        self._packed[group.key] = packed(group)
+        self._packed[group.key] = pack_group(group)
         return group
 
     async def _commit(self, staged: StagedBatch) -> None:

@@ -60,7 +60,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply_override(tree, override)
     anchor_paths(tree, Path.cwd(), own)
-    config = parse(tree)
+    config = parse_config(tree)
     check_new_run(config)
     return config
 
@@ -77,7 +77,7 @@ def override_config(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunCon
     for override in overrides:
         _apply_override(given, override)
     anchor_paths(given, Path.cwd(), recorded)
-    return parse(given)
+    return parse_config(given)
 
 
 def _without_nulls(tree: Any) -> Any:
@@ -88,7 +88,7 @@ def _without_nulls(tree: Any) -> Any:
 
 
 def check_new_run(config: RunConfig, recorded: RunConfig | None = None) -> None:
-    """Reject values that `parse` accepts for the sake of recorded runs, but that no new run may have.
+    """Reject values that `parse_config` accepts for the sake of recorded runs, but that no new run may have.
 
     Args:
         recorded: the config of the run that `config` changes; its own old values are accepted.
@@ -143,7 +143,7 @@ def load_hardware(path: Path) -> Hardware:
     try:
         return Hardware.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"hardware file {str(path)!r}: {sentences(error, Hardware, tree)}") from None
+        raise ConfigError(f"hardware file {str(path)!r}: {describe_errors(error, Hardware, tree)}") from None
 
 
 def hardware_file(path: Path) -> Path:
@@ -163,12 +163,12 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise ConfigError(f"{what} {str(path)!r} is not valid TOML: {error}; correct that line") from None
 
 
-def parse(tree: Mapping[str, Any]) -> RunConfig:
+def parse_config(tree: Mapping[str, Any]) -> RunConfig:
     """Return the typed config tree; raise `ConfigError` for an invalid tree."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(sentences(error, tree=tree)) from None
+        raise ConfigError(describe_errors(error, tree=tree)) from None
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -229,11 +229,13 @@ def _toml_value(text: str) -> Any:
     return read["value"] if len(read) == 1 else text  # a second line would be another key
 
 
-def sentences(error: ValidationError, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None) -> str:
+def describe_errors(
+    error: ValidationError, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None
+) -> str:
     """Describe every error of a tree, with one sentence for each key. Errors of the whole tree come last."""
     by_key: dict[str, str] = {}
     for details in (*error.errors(), *_errors_behind(section, tree or {})):
-        text = sentence(details, section, tree)
+        text = describe_error(details, section, tree)
         by_key.setdefault(text.partition(" = ")[0], text)  # each type that a value may have reports an error
     if len(by_key) == 1:
         return next(iter(by_key.values()))
@@ -252,7 +254,9 @@ def _errors_behind(section: type[Section], tree: Mapping[str, Any]) -> list[Erro
     return []
 
 
-def sentence(error: ErrorDetails, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None) -> str:
+def describe_error(
+    error: ErrorDetails, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None
+) -> str:
     """Describe one pydantic error of `section` in one sentence: the key, the value, the fix."""
     if error["type"] == "rollflow":
         return error["msg"]

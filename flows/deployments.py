@@ -22,18 +22,26 @@ from uuid import UUID, uuid4
 from prefect.runner import Runner
 
 from rollflow.flows.evaluate import evaluate
-from rollflow.flows.keepalive.stages import deployment
-from rollflow.flows.locations import home
+from rollflow.flows.keepalive.stages import runner_deployment
+from rollflow.flows.locations import run_home
 from rollflow.flows.nightly import Nightly, nightly, read_nightly
 from rollflow.flows.post_training import post_training
 from rollflow.flows.recover import recover
 from rollflow.flows.reward import reward
 from rollflow.flows.rollout import rollout
 from rollflow.flows.served_recipes import ServedRecipe, recipes_file, served_files, served_recipes
-from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install
+from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install_automations
 from rollflow.flows.services.flow_process import fork_flows
 from rollflow.flows.services.form import form_values
-from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, deployment_names, insist
+from rollflow.flows.services.prefect_api import (
+    INTERNAL,
+    NIGHTLY,
+    OF_SESSION,
+    RECIPE,
+    SERVED,
+    call_until_answered,
+    deployment_names,
+)
 from rollflow.flows.services.registering import DeploymentOffer, home_tag, list_superseded
 from rollflow.flows.train import train
 from rollflow.flows.views.tracking import import_early
@@ -46,11 +54,11 @@ LIMIT = 40  # largest number of flow runs at a time; one run has four, and Prefe
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 
-def deployments(name: str | None = None) -> list[DeploymentOffer]:
+def list_deployments(name: str | None = None) -> list[DeploymentOffer]:
     """List the six flows, under the permanent name `name` or under this runner's own."""
-    session = name is None and deployment() != SERVED
-    tags = (INTERNAL, OF_SESSION, home_tag(home())) if session else (INTERNAL,)
-    name = name or deployment()
+    session = name is None and runner_deployment() != SERVED
+    tags = (INTERNAL, OF_SESSION, home_tag(run_home())) if session else (INTERNAL,)
+    name = name or runner_deployment()
     return [
         DeploymentOffer(flow, deployment_names(name)[0], description=flow.__doc__ or "", tags=tags) for flow in FLOWS
     ]
@@ -101,7 +109,7 @@ def build_runner(heartbeat_seconds: int | None) -> Runner:
         limit=LIMIT,
         heartbeat_seconds=heartbeat_seconds,
     )
-    runner._tmp_dir = home() / "cache" / "runner_storage" / str(uuid4())
+    runner._tmp_dir = run_home() / "cache" / "runner_storage" / str(uuid4())
     return runner
 
 
@@ -116,11 +124,11 @@ async def serve(
         for one in offers:
             ids[f"{one.flow_name}/{one.name}"] = await runner.aadd_deployment(cast(Any, one))
         if automations:
-            await asyncio.to_thread(insist, lambda: install(deployment(), ids))
+            await asyncio.to_thread(call_until_answered, lambda: install_automations(runner_deployment(), ids))
 
     made = list(made)
     if recipes:
-        made += [*offer_recipes(), *await asyncio.to_thread(insist, lambda: list_superseded(made, SERVED))]
+        made += [*offer_recipes(), *await asyncio.to_thread(call_until_answered, lambda: list_superseded(made, SERVED))]
     await add(made)
     if ready:
         ready.touch()
@@ -147,7 +155,7 @@ async def _follow_recipes(add: Any) -> None:
 
 
 def _modified_at() -> int:
-    file = recipes_file(home())
+    file = recipes_file(run_home())
     return file.stat().st_mtime_ns if file.exists() else 0
 
 
@@ -164,8 +172,8 @@ def main() -> None:
     # the owner waits for the server, and ends this process if the server does not come up
     while given.begin and not given.begin.exists():
         time.sleep(BEGIN_SECONDS)
-    recipes = deployment() == SERVED
-    asyncio.run(serve(deployments(), given.ready, automations=not given.no_automations, recipes=recipes))
+    recipes = runner_deployment() == SERVED
+    asyncio.run(serve(list_deployments(), given.ready, automations=not given.no_automations, recipes=recipes))
 
 
 if __name__ == "__main__":

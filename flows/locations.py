@@ -16,7 +16,7 @@ from rollflow.tasks.runtime.names import run_id as checked
 from rollflow.tasks.runtime.node import cache_in
 
 
-def home() -> Path:
+def run_home() -> Path:
     """Return `ROLLFLOW_HOME`, or `.rollflow` in the working directory: all local files of runs lie below it.
 
     Raises:
@@ -31,7 +31,7 @@ def home() -> Path:
 
 def default_store() -> str:
     """Return the store of recipes without `store.uri`: `ROLLFLOW_STORE`, or a folder in the run home."""
-    return os.environ.get("ROLLFLOW_STORE") or str(home() / "store")
+    return os.environ.get("ROLLFLOW_STORE") or str(run_home() / "store")
 
 
 def store_uri(config: RunConfig) -> str:
@@ -56,7 +56,7 @@ def attach_run(uri: str) -> RunContext:
     """
     uri = uri.rstrip("/")
     checked(uri.rpartition("/")[2], "run id")
-    return RunContext(uri, cache_in(home()))
+    return RunContext(uri, cache_in(run_home()))
 
 
 def await_run(uri: str) -> RunContext:

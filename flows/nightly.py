@@ -30,17 +30,17 @@ from prefect.runtime import flow_run
 from prefect.states import Failed
 from pydantic import Field, ValidationError, field_validator
 
-from rollflow.flows.config import load_recipe, read_toml, sentences
+from rollflow.flows.config import describe_errors, load_recipe, read_toml
 from rollflow.flows.export import export
 from rollflow.flows.keepalive.stages import reason_of
 from rollflow.flows.keepalive.supervisor_restart import list_successors
-from rollflow.flows.locations import context_of, home, list_runs, store_uri
+from rollflow.flows.locations import context_of, list_runs, run_home, store_uri
 from rollflow.flows.services.prefect_api import (
     SERVED,
-    api,
+    call_until_answered,
     flow_state,
-    insist,
     list_supervisors,
+    open_client,
     start,
     unfinished_runs,
 )
@@ -97,7 +97,7 @@ def read_nightly(file: Path) -> Nightly:
         plan = Nightly.model_validate(tree)
         CronSchedule(cron=plan.cron, timezone=plan.timezone)
     except ValidationError as error:
-        raise ConfigError(f"nightly file {str(file)!r}: {sentences(error, Nightly, tree)}") from None
+        raise ConfigError(f"nightly file {str(file)!r}: {describe_errors(error, Nightly, tree)}") from None
     recipes = tuple(str((file.absolute().parent / one).resolve()) for one in plan.recipes)
     for one in recipes:
         load_recipe(Path(one), [])
@@ -154,7 +154,7 @@ def _train_recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report
     try:
         config = load_recipe(file, [])
         name, run_id = config.name, f"{config.name}{MARK}{stamp}"
-        versions = home() / "nightly" / name
+        versions = run_home() / "nightly" / name
         if plan.from_last and (last := _find_newest(versions, name)):
             config = _start_from(config, last)
         context = train(config, run_id, plan.hours * 3600)
@@ -215,7 +215,7 @@ def _export(context: RunContext, folder: Path) -> None:
 
 
 def _registry_uri(config: RunConfig) -> str:
-    return config.tracking.uri or TrackingPlace.default(home(), config.tracking.experiment or config.name).uri
+    return config.tracking.uri or TrackingPlace.default(run_home(), config.tracking.experiment or config.name).uri
 
 
 def _prune(context: RunContext, versions: Path, name: str, keep: int, registry: Registry) -> None:
@@ -266,10 +266,10 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
     key = f"{flow_run.id}:{flow_run.run_count}:{run_id}"  # a night that the user retries has a new key
 
     def submit() -> UUID:
-        with api() as client:
+        with open_client() as client:
             return start(client, "post-training", SERVED, parameters, name=run_id, key=key)
 
-    made = insist(submit)
+    made = call_until_answered(submit)
     context = context_of(store_uri(config), run_id)
     try:
         while not (ended := _read_outcome(made, context)):
@@ -292,7 +292,7 @@ def _read_outcome(made: UUID, context: RunContext) -> str:
     After a crash, the state of the next supervisor counts. A finished run has a summary.
     """
     try:
-        state = insist(lambda: _state_of(made))
+        state = call_until_answered(lambda: _state_of(made))
         if replace(context, patience=POLL_SECONDS).store.exists(SUMMARY):
             return "done"
     except Unreachable:
@@ -307,7 +307,7 @@ def _state_of(made: UUID) -> Any:
     state = flow_state(made)
     if state is None or not state.is_crashed():
         return state
-    with api() as client:
+    with open_client() as client:
         return next((run.state for run in reversed(list_successors(list_supervisors(client), made))), state)
 
 
@@ -322,7 +322,7 @@ def _cancel_nights(name: str) -> bool:
     """Cancel the unfinished runs of this recipe's nights; return whether there is any."""
     from prefect.states import Cancelling
 
-    with api() as client:
+    with open_client() as client:
         nights = [run for run in unfinished_runs(client, SERVED) if _is_night(run.parameters.get("run_id"), name)]
         for run in nights:
             if run.state_type != "CANCELLING":

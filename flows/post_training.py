@@ -30,17 +30,17 @@ from rollflow.flows.keepalive.restarts import RestartsExhausted
 from rollflow.flows.keepalive.run_watch import RunWatch
 from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.keepalive.supervisor_restart import follows_another
-from rollflow.flows.locations import await_run, context_of, home, run_id_of, store_uri
+from rollflow.flows.locations import await_run, context_of, run_home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services import cluster
 from rollflow.flows.services.prefect_api import requested_at
 from rollflow.flows.services.reachability import check_store_reach
-from rollflow.flows.steps import Steps, cancel, run_name, split_blocks, suspend, tag, tags
+from rollflow.flows.steps import Steps, build_tags, cancel, run_name, split_blocks, suspend, tag
 from rollflow.flows.views.actor_warnings import ActorWarnings
 from rollflow.flows.views.anchors import write_anchor, write_first_anchor
 from rollflow.flows.views.config_history import select_shown
 from rollflow.flows.views.log_lines import set_log_facts
-from rollflow.flows.views.mlflow_payload import beginning, ending
+from rollflow.flows.views.mlflow_payload import build_outcome, build_run_facts
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.page import Page
 from rollflow.flows.views.progress_blocks import block_rows
@@ -50,13 +50,13 @@ from rollflow.flows.views.summary import SUMMARY, summarize
 from rollflow.flows.views.tracking import Tracker
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.configs import differences
+from rollflow.storage.log.configs import diff_trees
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.log.garbage import sweep
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Writer
 from rollflow.storage.run_records.stop_requests import RunEnded, take_back
-from rollflow.tasks.rollout.evaluation import evaluated, skipped
+from rollflow.tasks.rollout.evaluation import is_evaluated, read_skipped
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.config_changes import tree_of
 from rollflow.tasks.run.context import RunContext, claim
@@ -80,12 +80,12 @@ def post_training(
     address = ray_address(context.config)
     supervisor = step("claim", lambda: _claim_run(context, address))
     place, missed = tracking_place(context.config), functools.partial(points_of, context)
-    tracker = Tracker(place, context.run_id, context.created.config, context.key, missed, beginning(context))
+    tracker = Tracker(place, context.run_id, context.created.config, context.key, missed, build_run_facts(context))
     with (
         _record_early_failure(context, supervisor),
-        cluster.attached(address, context.key, deadline_seconds=context.config.recovery.window_seconds),
+        cluster.attached_cluster(address, context.key, deadline_seconds=context.config.recovery.window_seconds),
     ):
-        check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
+        check_store_reach(context.uri, context.config.cluster.address, cluster.list_nodes())
         stages = Stages(context, address, log, ActorWarnings(logger.warning).tell)
         writer, page = StatusWriter(context, stages, tracker), Page(context.run_id, log)
         following = RunWatch(stages, writer, supervisor)
@@ -97,9 +97,9 @@ def post_training(
             else:
                 _train(step, stages, following, writer, page)
             log("held-out accuracy %s", step("evaluate", lambda: _evaluate(writer), _format_accuracies))
-            following.heed_after()
+            following.check_stop_requests()
             report = step("audit", lambda: _audit(writer), lambda found: "clean" if found.clean else "violations")
-            following.heed_after()
+            following.check_stop_requests()
         except RunEnded as person:
             _give_up(stages, writer, supervisor, person)
             return _end_flow_run(context, person)
@@ -151,7 +151,7 @@ def _evaluate(writer: StatusWriter) -> list[float]:
     """Return the held-out accuracy of the first and the last version: the stored figure, else a new evaluation."""
     context, note = writer.context, functools.partial(writer.note_progress, "evaluating")
     left_out = {
-        evaluation.version for evaluation in skipped(context.store)
+        evaluation.version for evaluation in read_skipped(context.store)
     }  # a skipped evaluation does not fail a run at its end
     ends = [version for version in (0, context.config.versions) if version not in left_out]
     return [evaluate_version(context, version, note).accuracy for version in ends]
@@ -165,7 +165,7 @@ def _open_or_create_run(config: RunConfig, run_id: str | None, storage: str | No
     context = replace(context_of(store_uri(config), run_id), patience=config.store.patience_seconds)
     if not context.store.exists(entry_path(0)):
         prepare(config, run_id, get_run_logger().info)
-    for change in select_shown(differences(tree_of(context.config), tree_of(config)), context.log.state.version + 1):
+    for change in select_shown(diff_trees(tree_of(context.config), tree_of(config)), context.log.state.version + 1):
         fix = f"to change it: rollflow resume {context.uri} --set {change.key}=VALUE"
         words = "%s = %s, as the run's log has it, and not %s; %s"
         get_run_logger().warning(words, change.key, change.before, change.after, fix)
@@ -177,7 +177,7 @@ def _claim_run(context: RunContext, address: str) -> Writer:
     """Claim the run for this supervisor, tag its flow run, and clean up after earlier supervisors."""
     supervisor = claim(context, "supervisor", address, f"flow run {flow_run.id}")
     with contextlib.suppress(Unreachable):  # training does not wait for an unreachable Prefect server
-        tag(tags(context.config, context.run_id, "supervisor"))
+        tag(build_tags(context.config, context.run_id, "supervisor"))
     _reset_budgets(context)
     _reopen(context)
     _sweep(context)
@@ -212,7 +212,7 @@ def _sweep(context: RunContext) -> None:
 def is_trained(context: RunContext) -> bool:
     """Return whether all versions are trained and the last one is evaluated, so that at most the summary is missing."""
     last = context.config.versions
-    return context.policies.newest() == last and evaluated(context.store, last)
+    return context.policies.newest() == last and is_evaluated(context.store, last)
 
 
 def ray_address(config: RunConfig) -> str:
@@ -231,7 +231,7 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
     experiment = config.tracking.experiment or config.name
     if config.tracking.uri:
         return TrackingPlace(config.tracking.uri, experiment)
-    return TrackingPlace.default(home(), experiment)
+    return TrackingPlace.default(run_home(), experiment)
 
 
 def mlflow_page(tracker: Tracker, config: RunConfig, otherwise: str) -> str:
@@ -300,10 +300,10 @@ def _finish(
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
     summary = summarize(context, report, idle, stages.rollout, pages)
     write_anchor(supervisor.log.state, tracker, page)
-    plot = home() / "plots" / context.key / "reward.png"
+    plot = run_home() / "plots" / context.key / "reward.png"
     tracker.log_reward_plot(writer.curves, plot)
     with contextlib.suppress(RollflowError):  # a batch that was damaged since then does not fail the run
-        tracker.log_ending(ending(context, summary))
+        tracker.log_ending(build_outcome(context, summary))
     tracker.finish("FINISHED")
     if plot.exists():
         context.store.put("reward.png", plot.read_bytes())

@@ -50,7 +50,7 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, open_prompts, probe_tokens
 from rollflow.tasks.run.prompt_check import Tell, fit_files, probe_sources, read_files
-from rollflow.tasks.run.prompt_pins import Pin, pinned, read_once
+from rollflow.tasks.run.prompt_pins import Pin, pin_prompts, read_once
 from rollflow.tasks.run.user_code import check_own_parts
 
 VOCABULARY_TEXTS = 2000
@@ -112,7 +112,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         _check_tokenizer_agrees(config, folder, [prompt.text for prompt in first])
         if config.policy.path is not None:
             _check_weights(config, folder, tokenizer)
-        probe, pins = probe_tokens(prompts, tokenizer.probe_length), pinned(config, prompts, read)
+        probe, pins = probe_tokens(prompts, tokenizer.probe_length), pin_prompts(config, prompts, read)
     weights = {} if config.policy.path is None else weight_files(config.policy.path)  # a cold start makes new weights
     return Preflight(files, weights, tuple(probe), pins, read, tuple(notes))
 
@@ -180,8 +180,8 @@ def check_addresses(config: RunConfig, store: str) -> list[str]:
     if address == "auto" and spans_gpus(config):
         divide_gpus(config, [cluster.count_machine_gpus()])
     if address != "auto":
-        with cluster.attached(address, "check"):
-            check_store_reach(store, address, cluster.nodes())
+        with cluster.attached_cluster(address, "check"):
+            check_store_reach(store, address, cluster.list_nodes())
             divide_gpus(config, cluster.node_gpus())
             notes += note_placement(config, cluster.living_nodes())
     if config.tracking.uri:

@@ -16,12 +16,12 @@ from rollflow.storage.errors import ConfigError, Conflict
 from rollflow.storage.log.entries import RunCreated, entry_path
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import Data, ObjectStore
-from rollflow.storage.objects.base import digest, pieces
+from rollflow.storage.objects.base import hash_pieces, split_buffers
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import FORMAT, RunContext
 from rollflow.tasks.run.prompt_check import Tell
-from rollflow.tasks.run.prompt_pins import keep
+from rollflow.tasks.run.prompt_pins import store_prompts
 from rollflow.tasks.run.user_code import own_code
 
 
@@ -40,7 +40,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
         tell(note)
     policy = {f"policy/{name}": data for name, data in {**found.files, **found.weights}.items()}
     _store_policy(context.store, policy, run_id)
-    keep(context.store, config, found.pins, found.read)
+    store_prompts(context.store, config, found.pins, found.read)
     created = RunCreated(
         run_id=run_id,
         config=config.model_dump(mode="json"),
@@ -62,8 +62,8 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
 
 
 def _describe_stored(path: str, data: Data) -> StoredObject:
-    parts = pieces(data)
-    return StoredObject(path, sum(map(len, parts)), digest(parts))
+    parts = split_buffers(data)
+    return StoredObject(path, sum(map(len, parts)), hash_pieces(parts))
 
 
 def _store_policy(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> None:
@@ -81,7 +81,7 @@ def _store_policy(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> 
         try:
             run.create(path, data)
         except Conflict:
-            if digest(pieces(data)) != hashlib.sha256(run.get(path)).hexdigest():
+            if hash_pieces(split_buffers(data)) != hashlib.sha256(run.get(path)).hexdigest():
                 raise refusal_of(path) from None
     if foreign := {*run.list("policy")} - policy.keys():
         raise refusal_of(min(foreign))

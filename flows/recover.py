@@ -8,8 +8,8 @@ from uuid import UUID
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows.keepalive.supervisor_restart import is_up, read, restart_supervisor, run_of, run_uri
-from rollflow.flows.services.prefect_api import insist
+from rollflow.flows.keepalive.supervisor_restart import is_up, read_flow_run, restart_supervisor, run_of, run_uri
+from rollflow.flows.services.prefect_api import call_until_answered
 from rollflow.storage.errors import Unreachable
 from rollflow.tasks.run.config import StoreConfig
 
@@ -22,9 +22,9 @@ def recover(flow_run_id: str) -> str | None:
     """Restart the run of a crashed post-training flow run; return the id of the new flow run, or None if none was
     needed.
     """
-    crashed = insist(lambda: read(UUID(flow_run_id)))
+    crashed = call_until_answered(lambda: read_flow_run(UUID(flow_run_id)))
     context = replace(run_of(crashed), patience=StoreConfig().patience_seconds)
-    successor = insist(lambda: restart_supervisor(crashed.id, context))
+    successor = call_until_answered(lambda: restart_supervisor(crashed.id, context))
     if successor is None or successor.pending is None:
         get_run_logger().info("run %s needs nothing", run_uri(crashed))
         return None

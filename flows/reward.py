@@ -18,7 +18,7 @@ NO_LIMIT = float("inf")  # an idle reward actor is normal while the other stages
 def reward(run: RunPlace, ray_address: str) -> int:
     """Score responses until the run is finished; return how many were scored."""
     context = await_run(run)
-    with cluster.attached(ray_address, context.key, deadline_seconds=context.config.recovery.window_seconds):
+    with cluster.attached_cluster(ray_address, context.key, deadline_seconds=context.config.recovery.window_seconds):
         reward_actor = WatchedActor[RewardStatus](
             name=REWARD,
             start=lambda: start_reward(context),

@@ -19,7 +19,7 @@ from rollflow.tasks.runtime.names import RunPlace
 def rollout(run: RunPlace, ray_address: str) -> None:
     """Generate, score and commit every batch of the run stored at `run`."""
     context, log = await_run(run), get_run_logger().info
-    with cluster.attached(ray_address, context.key, deadline_seconds=context.config.recovery.window_seconds):
+    with cluster.attached_cluster(ray_address, context.key, deadline_seconds=context.config.recovery.window_seconds):
         engines = Engines(context, log)
 
         def start() -> Any:

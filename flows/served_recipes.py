@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollflow.flows.config import load_recipe
-from rollflow.flows.locations import home
+from rollflow.flows.locations import run_home
 from rollflow.flows.services.locks import one_at_a_time
 from rollflow.flows.services.prefect_api import SERVED, deployment_names
 from rollflow.storage.errors import ConfigError
@@ -35,17 +35,17 @@ def recipes_file(place: Path) -> Path:
     return place / "deployed.json"
 
 
-def folders(place: Path) -> list[Path]:
+def list_folders(place: Path) -> list[Path]:
     """Return the folders whose recipes are served, rollflow's own first."""
     return [SHIPPED, *(one for one in _read_deployed(place) if one.suffix != ".toml")]
 
 
 def served_files() -> list[Path]:
     """Return the nightly files that were deployed in this home."""
-    return [one for one in _read_deployed(home()) if one.suffix == ".toml"]
+    return [one for one in _read_deployed(run_home()) if one.suffix == ".toml"]
 
 
-def deploy(place: Path, what: Path) -> None:
+def deploy_recipes(place: Path, what: Path) -> None:
     """Serve the recipes of a folder, or a nightly file, from now on. Deploying the same folder or file again makes a
     runner read it again.
     """
@@ -86,7 +86,7 @@ def served_recipes(tell: Callable[[str], None]) -> list[ServedRecipe]:
     reports invalid recipes.
     """
     found: dict[str, ServedRecipe] = {}
-    for folder in folders(home()):
+    for folder in list_folders(run_home()):
         try:
             found |= {recipe.config.name: recipe for recipe in recipes_of(folder)}
         except ConfigError as error:

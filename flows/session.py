@@ -19,17 +19,25 @@ from pathlib import Path
 from uuid import UUID, uuid4
 
 from rollflow.flows.keepalive.services import RAY, RUNNER, SERVER, ServiceKeeper
-from rollflow.flows.locations import home
+from rollflow.flows.locations import run_home
 from rollflow.flows.services import stack
 from rollflow.flows.services.home_server import HomeServer
-from rollflow.flows.services.prefect_api import SERVED, api, crash_orphans, flow_state, insist, start, unfinished_runs
+from rollflow.flows.services.prefect_api import (
+    SERVED,
+    call_until_answered,
+    crash_orphans,
+    flow_state,
+    open_client,
+    start,
+    unfinished_runs,
+)
 from rollflow.flows.services.process import MlflowServer, PrefectServer, Runner, Service, start_together, stop_together
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.registering import check_unserved, sweep, withdraw
 from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, drop_settings
-from rollflow.flows.views.log_lines import settings
+from rollflow.flows.views.log_lines import logging_settings
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.tasks.actors.early_imports import Kind, list_kinds
@@ -63,12 +71,12 @@ class Session:
         key = uuid4().hex
 
         def submit() -> UUID:
-            with api() as client:
+            with open_client() as client:
                 return start(
                     client, "post-training", self.deployment, parameters, name=context.run_id, key=key, at=began
                 )
 
-        return insist(submit)
+        return call_until_answered(submit)
 
     def follow(self, context: RunContext, flow_run: UUID) -> Iterator[RunStatus]:
         """Yield the run's status repeatedly until the run has ended; the last status says how it ended.
@@ -120,27 +128,27 @@ class Session:
             from rollflow.flows.keepalive.stages import kill_actors
             from rollflow.flows.services import cluster
 
-            with cluster.attached(address, context.key):
+            with cluster.attached_cluster(address, context.key):
                 kill_actors(context)
 
     def _cancel_flows(self) -> None:
         from prefect.states import Cancelled
 
-        with contextlib.suppress(Unreachable), api() as client:
+        with contextlib.suppress(Unreachable), open_client() as client:
             for run in unfinished_runs(client, self.deployment):
                 client.set_flow_run_state(run.id, Cancelled(message="stopped by Ctrl-C"), force=True)
 
     def _ask_to_cancel(self, context: RunContext) -> None:
         """Ask the runner of another session to end this run's processes, and wait until they have ended."""
-        from rollflow.flows.keepalive.stages import cancel
+        from rollflow.flows.keepalive.stages import cancel_flow_run
 
         with contextlib.suppress(Unreachable):
-            with api() as client:
+            with open_client() as client:
                 runs = [
                     run for run in unfinished_runs(client, self.deployment) if context.uri in run.parameters.values()
                 ]
                 for run in runs:
-                    cancel(client, run.id)
+                    cancel_flow_run(client, run.id)
             limit = time.monotonic() + CANCEL_SECONDS
             while runs and time.monotonic() < limit:
                 time.sleep(POLL_SECONDS)
@@ -150,7 +158,7 @@ class Session:
 @contextmanager
 def session_of(context: RunContext) -> Iterator[Session]:
     """Use the running stack of this home for one run, or else open a new session for it."""
-    up, given = stack.find(home()), prefect_url()
+    up, given = stack.find(run_home()), prefect_url()
     if up is None or given not in ("", up.environment["PREFECT_API_URL"]):
         config = context.config
         with open_session(context.key, config.cluster.address, spares=list_kinds(config)) as session:
@@ -158,7 +166,7 @@ def session_of(context: RunContext) -> Iterator[Session]:
         return
     drop_settings(os.environ, (*OWN_PREFECT, *OWN_RAY))
     os.environ.update(up.environment)
-    yield Session(SERVED, up.page, {STACK: stack.BorrowedStack(home())}, up.login, up.environment)
+    yield Session(SERVED, up.page, {STACK: stack.BorrowedStack(run_home())}, up.login, up.environment)
 
 
 @contextmanager
@@ -170,7 +178,7 @@ def open_session(
     `spares` are the kinds of worker processes that Ray starts in advance. A stack replaces the workers that are used
     up.
     """
-    place, given = home(), prefect_url()
+    place, given = run_home(), prefect_url()
     server = None if given else HomeServer(place)
     ray = RayHead(place, port=ray_port, spares=spares, keep_spares=name == SERVED) if ray_address == "auto" else None
     page = server.ui_url if server else given.removesuffix("/api")
@@ -193,10 +201,10 @@ def open_session(
     try:
         start_together(*services.values(), meanwhile=lambda: _import_prefect(runner))
         if name != SERVED and not server:
-            insist(lambda: check_unserved(name, place))
+            call_until_answered(lambda: check_unserved(name, place))
         if server or name != SERVED:  # no other session serves these deployments
-            insist(lambda: crash_orphans(name, "its session died", scheduled=True))
-            insist(sweep)
+            call_until_answered(lambda: crash_orphans(name, "its session died", scheduled=True))
+            call_until_answered(sweep)
         begin.touch()
         runner.wait()
         yield Session(name, page, services | {RUNNER: runner}, _describe_login(server), environment)
@@ -217,7 +225,7 @@ def _build_runner(place: Path, name: str, environment: Mapping[str, str], begin:
     ready.parent.mkdir(parents=True, exist_ok=True)
     begin.unlink(missing_ok=True)
     level = {"PREFECT_LOGGING_LEVEL": "INFO"}  # for the flow runs' pages; the terminal has the live view
-    variables = {**environment, **settings(shared=name == SERVED), **level}
+    variables = {**environment, **logging_settings(shared=name == SERVED), **level}
     arguments = ["--begin", str(begin), "--ready", str(ready), *(["--no-automations"] if watched else [])]
     return Runner(log, variables, arguments=arguments, ready=ready)
 

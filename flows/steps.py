@@ -23,7 +23,7 @@ from prefect.exceptions import Abort
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Pending, Suspended
 
-from rollflow.flows.services.prefect_api import api
+from rollflow.flows.services.prefect_api import open_client
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.run_records.stop_requests import RunEnded
 from rollflow.tasks.run.config import RunConfig
@@ -86,14 +86,14 @@ def run_name() -> str:
     return run_title(RunConfig.model_validate(config))
 
 
-def tags(config: RunConfig, run_id: str, role: str) -> list[str]:
+def build_tags(config: RunConfig, run_id: str, role: str) -> list[str]:
     """Return the tags by which the page finds the flow runs of a run."""
     return [f"recipe:{config.name}", f"run:{run_id}", f"role:{role}"]
 
 
 def tag(found: Sequence[str]) -> None:
     """Add tags to this flow run."""
-    with api() as client:
+    with open_client() as client:
         client.update_flow_run(UUID(str(flow_run.id)), tags=sorted({*flow_run.tags, *found}))
 
 
@@ -104,7 +104,7 @@ def cancel(why: str) -> State:
     """
     state: State = Cancelled(message=why)
     with contextlib.suppress(Unreachable):
-        with api() as client:
+        with open_client() as client:
             client.set_flow_run_state(UUID(str(flow_run.id)), state, force=True)
         ended = Abort(why)
         setattr(ended, "state", state)  # noqa: B010 - how Prefect itself records the final state
@@ -114,7 +114,7 @@ def cancel(why: str) -> State:
 
 def suspend() -> State:
     """Suspend this flow run and return its state. Resuming starts a new process, so this process need not wait."""
-    with api() as client:
+    with open_client() as client:
         state = client.read_flow_run(UUID(str(flow_run.id))).state
         if state is None or not state.state_details.pause_reschedule:
             limit = state.state_details.pause_timeout if state else None

@@ -17,7 +17,7 @@ from rollflow.tasks.runtime.names import RunPlace
 def train(run: RunPlace, ray_address: str) -> int:
     """Train the run stored at `run` up to its last version; return that version."""
     context = await_run(run)
-    with cluster.attached(ray_address, context.key, deadline_seconds=context.config.recovery.window_seconds):
+    with cluster.attached_cluster(ray_address, context.key, deadline_seconds=context.config.recovery.window_seconds):
         learner = WatchedActor[LearnerStatus](
             name=LEARNER,
             start=lambda: start_learner(context, gpu_shares(context.config).learner, ray_address),

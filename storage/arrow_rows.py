@@ -67,17 +67,17 @@ def _lengths(rows: Sequence[Any]) -> bytes:
     return Int32s.of(list(map(len, rows))).data
 
 
-def joined(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Table:
+def join_rows(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Table:
     """Build one table in a single chunk from the parts of at least one sequence of groups.
 
     Raises:
         OverflowError: a column has more values than Arrow's 32-bit offsets can address.
     """
-    parts = map(_whole, zip(*packed, strict=True))
+    parts = map(_join_parts, zip(*packed, strict=True))
     return pa.table([_column(field.type, parts) for field in schema], schema=schema)
 
 
-def _whole(parts: Sequence[bytes]) -> bytes | pa.Buffer:
+def _join_parts(parts: Sequence[bytes]) -> bytes | pa.Buffer:
     """Concatenate parts. Long ones use memory that Arrow pools, because fresh pages cost more than the copy."""
     size = sum(map(len, parts))
     if size < LONG:

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import pyarrow as pa
 
-from rollflow.storage.arrow_rows import joined, parts_of
+from rollflow.storage.arrow_rows import join_rows, parts_of
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import FinishedGroup, GroupKey, PackedGroup, StopReason, Trajectory, TrajectoryGroup
 
@@ -52,7 +52,7 @@ class TrajectoryBatch:
     def from_groups(cls, groups: Sequence[FinishedGroup]) -> TrajectoryBatch:
         """Build the table: one row per trajectory."""
         packs = [group.parts if isinstance(group, PackedGroup) else parts_of([group], SCHEMA) for group in groups]
-        return cls(joined(packs or [parts_of([], SCHEMA)], SCHEMA))
+        return cls(join_rows(packs or [parts_of([], SCHEMA)], SCHEMA))
 
     def to_pieces(self) -> list[memoryview]:
         """Return the Arrow IPC file of this batch as its headers and views of its columns, in file order."""
@@ -130,7 +130,7 @@ class _Pieces:
     def close(self) -> None: ...
 
 
-def packed(group: TrajectoryGroup) -> PackedGroup:
+def pack_group(group: TrajectoryGroup) -> PackedGroup:
     """Convert the rows of a complete group to columns, so that a commit only has to join columns."""
     told = group.started_version, group.newest_version, group.response_tokens, group.surplus_tokens
     return PackedGroup(group.key, parts_of([group], SCHEMA), *told)

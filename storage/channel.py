@@ -64,7 +64,7 @@ class Channel(Generic[Payload]):
         """
         async with self._changed:
             await self._until(lambda: number < self._done + self.capacity, deadline, f"room for batch {number}")
-            if number >= self._done and entry > self._held(number):
+            if number >= self._done and entry > self._held_entry(number):
                 self._batches[number] = (entry, payload)
                 self._changed.notify_all()
 
@@ -81,7 +81,7 @@ class Channel(Generic[Payload]):
         if afresh:
             self._batches.pop(number, None)
         left = deadline
-        while (held := await self._refreshed(number)) is None:
+        while (held := await self._refresh_batch(number)) is None:
             if left <= 0:
                 raise TimeoutError(f"waited {deadline:g} s for batch {number} from the rollout stage")
             look = min(LOOK_SECONDS, left)
@@ -91,7 +91,7 @@ class Channel(Generic[Payload]):
                     await self._until(lambda: number in self._batches, look, "a put")
         return held[1]
 
-    async def _refreshed(self, number: int) -> tuple[int, Payload] | None:
+    async def _refresh_batch(self, number: int) -> tuple[int, Payload] | None:
         """Update the cached batch `number` from the store, and return its entry and payload."""
         before = self._batches.get(number)
         entry = await self._source.entry(number)
@@ -99,16 +99,16 @@ class Channel(Generic[Payload]):
             if before is not None and self._batches.get(number) is before:
                 del self._batches[number]
             return None
-        if self._held(number) < entry:
+        if self._held_entry(number) < entry:
             try:
                 payload = await self._source.read(number)
             except Missing:  # the batch was voided in the meantime
                 return None
-            if self._held(number) < entry:
+            if self._held_entry(number) < entry:
                 self._batches[number] = (entry, payload)
         return self._batches[number]
 
-    def _held(self, number: int) -> int:
+    def _held_entry(self, number: int) -> int:
         """Return the entry of the cached batch `number`; -1 if none is cached."""
         return self._batches[number][0] if number in self._batches else -1
 

@@ -21,12 +21,12 @@ from typing import TypeVar
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import Body, Entry, Pruned, VersionPublished
 from rollflow.storage.log.lineage import find_version
-from rollflow.storage.log.reading import written
+from rollflow.storage.log.reading import iterate_written
 from rollflow.storage.log.retention import Kind, Retention
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import RunState
-from rollflow.storage.objects.base import Data, ObjectStore, pieces
-from rollflow.storage.objects.disk import mapped, sha256_of
+from rollflow.storage.objects.base import Data, ObjectStore, split_buffers
+from rollflow.storage.objects.disk import map_file, sha256_of
 from rollflow.storage.objects.node_cache import HeldFolder, NodeCache
 from rollflow.storage.records import StoredObject
 
@@ -101,7 +101,7 @@ class PolicyStore:
             path = f"policies/{version:08d}/{writer.claim}/{name}"
             return put(name, self.store, path) if put else put_object(self.store, path, files[name])
 
-        return tuple(each(staged, files, movers))
+        return tuple(map_concurrently(staged, files, movers))
 
     def publish(self, writer: Writer, version: VersionPublished) -> PolicyVersion:
         """Commit a version.
@@ -123,12 +123,12 @@ class PolicyStore:
         """
         released = self.log.state.releasable
         waiting = dict.fromkeys(version for version, kind in released if kind == "weights")
-        used = {v for v, is_used in zip(waiting, each(self._in_use, waiting), strict=True) if is_used}
+        used = {v for v, is_used in zip(waiting, map_concurrently(self._in_use, waiting), strict=True) if is_used}
         free = [(version, kind) for version, kind in released if kind == "state" or version not in used]
         found = {one: paths for one in free if (paths := self._paths_of(*one)) is not None}
         if objects := tuple(found):
             writer.append(lambda state, _: Pruned(objects))
-            each(self.store.delete, [path for several in found.values() for path in several])
+            map_concurrently(self.store.delete, [path for several in found.values() for path in several])
         return objects
 
     def _paths_of(self, version: int, kind: Kind) -> list[str] | None:
@@ -160,7 +160,7 @@ class PolicyStore:
         """Yield every version from `version` on, up to the last entry that was read."""
         if version <= self.log.state.version:
             first = find_version(self.log, version).entry.n
-            for one in written(self.log, first, self.log.state.n):
+            for one in iterate_written(self.log, first, self.log.state.n):
                 if isinstance(one.entry.body, VersionPublished):
                     yield PolicyVersion.of(one.entry)
 
@@ -174,7 +174,7 @@ class PolicyStore:
         """
         local = self.store.local_path(stored.path)
         try:
-            data = mapped(local) if local is not None else memoryview(self.store.get(stored.path))
+            data = map_file(local) if local is not None else memoryview(self.store.get(stored.path))
         except Missing as error:
             raise Corrupt(f"{stored.path} is missing") from error
         _check(stored, len(data), hashlib.sha256(data).hexdigest())
@@ -208,13 +208,15 @@ class PolicyStore:
         name = f"{version.number:08d}-{version.sha256[:12]}"
         node = NodeCache(cache, self.store.uri, self.store.patience)
         if local is not None:  # an empty cache folder records that the store's files were checked
-            node.hold(name, lambda _: self._check_all(version), lambda _: _whole(local.parent, version))
+            node.hold(name, lambda _: self._check_all(version), lambda _: _is_complete(local.parent, version))
             return local.parent
-        self._held = node.hold(name, lambda folder: self.copy_weights(version, folder), lambda f: _whole(f, version))
+        self._held = node.hold(
+            name, lambda folder: self.copy_weights(version, folder), lambda f: _is_complete(f, version)
+        )
         return self._held.folder
 
     def _check_all(self, version: PolicyVersion) -> None:
-        each(self.read, version.weights)
+        map_concurrently(self.read, version.weights)
 
     def check_kept(self, version: PolicyVersion) -> None:
         """Raise `Missing` unless all weights of the version exist in storage; the weights are not read."""
@@ -241,16 +243,16 @@ class PolicyStore:
                 raise Corrupt(f"{stored.path} is missing") from error
             _check(stored, file.stat().st_size, sha256)
 
-        each(copied, version.weights)
+        map_concurrently(copied, version.weights)
 
 
 def put_object(store: ObjectStore, path: str, data: Data) -> StoredObject:
     """Write an object, and return its record for a log entry."""
-    parts = pieces(data)
+    parts = split_buffers(data)
     return StoredObject(path, sum(map(len, parts)), store.put(path, parts))
 
 
-def each(work: Callable[[Item], Result], items: Iterable[Item], movers: int = MOVERS) -> list[Result]:
+def map_concurrently(work: Callable[[Item], Result], items: Iterable[Item], movers: int = MOVERS) -> list[Result]:
     """Apply `work` to all items, several at a time; return the results in order."""
     listed = list(items)
     if len(listed) < 2:
@@ -264,7 +266,7 @@ def _check(stored: StoredObject, size: int, sha256: str) -> None:
         raise Corrupt(f"{stored.path} is not what its entry committed (sha256 or size differs)")
 
 
-def _whole(folder: Path, version: PolicyVersion) -> bool:
+def _is_complete(folder: Path, version: PolicyVersion) -> bool:
     """Return whether all files exist with their sizes; they were hashed when fetched, and the engines' probe would
     reveal later damage.
     """

@@ -19,11 +19,11 @@ import pyarrow as pa
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, Body, Entry, TrainedGroup
-from rollflow.storage.log.reading import there
+from rollflow.storage.log.reading import get_entry
 from rollflow.storage.log.run_log import AttachedObject, Log, Writer
 from rollflow.storage.log.state import CommittedBatch, EntryRefused, RunState
 from rollflow.storage.objects.base import ObjectStore
-from rollflow.storage.objects.disk import found
+from rollflow.storage.objects.disk import raise_missing
 from rollflow.storage.records import Discard, FinishedGroup, StoredObject
 
 
@@ -99,7 +99,7 @@ class TrajectoryStore:
         found = [*batch.discards]
         with contextlib.suppress(Corrupt):
             for n in range(entry - 1, -1 if self.log.state.voids else entry - 1, -1):
-                written = there(self.log, n).entry
+                written = get_entry(self.log, n).entry
                 if written.batch <= batch.number:  # the batch did not exist yet
                     break
                 if isinstance(written.body, BatchCommitted) and written.body.number == batch.number:
@@ -170,5 +170,5 @@ def _bytes_of(run: ObjectStore, path: str) -> pa.Buffer:
     local = run.local_path(path)
     if local is None or run.stat(path).size == 0:
         return pa.py_buffer(run.get(path))
-    with found(local):
+    with raise_missing(local):
         return pa.memory_map(str(local)).read_buffer()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.commands.keys_page import keys_page
-from rollflow.flows.commands.options import parser
+from rollflow.flows.commands.options import build_parser
 from rollflow.flows.config import describe_keys
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
@@ -54,7 +54,7 @@ def broken_link(page: Path, link: str) -> str | None:
 
 def verbs() -> dict[str, argparse.ArgumentParser]:
     """Each verb of the command line and its options."""
-    (found,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (found,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     return dict(found.choices)
 
 

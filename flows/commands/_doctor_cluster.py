@@ -33,8 +33,8 @@ def command(options: argparse.Namespace) -> int:
         )
     check_ray(address)
     check_membership(address)
-    with cluster.attached(address, "doctor"):
-        check_store_reach(store, address, cluster.nodes())
+    with cluster.attached_cluster(address, "doctor"):
+        check_store_reach(store, address, cluster.list_nodes())
         nodes = ask_nodes(store, runtime_env(config))
     faults = list(find_faults(nodes))
     if options.json:

@@ -11,7 +11,7 @@ from rollflow.flows.views.turns import prompt_tokens, split_turns
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import BatchCommitted
-from rollflow.storage.log.lineage import AwaitingTraining, Consumed, Fate, fates
+from rollflow.storage.log.lineage import AwaitingTraining, Consumed, Fate, list_fates
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import Cursor, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.run_records.recoveries import RecoveryLog
@@ -60,7 +60,7 @@ def trajectory_value(context: RunContext, prompt: int, attempt: int, sample: int
     Raises:
         ConfigError: there is no such group or sample.
     """
-    key, attempts = GroupKey(prompt, attempt), fates(context.log, prompt)
+    key, attempts = GroupKey(prompt, attempt), list_fates(context.log, prompt)
     check_key(key, attempts, context.log.state.cursor)
     fate = attempts[key]
     value = {"prompt": prompt, "attempt": attempt, "fate": str(fate)}
@@ -110,10 +110,10 @@ def check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: Cursor) -> 
         raise ConfigError(f"prompt {key.prompt} has no attempt {key.attempt}; it was issued as attempt {issued}")
     raise ConfigError(
         f"prompt {key.prompt} was not dispatched when the newest batch was committed; "
-        f"the next prompt is {upcoming(cursor)}"
+        f"the next prompt is {next_prompts(cursor)}"
     )
 
 
-def upcoming(cursor: Cursor) -> str:
+def next_prompts(cursor: Cursor) -> str:
     """Return the next prompt of each source."""
     return " or ".join(map(str, cursor.upcoming)) or "0"

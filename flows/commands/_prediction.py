@@ -26,7 +26,7 @@ from rollflow.storage.run_records.updates import read_update
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.simulation.figures import WARM_UP
-from rollflow.tasks.simulation.fit import RecordedVersion, fitted
+from rollflow.tasks.simulation.fit import RecordedVersion, fit_hardware
 
 FEWEST = 5  # fewest versions after the warm-up for a comparison
 SCHEDULED = ("async_ratio", "groups", "group_size", "engine", "rollout", "reward")  # keys that the schedule depends on
@@ -42,7 +42,7 @@ def compare(
     """
     console = Console(highlight=False)
     recorded = read_recorded(context)
-    hardware = fitted(recorded, context.config)
+    hardware = fit_hardware(recorded, context.config)
     if save is not None:
         save.write_text(to_toml(hardware.model_dump(exclude_defaults=True)))
         console.print(f"hardware in {save}", soft_wrap=True)

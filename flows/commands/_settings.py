@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollflow.flows.config import parse, read_toml
+from rollflow.flows.config import parse_config, read_toml
 from rollflow.flows.services.reachability import redact
 from rollflow.flows.services.recipe_paths import anchor_paths
 from rollflow.storage.errors import ConfigError
@@ -75,7 +75,7 @@ def load_settings(path: Path) -> Settings:
         _check_variables(variables)
         _check_addresses(tree)
         anchor_paths(tree, path.parent.resolve())
-        config = parse(tree)
+        config = parse_config(tree)
     except ConfigError as error:
         raise ConfigError(f"settings file {str(path)!r}: {error}") from None
     return Settings(variables, tuple(_overrides(tree, config)), config)

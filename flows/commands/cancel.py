@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from rollflow.flows.commands.stop import end
+from rollflow.flows.commands.stop import end_run
 from rollflow.flows.locations import find_run
 
 
 def command(options: argparse.Namespace) -> int:
     """Ask the run to end at once, and wait until it has ended."""
-    return end(find_run(options.run, options.store), "cancel", wait=not options.no_wait)
+    return end_run(find_run(options.run, options.store), "cancel", wait=not options.no_wait)

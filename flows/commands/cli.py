@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from rollflow.flows.commands import BAD_INPUT, FAILED, INTERRUPTED
-from rollflow.flows.commands.options import parser
-from rollflow.flows.locations import home
+from rollflow.flows.commands.options import build_parser
+from rollflow.flows.locations import run_home
 from rollflow.flows.services.variables import WITH_SERVICES, bypass_proxies, check_home, check_variables, give_home
 from rollflow.storage.errors import ConfigError, RollflowError
 
@@ -45,15 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     _escape_unprintable()
-    options = parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     bypass_proxies(os.environ)
     try:
         if getattr(options, "settings", None):
             _apply_settings(options)
         if options.verb in WITH_SERVICES:
             check_variables()
-            check_home(home())
-            give_home(os.environ, home())
+            check_home(run_home())
+            give_home(os.environ, run_home())
         return int(importlib.import_module(f"rollflow.flows.commands.{options.verb}").command(options))
     except ConfigError as error:
         print(f"rollflow: {error}", file=sys.stderr)

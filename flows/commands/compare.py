@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rollflow.flows.commands import OK
-from rollflow.flows.locations import find_run, home
-from rollflow.flows.views.compare import ComparedRun, describe_same_weights, differences, read_compared
+from rollflow.flows.locations import find_run, run_home
+from rollflow.flows.views.compare import ComparedRun, describe_same_weights, diff_configs, read_compared
 from rollflow.flows.views.compare_page import compare_page
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.context import RunContext
@@ -23,14 +23,14 @@ def command(options: argparse.Namespace) -> int:
     contexts = [find_run(run, options.store) for run in options.runs]
     _check_apart(contexts)
     runs = read_compared(contexts)
-    page = options.html or home() / "compare.html"
+    page = options.html or run_home() / "compare.html"
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(compare_page(runs))
     except OSError as error:
         raise ConfigError(f"--html {str(page)!r} cannot be written: {error.strerror}; give another file") from None
     if options.json:
-        shared = {"differences": differences(runs), "weights": describe_same_weights(runs), "page": str(page)}
+        shared = {"differences": diff_configs(runs), "weights": describe_same_weights(runs), "page": str(page)}
         print(json.dumps({"runs": [_to_json(run) for run in runs], **shared}))
     else:
         Console(highlight=False).print(compared_table(runs))
@@ -55,7 +55,7 @@ def compared_table(runs: Sequence[ComparedRun]) -> Table:
         table.add_column(run.name, overflow="fold")
     columns: list[Sequence[Mapping[str, str]]] = [[run.result for run in runs], [run.cost for run in runs]]
     columns.append([{f"{stage} idle": share for stage, share in run.idle.items()} for run in runs])
-    for key, values in differences(runs).items():
+    for key, values in diff_configs(runs).items():
         table.add_row(key, *values)
     for part in columns:
         table.add_section()

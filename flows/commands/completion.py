@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rollflow.flows.commands import OK
-from rollflow.flows.commands.options import parser
+from rollflow.flows.commands.options import build_parser
 
 SCRIPT = """_rollflow() {{
   local words
@@ -28,7 +28,7 @@ def command(options: argparse.Namespace) -> int:
 
 def completion_script() -> str:
     """Return the script for bash, and for zsh with bash completion. The shell completes files if nothing else fits."""
-    (verbs,) = (action.choices for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (verbs,) = (action.choices for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     cases = [f'    *:{verb}) words="{_options(one)}" ;;' for verb, one in verbs.items()]
     return SCRIPT.format(verbs=" ".join(verbs), cases="\n".join(cases))
 

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from rollflow.flows.commands import OK
-from rollflow.flows.locations import home
-from rollflow.flows.served_recipes import ServedRecipe, deploy, recipes_of
+from rollflow.flows.locations import run_home
+from rollflow.flows.served_recipes import ServedRecipe, deploy_recipes, recipes_of
 
 
 def command(options: argparse.Namespace) -> int:
@@ -16,7 +16,7 @@ def command(options: argparse.Namespace) -> int:
     if options.work_pool:
         print(_render_for_pool(recipes, options.work_pool), end="")
         return OK
-    deploy(home(), options.folder.absolute())
+    deploy_recipes(run_home(), options.folder.absolute())
     for recipe in recipes:
         print(f"post-training/{recipe.config.name}  {recipe.file}")
     print("`rollflow up` in this home serves them: within seconds if it is up, otherwise from its next start on")
@@ -29,7 +29,7 @@ def _render_for_pool(recipes: Sequence[ServedRecipe], pool: str) -> str:
     """
     from dataclasses import replace
 
-    from rollflow.flows.deployments import deployments, offer_recipe
+    from rollflow.flows.deployments import list_deployments, offer_recipe
     from rollflow.flows.services.registering import DeploymentOffer
     from rollflow.flows.services.work_pool import name_on, prefect_yaml
 
@@ -37,4 +37,4 @@ def _render_for_pool(recipes: Sequence[ServedRecipe], pool: str) -> str:
         config = recipe.config.model_dump(mode="json")
         return replace(offer_recipe(recipe), name=name_on(pool, recipe.config.name), parameters={"config": config})
 
-    return prefect_yaml([*deployments(name_on(pool)), *map(whole, recipes)], pool)
+    return prefect_yaml([*list_deployments(name_on(pool)), *map(whole, recipes)], pool)

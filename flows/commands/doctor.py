@@ -30,7 +30,7 @@ from rich.text import Text
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.commands._settings import FILES, Settings
-from rollflow.flows.locations import home, store_uri
+from rollflow.flows.locations import run_home, store_uri
 from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, check_store_reach, redact
 from rollflow.flows.services.variables import PROXIES, check_variables
 from rollflow.storage.errors import ConfigError
@@ -51,7 +51,7 @@ def command(options: argparse.Namespace) -> int:
         from rollflow.flows.commands import _doctor_cluster  # imports Ray
 
         return _doctor_cluster.command(options)
-    checks = run_checks(home(), options.settings)
+    checks = run_checks(run_home(), options.settings)
     if options.json:
         print(json.dumps([asdict(check) for check in checks]))
     else:

@@ -14,7 +14,7 @@ from rollflow.flows.commands import OK
 from rollflow.flows.locations import find_run
 from rollflow.flows.views.console import format_duration
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.log.garbage import Orphan, collect, orphans, store_clock
+from rollflow.storage.log.garbage import Orphan, collect, list_orphans, store_clock
 from rollflow.tasks.run.context import RunContext
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -28,7 +28,7 @@ def command(options: argparse.Namespace) -> int:
         objects = [asdict(orphan) for orphan in found]
         print(json.dumps({"objects": objects, "bytes": size, "deleted": not options.dry_run}))
     else:
-        gc(context, options.older_than, options.dry_run)
+        show_garbage(context, options.older_than, options.dry_run)
     return OK
 
 
@@ -41,11 +41,11 @@ def collect_orphans(context: RunContext, older_than: str, dry_run: bool) -> tupl
     """
     age = parse_age(older_than)
     context.created  # noqa: B018 - says which run is not there
-    found = orphans(context.store, store_clock(context.store), age)
+    found = list_orphans(context.store, store_clock(context.store), age)
     return found, sum(orphan.size for orphan in found) if dry_run else collect(context.store, found)
 
 
-def gc(context: RunContext, older_than: str, dry_run: bool, console: Console | None = None) -> None:
+def show_garbage(context: RunContext, older_than: str, dry_run: bool, console: Console | None = None) -> None:
     """Collect the run's orphans and print them as a table."""
     console = console or Console(highlight=False)
     found, freed = collect_orphans(context, older_than, dry_run)

@@ -19,10 +19,10 @@ from rollflow.flows.commands._inspect_data import (
     batch_of,
     check_key,
     groups_of,
+    next_prompts,
     run_value,
     trajectories_of,
     trajectory_value,
-    upcoming,
     version_value,
 )
 from rollflow.flows.locations import find_run
@@ -34,8 +34,8 @@ from rollflow.flows.views.progress import trained_domains
 from rollflow.flows.views.turns import TurnPart, prompt_tokens, split_turns
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided
-from rollflow.storage.log.lineage import AwaitingTraining, Consumed, fates
-from rollflow.storage.log.reading import written
+from rollflow.storage.log.lineage import AwaitingTraining, Consumed, list_fates
+from rollflow.storage.log.reading import iterate_written
 from rollflow.storage.log.state import RunState
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import GroupKey, Trajectory
@@ -113,7 +113,7 @@ def _print_run(context: RunContext, console: Console) -> None:
     table.add_row("trained on", f"{state.totals.rows} trajectories in {groups} groups, {tokens} response tokens")
     table.add_row("staleness", staleness_bar(state.totals.staleness, 24))
     table.add_row("in flight", _format_keys(state.in_flight))
-    table.add_row("next prompt", upcoming(state.cursor))
+    table.add_row("next prompt", next_prompts(state.cursor))
     console.print(table)
     if len(shares := context.config.shares) > 1:
         console.print(domains_table(trained_domains(state, context.config), shares))
@@ -145,7 +145,7 @@ def _print_quarantined(context: RunContext, console: Console) -> None:
     console.print(f"quarantined batches: {state.voids or 'none'}")
     if not state.voids:
         return  # no need to read the log
-    for record in written(context.log, 0, state.n):
+    for record in iterate_written(context.log, 0, state.n):
         if isinstance(body := record.entry.body, BatchVoided):
             file = context.batches.committed(body.entry).file.path
             why = body.why if file in body.why else f"{file}: {body.why}"
@@ -240,7 +240,7 @@ def _object_table(context: RunContext, version: PolicyVersion) -> Table:
 def _print_trajectory(
     context: RunContext, prompt: int, attempt: int, sample: int | None = None, *, console: Console
 ) -> None:
-    key, attempts = GroupKey(prompt, attempt), fates(context.log, prompt)
+    key, attempts = GroupKey(prompt, attempt), list_fates(context.log, prompt)
     check_key(key, attempts, context.log.state.cursor)
     table, below = _grid(), None
     for other, fate in sorted(attempts.items()):

@@ -26,7 +26,7 @@ from rollflow.storage.log.entries import (
     VersionPublished,
     encode,
 )
-from rollflow.storage.log.reading import written
+from rollflow.storage.log.reading import iterate_written
 from rollflow.storage.log.run_log import Log
 from rollflow.tasks.run.context import RunContext
 
@@ -56,7 +56,7 @@ def print_log(context: RunContext, *, follow: bool, as_json: bool, console: Cons
 
 def _read_entries(context: RunContext, *, follow: bool) -> Iterator[Entry]:
     log = Log(context.store)
-    yield from (record.entry for record in written(log, 0, log.state.n))
+    yield from (record.entry for record in iterate_written(log, 0, log.state.n))
     while follow:
         yield from (record.entry for record in log.follow())
         time.sleep(LOOK_SECONDS)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TextIO
 
 from rollflow.flows.commands import OK
-from rollflow.flows.locations import find_run, home
+from rollflow.flows.locations import find_run, run_home
 from rollflow.flows.services.prefect_api import SERVED
-from rollflow.flows.views.log_lines import as_json, is_of, text
+from rollflow.flows.views.log_lines import as_json, format_line, is_of
 from rollflow.flows.views.status import read_status
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.context import RunContext
@@ -35,11 +35,11 @@ def command(options: argparse.Namespace) -> int:
     context.created  # noqa: B018 - says which run is not there
     found = False
     for line in _read_lines(context, follow=options.follow):
-        print(as_json(line, context.run_id) if options.json else text(line), flush=True)
+        print(as_json(line, context.run_id) if options.json else format_line(line), flush=True)
         found = True
     if not found:
         raise ConfigError(
-            f"run {context.run_id}: no line in {home() / 'logs'} belongs to it; "
+            f"run {context.run_id}: no line in {run_home() / 'logs'} belongs to it; "
             "look where it was started, or at its page in Prefect"
         )
     return OK
@@ -47,7 +47,7 @@ def command(options: argparse.Namespace) -> int:
 
 def _log_files(context: RunContext) -> dict[Path, Callable[[str], bool]]:
     """Return the files that may have lines of the run, each with a test for its lines; a run may be in both."""
-    logs = home() / "logs"
+    logs = run_home() / "logs"
     wanted = {
         logs / context.key / "runner.log": lambda line: True,
         logs / SERVED / "runner.log": lambda line: is_of(line, context.run_id),
@@ -69,7 +69,8 @@ def _read_lines(context: RunContext, *, follow: bool) -> Iterator[str]:
                 return
             if first and not new:
                 print(
-                    f"run {context.run_id} has no line in {home() / 'logs'} yet; Ctrl-C ends the wait", file=sys.stderr
+                    f"run {context.run_id} has no line in {run_home() / 'logs'} yet; Ctrl-C ends the wait",
+                    file=sys.stderr,
                 )
             first = False
             time.sleep(LOOK_SECONDS)

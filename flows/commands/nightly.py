@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 
 from rollflow.flows.commands import OK
-from rollflow.flows.locations import home
+from rollflow.flows.locations import run_home
 from rollflow.flows.nightly import read_nightly
-from rollflow.flows.served_recipes import deploy
+from rollflow.flows.served_recipes import deploy_recipes
 
 
 def command(options: argparse.Namespace) -> int:
     """Check the file, and register it with `rollflow up`."""
     plan = read_nightly(options.file)
-    deploy(home(), options.file.absolute())
+    deploy_recipes(run_home(), options.file.absolute())
     recipes = f"{len(plan.recipes)} recipes, one after the other" if len(plan.recipes) > 1 else "1 recipe"
     print(f"nightly/{plan.name}  {plan.cron} ({plan.timezone}), {recipes}")
     print("`rollflow up` in this home serves it: within seconds if it is up, otherwise from its next start on")

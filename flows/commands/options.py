@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands."""
     top = argparse.ArgumentParser(prog="rollflow", description="asynchronous RL post-training of language models")
     top.add_argument("--version", action=_Version, help="print the version of rollflow and exit")

@@ -101,7 +101,7 @@ def run_plan(config: RunConfig, hardware: Hardware, asked: PlanRequest, *, conso
         planned = plan(
             config, hardware, asked.gpus, largest=asked.largest, budget=budget, limits=asked.limits, watch=watch
         )
-    console.print(table(planned, config, asked))
+    console.print(build_table(planned, config, asked))
     for sentence in describe_plan(planned, asked, time.monotonic() - began):
         console.print(sentence, soft_wrap=True)
     if asked.write is not None and planned.recommended is not None:
@@ -133,9 +133,9 @@ def _show_progress(most: int) -> Iterator[Callable[[int, CandidateOutcome], None
 
 
 def _describe_outcome(one: CandidateOutcome) -> str:
-    extra = redundancy(one.candidate)
+    extra = describe_redundancy(one.candidate)
     return (
-        f"{split(one.candidate)} alpha {one.candidate.async_ratio:g}{', ' + extra if extra else ''}: "
+        f"{describe_split(one.candidate)} alpha {one.candidate.async_ratio:g}{', ' + extra if extra else ''}: "
         f"{one.versions} versions, step {one.figures.step_seconds:,.4g} s"
     )
 
@@ -143,7 +143,7 @@ def _describe_outcome(one: CandidateOutcome) -> str:
 # --- what a person reads -------------------------------------------------------------------------------------
 
 
-def table(planned: Plan, config: RunConfig, asked: PlanRequest) -> Table:
+def build_table(planned: Plan, config: RunConfig, asked: PlanRequest) -> Table:
     """Build the table of the best candidates and the synchronous mode."""
     found = Table(
         title=f"{config.name} on {asked.gpus} GPUs", title_justify="left", box=box.SIMPLE_HEAD, header_style="dim"
@@ -165,7 +165,7 @@ def _row(one: CandidateOutcome, planned: Plan, limits: PlanLimits) -> list[str]:
     notes += ["synchronous"] if one is planned.sync else []
     notes += ["<- take"] if one is planned.recommended else []
     return [
-        split(candidate),
+        describe_split(candidate),
         f"{candidate.async_ratio:g}",
         f"{figures.step_seconds:,.4g}",
         f"{one.throughput:,.4g}",
@@ -176,19 +176,19 @@ def _row(one: CandidateOutcome, planned: Plan, limits: PlanLimits) -> list[str]:
         f"{one.bias:+.1%} ± {one.bias_error:.1%}",
         f"{proven:,.4g}",
         f"{bounds.best_training_share:.0%}",
-        redundancy(candidate),
+        describe_redundancy(candidate),
         ", ".join(notes),
     ]
 
 
-def split(candidate: Candidate) -> str:
+def describe_split(candidate: Candidate) -> str:
     """Describe the GPUs for rollout and for training."""
     if candidate.colocated:
         return f"{candidate.learner_gpus:g} in turns"
     return f"{candidate.engines}:{candidate.learner_gpus:g}"
 
 
-def redundancy(candidate: Candidate) -> str:
+def describe_redundancy(candidate: Candidate) -> str:
     """Describe the groups issued beyond a batch, and what happens to slow ones."""
     parts = [f"+{candidate.redundant_groups} groups"] if candidate.redundant_groups else []
     parts += [f"+{candidate.redundant_responses} responses"] if candidate.redundant_responses else []
@@ -206,7 +206,7 @@ def describe_plan(planned: Plan, asked: PlanRequest, seconds: float) -> Iterator
     fastest = planned.finals[0]
     if planned.best is not None and fastest.throughput > planned.best.throughput:
         yield (
-            f"The fastest, {split(fastest.candidate)} at alpha = {fastest.candidate.async_ratio:g} "
+            f"The fastest, {describe_split(fastest.candidate)} at alpha = {fastest.candidate.async_ratio:g} "
             f"({fastest.throughput / planned.sync.throughput:.2f} x), is {' and '.join(fastest.marks(limits))}."
         )
     taken = planned.recommended
@@ -249,7 +249,7 @@ def _describe_choice(planned: Plan, asked: PlanRequest) -> str:
     candidate, gain = one.candidate, one.throughput / planned.sync.throughput
     turns = f"all {asked.gpus} GPUs in turns"
     divided = f"{candidate.engines} engines and {candidate.learner_gpus:g} GPUs for training"
-    extra = redundancy(candidate)
+    extra = describe_redundancy(candidate)
     return (
         f"Take alpha = {candidate.async_ratio:g} with {turns if candidate.colocated else divided}"
         f"{' (' + extra + ')' if extra else ''}: the smallest alpha within {TOLERANCE:.0%} of the best throughput "
@@ -278,9 +278,9 @@ def _write_files(
     """Write the recipe and the hardware; a comment at the top of each says how the plan was found."""
     assert asked.write is not None
     recipe, divided = one.candidate.config(config, hardware), one.candidate.hardware(hardware)
-    divided = divided.model_copy(update={"title": f"{config.name}, {asked.gpus} GPUs, {split(one.candidate)}"})
+    divided = divided.model_copy(update={"title": f"{config.name}, {asked.gpus} GPUs, {describe_split(one.candidate)}"})
     made = (
-        f"# Planned for {asked.gpus} GPUs, rollout and training {split(one.candidate)}; simulated step "
+        f"# Planned for {asked.gpus} GPUs, rollout and training {describe_split(one.candidate)}; simulated step "
         f"{one.figures.step_seconds:,.4g} s over {one.versions} versions.\n"
     )
     changes = one.candidate.changes(config, hardware)

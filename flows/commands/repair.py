@@ -9,7 +9,7 @@ from rich.console import Console
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import find_run
 from rollflow.storage.errors import ConfigError, Missing
-from rollflow.storage.log.repair import cures, repair
+from rollflow.storage.log.repair import plan_repairs, repair
 from rollflow.tasks.run.context import RunContext
 
 
@@ -27,7 +27,7 @@ def repair_log(context: RunContext, *, agreed: bool, console: Console | None = N
     """
     console = console or Console(highlight=False)
     try:
-        found = cures(context.store)
+        found = plan_repairs(context.store)
     except Missing:
         raise ConfigError(f"there is no such run in {context.uri}; check the run id or --store") from None
     if not found:

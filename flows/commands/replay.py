@@ -63,7 +63,7 @@ def _print_to_stderr(line: str) -> None:
 
 
 def _print_sentence(outcome: ReplayOutcome) -> None:
-    print(sentence(outcome), flush=True)
+    print(describe_outcome(outcome), flush=True)
 
 
 def _print_value(outcome: ReplayOutcome) -> None:
@@ -137,12 +137,12 @@ def _select_comparable(policies: PolicyStore, numbers: Sequence[int], say: Calla
 
 def _distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance | None:
     """Return the distance of the differing weights from the published ones, or None if those are not in storage."""
-    from rollflow.tasks.run.replay_diff import distance
+    from rollflow.tasks.run.replay_diff import measure_distance
 
     if not replayed.differences:
         return None
     try:
-        return distance(policies, learner, replayed)
+        return measure_distance(policies, learner, replayed)
     except Corrupt:
         return None
 
@@ -161,7 +161,7 @@ def _select_range(context: RunContext, version: int | None, newest: int, every: 
     return chosen, chosen
 
 
-def sentence(outcome: ReplayOutcome) -> str:
+def describe_outcome(outcome: ReplayOutcome) -> str:
     """Describe the retrained version and the outcome."""
     number, batch = outcome.replayed.version.number, outcome.replayed.batch
     return f"version {number}: parent {number - 1}, {_describe_batch(batch)}: {_describe_outcome(outcome)}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rollflow.flows.commands import run
 from rollflow.flows.config import check_new_run, override_config
-from rollflow.flows.locations import find_run, home
+from rollflow.flows.locations import find_run, run_home
 from rollflow.flows.preflight import check_addresses, recheck
 from rollflow.flows.services.run_lock import hold_run
 from rollflow.flows.views.config_history import change_sentence
@@ -25,7 +25,7 @@ ALIVE_SECONDS = 5.0  # a supervisor writes its status once a second
 def command(options: argparse.Namespace) -> int:
     """Follow the run to its end, from the state in its storage."""
     context = find_run(options.run, options.store)
-    with hold_run(home(), context):
+    with hold_run(run_home(), context):
         if options.set:
             record_change(context, options.set)
         check_addresses(context.config, context.uri)

@@ -13,13 +13,13 @@ from typing import Any
 
 from rollflow.flows.commands import FAILED, INTERRUPTED, OK
 from rollflow.flows.config import load_recipe
-from rollflow.flows.locations import home, new_run_id
+from rollflow.flows.locations import new_run_id, run_home
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services.run_lock import hold_run
 from rollflow.flows.session import Session, session_of
 from rollflow.flows.views.audit_table import show_audit
 from rollflow.flows.views.console import open_view, print_summary
-from rollflow.flows.views.last_status import keep_seen
+from rollflow.flows.views.last_status import save_last_status
 from rollflow.flows.views.status import RunStatus, read_status, record_end
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
@@ -35,7 +35,7 @@ def command(options: argparse.Namespace) -> int:
     config = load_recipe(options.recipe, options.set)
     run_id = new_run_id(config.name) if options.run_id is None else options.run_id
     context = prepare(config, run_id, lambda note: print(note, file=sys.stderr, flush=True))
-    with hold_run(home(), context):
+    with hold_run(run_home(), context):
         return drive(context)
 
 
@@ -108,7 +108,7 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
             for status in session.follow(context, flow_run):
                 view.show(status)
                 if status != kept:  # a store that does not answer leaves the status unchanged, and its copy grows older
-                    keep_seen(home(), context.uri, status)
+                    save_last_status(run_home(), context.uri, status)
                     kept = status
     except KeyboardInterrupt:
         print("\nstopping: ending the flows, the cluster and the server", flush=True)

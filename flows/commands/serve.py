@@ -11,9 +11,9 @@ import signal
 from urllib.parse import urlsplit
 
 from rollflow.flows.commands import OK
-from rollflow.flows.locations import home
+from rollflow.flows.locations import run_home
 from rollflow.flows.services import stack
-from rollflow.flows.services.home_server import addresses, is_free, stable_port, store_addresses
+from rollflow.flows.services.home_server import is_free, read_addresses, stable_port, store_addresses
 from rollflow.flows.services.locks import is_held
 from rollflow.flows.services.prefect_api import SERVED
 from rollflow.flows.services.process import MlflowServer
@@ -28,14 +28,14 @@ from rollflow.tasks.actors.early_imports import MODULES
 
 def command(options: argparse.Namespace) -> int:
     """Serve the deployments and both UIs until Ctrl-C."""
-    place = home()
+    place = run_home()
     ended = StopFlag()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with stack.hold_stack(place):
         store_addresses(place, **requested_addresses(options))
         if given := prefect_url():
             check_prefect(given)
-        elif database := addresses(place).get("database"):
+        elif database := read_addresses(place).get("database"):
             check_prefect_database(database)
         mlflow = MlflowServer(place, port=stable_port(place, "mlflow"))
         port, kinds = stable_port(place, "ray"), tuple(MODULES)
@@ -56,19 +56,21 @@ def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:
         ConfigError: an address cannot be used.
     """
     ports = {"prefect": options.prefect_port, "mlflow": options.mlflow_port, "ray": options.ray_port}
-    given = {name: port for name, port in ports.items() if port is not None and port != addresses(home()).get(name)}
+    given = {
+        name: port for name, port in ports.items() if port is not None and port != read_addresses(run_home()).get(name)
+    }
     for name, port in given.items():
         if not is_free(port):
             raise ConfigError(f"--{name}-port {port}: something listens there already; give another port")
-    if options.database is not None and options.database != addresses(home()).get("database"):
+    if options.database is not None and options.database != read_addresses(run_home()).get("database"):
         if urlsplit(options.database).password:
             raise ConfigError(
                 f"--database {redact(options.database)!r} has a password, and the home keeps the address: "
                 "take it out, and set PGPASSWORD"
             )
         given["database"] = options.database
-    if is_held(home() / "prefect" / "holder") and given.keys() & {"prefect", "database"}:
+    if is_held(run_home() / "prefect" / "holder") and given.keys() & {"prefect", "database"}:
         raise ConfigError(
-            f"a command uses the Prefect server of {home()}; its address and database can change once that command ends"
+            f"a command uses the Prefect server of {run_home()}; its address and database can change once that command ends"
         )
     return given

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.locations import default_store, find_run, home
+from rollflow.flows.locations import default_store, find_run, run_home
 from rollflow.flows.services.deadline import call_in_time
 from rollflow.flows.views.console import format_duration, render
-from rollflow.flows.views.last_status import keep_seen, read_seen
+from rollflow.flows.views.last_status import read_last_status, save_last_status
 from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
@@ -41,7 +41,7 @@ def command(options: argparse.Namespace) -> int:
         return _show_seen(options, error)
     status = found.status
     if status is not None:
-        keep_seen(home(), found.context.uri, status, found.age)
+        save_last_status(run_home(), found.context.uri, status, found.age)
     if options.json:
         print((status or RunStatus(found.context.run_id, versions=found.context.config.versions)).to_json())
     elif status is None:
@@ -67,9 +67,9 @@ def _read_store(run: str | None, store: str | None) -> StoredStatus:
 def _show_seen(options: argparse.Namespace, why: Unreachable) -> int:
     """Print the last status that this machine has seen, because the store does not answer."""
     if options.run:
-        seen = read_seen(home(), find_run(options.run, options.store).uri)
+        seen = read_last_status(run_home(), find_run(options.run, options.store).uri)
     else:
-        seen = read_seen(home(), None, open_store(options.store or default_store()).uri)
+        seen = read_last_status(run_home(), None, open_store(options.store or default_store()).uri)
     if seen is None:
         print(f"rollflow: {why}; this machine has seen nothing of the run", file=sys.stderr)
         return FAILED

@@ -9,7 +9,7 @@ import time
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import find_run
 from rollflow.flows.views.status import RunStatus, read_status
-from rollflow.storage.run_records.stop_requests import How, ask
+from rollflow.storage.run_records.stop_requests import How, request_stop
 from rollflow.tasks.run.context import RunContext
 
 LOOK_SECONDS = 0.5
@@ -20,10 +20,10 @@ WORDS: dict[How, str] = {"stop": "to end at its next version", "cancel": "to end
 
 def command(options: argparse.Namespace) -> int:
     """Ask the run to stop, and wait until it has ended."""
-    return end(find_run(options.run, options.store), "stop", wait=not options.no_wait)
+    return end_run(find_run(options.run, options.store), "stop", wait=not options.no_wait)
 
 
-def end(context: RunContext, how: How, *, wait: bool) -> int:
+def end_run(context: RunContext, how: How, *, wait: bool) -> int:
     """Ask the run to end, and say in one sentence what happened."""
     context.created  # noqa: B018 - says which run is not there
     status = read_status(context)
@@ -31,7 +31,7 @@ def end(context: RunContext, how: How, *, wait: bool) -> int:
         phase = status.phase if status else "not started"
         print(f"run {context.run_id} is not at work ({phase}); {_resume_hint(context)}")
         return OK
-    ask(context.store, how)
+    request_stop(context.store, how)
     if not wait:
         print(f"run {context.run_id} was told {WORDS[how]}; {_resume_hint(context)}")
         return OK

@@ -23,7 +23,7 @@ from rich.console import Console
 from rollflow.flows.commands import FAILED, INTERRUPTED, OK
 from rollflow.flows.commands.compare import compared_table
 from rollflow.flows.config import load_recipe
-from rollflow.flows.locations import context_of, home, new_run_id, store_uri
+from rollflow.flows.locations import context_of, new_run_id, run_home, store_uri
 from rollflow.flows.preflight import check_addresses, preflight
 from rollflow.flows.prepare import prepare
 from rollflow.flows.views.compare import read_compared
@@ -68,7 +68,7 @@ def command(options: argparse.Namespace) -> int:
     failed = [point for number, point in enumerate(points) if not _complete_run(point, number, len(points))]
     runs = read_compared([point.context for point in points if point not in failed])
     if runs:
-        page = home() / f"{points[0].config.tracking.study}.html"
+        page = run_home() / f"{points[0].config.tracking.study}.html"
         page.write_text(compare_page(runs))
         Console(highlight=False).print(compared_table(runs))
         print(f"page: {page}")
@@ -84,7 +84,7 @@ def points_of(options: argparse.Namespace) -> list[SweepRun]:
         ConfigError: a value, or the study's name, is invalid.
     """
     _check_values(options.set)
-    varied = list(combinations(options.set))
+    varied = list(combine_values(options.set))
     first = load_recipe(options.recipe, varied[0])  # without the varied values, the recipe may be incomplete
     study = checked(options.study or new_run_id(f"{first.name}-sweep"), "--study")
     if len(study) > LONGEST_RECIPE:
@@ -120,7 +120,7 @@ def _check_values(sets: Sequence[str]) -> None:
         keys.add(key)
 
 
-def combinations(sets: Sequence[str]) -> Iterator[list[str]]:
+def combine_values(sets: Sequence[str]) -> Iterator[list[str]]:
     """Yield every combination of the values of overrides: `a=1,2` has two. Commas within brackets or quotes do not
     separate.
     """

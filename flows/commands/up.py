@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.commands.serve import requested_addresses
-from rollflow.flows.locations import home
+from rollflow.flows.locations import run_home
 from rollflow.flows.services import stack
 from rollflow.flows.services.locks import is_held
 
@@ -20,7 +20,7 @@ POLL_SECONDS = 0.1
 
 def command(options: argparse.Namespace) -> int:
     """Start the stack and wait until it serves; a stack that is already up is only reported."""
-    place, limit = home(), time.monotonic() + START_SECONDS
+    place, limit = run_home(), time.monotonic() + START_SECONDS
     while _is_begun(place) and time.monotonic() < limit:  # wait for a stack that is starting
         if found := stack.find(place):
             print(f"up already\n{found.pages}")

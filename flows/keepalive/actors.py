@@ -85,7 +85,7 @@ class ActorKeeper(Generic[Status]):
         running, vitals = actor.run.remote(), Vitals(self.watched.name, actor, self._answer)
         self._changed, before, name = time.monotonic(), None, self.watched.name
         poll = 0.0  # the first look is immediate: engines wait for it
-        while not cluster.done(running, poll):
+        while not cluster.has_ended(running, poll):
             poll = POLL_SECONDS if self.restarts.outage(name) else self.watched.poll
             status = self._read_status(actor, vitals)
             self._last = status
@@ -97,18 +97,18 @@ class ActorKeeper(Generic[Status]):
             self._check_progress()
             self._check_lease()
             tick(actor, status)
-        result = cluster.call(running, self._answer, name)
+        result = cluster.call_within(running, self._answer, name)
         self.reporter.report_recovery(self.restarts.mark_up(name))
         return result
 
     def _read_status(self, actor: Any, vitals: Vitals) -> Status:
         """Return the actor's status. An actor that does not answer is waited for while it starts or computes."""
         asked = actor.status.remote()
-        while not cluster.done(asked, POLL_SECONDS):
+        while not cluster.has_ended(asked, POLL_SECONDS):
             if vitals.is_starting():
                 self._changed = time.monotonic()
             self._check_progress()
-        status: Status = cluster.call(asked, self._answer, f"the status of {self.watched.name}")
+        status: Status = cluster.call_within(asked, self._answer, f"the status of {self.watched.name}")
         vitals.note_answer()
         return status
 

@@ -110,23 +110,23 @@ class Engines:
             self._check_health(engine, status.failed.get(engine.number))
 
     def _check_start(self, engine: _Engine) -> None:
-        if not cluster.done(engine.starting, 0):
+        if not cluster.has_ended(engine.starting, 0):
             if why := explain_lost_call(engine.starting):
                 raise EngineFailed(why)
             if time.monotonic() - engine.began > START_SECONDS:
                 raise EngineFailed(f"{engine.name} did not start within {START_SECONDS:g} s")
             return
         starting, engine.starting = engine.starting, None
-        cluster.call(starting, self._answer, f"{engine.name} to start")
+        cluster.call_within(starting, self._answer, f"{engine.name} to start")
         self._log(f"{engine.name} is ready")
         self.restarts.note_progress(engine.name, 0.0)  # it serves once the scheduler has added it
 
     def _check_join(self, engine: _Engine) -> None:
-        if not cluster.done(engine.joining, 0):
+        if not cluster.has_ended(engine.joining, 0):
             return
         joining, engine.joining = engine.joining, None
         try:
-            cluster.call(joining, self._answer, f"the scheduler to take {engine.name}")
+            cluster.call_within(joining, self._answer, f"the scheduler to take {engine.name}")
         except Unreachable as error:  # the scheduler died; the next look asks its successor
             self._log(f"{engine.name}: {first_line(error)}")
             return
@@ -139,10 +139,10 @@ class Engines:
         if engine.health is None or (failure and not engine.failure):
             engine.health, engine.asked, engine.failure = engine.actor.health.remote(), time.monotonic(), failure
             engine.vitals = Vitals(engine.name, engine.actor, self._answer)
-        elif cluster.done(engine.health, 0):
+        elif cluster.has_ended(engine.health, 0):
             answered, engine.health = engine.health, None
             try:
-                cluster.call(answered, self._answer, f"the health of {engine.name}")
+                cluster.call_within(answered, self._answer, f"the health of {engine.name}")
             except EngineFailed as error:  # the actor lives, and can start a new engine
                 self._schedule_restart(engine, failure or first_line(error), within=True)
             else:
@@ -172,7 +172,7 @@ class Engines:
         known = engine.actor is not None
         engine.forget()
         try:
-            engine.actor = cluster.actor(engine.name)
+            engine.actor = cluster.find_actor(engine.name)
             engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
         except Unreachable as error:
             if known:  # the engine died together with the scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-from rollflow.tasks.actors.placement import Role, engine_cpus, fits, learner_cpus
+from rollflow.tasks.actors.placement import Role, engine_cpus, is_fitting, learner_cpus
 from rollflow.tasks.run.config import RunConfig
 
 
@@ -15,7 +15,7 @@ def note_placement(config: RunConfig, nodes: Sequence[Mapping[str, Any]]) -> Ite
     for role in get_args(Role):
         own = getattr(placement, role)
         wanted = ", ".join([*(f"{key}={value}" for key, value in own.labels.items()), *filter(None, [own.resource])])
-        if wanted and not any(fits(node, config, role) for node in nodes):
+        if wanted and not any(is_fitting(node, config, role) for node in nodes):
             yield (
                 f"cluster.placement.{role}: none of the {len(nodes)} nodes has {wanted}; the actors wait until one "
                 "joins: start it with `ray start --labels` or `--resources`"

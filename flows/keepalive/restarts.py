@@ -114,7 +114,7 @@ class PendingRecovery:
             self, reason=reason, noticed_at=other.noticed_at, noticed=other.noticed, trajectories=more, earlier=again
         )
 
-    def done(self) -> Recovery:
+    def finish_recovery(self) -> Recovery:
         """Return the finished recovery, resumed at the present time."""
         now = self._now
         return Recovery(
@@ -192,7 +192,7 @@ class Restarts:
     def mark_up(self, role: str) -> Recovery | None:
         """Record that the role works again; return the recovery if it was down."""
         outage = self._outages.pop(role, None)
-        return outage.pending.done() if outage else None
+        return outage.pending.finish_recovery() if outage else None
 
 
 class RecoveryReporter:

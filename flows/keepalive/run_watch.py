@@ -14,7 +14,7 @@ from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.log.run_log import Writer
-from rollflow.storage.run_records.stop_requests import RunEnded, requested
+from rollflow.storage.run_records.stop_requests import RunEnded, read_request
 
 POLL_SECONDS = 0.5
 TELL_SECONDS = 1.0
@@ -50,10 +50,10 @@ class RunWatch:
             Ended: the user ended the run.
         """
         with contextlib.suppress(Unreachable, OSError):
-            if asked := requested(self._writer.context.store):
+            if asked := read_request(self._writer.context.store):
                 raise RunEnded(f"ended while it started, by `rollflow {asked.how}`")
 
-    def heed_after(self) -> None:
+    def check_stop_requests(self) -> None:
         """Obey a pause or a cancel that came during a step after training.
 
         Raises:
@@ -61,7 +61,7 @@ class RunWatch:
         """
         self._stages.look_at_own()
         with contextlib.suppress(Unreachable, OSError):
-            self._heed()
+            self._check_request()
 
     def _until(self, reached: Callable[[], bool]) -> None:
         while not (reached() or self._stages.ended("rollout", "train")):
@@ -76,7 +76,7 @@ class RunWatch:
         try:
             self._supervisor.check()
             self._writer.refresh()
-            self._heed()
+            self._check_request()
             self._check_signal()
             self._answered = time.monotonic()
         except (Unreachable, OSError):  # a folder raises OSError; other stores wait this long themselves
@@ -93,10 +93,10 @@ class RunWatch:
         if train.no_signal == "stop" and self._writer.no_signal:
             raise ConfigError(f"train.no_signal = 'stop': {self._writer.no_signal}")
 
-    def _heed(self) -> None:
+    def _check_request(self) -> None:
         if self._stages.paused:
             raise RunEnded("paused", pause=True)
-        asked = requested(self._writer.context.store)
+        asked = read_request(self._writer.context.store)
         if asked is None:
             return
         if asked.how == "cancel":

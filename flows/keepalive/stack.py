@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollflow.flows.keepalive.restarts import RestartBudget, RestartsExhausted
-from rollflow.flows.locations import home
+from rollflow.flows.locations import run_home
 from rollflow.flows.services import stack
-from rollflow.flows.services.home_server import addresses, is_free
+from rollflow.flows.services.home_server import is_free, read_addresses
 from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RecoveryConfig
@@ -32,7 +32,7 @@ END_SECONDS = 60.0  # `down` waits longer
 NAME = "the stack"
 
 
-def keep(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: StopFlag) -> int:
+def keep_stack(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: StopFlag) -> int:
     """Restart `command` until it ends in order, fails to come up, or `ended` is set; return its exit code.
 
     Raises:
@@ -68,19 +68,19 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 
 def _await_ports(place: Path) -> None:
     """Wait until the ports of MLflow and Ray are free, for `PORT_SECONDS` at most, so that a restart can use them."""
-    limit, known = time.monotonic() + PORT_SECONDS, addresses(place)
+    limit, known = time.monotonic() + PORT_SECONDS, read_addresses(place)
     while time.monotonic() < limit and not all(is_free(known[name]) for name in ("mlflow", "ray") if name in known):
         time.sleep(POLL_SECONDS)
 
 
 def main() -> int:
     """Run `rollflow serve` until it ends in order. See the module's docstring."""
-    place, ended = home(), StopFlag()
+    place, ended = run_home(), StopFlag()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "serve", *sys.argv[1:]]
     try:
         with stack.hold_keeper(place):
-            return keep(place, command, RecoveryConfig(), ended)
+            return keep_stack(place, command, RecoveryConfig(), ended)
     except RestartsExhausted as error:
         print(f"rollflow: {error}", file=sys.stderr, flush=True)
         return 1

@@ -26,8 +26,8 @@ from rollflow.flows.keepalive.prestart import begin_actors
 from rollflow.flows.keepalive.restarts import RecoveryReporter, Restarts, RestartsExhausted, first_line
 from rollflow.flows.services import cluster
 from rollflow.flows.services.actor_process import explain_lost_call
-from rollflow.flows.services.prefect_api import api, start, states_of, unfinished_runs
-from rollflow.flows.steps import create_stand_in, run_title, tags
+from rollflow.flows.services.prefect_api import open_client, start, states_of, unfinished_runs
+from rollflow.flows.steps import build_tags, create_stand_in, run_title
 from rollflow.flows.views.status import StageStatus
 from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.run_records.usage import CpuUsage
@@ -50,7 +50,7 @@ END_SECONDS = 120.0
 UNATTENDED_SECONDS = 1200.0  # longer than an engine may take to start, which is the first work of the rollout stage
 
 
-def deployment() -> str:
+def runner_deployment() -> str:
     """Return the name under which this runner serves the flows."""
     return os.environ.get("ROLLFLOW_DEPLOYMENT", "rollflow")
 
@@ -112,7 +112,7 @@ class Stages:
         self._begun = begin_actors(self.context, self.address)
         while True:
             try:
-                with api() as client:
+                with open_client() as client:
                     self._adopt(client)
                 return
             except Unreachable:
@@ -131,10 +131,10 @@ class Stages:
             return
         left = set[UUID]()
         while True:
-            with contextlib.suppress(Unreachable), api() as client:
+            with contextlib.suppress(Unreachable), open_client() as client:
                 left |= set(self._find_flow_runs(client).values())
                 for run in left:
-                    cancel(client, run)
+                    cancel_flow_run(client, run)
                 states = states_of(client, list(left))
                 if all(run not in states or states[run].is_final() for run in left):
                     break
@@ -147,7 +147,7 @@ class Stages:
 
     def _find_flow_runs(self, client: SyncPrefectClient) -> dict[str, UUID]:
         """Return the stages' flow runs by role, without those that have ended or are being cancelled."""
-        there = (run for run in unfinished_runs(client, deployment()) if run.state_type != StateType.CANCELLING)
+        there = (run for run in unfinished_runs(client, runner_deployment()) if run.state_type != StateType.CANCELLING)
         ours = (run for run in there if run.parameters.get("run") == self.context.uri)
         return {role: run.id for run in ours for role in ACTORS if self._tags(role)[-1] in run.tags}
 
@@ -165,7 +165,7 @@ class Stages:
         stage.run = start(
             client,
             stage.role,
-            deployment(),
+            runner_deployment(),
             parameters,
             name=name,
             key=stage.key,
@@ -177,7 +177,7 @@ class Stages:
 
     def _tags(self, role: str) -> list[str]:
         """Return the tags of a stage's flow run; a supervisor adopts it by the last one."""
-        return tags(self.context.config, self.context.run_id, role)
+        return build_tags(self.context.config, self.context.run_id, role)
 
     def look(self) -> None:
         """Check the channel, the stages' states and their actors; restart what died.
@@ -192,7 +192,7 @@ class Stages:
         for stage in self.all.values():
             self._poll_status(stage)
         try:
-            with api() as client:
+            with open_client() as client:
                 states = states_of(client, [*self._own, *(stage.run for stage in self.all.values() if stage.run)])
                 self._note_pause(states)
                 for stage in self.all.values():
@@ -202,7 +202,7 @@ class Stages:
 
     def look_at_own(self) -> None:
         """Check whether a user paused the supervisor's flow run, after the stages have ended."""
-        with contextlib.suppress(Unreachable), api() as client:
+        with contextlib.suppress(Unreachable), open_client() as client:
             self._note_pause(states_of(client, self._own))
 
     def _note_pause(self, states: Mapping[UUID, State]) -> None:
@@ -228,7 +228,7 @@ class Stages:
             if time.monotonic() - stage.started > START_SECONDS:
                 raise RestartsExhausted(f"waited {START_SECONDS:g} s for a runner to start the {stage.role} stage")
         elif stage.running and self._is_unattended(stage):
-            cancel(client, stage.run)
+            cancel_flow_run(client, stage.run)
             self._schedule_restart(stage, "its actor is gone and its flow does not start another")
 
     def _unpause(self, stage: Stage, client: SyncPrefectClient, run: UUID) -> None:
@@ -236,7 +236,7 @@ class Stages:
         run.
         """
         client.set_flow_run_state(run, Running(), force=True)  # Prefect ends no process of a flow run that is paused
-        cancel(client, run)
+        cancel_flow_run(client, run)
         self._log(f"the {stage.role} stage was paused, and goes on: pause the run's own flow run, which has its stages")
         self._schedule_restart(stage, "its flow run was paused")
 
@@ -251,18 +251,18 @@ class Stages:
 
     def _poll_status(self, stage: Stage) -> None:
         """Read the answer to the last status call if it has come, and make the next call; never wait."""
-        if stage.asked is not None and not cluster.done(stage.asked, 0):
+        if stage.asked is not None and not cluster.has_ended(stage.asked, 0):
             return
         asked, stage.asked = stage.asked, None
         try:
             if asked is not None:
-                seen: ActorStatus = cluster.call(asked, STATUS_SECONDS, f"the status of {stage.role}")
+                seen: ActorStatus = cluster.call_within(asked, STATUS_SECONDS, f"the status of {stage.role}")
                 stage.seen = seen
                 if seen.attended:  # otherwise the actor was only created, and its flow may hang before it gets to it
                     stage.answered = time.monotonic()
                 self.usage.note(seen.costs)
                 self._warn(seen.warned)
-            stage.asked = cluster.actor(ACTORS[stage.role]).status.remote()
+            stage.asked = cluster.find_actor(ACTORS[stage.role]).status.remote()
         except RollflowError:
             return  # the actor is not up yet, or dead; the stage's own flow restarts it
         if stage.running:
@@ -277,12 +277,12 @@ class Stages:
         try:
             if self._channel is None:
                 patient = self.restarts.outage(CHANNEL) is None
-                self._channel = cluster.actor(CHANNEL).ping.remote(PING_SECONDS if patient else 0.0)
+                self._channel = cluster.find_actor(CHANNEL).ping.remote(PING_SECONDS if patient else 0.0)
             if why := explain_lost_call(self._channel):
                 raise Unreachable(why)
-            if cluster.done(self._channel, 0):
+            if cluster.has_ended(self._channel, 0):
                 answered, self._channel = self._channel, None
-                cluster.call(answered, STATUS_SECONDS, "the channel to answer")
+                cluster.call_within(answered, STATUS_SECONDS, "the channel to answer")
                 self._reporter.report_recovery(self.restarts.mark_up(CHANNEL))
         except RollflowError as error:
             self._channel = None
@@ -324,7 +324,7 @@ class Stages:
     def clear(self) -> None:
         """End the stages that a dead supervisor left behind after the last version. No stage is started."""
         left: dict[str, UUID] = {}
-        with contextlib.suppress(Unreachable), api() as client:
+        with contextlib.suppress(Unreachable), open_client() as client:
             left = self._find_flow_runs(client)
             for role, run in left.items():
                 self.all[role].run = run
@@ -342,18 +342,18 @@ class Stages:
 
     def _finish_reward(self) -> None:
         try:
-            actor = cluster.actor(REWARD)
-            cluster.call(actor.finish.remote(), STATUS_SECONDS, "the reward stage to take note of the end")
+            actor = cluster.find_actor(REWARD)
+            cluster.call_within(actor.finish.remote(), STATUS_SECONDS, "the reward stage to take note of the end")
         except RollflowError as error:
             self._log(f"the reward stage does not answer yet: {error}")
 
     def abandon(self) -> None:
         """Cancel the stages after a failure, so that they restart no actors, and kill the actors."""
         try:
-            with api() as client:
+            with open_client() as client:
                 for stage in self.all.values():
                     if stage.run is not None:
-                        cancel(client, stage.run)
+                        cancel_flow_run(client, stage.run)
         except Unreachable as error:
             self._log(f"{error}; the stages are not cancelled")
         finally:
@@ -386,7 +386,7 @@ def kill_actors(context: RunContext) -> None:
     cluster.kill_named([*ACTORS.values(), *engines, CHANNEL])
 
 
-def cancel(client: SyncPrefectClient, run: UUID) -> None:
+def cancel_flow_run(client: SyncPrefectClient, run: UUID) -> None:
     """Cancel a flow run that has not ended; its runner then ends its process."""
     from prefect.states import Cancelling
 

@@ -17,7 +17,7 @@ from uuid import UUID
 from rollflow.flows.keepalive.costs import session_costs
 from rollflow.flows.keepalive.restarts import RestartsExhausted
 from rollflow.flows.keepalive.services import ServiceKeeper
-from rollflow.flows.services.prefect_api import api, emit, flow_state
+from rollflow.flows.services.prefect_api import emit, flow_state, open_client
 from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.run_records.recoveries import Notes, Recovery
@@ -131,7 +131,7 @@ class SupervisorKeeper:
     def _mark_crashed(self, reason: str) -> None:
         from prefect.states import Crashed
 
-        with api() as client:
+        with open_client() as client:
             client.set_flow_run_state(self.flow_run, Crashed(message=reason), force=True)
 
     def _restart_supervisor(self, status: RunStatus) -> RunStatus:

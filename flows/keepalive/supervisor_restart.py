@@ -19,7 +19,7 @@ from uuid import UUID
 
 from rollflow.flows.keepalive.restarts import PendingRecovery, RestartsExhausted, pause_after
 from rollflow.flows.locations import attach_run, context_of, run_id_of, store_uri
-from rollflow.flows.services.prefect_api import api, emit, filter_served, flow_state, list_supervisors
+from rollflow.flows.services.prefect_api import emit, filter_served, flow_state, list_supervisors, open_client
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.run_records.recoveries import Notes
@@ -58,7 +58,7 @@ class Successor:
         if state is None or not (state.is_running() or state.is_final()):
             return False
         if self.pending:
-            recovery, self.pending = self.pending.done(), None
+            recovery, self.pending = self.pending.finish_recovery(), None
             self.notes.add(recovery)
             emit(self.flow_run, "rollflow.recovery", asdict(recovery))
         return True
@@ -75,7 +75,7 @@ class SupervisorRestarter:
     def look(self, log: Callable[[str], None]) -> None:
         """Restart newly crashed supervisors. A run that cannot be restarted is logged once and skipped from then on."""
         self._starting = [successor for successor in self._starting if not is_up(successor)]
-        with contextlib.suppress(Unreachable), api() as client:
+        with contextlib.suppress(Unreachable), open_client() as client:
             here = {found.id for found in client.read_deployments(deployment_filter=filter_served(self._deployment))}
             for run in list_supervisors(client):
                 new = run.deployment_id in here and run.state_type == "CRASHED" and run.id not in self._seen
@@ -118,7 +118,7 @@ def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
     """
     if context.store.exists(SUMMARY):
         return None
-    with api() as client:
+    with open_client() as client:
         attempts = [run for run in list_supervisors(client, None) if run_uri(run) == context.uri]
         if not attempts:
             return None
@@ -149,7 +149,7 @@ def follows_another(flow_run: UUID) -> bool:
     A user may also retry a successor, or resume it after a pause. In both cases the flow run runs a second time, which
     no recovery does.
     """
-    made = read(flow_run)
+    made = read_flow_run(flow_run)
     return (made.idempotency_key or "").startswith("after:") and made.run_count < 2
 
 
@@ -242,9 +242,9 @@ def run_of(flow_run: FlowRun) -> RunContext:
     return attach_run(run_uri(flow_run))
 
 
-def read(flow_run: UUID) -> FlowRun:
+def read_flow_run(flow_run: UUID) -> FlowRun:
     """Return a flow run, read from the Prefect server."""
-    with api() as client:
+    with open_client() as client:
         return client.read_flow_run(flow_run)
 
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
-from rollflow.flows.services.prefect_api import api
+from rollflow.flows.services.prefect_api import open_client
 
 HEARTBEAT_SECONDS = 30  # the highest frequency that Prefect allows
 SILENT_SECONDS = 90
@@ -25,9 +25,9 @@ HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 
 
-def install(deployment: str, ids: Mapping[str, UUID]) -> None:
+def install_automations(deployment: str, ids: Mapping[str, UUID]) -> None:
     """Create or replace the two automations. `ids` are the deployments' ids by their names: flow/deployment."""
-    with api() as client:
+    with open_client() as client:
         for automation in (silent_flow_runs(deployment, ids), crashed_supervisors(deployment, ids)):
             there = client.read_automations_by_name(automation.name)
             if not there:

@@ -5,7 +5,7 @@ Guarantees:
   head may be down until the deadline, so a caller that works for a run passes the run's `recovery` window. `attach`
   keeps this process's SIGTERM and SIGINT handlers. Ray replaces the handlers, and a cancelled flow would then end as
   crashed.
-- Every wait for an actor is bounded (`call`); the error says what was waited for, on whom and how long.
+- Every wait for an actor is bounded (`call_within`); the error says what was waited for, on whom and how long.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def detach() -> None:
 
 
 @contextlib.contextmanager
-def attached(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> Iterator[None]:
+def attached_cluster(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> Iterator[None]:
     """Stay attached to the cluster for the length of a block; see `attach`."""
     attach(address, namespace, deadline_seconds=deadline_seconds)
     try:
@@ -115,7 +115,7 @@ def attached(address: str, namespace: str, *, deadline_seconds: float = 30.0) ->
         detach()
 
 
-def actor(name: str) -> Any:
+def find_actor(name: str) -> Any:
     """Return the living actor of that name in this process's namespace.
 
     Raises:
@@ -167,7 +167,7 @@ def _name_is_taken(name: str) -> bool:
     return True
 
 
-def call(reference: Any, deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable) -> Any:
+def call_within(reference: Any, deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable) -> Any:
     """Wait for an object reference, for at most `deadline_seconds`, and return its value.
 
     Args:
@@ -182,7 +182,7 @@ def call(reference: Any, deadline_seconds: float, what: str, *, died: type[Rollf
 
     limit = time.monotonic() + deadline_seconds
     try:
-        while not done(reference, max(0.0, min(limit - time.monotonic(), LOST_SECONDS))):
+        while not has_ended(reference, max(0.0, min(limit - time.monotonic(), LOST_SECONDS))):
             if why := explain_lost_call(reference):
                 raise died(f"waited for {what}: {why}")
             if time.monotonic() > limit:
@@ -193,7 +193,7 @@ def call(reference: Any, deadline_seconds: float, what: str, *, died: type[Rollf
         _raise_translated(error, deadline_seconds, what, died)
 
 
-def done(reference: Any, seconds: float) -> bool:
+def has_ended(reference: Any, seconds: float) -> bool:
     """Return whether a call has ended, with a value or an error; wait for it for at most `seconds`."""
     import ray
 
@@ -220,7 +220,7 @@ def living_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def nodes() -> list[str]:
+def list_nodes() -> list[str]:
     """Return the addresses of the cluster's living nodes."""
     return [str(node["NodeManagerAddress"]) for node in living_nodes()]
 

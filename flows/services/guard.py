@@ -60,7 +60,7 @@ def _read_parents() -> dict[int, int]:
     return parents
 
 
-def descendants(root: int) -> list[int]:
+def list_descendants(root: int) -> list[int]:
     """Return every living process below `root`."""
     children: dict[int, list[int]] = {}
     for pid, ppid in _read_parents().items():
@@ -116,7 +116,7 @@ class Guard:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._reap()
-            if self._status is not None and (only_root or not descendants(os.getpid())):
+            if self._status is not None and (only_root or not list_descendants(os.getpid())):
                 return True
             time.sleep(0.05)
         return False
@@ -134,11 +134,11 @@ class Guard:
         if self._status is None:
             self._signal([self._root], signal.SIGTERM)
             self._wait_for(self._grace, only_root=True)
-            self._signal(descendants(os.getpid()), signal.SIGTERM)
+            self._signal(list_descendants(os.getpid()), signal.SIGTERM)
             ended = self._wait_for(REST_SECONDS, only_root=False)
         deadline = time.monotonic() + KILL_SECONDS
         while not ended and time.monotonic() < deadline:  # a dying tree may still fork: look again
-            self._signal(descendants(os.getpid()), signal.SIGKILL)
+            self._signal(list_descendants(os.getpid()), signal.SIGKILL)
             ended = self._wait_for(0.2, only_root=False)
         return os.waitstatus_to_exitcode(self._status) if self._status is not None else 1
 

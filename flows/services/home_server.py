@@ -5,7 +5,7 @@
          |                             |
          +-- the first starts it ----> +-- ends the server once nobody holds `users`
 
-Guarantees: the server keeps its address and its secret string between starts (`addresses.json`, `auth`); it gets
+Guarantees: the server keeps its address and its secret string between starts (`read_addresses.json`, `auth`); it gets
 another port only if its own is taken. A command that ends never takes the server from another command. `holder` is free
 only when the last process of a server is gone. While a server ends, only its holder has `users`, and new commands wait.
 
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.5
 END_SECONDS = guard.REST_SECONDS + guard.KILL_SECONDS + 10
 
 
-def addresses(home: Path) -> dict[str, Any]:
+def read_addresses(home: Path) -> dict[str, Any]:
     """Return the last ports of this home (`prefect`, `mlflow`, `ray`), and its `database` if one was given."""
     file = home / "addresses.json"
     return dict(json.loads(file.read_text())) if file.exists() else {}
@@ -44,13 +44,13 @@ def store_addresses(home: Path, **what: Any) -> None:
     """Store addresses in the home for the next start."""
     home.mkdir(parents=True, exist_ok=True)
     new = home / f"addresses-{os.getpid()}.new"
-    new.write_text(json.dumps(addresses(home) | what))
+    new.write_text(json.dumps(read_addresses(home) | what))
     new.replace(home / "addresses.json")
 
 
 def stable_port(home: Path, name: str) -> int:
     """Return the last port of `name` in this home, if it is still free; otherwise a new free port, which is stored."""
-    port = addresses(home).get(name)
+    port = read_addresses(home).get(name)
     if port is None or not is_free(port):
         port = free_port()
         store_addresses(home, **{name: port})
@@ -84,7 +84,7 @@ class HomeServer(PrefectServer):
             if not is_held(self._holder):
                 stable_port(self._place, "prefect")
             auth = _load_secret(folder / "auth")
-        known = addresses(self._place)
+        known = read_addresses(self._place)
         super().__init__(
             home, port=known["prefect"], auth=auth, database=known.get("database", ""), start_seconds=start_seconds
         )
@@ -125,7 +125,7 @@ class HomeServer(PrefectServer):
     @property
     def processes(self) -> list[int]:
         """The process ids of the server, without its holder and guards."""
-        return guard.descendants(pid)[2:] if (pid := self.pid) > 0 else []
+        return guard.list_descendants(pid)[2:] if (pid := self.pid) > 0 else []
 
     def relaunch(self) -> None:
         """End what is left of the server and restart it, without waiting for it.
@@ -145,7 +145,7 @@ class HomeServer(PrefectServer):
     def kill(self) -> None:
         """Kill every process of the server at once."""
         pid = self.pid
-        for one in [pid, *guard.descendants(pid)] if pid > 0 else []:  # a signal to -1 would go to every process
+        for one in [pid, *guard.list_descendants(pid)] if pid > 0 else []:  # a signal to -1 would go to every process
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one, signal.SIGKILL)
         await_free(self._holder, END_SECONDS)
@@ -180,7 +180,7 @@ def _load_secret(file: Path) -> str:
 
 def hold(home: Path, lock: int) -> None:
     """Run the server until nobody uses it, or it ends."""
-    known, folder = addresses(home), home / "prefect"
+    known, folder = read_addresses(home), home / "prefect"
     server = PrefectServer(
         home, port=known["prefect"], auth=_load_secret(folder / "auth"), database=known.get("database", "")
     )

@@ -57,7 +57,7 @@ def _read_node(node: Mapping[str, Any], actor: Any, report: Any) -> NodeState:
     resources = node["Resources"]
     state = NodeState(str(node["NodeManagerAddress"]), resources.get("CPU", 0.0), resources.get("GPU", 0.0))
     try:
-        found = cluster.call(report, ANSWER_SECONDS, f"node {state.address}")
+        found = cluster.call_within(report, ANSWER_SECONDS, f"node {state.address}")
         clock = min((_measure_clock(actor) for _ in range(CLOCK_TRIES)), key=lambda offset: offset[0])[1]
         return NodeState(state.address, state.cpus, state.gpus, found, clock)
     except RollflowError as error:
@@ -69,7 +69,7 @@ def _read_node(node: Mapping[str, Any], actor: Any, report: Any) -> NodeState:
 def _measure_clock(actor: Any) -> tuple[float, float]:
     """Return how long the answer took, and a lower bound of how far the node's clock is ahead."""
     sent, began = time.time(), time.monotonic()
-    there = cluster.call(actor.clock.remote(), ANSWER_SECONDS, "the clock of a node")
+    there = cluster.call_within(actor.clock.remote(), ANSWER_SECONDS, "the clock of a node")
     took = time.monotonic() - began
     ahead = there - (sent + took / 2)
     return took, max(0.0, abs(ahead) - took / 2) * (1 if ahead > 0 else -1)

@@ -1,7 +1,7 @@
 """The Prefect API for sessions and recoveries: a call ends within about twenty seconds, or raises `Unreachable`.
 
 A server that is down for a moment must not end a run. A watcher skips that look and continues. A caller that needs the
-answer retries with `insist`.
+answer retries with `call_until_answered`.
 
 Importing this module does not import Prefect.
 """
@@ -37,7 +37,7 @@ INTERNAL, RECIPE, NIGHTLY, OF_SESSION = "internal", "recipe", "nightly", "of one
 
 
 @contextmanager
-def api() -> Iterator[SyncPrefectClient]:
+def open_client() -> Iterator[SyncPrefectClient]:
     """Yield a client that fails at once if nothing listens at the server's address.
 
     Raises:
@@ -83,7 +83,7 @@ def _thread_client(around: Settings) -> _ThreadClient:
     return kept
 
 
-def insist(call: Callable[[], T]) -> T:
+def call_until_answered(call: Callable[[], T]) -> T:
     """Return the result of `call`, retried for `INSIST_SECONDS` while the server does not answer; it must be
     idempotent.
     """
@@ -103,7 +103,7 @@ def requested_at(flow_run: UUID) -> float:
     Raises:
         Unreachable: the server did not answer.
     """
-    with api() as client:
+    with open_client() as client:
         states = client.read_flow_run_states(flow_run)
     planned = [state.state_details.scheduled_time or state.timestamp for state in states if state.is_scheduled()]
     return max((when.timestamp() for when in planned), default=0.0)
@@ -161,7 +161,7 @@ def deployment_names(deployment: str) -> tuple[str, str]:
 
 def flow_state(flow_run: UUID) -> Any:
     """Return the state of a flow run."""
-    with api() as client:
+    with open_client() as client:
         return client.read_flow_run(flow_run).state
 
 
@@ -234,7 +234,7 @@ def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list
     from prefect.states import Crashed
 
     every = scheduled and deployment != SERVED  # a session serves one run only, and its flow runs start from scratch
-    with api() as client:
+    with open_client() as client:
         # the others belong to a worker
         here = (run for run in unfinished_runs(client, deployment) if not run.work_pool_name)
         ended = [run for run in here if every or not _waits(run, due=not scheduled)]
@@ -261,5 +261,5 @@ def emit(flow_run: UUID, event: str, payload: dict[str, Any]) -> None:
 
     about = Resource({"prefect.resource.id": f"prefect.flow-run.{flow_run}"})
     made = Event(occurred=datetime.now(UTC), event=event, resource=about, payload=payload)
-    with api() as client:
+    with open_client() as client:
         client.request("POST", "/events", json=[made.model_dump(mode="json")])

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from rollflow.tasks.actors.early_imports import KIND, Kind, environment, wanted
+from rollflow.tasks.actors.early_imports import KIND, Kind, request_path, worker_environment
 
 AGAIN_SECONDS = 45.0  # after a spare was taken: the run should start first
 LOOK_SECONDS = 5.0
@@ -75,12 +75,12 @@ class PrewarmedWorkers:
         from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
 
         request: Any = PrestartWorkersRequest(num_workers=1, keep_alive_duration_secs=KEEP_SECONDS)
-        parsed = parse_runtime_env_for_task_or_actor(environment(kind))
+        parsed = parse_runtime_env_for_task_or_actor(worker_environment(kind))
         request.runtime_env_info.CopyFrom(get_runtime_env_info(parsed, is_job_runtime_env=False))
-        wanted(kind, self._folder).touch()
+        request_path(kind, self._folder).touch()
         try:
             with init_grpc_channel(self._address) as channel:
                 NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:  # a later look asks again
-            wanted(kind, self._folder).unlink(missing_ok=True)
+            request_path(kind, self._folder).unlink(missing_ok=True)
             print(f"no spare worker for {kind}: {error}", flush=True)

@@ -139,7 +139,7 @@ class Service(ABC):
     @property
     def processes(self) -> list[int]:
         """The process ids of the service, without its guards."""
-        return guard.descendants(self._process.pid)[1:] if self._process is not None and self.running else []
+        return guard.list_descendants(self._process.pid)[1:] if self._process is not None and self.running else []
 
     def kill(self) -> None:
         """Kill every process of the service at once, in no order."""

@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from rollflow.flows.services.form import build_form
-from rollflow.flows.services.prefect_api import INTERNAL, OF_SESSION, api, deployment_names, insist, unfinished_runs
+from rollflow.flows.services.prefect_api import (
+    INTERNAL,
+    OF_SESSION,
+    call_until_answered,
+    deployment_names,
+    open_client,
+    unfinished_runs,
+)
 from rollflow.storage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,14 +82,14 @@ class DeploymentOffer:
 
     async def aapply(self) -> UUID:
         """Register the deployment; `prefect.Runner` calls this."""
-        return await asyncio.to_thread(insist, lambda: register(self))
+        return await asyncio.to_thread(call_until_answered, lambda: register(self))
 
 
 def register(offer: DeploymentOffer) -> UUID:
     """Create or update the deployment; return its id."""
     from prefect.exceptions import ObjectNotFound
 
-    with api() as client:
+    with open_client() as client:
         try:
             there = client.read_deployment_by_name(f"{offer.flow_name}/{offer.name}")
         except ObjectNotFound:
@@ -174,7 +181,7 @@ def check_unserved(name: str, home: Path) -> None:
 
 def _list_other_homes(name: str, own: str) -> list[str]:
     """List the tags of other homes whose sessions recently asked for work of these deployments."""
-    with api() as client:
+    with open_client() as client:
         there = [
             one
             for one in _read_tagged(client, OF_SESSION)
@@ -191,7 +198,7 @@ def list_superseded(offers: Iterable[DeploymentOffer], name: str) -> list[Deploy
     from prefect.exceptions import ObjectNotFound
 
     waited = []
-    with api() as client:
+    with open_client() as client:
         waiting = {run.deployment_id for run in unfinished_runs(client, name)}
         for offer in offers:
             try:
@@ -207,7 +214,7 @@ def list_superseded(offers: Iterable[DeploymentOffer], name: str) -> list[Deploy
 
 def withdraw(name: str, home: Path) -> None:
     """Delete the deployments of this name that this home's session served. Those of other homes are kept."""
-    with api() as client:
+    with open_client() as client:
         for one in _read_tagged(client, OF_SESSION):
             homes = [tag for tag in one.tags if tag.startswith(HOME)]
             if one.name in deployment_names(name) and homes in ([], [home_tag(home)]):
@@ -216,7 +223,7 @@ def withdraw(name: str, home: Path) -> None:
 
 def sweep() -> list[str]:
     """Delete deployments of dead sessions, whose work nobody has asked for in a long time. Return their names."""
-    with api() as client:
+    with open_client() as client:
         dead = [one for one in _read_tagged(client, OF_SESSION) if _is_silent(one)]
         for one in dead:
             client.delete_deployment(one.id)

@@ -20,7 +20,7 @@ from rollflow.flows.views.status import read_status
 from rollflow.flows.views.summary import read_summary
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.usage import read_usage
-from rollflow.tasks.rollout.evaluation import evaluations
+from rollflow.tasks.rollout.evaluation import read_evaluations
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import name_of
 
@@ -69,7 +69,7 @@ def read_compared(contexts: Sequence[RunContext]) -> list[ComparedRun]:
     ]
 
 
-def differences(runs: Sequence[ComparedRun]) -> dict[str, tuple[str, ...]]:
+def diff_configs(runs: Sequence[ComparedRun]) -> dict[str, tuple[str, ...]]:
     """Return the config keys that differ between runs, each with its value in every run."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = {key: tuple(run.config.get(key, UNSET) for run in runs) for key in keys}
@@ -149,7 +149,7 @@ def _read_curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict
     found = {
         name: VersionCurve(numbers[1:], tokens[1:], seconds[1:], value) for name, value in values.items() if trained
     }
-    done = [(one.version, one.accuracy) for one in evaluations(context.store, last=versions[-1].number)]
+    done = [(one.version, one.accuracy) for one in read_evaluations(context.store, last=versions[-1].number)]
     places = np.array([version for version, _ in done], dtype=np.int64) - versions[0].number
     if done:
         accuracy = np.array([share for _, share in done])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import jinja2
 import numpy as np
 
-from rollflow.flows.views.compare import ComparedRun, Numbers, VersionCurve, differences, group_seeds
+from rollflow.flows.views.compare import ComparedRun, Numbers, VersionCurve, diff_configs, group_seeds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +70,7 @@ def compare_page(runs: Sequence[ComparedRun]) -> str:
         runs=runs,
         legend=[(_label_group(group), *STYLES[n % len(STYLES)]) for n, group in enumerate(group_seeds(runs))],
         sections={title: [figure for figure in drawn if figure] for title, drawn in figures.items()},
-        differences=differences(runs),
+        differences=diff_configs(runs),
         result=_rows([run.result for run in runs]),
         cost=_rows([run.cost for run in runs]),
         idle=_rows([run.idle for run in runs]),

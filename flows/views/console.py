@@ -38,7 +38,7 @@ STATE_MARKS = {
 BAD_STATES = {"failed", "crashed", "lost", "stalled", "cancelled"}
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def draw_sparkline(values: Sequence[float], width: int) -> str:
     """Draw `values` as one line of blocks, scaled to their own range; too many values are averaged with their
     neighbours.
     """
@@ -152,7 +152,7 @@ def _figure_table(status: RunStatus, width: int) -> Table:
 def _reward(status: RunStatus, width: int) -> Text:
     if status.reward is None:
         return Text("-", style="dim")
-    return Text(f"{status.reward:.3f} ", style="bold") + Text(sparkline(status.rewards, width - 8), style="green")
+    return Text(f"{status.reward:.3f} ", style="bold") + Text(draw_sparkline(status.rewards, width - 8), style="green")
 
 
 def _accuracy(points: Sequence[tuple[int, float]]) -> Text:

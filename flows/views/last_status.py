@@ -25,7 +25,7 @@ class LastStatus:
     age: float
 
 
-def keep_seen(home: Path, uri: str, status: RunStatus, age: float = 0.0) -> None:
+def save_last_status(home: Path, uri: str, status: RunStatus, age: float = 0.0) -> None:
     """Keep the status of the run at `uri`, `age` seconds old; do nothing if the home cannot be written."""
     file = _file(home, uri)
     new = file.with_suffix(f".{os.getpid()}.new")
@@ -37,7 +37,7 @@ def keep_seen(home: Path, uri: str, status: RunStatus, age: float = 0.0) -> None
         new.replace(file)
 
 
-def read_seen(home: Path, uri: str | None, store: str | None = None) -> LastStatus | None:
+def read_last_status(home: Path, uri: str | None, store: str | None = None) -> LastStatus | None:
     """Return the last seen status of the run at `uri`; for None, the newest of any run, or of any run in `store`."""
     files = [_file(home, uri)] if uri else list((home / FOLDER).glob("*.json"))
     found = [seen for file in files if (seen := _read(home, file, store)) is not None]

@@ -3,7 +3,8 @@
     {"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "run": "one", "stage": "train", "actor": "learner",
      "version": 7, "attempt": 1, "message": "recovered ..."}
 
-Unknown facts are left out: a line of the runner itself has no run. `text` converts a line to plain text for users.
+Unknown facts are left out: a line of the runner itself has no run. `format_line` converts a line to plain text for
+users.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def set_log_facts(**facts: object) -> None:
     _about.update(facts)
 
 
-def settings(*, shared: bool = False) -> dict[str, str]:
+def logging_settings(*, shared: bool = False) -> dict[str, str]:
     """Return the environment of a runner that logs in the configured format; a `shared` runner always logs JSON.
 
     The runs of a shared runner write into one file, and only JSON tells which line belongs to which run.
@@ -86,7 +87,7 @@ def as_json(line: str, run: str) -> str:
     return line if _parse(line) else json.dumps({"run": run, "message": line})
 
 
-def text(line: str) -> str:
+def format_line(line: str) -> str:
     """Return a log line as plain text, whatever its format."""
     parsed = _parse(line)
     if parsed is None:

@@ -80,9 +80,9 @@ class RunOutcome:
     samples: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
-def beginning(context: RunContext) -> RunFacts:
+def build_run_facts(context: RunContext) -> RunFacts:
     """Describe any prepared run."""
-    texts = {"recipe.toml": recipe_of(context, 0), "environment.json": json.dumps(environment(), indent=2)}
+    texts = {"recipe.toml": recipe_of(context, 0), "environment.json": json.dumps(list_versions(), indent=2)}
     return RunFacts(context.config.tracking.study, texts, tuple(_list_prompts(context)), _list_config_changes(context))
 
 
@@ -93,7 +93,7 @@ def _list_config_changes(context: RunContext) -> ConfigChanges:
     return ConfigChanges(len(changes), change_table(context), texts, tags)
 
 
-def environment() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """Return the versions of the packages that affect a run's figures most."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in PACKAGES:
@@ -110,21 +110,21 @@ def _list_prompts(context: RunContext) -> Iterator[PromptSourceFacts]:
         yield PromptSourceFacts(source.domain, whole[:32], redact(str(pin.get("path", source.kind))), source.kind)
 
 
-def ending(context: RunContext, summary: Mapping[str, Any]) -> RunOutcome:
+def build_outcome(context: RunContext, summary: Mapping[str, Any]) -> RunOutcome:
     """Describe the result of a trained run; `summary` comes from `summarize`."""
     newest = context.policies.find(context.policies.newest())
     texts = {"summary.json": json.dumps(without_secrets(summary), indent=2)}
     return RunOutcome(
         newest.number,
         newest.at,
-        figures(summary),
+        list_figures(summary),
         texts,
         tuple(_list_kept(context)),
         _sample_responses(context, newest),
     )
 
 
-def figures(summary: Mapping[str, Any]) -> dict[str, float]:
+def list_figures(summary: Mapping[str, Any]) -> dict[str, float]:
     """Return the closing figures. Idle shares are of a stage's time, waste is a share of all tokens, hours are CPU
     hours.
     """

@@ -19,7 +19,7 @@ from uuid import UUID
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.runtime import flow_run
 
-from rollflow.flows.services.prefect_api import api
+from rollflow.flows.services.prefect_api import open_client
 from rollflow.storage.errors import Unreachable
 
 END_SECONDS = 10.0
@@ -50,7 +50,7 @@ class Page:
 
     def links(self, places: Mapping[str, str]) -> None:
         """Show where else to look: each name with its address or command."""
-        lines = (f"- {what}: {_linked(where)}" for what, where in places.items())
+        lines = (f"- {what}: {_write_link(where)}" for what, where in places.items())
         self._show("places", "markdown", "\n".join(lines), "Where to see this run")
 
     def warn(self, text: str) -> None:
@@ -91,7 +91,7 @@ class Page:
                 self._away = False
 
     def _put(self, name: str, kind: str, data: str, description: str) -> None:
-        with api() as client:
+        with open_client() as client:
             if name in self._made:
                 client.update_artifact(self._made[name], ArtifactUpdate(data=data))
                 return
@@ -101,5 +101,5 @@ class Page:
             self._made[name] = client.create_artifact(artifact).id
 
 
-def _linked(where: str) -> str:
+def _write_link(where: str) -> str:
     return f"<{where}>" if where.startswith("http") else f"`{where}`"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollflow.storage.log.entries import BatchCommitted, Claimed, VersionPublished
-from rollflow.storage.log.reading import written
+from rollflow.storage.log.reading import iterate_written
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.run.context import RunContext
 
@@ -40,7 +40,7 @@ def _sum_pauses(context: RunContext, before: PolicyVersion, after: PolicyVersion
     """Add up the pauses between two consecutive versions."""
     total, worked, claimed = 0.0, before.at, None
     resumed = False
-    for record in written(context.log, before.entry + 1, after.entry):
+    for record in iterate_written(context.log, before.entry + 1, after.entry):
         entry = record.entry
         match entry.body:
             case Claimed():

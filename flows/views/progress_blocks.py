@@ -8,7 +8,7 @@ from itertools import islice
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import length_bias
 from rollflow.storage.policies import PolicyVersion
-from rollflow.tasks.rollout.evaluation import evaluations
+from rollflow.tasks.rollout.evaluation import read_evaluations
 from rollflow.tasks.run.context import RunContext
 
 
@@ -24,7 +24,7 @@ def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterat
         published = list(islice(context.policies.since(first - 1), last - first + 2))
         if len(published) < last - first + 2:
             return
-        accuracy = [evaluation.accuracy for evaluation in evaluations(context.store, first - 1, last)]
+        accuracy = [evaluation.accuracy for evaluation in read_evaluations(context.store, first - 1, last)]
         yield {
             "versions": f"{first} to {last}" if last > first else str(first),
             **_figures(published, context.config.groups, paused_seconds(context, published[0], published[-1])),

@@ -65,7 +65,7 @@ def run_simulation(
     console = console or Console(highlight=False)
     with _show_progress(versions or config.versions) as watch:
         simulated = simulate(config, hardware, versions=versions, timeline=bool(outputs.plots), watch=watch)
-    console.print(table(simulated.figures, config, hardware))
+    console.print(build_table(simulated.figures, config, hardware))
     if simulated.timeline is not None:
         title = f"{config.name}: {hardware.title or 'simulated'}, async_ratio {config.async_ratio:g}"
         for path in outputs.plots:
@@ -105,7 +105,7 @@ def _show_progress(versions: int) -> Iterator[Callable[[int], None]]:
 # --- the table -----------------------------------------------------------------------------------------------
 
 
-def table(figures: Figures, config: RunConfig, hardware: Hardware) -> Panel:
+def build_table(figures: Figures, config: RunConfig, hardware: Hardware) -> Panel:
     """Build the table of figures."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)

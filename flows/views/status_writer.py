@@ -29,7 +29,7 @@ from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.run_records.usage import CpuUsage, store_usage
 from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
-from rollflow.tasks.rollout.evaluation import Evaluation, evaluations
+from rollflow.tasks.rollout.evaluation import Evaluation, read_evaluations
 from rollflow.tasks.run.context import RunContext
 
 TELL_SECONDS = 1.0
@@ -105,11 +105,11 @@ class StatusWriter:
     def _new_evaluations(self) -> list[Evaluation]:
         """Return the new evaluations; at first, the newest ones and that of version 0, the baseline of all others."""
         if self._evaluated:
-            return evaluations(self.context.store, max(self._evaluated))
+            return read_evaluations(self.context.store, max(self._evaluated))
         oldest = self.progress.version - KEPT
         if oldest <= 0:
-            return evaluations(self.context.store)
-        return [*evaluations(self.context.store, last=0), *evaluations(self.context.store, oldest)]
+            return read_evaluations(self.context.store)
+        return [*read_evaluations(self.context.store, last=0), *read_evaluations(self.context.store, oldest)]
 
     def _update_no_signal(self) -> None:
         count, limit = count_newest_without(self.progress.versions), self.context.config.train.no_signal_versions
@@ -130,7 +130,7 @@ class StatusWriter:
     @property
     def curves(self) -> Curves:
         """The curves of the reward plot."""
-        trained, evaluated = list(self.context.policies.since(1)), evaluations(self.context.store)
+        trained, evaluated = list(self.context.policies.since(1)), read_evaluations(self.context.store)
         return Curves(
             reward=[(v.number, v.metrics["reward"]) for v in trained],
             accuracy=[(one.version, one.accuracy) for one in evaluated],
@@ -199,7 +199,7 @@ class StatusWriter:
 def points_of(context: RunContext, marker: str, wanted: range) -> Iterator[MetricPoint]:
     """Yield the points that MLflow gets of these versions, or (`EVALUATED`) of their evaluations."""
     if marker == EVALUATED:
-        for evaluation in evaluations(context.store, wanted.start - 1, wanted.stop - 1):
+        for evaluation in read_evaluations(context.store, wanted.start - 1, wanted.stop - 1):
             yield evaluation_point(evaluation.version, evaluation.metrics, time.time())
     else:
         for before, version in pairwise(islice(context.policies.since(wanted.start - 1), len(wanted) + 1)):

@@ -15,7 +15,7 @@ from rollflow.storage.log.report import AuditReport
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.run_records.usage import read_usage
 from rollflow.tasks.actors.statuses import RolloutStatus
-from rollflow.tasks.rollout.evaluation import evaluations, skipped
+from rollflow.tasks.rollout.evaluation import read_evaluations, read_skipped
 from rollflow.tasks.run.context import RunContext
 
 SUMMARY = "summary.json"
@@ -38,14 +38,14 @@ def summarize(
     """
     progress = RunProgress(context)
     progress.advance()
-    stored = evaluations(context.store)
+    stored = read_evaluations(context.store)
     points, passes = {e.version: e.accuracy for e in stored}, {e.version: e.pass_at for e in stored if e.pass_at}
     versions = max(progress.version, 0)
     summary = {
         "run_id": context.run_id,
         "accuracy": {"before": points.get(0), "after": points.get(versions), "by_version": points},
         "pass_at": {"before": passes.get(0), "after": passes.get(versions), "by_version": passes},
-        "not_evaluated": {one.version: one.reason for one in skipped(context.store)},
+        "not_evaluated": {one.version: one.reason for one in read_skipped(context.store)},
         "versions": versions,
         "no_signal": _count_no_signal(context),
         "seconds": round(max(0.0, time.time() - context.created_at), 2),

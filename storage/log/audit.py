@@ -36,7 +36,7 @@ from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log import audit_checkpoints
 from rollflow.storage.log.audit_checkpoints import AuditCheckpoint
 from rollflow.storage.log.commits import check_batch, check_version
-from rollflow.storage.log.configs import RecordedConfig, differences
+from rollflow.storage.log.configs import RecordedConfig, diff_trees
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
@@ -52,7 +52,7 @@ from rollflow.storage.log.entries import (
 from rollflow.storage.log.expected import NOTHING, Expected
 from rollflow.storage.log.expecting import Expecting, OpenSince
 from rollflow.storage.log.objects import NamedObject, ObjectChecks, ObjectFinding
-from rollflow.storage.log.reading import entries
+from rollflow.storage.log.reading import read_entries
 from rollflow.storage.log.recheck import recheck
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.retention import Kind
@@ -92,7 +92,7 @@ def audit(
         Corrupt: entry 0 cannot be read, so the run's rules are unknown.
         Unreachable: an object cannot be read now.
     """
-    return _Audit(run, expected, deep=deep, progress=progress).made()
+    return _Audit(run, expected, deep=deep, progress=progress).build_report()
 
 
 class _Audit:
@@ -102,10 +102,10 @@ class _Audit:
         self, store: ObjectStore, expected: Expected, *, deep: bool, progress: Callable[[AuditProgress], None] | None
     ) -> None:
         self.store, self.deep, self.progress = store, deep, progress
-        snapshots = audit_checkpoints.snapshots(
+        snapshots = audit_checkpoints.list_snapshots(
             store
         )  # listed before the log is read, so the log must have their entries
-        newest, self.others = audit_checkpoints.newest(store, thorough=expected.is_thorough)
+        newest, self.others = audit_checkpoints.find_newest(store, thorough=expected.is_thorough)
         self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
         begun = AuditCheckpoint() if deep else newest
         self.begun_at = begun.state.n
@@ -125,20 +125,20 @@ class _Audit:
         self.doubts: list[NamedObject] = []
         self.told = AuditProgress(0, first_missing(store, entry_path, self.report.since) if progress else 0, 0, 0, 0)
 
-    def made(self) -> AuditReport:
+    def build_report(self) -> AuditReport:
         with ObjectChecks(self.store, self._take) as looking:
             self._read_log(looking)
             self._look_at_versions(looking)
             looking.finish()
-        self._accuse()
+        self._recheck_and_report()
         self.fold.close()
         self._hear_the_others()
         self.report.close(self.fold.state)
         self.report.overdue = [] if self.fold.missed else self.opened.list_overdue(self.fold.state)
-        self._leave_word()
+        self._save_checkpoint()
         return self.report
 
-    def _leave_word(self) -> None:
+    def _save_checkpoint(self) -> None:
         if not self.report.clean and self.deep:
             audit_checkpoints.withdraw(self.store, self.others)
         if self.report.clean and self.fold.state.n > self.begun_at:
@@ -148,7 +148,7 @@ class _Audit:
     # --- entries ------------------------------------------------------------------------------------------------
 
     def _read_log(self, looking: ObjectChecks) -> None:
-        found = entries(self.store, self.report.since, to_the_last=True)
+        found = read_entries(self.store, self.report.since, to_the_last=True)
         for written, _, counts in self.fold.over(found):
             if not self.responses and (written.entry.n > 0 or not counts):
                 break  # entry 0 is lost
@@ -162,7 +162,7 @@ class _Audit:
     def _note(self, written: WrittenEntry, counts: bool, looking: ObjectChecks) -> None:
         """Record the objects that an entry names; `counts` is false if the entry itself is not trusted."""
         entry, n = written.entry, written.entry.n
-        self._hear(n, written.sha256)
+        self._check_witness(n, written.sha256)
         newest = entry.version if self.fold.missed and counts else self.fold.state.version
         self.most += n - self.read_to - 1 + isinstance(entry.body, VersionPublished)
         self.read_to = n
@@ -205,7 +205,7 @@ class _Audit:
         before = self.fold.state.config_at(n - 1)
         with contextlib.suppress(Corrupt, Missing):  # an unreadable entry is reported elsewhere
             told = RecordedConfig.of(decode(self.store.get(entry_path(before)), before, self.store.get).entry)
-            if differences(told.config, body.config) != body.changes:
+            if diff_trees(told.config, body.config) != body.changes:
                 self.report.add(
                     "lineage", entry_path(n), f"its list of changes does not match the config of entry {before}"
                 )
@@ -308,7 +308,7 @@ class _Audit:
             self._count(looked.named.entry)
         self._tell(objects=self.told.objects + 1, bytes=self.report.bytes)
 
-    def _accuse(self) -> None:
+    def _recheck_and_report(self) -> None:
         """Check faulty objects again, and report each one that no entry (even a new one) has voided or pruned."""
         again: list[ObjectFinding] = []
         doubts, self.doubts = self.doubts, []
@@ -329,7 +329,7 @@ class _Audit:
         """Return the batches voided and the objects pruned since the log was read."""
         voided, pruned = set[int](), set[tuple[int, str]]()
         later = TolerantFold(self.store, self.fold.state, lambda kind, where, what: None, lost=self.fold.lost)
-        for written, _, counts in later.over(entries(self.store, self.fold.state.n + 1)):
+        for written, _, counts in later.over(read_entries(self.store, self.fold.state.n + 1)):
             match written.entry.body:
                 case BatchVoided() as body if counts:
                     voided.add(body.entry)
@@ -339,7 +339,7 @@ class _Audit:
 
     # --- witnesses, progress ------------------------------------------------------------------------------------
 
-    def _hear(self, n: int, sha256: str) -> None:
+    def _check_witness(self, n: int, sha256: str) -> None:
         """Compare the hash of entry `n` with those in snapshots and older audits."""
         witness = self.witnesses.pop(n, None)
         if witness and not sha256.startswith(witness.sha256) and audit_checkpoints.is_sound(self.store, witness):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pydantic import TypeAdapter
 
 from rollflow.storage.errors import Corrupt, Missing, RollflowError
-from rollflow.storage.log.entries import entry_path, opened, sealed
+from rollflow.storage.log.entries import entry_path, open_sealed, seal_tree
 from rollflow.storage.log.report import AuditReport, RowCounts
 from rollflow.storage.log.snapshots import NAME, SNAPSHOTS, from_bytes
 from rollflow.storage.log.state import FOLD, RunState
@@ -61,7 +61,7 @@ def keep(run: ObjectStore, audited: AuditCheckpoint) -> None:
     """Store the result of an audit, and remove old ones. If this fails, the next audit only takes longer."""
     tree = {"rules": RULES, "fold": FOLD, "audited": _AUDITED.dump_python(audited, mode="json")}
     with contextlib.suppress(RollflowError, OSError):
-        run.put(audit_path(audited.state.n), sealed(tree))
+        run.put(audit_path(audited.state.n), seal_tree(tree))
         for old in sorted(run.list(AUDITS))[:-KEPT]:
             run.delete(old)
 
@@ -73,7 +73,7 @@ def withdraw(run: ObjectStore, others: list[Witness]) -> None:
             run.delete(path)
 
 
-def newest(run: ObjectStore, *, thorough: bool = False) -> tuple[AuditCheckpoint, list[Witness]]:
+def find_newest(run: ObjectStore, *, thorough: bool = False) -> tuple[AuditCheckpoint, list[Witness]]:
     """Return the newest valid result (an empty one if there is none), and the results of another log.
 
     Args:
@@ -93,7 +93,7 @@ def newest(run: ObjectStore, *, thorough: bool = False) -> tuple[AuditCheckpoint
     return AuditCheckpoint(), others
 
 
-def snapshots(run: ObjectStore) -> list[Witness]:
+def list_snapshots(run: ObjectStore) -> list[Witness]:
     """Return the snapshots as witnesses, by their names."""
     names = [name for path in run.list(SNAPSHOTS) if (name := NAME.fullmatch(path))]
     return [Witness(name[0], int(name[1]), name[2]) for name in names]
@@ -102,7 +102,7 @@ def snapshots(run: ObjectStore) -> list[Witness]:
 def is_sound(run: ObjectStore, witness: Witness) -> bool:
     """Return whether a witness is undamaged; a damaged one proves nothing."""
     if not witness.path.startswith(SNAPSHOTS):
-        return True  # `newest` has read and parsed it
+        return True  # `find_newest` has read and parsed it
     try:
         state = from_bytes(run.get(witness.path))
     except UNREADABLE:
@@ -111,7 +111,7 @@ def is_sound(run: ObjectStore, witness: Witness) -> bool:
 
 
 def _read(run: ObjectStore, path: str) -> AuditCheckpoint:
-    tree = opened(run.get(path))
+    tree = open_sealed(run.get(path))
     audited = _AUDITED.validate_python(tree["audited"])
     if (tree["rules"], tree["fold"], path) != (RULES, FOLD, audit_path(audited.state.n)):
         raise ValueError(f"{path} is of another version, or another audit")

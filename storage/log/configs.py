@@ -15,7 +15,7 @@ from typing import Any
 
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.entries import Change, ConfigChanged, Entry, RunCreated, decode, entry_path
-from rollflow.storage.log.reading import entries, there
+from rollflow.storage.log.reading import get_entry, read_entries
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.base import ObjectStore
 
@@ -49,7 +49,7 @@ def recorded_configs(log: Log) -> list[RecordedConfig]:
     Raises:
         Corrupt: an entry that has a config is missing or damaged.
     """
-    return [RecordedConfig.of(there(log, place.entry).entry) for place in log.state.configs]
+    return [RecordedConfig.of(get_entry(log, place.entry).entry) for place in log.state.configs]
 
 
 def readable_configs(run: ObjectStore) -> list[RecordedConfig]:
@@ -58,7 +58,7 @@ def readable_configs(run: ObjectStore) -> list[RecordedConfig]:
 
 
 def _readable(run: ObjectStore) -> Iterator[Entry]:
-    for n, found in entries(run):
+    for n, found in read_entries(run):
         if isinstance(found, bytes):
             try:
                 yield decode(found, n, run.get).entry
@@ -66,13 +66,13 @@ def _readable(run: ObjectStore) -> Iterator[Entry]:
                 continue
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> tuple[Change, ...]:
+def diff_trees(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> tuple[Change, ...]:
     """List the differences between two configs by dotted key, sorted by key; None stands for a missing value."""
     found: list[Change] = []
     for name in sorted({*before, *after}):
         old, new = before.get(name), after.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += differences(old, new, f"{prefix}{name}.")
+            found += diff_trees(old, new, f"{prefix}{name}.")
         elif (old, type(old)) != (new, type(new)):
             found.append(Change(f"{prefix}{name}", old, new))
     return tuple(found)

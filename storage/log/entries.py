@@ -210,7 +210,7 @@ def entry_number(path: str) -> int | None:
 def encode(entry: Entry) -> EncodedEntry:
     """Encode an entry; the lists of a large entry move to its index object."""
     tree = _ENTRY.dump_python(entry, mode="json")
-    data = sealed(tree)
+    data = seal_tree(tree)
     if len(data) <= LARGEST:
         return EncodedEntry(data)
     body = tree["body"]
@@ -219,7 +219,7 @@ def encode(entry: Entry) -> EncodedEntry:
     sha256 = hashlib.sha256(index_data).hexdigest()
     index = StoredObject(f"{INDEX}/{sha256}.json", len(index_data), sha256)
     tree["index"] = {"path": index.path, "size": index.size, "sha256": index.sha256}
-    return EncodedEntry(sealed(tree), index, index_data)
+    return EncodedEntry(seal_tree(tree), index, index_data)
 
 
 def decode(data: bytes, n: int, read: Callable[[str], bytes]) -> WrittenEntry:
@@ -230,7 +230,7 @@ def decode(data: bytes, n: int, read: Callable[[str], bytes]) -> WrittenEntry:
     """
     name = entry_path(n)
     try:
-        tree = opened(data)
+        tree = open_sealed(data)
         if (index := tree.pop("index", None)) is not None:
             tree["body"] |= _index(index, read)
         entry = _ENTRY.validate_python(tree)
@@ -252,13 +252,13 @@ def _index(index: Mapping[str, Any], read: Callable[[str], bytes]) -> dict[str, 
     return dict(_loads(data))
 
 
-def sealed(tree: Mapping[str, Any]) -> bytes:
+def seal_tree(tree: Mapping[str, Any]) -> bytes:
     """Encode JSON with a seal: its last member is the sha256 of the others."""
     plain = _dumps(tree)
     return f'{plain[:-1]},"seal":"{hashlib.sha256(plain.encode()).hexdigest()}"}}'.encode()
 
 
-def opened(data: bytes) -> dict[str, Any]:
+def open_sealed(data: bytes) -> dict[str, Any]:
     """Decode sealed JSON; raise `ValueError` if it was altered."""
     tree = _loads(data)
     if not isinstance(tree, dict) or tree.pop("seal", None) != hashlib.sha256(_dumps(tree).encode()).hexdigest():

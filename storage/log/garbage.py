@@ -32,7 +32,7 @@ from rollflow.storage.log.entries import (
     VersionPublished,
     WrittenEntry,
 )
-from rollflow.storage.log.reading import entries
+from rollflow.storage.log.reading import read_entries
 from rollflow.storage.log.report import ViolationKind
 from rollflow.storage.log.retention import Kind
 from rollflow.storage.log.state import RunState
@@ -70,7 +70,7 @@ def store_clock(run: ObjectStore) -> float:
         run.delete(probe)
 
 
-def orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> list[Orphan]:
+def list_orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> list[Orphan]:
     """List the run's orphans that are at least `older_than_seconds` old at `now` (see `store_clock`), by path.
 
     Raises:
@@ -78,7 +78,7 @@ def orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> li
     """
     listed = [path for folder in FOLDERS for path in run.list(folder)]
     names = _Names.read(run)
-    found = [*abandoned(run, now, older_than_seconds)]
+    found = [*list_abandoned(run, now, older_than_seconds)]
     for path in listed:
         if (why := names.verdict(path)) is None:
             continue
@@ -92,7 +92,7 @@ def orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> li
     return sorted(found, key=lambda orphan: orphan.path)
 
 
-def abandoned(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> Iterator[Orphan]:
+def list_abandoned(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> Iterator[Orphan]:
     """List unfinished writes that have not grown for `older_than_seconds`, and for `ABANDONED_SECONDS`."""
     oldest = now - max(older_than_seconds, ABANDONED_SECONDS)
     for left in run.unfinished():
@@ -114,7 +114,7 @@ def collect(run: ObjectStore, found: Iterable[Orphan]) -> int:
 
 def sweep(run: ObjectStore) -> int:
     """Remove abandoned unfinished writes; return the freed bytes. Runs call this themselves."""
-    return collect(run, list(abandoned(run, store_clock(run))))
+    return collect(run, list(list_abandoned(run, store_clock(run))))
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class _Names:
 
         fold = TolerantFold(run, RunState(), add)
         claims = set()
-        for written, data, _ in fold.over(entries(run, to_the_last=True)):
+        for written, data, _ in fold.over(read_entries(run, to_the_last=True)):
             names._note(written, data)
             if isinstance(written.entry.body, Claimed):
                 claims.add(written.entry.n)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rollflow.storage.errors import Missing
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, WrittenEntry
-from rollflow.storage.log.reading import there, written
+from rollflow.storage.log.reading import get_entry, iterate_written
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.records import Discard, DiscardReason, GroupKey
 
@@ -73,7 +73,7 @@ class Quarantined:
 Fate = Consumed | AwaitingTraining | Discarded | InFlight | Quarantined
 
 
-def fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
+def list_fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
     """Return the fates of one prompt's dispatches, first to last, in the entries read so far.
 
     This reads the log from entry 0 until the prompt's last fate is known.
@@ -84,7 +84,7 @@ def fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
     found: dict[GroupKey, Fate] = {}
     committed: dict[int, GroupKey] = {}  # entry of a batch -> the prompt's dispatch in it
     newest = -1
-    for one in written(log, 0, log.state.n):
+    for one in iterate_written(log, 0, log.state.n):
         match one.entry.body:
             case BatchCommitted(number, groups=groups, discards=discards):
                 newest = max(newest, number)
@@ -113,12 +113,12 @@ def find_version(log: Log, version: int) -> WrittenEntry:
     if not 0 <= version <= state.version:
         raise Missing(f"{log.store.uri} has no version {version}, the newest is {state.version}")
     if version in state.held:  # always true for the newest version
-        return there(log, next(iter(state.held[version].values())))
+        return get_entry(log, next(iter(state.held[version].values())))
     low, high = 0, state.published  # entry `low` is before the version's publication, entry `high` is not
     while high - low > 1:
         middle = (low + high) // 2
-        if there(log, middle).entry.version < version:
+        if get_entry(log, middle).entry.version < version:
             low = middle
         else:
             high = middle
-    return there(log, high)
+    return get_entry(log, high)

@@ -18,7 +18,7 @@ from rollflow.storage.log.finite import first_nonfinite
 from rollflow.storage.log.report import RowCounts, Violation
 from rollflow.storage.log.retention import Kind
 from rollflow.storage.objects.base import ObjectStore
-from rollflow.storage.objects.disk import found
+from rollflow.storage.objects.disk import raise_missing
 from rollflow.storage.records import StoredObject
 
 AT_ONCE = 16  # objects that are read at a time
@@ -78,7 +78,11 @@ def _check_weights(run: ObjectStore, path: str) -> tuple[Violation, ...]:
         if local is None:
             name = first_nonfinite(run.get(path))
         else:
-            with found(local), open(local, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            with (
+                raise_missing(local),
+                open(local, "rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+            ):
                 name = first_nonfinite(data)
     except (ValueError, Missing, Corrupt) as error:
         return (Violation("altered", path, f"it holds no weights: {error}"),)
@@ -93,7 +97,7 @@ def _look_inside(named: NamedObject, body: BatchCommitted, data: bytes) -> Objec
     except Corrupt as error:
         return ObjectFinding(named, len(data), violations=(Violation("altered", path, str(error)),))
     wrong = tuple(Violation(kind, path, what) for kind, what in rows.compare(batch, body, named.version, named.rules))
-    return ObjectFinding(named, len(data), violations=wrong, rows=rows.counted(batch, body.number))
+    return ObjectFinding(named, len(data), violations=wrong, rows=rows.count_rows(batch, body.number))
 
 
 def _bytes(run: ObjectStore, path: str, *, whole: bool) -> tuple[int, str, bytes]:
@@ -102,7 +106,7 @@ def _bytes(run: ObjectStore, path: str, *, whole: bool) -> tuple[int, str, bytes
     if whole or local is None:
         data = run.get(path)
         return len(data), hashlib.sha256(data).hexdigest(), data if whole else b""
-    with found(local), open(local, "rb", buffering=0) as file:
+    with raise_missing(local), open(local, "rb", buffering=0) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), sha256, b""
 

@@ -3,7 +3,7 @@
     for n, found in entries(run, first): ...      bytes, a `LogGap` (missing entries before an existing one) or
     `Corrupt` for one in written(log, first, last): ...     parsed entries of an open log
 
-`entries` is for audit and garbage collection: it yields the stored bytes, parses nothing and reads no snapshot.
+`read_entries` is for audit and garbage collection: it yields the stored bytes, parses nothing and reads no snapshot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LogGap:
         return f"{entry_path(self.first)}{last} missing, {entry_path(self.end)} is there"
 
 
-def entries(
+def read_entries(
     run: ObjectStore, first: int = 0, *, to_the_last: bool = False
 ) -> Iterator[tuple[int, bytes | LogGap | Corrupt]]:
     """Yield the numbers and bytes of the entries from `first` to the end of the log.
@@ -66,22 +66,22 @@ def entries(
         pool.shutdown(cancel_futures=True)
 
 
-def written(log: Log, first: int, last: int) -> Iterator[WrittenEntry]:
+def iterate_written(log: Log, first: int, last: int) -> Iterator[WrittenEntry]:
     """Yield the parsed entries `first` to `last`, which the log must have read before.
 
     Raises:
-        Corrupt: as `there`.
+        Corrupt: as `get_entry`.
     """
     pool = ThreadPoolExecutor(AT_ONCE, "log")
     try:
         for start in range(first, last + 1, AT_ONCE):
             numbers = range(start, min(start + AT_ONCE, last + 1))
-            yield from pool.map(lambda n: there(log, n), numbers)
+            yield from pool.map(lambda n: get_entry(log, n), numbers)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def there(log: Log, n: int) -> WrittenEntry:
+def get_entry(log: Log, n: int) -> WrittenEntry:
     """Read entry `n`, which the log must have read before.
 
     Raises:
@@ -93,7 +93,9 @@ def there(log: Log, n: int) -> WrittenEntry:
 
 
 def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:
-    """Return the number of the first entry after entry `n`; None if there is none. `to_the_last` is as in `entries`."""
+    """Return the number of the first entry after entry `n`; None if there is none. `to_the_last` is as in
+    `read_entries`.
+    """
     local = run.local_path(FOLDER)
     if local is not None and not to_the_last:
         return next((m for m in range(n + 1, n + AHEAD) if run.exists(entry_path(m))), None)

@@ -10,7 +10,7 @@ import hashlib
 
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.audit_checkpoints import AuditCheckpoint, audit_path
-from rollflow.storage.log.entries import decode, entry_path, opened
+from rollflow.storage.log.entries import decode, entry_path, open_sealed
 from rollflow.storage.log.report import Violation, ViolationKind
 from rollflow.storage.log.rules import apply
 from rollflow.storage.log.state import EntryRefused, RunState
@@ -49,7 +49,7 @@ def _recheck_newest(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]
     for n in numbers:
         try:
             data = run.get(entry_path(n))
-            prev = opened(data)["prev"]
+            prev = open_sealed(data)["prev"]
         except (Missing, Corrupt, ValueError, KeyError) as error:
             kind: ViolationKind = "gap" if isinstance(error, Missing) else "altered"
             found.append(Violation(kind, entry_path(n), f"it was audited, and cannot be read any more: {error}"))

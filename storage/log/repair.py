@@ -1,4 +1,4 @@
-"""Repairs a damaged log. `cures` lists the possible steps, and `repair` carries out those that the user accepts.
+"""Repairs a damaged log. `plan_repairs` lists the possible steps, and `repair` carries out those that the user accepts.
 
 - A damaged or missing entry in the middle is restored from its segment, if the hash in the next entry matches.
 - A damaged newest entry cannot be restored, so it is moved away and the log ends before it. Its commit is undone: the
@@ -18,7 +18,7 @@ from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.audit_checkpoints import AUDITS
 from rollflow.storage.log.entries import FOLDER, WrittenEntry, decode, entry_number, entry_path
 from rollflow.storage.log.rules import apply
-from rollflow.storage.log.snapshots import SNAPSHOTS, healed
+from rollflow.storage.log.snapshots import SNAPSHOTS, restore_segment
 from rollflow.storage.log.state import EntryRefused, RunState
 from rollflow.storage.objects.base import ObjectStore
 
@@ -40,7 +40,7 @@ class LogRepair:
         return f"{self.what}: move it away, so that the log ends with entry {self.n - 1}; {lost}"
 
 
-def cures(run: ObjectStore) -> list[LogRepair]:
+def plan_repairs(run: ObjectStore) -> list[LogRepair]:
     """List the steps that would repair the log; empty if it is intact.
 
     Raises:
@@ -103,7 +103,7 @@ def _entry(run: ObjectStore, n: int, numbers: Sequence[int]) -> tuple[WrittenEnt
         what = str(error)
     if n == numbers[-1]:
         return None, LogRepair(n, what)
-    found = healed(run, n, n + 1)
+    found = restore_segment(run, n, n + 1)
     if found is None:
         raise Corrupt(f"{what}, no segment has it, and {_count_following(n, numbers)}: it cannot be repaired")
     return decode(found[0], n, run.get), LogRepair(n, what, found[0])

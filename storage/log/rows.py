@@ -35,7 +35,7 @@ class Rules:
     asked: ExpectedRows = NOT_ASKED
 
 
-def counted(batch: TrajectoryBatch, number: int) -> RowCounts:
+def count_rows(batch: TrajectoryBatch, number: int) -> RowCounts:
     """Count the rows of batch `number` for the report."""
     started = batch.table["started_version"].to_pylist()
     return RowCounts(Counter(number - version for version in started), batch.domains)

@@ -100,7 +100,7 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
         _claim(after, role, claim, body)
         return after
     if role not in state.claims or claim != state.claims[role].entry:
-        raise deposed(state, role)
+        raise build_deposed(state, role)
     match body:
         case ConfigChanged():
             _change(after, body)
@@ -122,7 +122,7 @@ def with_file(after: RunState, body: Body, file: StoredObject) -> tuple[RunState
     return replace(after, waiting=waiting), replace(body, file=file)
 
 
-def deposed(state: RunState, role: Role) -> Deposed:
+def build_deposed(state: RunState, role: Role) -> Deposed:
     """Return the error for a writer whose claim is not the role's newest."""
     if role not in state.claims and len(state.configs) > 1:
         return Deposed(f"the run's config was changed; this {role} has the previous one, and stops")

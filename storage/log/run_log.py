@@ -39,16 +39,16 @@ from rollflow.storage.log.entries import (
     entry_number,
     entry_path,
 )
-from rollflow.storage.log.rules import apply, decide, deposed, with_file
+from rollflow.storage.log.rules import apply, build_deposed, decide, with_file
 from rollflow.storage.log.snapshots import (
-    healed,
     is_due,
     keep_segments,
     keep_snapshot,
     newest_snapshot,
+    restore_segment,
 )
 from rollflow.storage.log.state import EntryRefused, RunState
-from rollflow.storage.objects.base import Data, ObjectStore, pieces
+from rollflow.storage.objects.base import Data, ObjectStore, split_buffers
 from rollflow.storage.records import StoredObject
 
 TRIES = 1_000  # the largest number of tries of one append, most of them lost races
@@ -61,7 +61,7 @@ AHEAD = 256  # numbers after a free one that are probed, in a store that cannot 
 Decide = Callable[[RunState, StoredObject | None], Body]
 
 
-def creation(run: ObjectStore) -> Entry:
+def read_creation(run: ObjectStore) -> Entry:
     """Read entry 0 of a run; its body is `RunCreated`.
 
     Raises:
@@ -86,7 +86,7 @@ class Log:
         self._state = newest_snapshot(store)
         self._ahead: dict[int, bytes] = {}
         self._drafts: dict[str, _Draft] = {}  # appends in progress, by id
-        due, listed = None, self._listed()
+        due, listed = None, self._list_entries()
         for start in range(0, len(listed), WINDOW):
             self._read_ahead(listed[start : start + WINDOW])
             due = self._follow(max(self._ahead))[1] or due
@@ -116,11 +116,11 @@ class Log:
         """
         path = entry_path(n)
         try:
-            return self._decoded(self._ahead.pop(n) if n in self._ahead else self.store.get(path), n)
+            return self._decode_entry(self._ahead.pop(n) if n in self._ahead else self.store.get(path), n)
         except Missing:
-            return None if n > self._state.n else self._healed(n, f"{path} is missing")
+            return None if n > self._state.n else self._restore_entry(n, f"{path} is missing")
         except Corrupt as error:
-            return self._healed(n, str(error))
+            return self._restore_entry(n, str(error))
 
     def create(self, body: RunCreated) -> None:
         """Append entry 0; raise `Conflict` if the run exists."""
@@ -166,7 +166,7 @@ class Log:
                 if draft.folded is not None:  # the entry was written after all, and another thread has read it
                     return draft.folded.entry
                 n = self._state.n + 1
-                written, lost = self._tried(draft, n)
+                written, lost = self._try_write(draft, n)
                 if written is not None and written is draft.written:
                     self._state = replace(draft.after, sha256=written.sha256)  # already folded by `decide`
                 elif written is not None:
@@ -182,7 +182,7 @@ class Log:
                 return written.entry
         raise Unreachable(f"{self.store.uri}: an entry could not be appended in {TRIES} tries: {lost}") from lost
 
-    def _tried(self, draft: _Draft, n: int) -> tuple[WrittenEntry | None, Exception]:
+    def _try_write(self, draft: _Draft, n: int) -> tuple[WrittenEntry | None, Exception]:
         """Try once to write entry `n`; return the entry that now has this number (if any), and the error of the try."""
         try:
             return self._write(draft, n), Exception()
@@ -199,7 +199,7 @@ class Log:
         """Create entry `n`, after all objects that it names."""
         attached = draft.attached
         if attached is None or draft.stored is not None:
-            entry, encoded = self._encoded(self._proposed(draft, n, draft.stored))
+            entry, encoded = self._encode_entry(self._propose_entry(draft, n, draft.stored))
             self.store.create(entry_path(n), encoded.data)
         else:
             entry, encoded = self._write_both(draft, n, attached)
@@ -208,13 +208,13 @@ class Log:
 
     def _write_both(self, draft: _Draft, n: int, attached: AttachedObject) -> tuple[Entry, EncodedEntry]:
         """Write the attached object, and entry `n` that names it. If the entry is refused, nothing is written."""
-        unhashed = self._proposed(draft, n, StoredObject(attached.path, attached.size, ""))
+        unhashed = self._propose_entry(draft, n, StoredObject(attached.path, attached.size, ""))
         made: list[tuple[StoredObject, Entry, EncodedEntry]] = []
 
         def content(sha256: str) -> bytes:
             stored = StoredObject(attached.path, attached.size, sha256)
             draft.after, body = with_file(draft.after, unhashed.body, stored)
-            made[:] = [(stored, *self._encoded(replace(unhashed, at=time.time(), body=body)))]
+            made[:] = [(stored, *self._encode_entry(replace(unhashed, at=time.time(), body=body)))]
             return made[0][2].data
 
         try:
@@ -225,14 +225,14 @@ class Log:
             raise
         return made[0][1:]
 
-    def _encoded(self, entry: Entry) -> tuple[Entry, EncodedEntry]:
+    def _encode_entry(self, entry: Entry) -> tuple[Entry, EncodedEntry]:
         """Encode an entry, and store its index object if it has one."""
         encoded = encode(entry)
         if encoded.index is not None:
             self.store.put(encoded.index.path, encoded.index_data)
         return entry, encoded
 
-    def _proposed(self, draft: _Draft, n: int, stored: StoredObject | None) -> Entry:
+    def _propose_entry(self, draft: _Draft, n: int, stored: StoredObject | None) -> Entry:
         """Build entry `n` of an append; raise `EntryRefused` if the rules do not allow it."""
         body = draft.body(self._state, stored)
         claim = n if draft.claim is None else draft.claim
@@ -242,7 +242,7 @@ class Log:
 
     # --- reading ------------------------------------------------------------------------------------------------
 
-    def _decoded(self, data: bytes, n: int) -> WrittenEntry:
+    def _decode_entry(self, data: bytes, n: int) -> WrittenEntry:
         return decode(data, n, self.store.get)
 
     def _follow(self, last: float = math.inf) -> tuple[list[WrittenEntry], RunState | None]:
@@ -263,14 +263,14 @@ class Log:
         except EntryRefused as error:
             raise Corrupt(f"{entry_path(written.entry.n)} is refused by the log's rules: {error}") from error
 
-    def _healed(self, n: int, why: str) -> WrittenEntry:
+    def _restore_entry(self, n: int, why: str) -> WrittenEntry:
         """Read entry `n` from its segment, if its hash is the one that the next entry names; else raise `Corrupt`."""
-        found = healed(self.store, n, n + 1)
+        found = restore_segment(self.store, n, n + 1)
         if found is None:
             raise Corrupt(f"{why}; no segment has it: `rollflow repair` lists the possible repairs")
-        return self._decoded(found[0], n)
+        return self._decode_entry(found[0], n)
 
-    def _listed(self) -> list[int]:
+    def _list_entries(self) -> list[int]:
         """List the numbers of the entries after the snapshot; empty in a local store, which needs no read-ahead."""
         if self._is_near:
             return []
@@ -294,7 +294,7 @@ class Log:
             beyond = min((m for m in self._ahead if m > n), default=-1)
         if beyond <= n:
             return False
-        self._fold(self.read(n) or self._healed(n, f"{entry_path(n)} is missing, {entry_path(beyond)} is there"))
+        self._fold(self.read(n) or self._restore_entry(n, f"{entry_path(n)} is missing, {entry_path(beyond)} is there"))
         return True
 
     @property
@@ -324,7 +324,7 @@ class AttachedObject:
     size: int = field(init=False)  # bytes
 
     def __init__(self, path: str, data: Data) -> None:
-        self.path, self.data = path, pieces(data)
+        self.path, self.data = path, split_buffers(data)
         self.size = sum(map(len, self.data))
 
 
@@ -370,4 +370,4 @@ class Writer:
         """Read new entries; raise `Deposed` if another process has claimed the role."""
         self.log.follow()
         if not self.valid():
-            raise deposed(self.log.state, self.role)
+            raise build_deposed(self.log.state, self.role)

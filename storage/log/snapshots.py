@@ -18,7 +18,7 @@ from itertools import takewhile
 from pydantic import TypeAdapter, ValidationError
 
 from rollflow.storage.errors import Corrupt, Missing, RollflowError
-from rollflow.storage.log.entries import entry_path, opened, sealed
+from rollflow.storage.log.entries import entry_path, open_sealed, seal_tree
 from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
 
@@ -45,12 +45,12 @@ def segment_path(n: int) -> str:
 
 def to_bytes(state: RunState) -> bytes:
     """Encode a state as a sealed snapshot."""
-    return sealed({"fold": FOLD, "state": _STATE.dump_python(state, mode="json")})
+    return seal_tree({"fold": FOLD, "state": _STATE.dump_python(state, mode="json")})
 
 
 def from_bytes(data: bytes) -> RunState:
     """Decode a snapshot; raise `ValueError` if this version of rollflow cannot read it."""
-    tree = opened(data)
+    tree = open_sealed(data)
     if tree.get("fold") != FOLD:
         raise ValueError("it is of another version of the fold")
     return _STATE.validate_python(tree["state"])
@@ -93,17 +93,17 @@ def _write_segment(run: ObjectStore, last: int) -> None:
         run.put(segment_path(last), b"\n".join(run.get(entry_path(m)) for m in range(last + 1 - EVERY, last + 1)))
 
 
-def healed(run: ObjectStore, first: int, end: int) -> list[bytes] | None:
+def restore_segment(run: ObjectStore, first: int, end: int) -> list[bytes] | None:
     """Read entries `first` to `end - 1` from their segments; None unless their hash chain leads to entry `end`."""
     found: list[bytes] = []
     with contextlib.suppress(Missing, Corrupt, ValueError, KeyError):
-        prev = opened(run.get(entry_path(end)))["prev"]
+        prev = open_sealed(run.get(entry_path(end)))["prev"]
         for n in reversed(range(first, end)):
             data = from_segment(run, n)
             if hashlib.sha256(data).hexdigest() != prev:
                 return None
             found.append(data)
-            prev = opened(data)["prev"]
+            prev = open_sealed(data)["prev"]
         return found[::-1]
     return None
 

@@ -20,7 +20,7 @@ from rollflow.storage.log.entries import BatchCommitted, Entry, VersionPublished
 from rollflow.storage.log.reading import LogGap
 from rollflow.storage.log.report import ViolationKind
 from rollflow.storage.log.rules import apply, decide
-from rollflow.storage.log.snapshots import healed
+from rollflow.storage.log.snapshots import restore_segment
 from rollflow.storage.log.state import EntryRefused, GroupTooOld, RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
@@ -91,7 +91,7 @@ class TolerantFold:
         return decode(found, n, self.store.get)
 
     def _heal(self, hole: LogGap) -> Iterator[tuple[WrittenEntry, bytes, bool]]:
-        found = healed(self.store, hole.first, hole.end)
+        found = restore_segment(self.store, hole.first, hole.end)
         if found is None:
             self._lose(hole)
             return

@@ -47,13 +47,13 @@ class UnfinishedWrite:
     token: str = ""  # the backend's id of the write
 
 
-def pieces(data: Data) -> list[memoryview]:
+def split_buffers(data: Data) -> list[memoryview]:
     """Return the buffers of `data` as views of bytes, in order."""
     parts = [data] if isinstance(data, bytes | bytearray | memoryview) else data
     return [memoryview(part).cast("B") for part in parts]
 
 
-def digest(parts: Sequence[memoryview]) -> str:
+def hash_pieces(parts: Sequence[memoryview]) -> str:
     """Return the sha256 of the concatenated buffers."""
     found = hashlib.sha256()
     for part in parts:
@@ -61,7 +61,7 @@ def digest(parts: Sequence[memoryview]) -> str:
     return found.hexdigest()
 
 
-def checked(path: str) -> str:
+def check_path(path: str) -> str:
     """Return `path` if it is a well-formed object path, else raise `ValueError`."""
     parts = path.split("/")
     if "\0" in path or any(part in ("", ".", "..") for part in parts):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from rollflow.storage.errors import Missing, StoreFailed, Unreachable
-from rollflow.storage.objects.base import CHUNK, digest
+from rollflow.storage.objects.base import CHUNK, hash_pieces
 
 CURES = {
     errno.ENOSPC: "free space on that disk",
@@ -48,7 +48,7 @@ _sync_file_range = _early()
 
 
 @contextmanager
-def explained(target: Path) -> Iterator[None]:
+def raise_store_failed(target: Path) -> Iterator[None]:
     """Turn the errors in `CURES` (a full disk, for example) into `StoreFailed`; other errors pass through."""
     try:
         yield
@@ -62,7 +62,7 @@ def explained(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def found(target: Path) -> Iterator[None]:
+def raise_missing(target: Path) -> Iterator[None]:
     """Turn the error of a missing file into `Missing`, and other read errors into `Unreachable` (it may be intact)."""
     try:
         yield
@@ -72,20 +72,20 @@ def found(target: Path) -> Iterator[None]:
         raise Unreachable(f"{target} cannot be read now ({error.strerror or error}); it may be intact") from error
 
 
-def mapped(path: Path) -> memoryview:
+def map_file(path: Path) -> memoryview:
     """Memory-map a file: pages are loaded when they are read, and writes to them stay in this process.
 
-    Raises as `found`.
+    Raises as `raise_missing`.
     """
-    with found(path), open(path, "rb") as file:
+    with raise_missing(path), open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
 def sha256_of(path: Path) -> str:
-    """Hash a file, reading it in chunks. Raises as `found`."""
-    with found(path), open(path, "rb") as file:
+    """Hash a file, reading it in chunks. Raises as `raise_missing`."""
+    with raise_missing(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -125,13 +125,13 @@ def _write_all(file: int, parts: list[memoryview]) -> None:
 
 
 @contextmanager
-def hashed(parts: Sequence[memoryview]) -> Iterator[Callable[[], str]]:
+def hash_in_thread(parts: Sequence[memoryview]) -> Iterator[Callable[[], str]]:
     """Yield a function that returns the sha256 of `parts`; long data is hashed in a thread while the block runs.
 
     Hashing and writing both release Python's global lock.
     """
     if sum(map(len, parts)) < CHUNK:
-        yield cache(partial(digest, parts))
+        yield cache(partial(hash_pieces, parts))
         return
     with ThreadPoolExecutor(1, "sha256") as pool:
-        yield pool.submit(digest, parts).result
+        yield pool.submit(hash_pieces, parts).result

@@ -29,10 +29,10 @@ from rollflow.storage.objects.base import (
     ObjectStat,
     ObjectStore,
     UnfinishedWrite,
-    checked,
-    pieces,
+    check_path,
+    split_buffers,
 )
-from rollflow.storage.objects.disk import NO_FILE, explained, found, hashed, write_out
+from rollflow.storage.objects.disk import NO_FILE, hash_in_thread, raise_missing, raise_store_failed, write_out
 
 SCRATCH = ".tmp"
 TURN = "turn"  # the lock file of `_rename_once`; all other names in `.tmp` are hexadecimal
@@ -55,13 +55,17 @@ class LocalStore(ObjectStore):
         return LocalStore(self.local_path(prefix), self._scratch)
 
     def local_path(self, path: str) -> Path:
-        if SCRATCH in checked(path).split("/"):
+        if SCRATCH in check_path(path).split("/"):
             raise ValueError(f"not an object path: {path!r} ({SCRATCH} is reserved)")
         return self.root / path
 
     def put(self, path: str, data: Data) -> str:
-        target, parts = self.local_path(path), pieces(data)
-        with explained(target), hashed(parts) as sha256, self._written(parts) as (temporary, file):
+        target, parts = self.local_path(path), split_buffers(data)
+        with (
+            raise_store_failed(target),
+            hash_in_thread(parts) as sha256,
+            self._write_temporary(parts) as (temporary, file),
+        ):
             os.fsync(file)
             self._make_room(target)
             self._sync_above(target)
@@ -72,7 +76,7 @@ class LocalStore(ObjectStore):
 
     def create(self, path: str, data: Data) -> None:
         target = self._free(path)
-        with explained(target), self._written(pieces(data)) as (temporary, file):
+        with raise_store_failed(target), self._write_temporary(split_buffers(data)) as (temporary, file):
             os.fsync(file)
             self._make_room(target)
             self._sync_above(target)
@@ -81,12 +85,16 @@ class LocalStore(ObjectStore):
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
         """Write both with one sync: `file` gets its name before it is synced, since no reader knows that name yet."""
-        target, named, parts = self._free(path), self.local_path(file), pieces(data)
-        with explained(target), hashed(parts) as sha256, self._written(parts) as (body, body_file):
+        target, named, parts = self._free(path), self.local_path(file), split_buffers(data)
+        with (
+            raise_store_failed(target),
+            hash_in_thread(parts) as sha256,
+            self._write_temporary(parts) as (body, body_file),
+        ):
             self._make_room(named)
             self._make_room(target)
             os.replace(body, named)
-            with self._written(pieces(content(sha256()))) as (naming, naming_file):
+            with self._write_temporary(split_buffers(content(sha256()))) as (naming, naming_file):
                 os.fsync(body_file)
                 os.fsync(naming_file)
                 self._sync_above(named)
@@ -98,12 +106,12 @@ class LocalStore(ObjectStore):
 
     def get(self, path: str) -> bytes:
         target = self.local_path(path)
-        with found(target):
+        with raise_missing(target):
             return target.read_bytes()
 
     def fetch(self, path: str, file: Path) -> str:
         read = hashlib.sha256()
-        with explained(file), open(file, "xb", buffering=0) as copy:
+        with raise_store_failed(file), open(file, "xb", buffering=0) as copy:
             for chunk in _chunks(self.local_path(path)):
                 read.update(chunk)
                 copy.write(chunk)
@@ -111,7 +119,7 @@ class LocalStore(ObjectStore):
 
     def stat(self, path: str) -> ObjectStat:
         target = self.local_path(path)
-        with found(target):
+        with raise_missing(target):
             known = target.stat()
             if stat.S_ISDIR(known.st_mode):
                 raise IsADirectoryError
@@ -119,12 +127,12 @@ class LocalStore(ObjectStore):
 
     def exists(self, path: str) -> bool:
         target = self.local_path(path)
-        with found(target):
+        with raise_missing(target):
             return target.is_file()
 
     def list(self, prefix: str = "", after: str = "") -> Iterator[str]:
         top = self.local_path(prefix) if prefix else self.root
-        with found(top):
+        with raise_missing(top):
             names = (path.relative_to(self.root).as_posix() for path in _files(top))
             return iter(sorted(name for name in names if name > after))
 
@@ -138,7 +146,7 @@ class LocalStore(ObjectStore):
 
     def delete(self, path: str) -> None:
         target = self.local_path(path)
-        with contextlib.suppress(*NO_FILE), explained(target):
+        with contextlib.suppress(*NO_FILE), raise_store_failed(target):
             target.unlink()
 
     def unfinished(self) -> Iterator[UnfinishedWrite]:
@@ -149,7 +157,11 @@ class LocalStore(ObjectStore):
 
     def discard(self, left: UnfinishedWrite) -> None:
         path = self._scratch / left.name.rpartition("/")[2]
-        with contextlib.suppress(FileNotFoundError, BlockingIOError), explained(path), open(path, "rb") as file:
+        with (
+            contextlib.suppress(FileNotFoundError, BlockingIOError),
+            raise_store_failed(path),
+            open(path, "rb") as file,
+        ):
             _lock(file.fileno())
             path.unlink()
 
@@ -198,11 +210,11 @@ class LocalStore(ObjectStore):
         """Return the file of `path`; raise `Conflict` if it exists."""
         target = self.local_path(path)
         if target.exists():
-            raise _taken(target)
+            raise _name_conflict(target)
         return target
 
     @contextlib.contextmanager
-    def _written(self, parts: Sequence[memoryview]) -> Iterator[tuple[Path, int]]:
+    def _write_temporary(self, parts: Sequence[memoryview]) -> Iterator[tuple[Path, int]]:
         """Yield a temporary file with `parts`, not yet synced, and its descriptor; remove it afterwards."""
         _make_folder(self._scratch)
         temporary = self._scratch / uuid.uuid4().hex
@@ -223,7 +235,7 @@ class LocalStore(ObjectStore):
             if error.errno in NO_LINKS:
                 self._rename_once(temporary, file, target)
             elif isinstance(error, FileExistsError) or target.exists():
-                raise _taken(target) from error
+                raise _name_conflict(target) from error
             else:
                 raise
 
@@ -232,13 +244,13 @@ class LocalStore(ObjectStore):
         with open(self._scratch / TURN, "ab") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
             if target.exists():
-                raise _taken(target)
+                raise _name_conflict(target)
             with _unless_done(file, target):
                 os.rename(temporary, target)
 
 
 def _chunks(source: Path) -> Iterator[bytes]:
-    with found(source), open(source, "rb", buffering=0) as whole:
+    with raise_missing(source), open(source, "rb", buffering=0) as whole:
         while chunk := whole.read(CHUNK):
             yield chunk
 
@@ -307,7 +319,7 @@ def _lies_at(file: int, target: Path) -> bool:
         ) from error
 
 
-def _taken(target: Path) -> Conflict:
+def _name_conflict(target: Path) -> Conflict:
     """Return a `Conflict` for a name that exists, after syncing it: its writer may have been killed before its sync."""
     _sync_name(target)
     return Conflict(f"{target} exists")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError, Conflict, Missing
-from rollflow.storage.objects.base import Data, ObjectStat, ObjectStore, checked, digest, pieces
-from rollflow.storage.objects.disk import explained
+from rollflow.storage.objects.base import Data, ObjectStat, ObjectStore, check_path, hash_pieces, split_buffers
+from rollflow.storage.objects.disk import raise_store_failed
 
 _OBJECTS: dict[str, tuple[bytes, float]] = {}  # "name/path" -> content and time of the write
 _LOCK = threading.Lock()
@@ -34,13 +34,13 @@ class MemoryStore(ObjectStore):
         return MemoryStore(self._key(prefix))
 
     def put(self, path: str, data: Data) -> str:
-        parts = pieces(data)
+        parts = split_buffers(data)
         with _LOCK:
             _OBJECTS[self._key(path)] = (b"".join(parts), time.time())
-        return digest(parts)
+        return hash_pieces(parts)
 
     def create(self, path: str, data: Data) -> None:
-        key, body = self._key(path), b"".join(pieces(data))
+        key, body = self._key(path), b"".join(split_buffers(data))
         with _LOCK:
             if key in _OBJECTS:
                 raise Conflict(f"memory://{key} exists")
@@ -51,7 +51,7 @@ class MemoryStore(ObjectStore):
 
     def fetch(self, path: str, file: Path) -> str:
         body = self.get(path)
-        with explained(file), open(file, "xb") as copy:
+        with raise_store_failed(file), open(file, "xb") as copy:
             copy.write(body)
         return hashlib.sha256(body).hexdigest()
 
@@ -88,4 +88,4 @@ class MemoryStore(ObjectStore):
             return _OBJECTS[key]
 
     def _key(self, path: str) -> str:
-        return f"{self.name}/{checked(path)}"
+        return f"{self.name}/{check_path(path)}"

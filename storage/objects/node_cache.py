@@ -28,7 +28,7 @@ from itertools import islice
 from pathlib import Path
 
 from rollflow.storage.errors import StoreFailed, Unreachable
-from rollflow.storage.objects.disk import explained
+from rollflow.storage.objects.disk import raise_store_failed
 
 KEPT = 3  # the largest number of folders, unless more are held
 FILLING = ".filling-"  # prefix of the names of incomplete folders
@@ -83,24 +83,24 @@ class NodeCache:
     def _hold(self, folder: Path, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> HeldFolder:
         if held := _present(folder, whole):
             return held
-        with explained(folder):
+        with raise_store_failed(folder):
             self._mine.mkdir(parents=True, exist_ok=True)
-        with self._locked(folder.name):
+        with self._lock_folder(folder.name):
             if held := _present(folder, whole):
                 return held
             self._make_room(folder, KEPT - 1)
             try:
-                return self._filled(folder, fill)
+                return self._fill_folder(folder, fill)
             except StoreFailed:
                 if not self._make_room(folder, 0):
                     raise
-                return self._filled(folder, fill)
+                return self._fill_folder(folder, fill)
 
-    def _filled(self, folder: Path, fill: Callable[[Path], None]) -> HeldFolder:
-        with explained(folder):
+    def _fill_folder(self, folder: Path, fill: Callable[[Path], None]) -> HeldFolder:
+        with raise_store_failed(folder):
             temporary = Path(tempfile.mkdtemp(prefix=FILLING, dir=self._mine))
         try:
-            held = HeldFolder(folder, _shared(temporary))
+            held = HeldFolder(folder, _lock_shared(temporary))
             fill(temporary)
             temporary.rename(folder)
             return held
@@ -108,7 +108,7 @@ class NodeCache:
             shutil.rmtree(temporary, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
+    def _lock_folder(self, name: str) -> Iterator[None]:
         limit = time.monotonic() + self._wait
         with (self._mine / LOCK).open("ab") as lock:
             while not _lock(lock.fileno(), fcntl.LOCK_EX):
@@ -126,7 +126,7 @@ class NodeCache:
             _sweep(store, locked=store == self._mine)
         with contextlib.suppress(FileNotFoundError):
             _rename_away(folder)  # it is incomplete, even if a process holds it
-        present = sorted(self._cache.glob("*/[!.]*"), key=_used)
+        present = sorted(self._cache.glob("*/[!.]*"), key=_last_use)
         removable = filter(_remove, present)
         return len([*islice(removable, max(len(present) - most, 0))]) > 0
 
@@ -142,7 +142,7 @@ def _sweep(store: Path, *, locked: bool) -> None:
 def _present(folder: Path, whole: Callable[[Path], bool]) -> HeldFolder | None:
     """Hold the folder if it exists and is complete; else return None."""
     try:
-        descriptor = _shared(folder)
+        descriptor = _lock_shared(folder)
     except FileNotFoundError:
         return None
     held = HeldFolder(folder, descriptor)
@@ -153,7 +153,7 @@ def _present(folder: Path, whole: Callable[[Path], bool]) -> HeldFolder | None:
     return None
 
 
-def _shared(folder: Path) -> int:
+def _lock_shared(folder: Path) -> int:
     """Open `folder` with a shared lock; a process that removes it holds its exclusive lock only briefly."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -198,7 +198,7 @@ def _same(folder: Path, descriptor: int) -> bool:
         return False
 
 
-def _used(folder: Path) -> float:
+def _last_use(folder: Path) -> float:
     with contextlib.suppress(FileNotFoundError):
         return folder.stat().st_mtime
     return 0.0

@@ -23,8 +23,16 @@ from typing import Any
 import botocore.exceptions  # type: ignore[import-untyped]
 
 from rollflow.storage.errors import ConfigError, Conflict, Corrupt, Missing, RollflowError, StoreFailed, Unreachable
-from rollflow.storage.objects.base import Data, ObjectStat, ObjectStore, UnfinishedWrite, checked, digest, pieces
-from rollflow.storage.objects.disk import CURES, explained
+from rollflow.storage.objects.base import (
+    Data,
+    ObjectStat,
+    ObjectStore,
+    UnfinishedWrite,
+    check_path,
+    hash_pieces,
+    split_buffers,
+)
+from rollflow.storage.objects.disk import CURES, raise_store_failed
 from rollflow.storage.objects.s3_requests import (
     FAILURES,
     HASTY,
@@ -33,8 +41,8 @@ from rollflow.storage.objects.s3_requests import (
     WRONG,
     S3Connection,
     code_of,
-    connection,
-    passing,
+    get_connection,
+    is_transient,
 )
 
 WRITER, SHA256 = "rollflow-writer", "rollflow-sha256"
@@ -55,11 +63,11 @@ class S3Store(ObjectStore):
         return f"s3://{self.root}"
 
     def child(self, prefix: str) -> S3Store:
-        return S3Store(f"{self.root}/{checked(prefix)}", self.patience)
+        return S3Store(f"{self.root}/{check_path(prefix)}", self.patience)
 
     def put(self, path: str, data: Data) -> str:
-        parts, token = pieces(data), uuid.uuid4().hex
-        sha256 = digest(parts)
+        parts, token = split_buffers(data), uuid.uuid4().hex
+        sha256 = hash_pieces(parts)
         with self._named(path):
             try:
                 self._write(path, parts, {WRITER: token, SHA256: sha256})
@@ -69,10 +77,10 @@ class S3Store(ObjectStore):
         return sha256
 
     def create(self, path: str, data: Data) -> None:
-        parts, token = pieces(data), uuid.uuid4().hex
+        parts, token = split_buffers(data), uuid.uuid4().hex
         with self._named(path):
             try:
-                self._write(path, parts, {WRITER: token, SHA256: digest(parts)}, IfNoneMatch="*")
+                self._write(path, parts, {WRITER: token, SHA256: hash_pieces(parts)}, IfNoneMatch="*")
             except FAILURES as error:
                 writer = self._writer(path)
                 if writer == token:
@@ -87,7 +95,7 @@ class S3Store(ObjectStore):
         return b"".join(parts)
 
     def fetch(self, path: str, file: Path) -> str:
-        with explained(file), open(file, "xb") as copy:
+        with raise_store_failed(file), open(file, "xb") as copy:
 
             def again() -> None:
                 copy.seek(0)
@@ -179,7 +187,7 @@ class S3Store(ObjectStore):
 
     def _probe(self, name: str) -> None:
         def call(method: str, **arguments: Any) -> None:
-            connection(HASTY).call(method, Bucket=self._bucket, **arguments)
+            get_connection(HASTY).call(method, Bucket=self._bucket, **arguments)
 
         key = self._key(name)
         call("put_object", Key=key, Body=b"rollflow", IfNoneMatch="*")
@@ -254,7 +262,7 @@ class S3Store(ObjectStore):
 
     @property
     def _connection(self) -> S3Connection:
-        return connection(None if self.patience is None else PATIENT.lasting(self.patience))
+        return get_connection(None if self.patience is None else PATIENT.lasting(self.patience))
 
     @property
     def _bucket(self) -> str:
@@ -267,7 +275,7 @@ class S3Store(ObjectStore):
         return prefix and f"{prefix}/"
 
     def _key(self, path: str) -> str:
-        return self._prefix + checked(path)
+        return self._prefix + check_path(path)
 
     def _target(self, path: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._key(path)}
@@ -278,19 +286,19 @@ class S3Store(ObjectStore):
         try:
             yield
         except FAILURES as error:
-            explained = _explained(error, self, path)
+            explained = _translate_error(error, self, path)
             if explained is None:
                 raise
             raise explained from error
 
 
-def _explained(error: Exception, store: S3Store, path: str) -> RollflowError | None:
+def _translate_error(error: Exception, store: S3Store, path: str) -> RollflowError | None:
     """Return the error that a failed request means for its caller; None if the original error is clear enough."""
     where, code = f"store.uri = {store.uri!r}", code_of(error)
     bucket = store.root.partition("/")[0]
     if isinstance(error, WRONG):
         return Corrupt(f"{store.uri}/{path} is not what was written ({error})")
-    if passing(error) or code == "NoSuchUpload":
+    if is_transient(error) or code == "NoSuchUpload":
         tried = "; ".join(getattr(error, "__notes__", ()))
         return Unreachable(f"object storage did not answer for {store.uri}/{path} ({tried}): {error or type(error)}")
     if code == "NoSuchBucket":

@@ -91,7 +91,7 @@ PATIENT = RetryLimits()
 HASTY = RetryLimits(tries=1, try_seconds=10.0, connect_seconds=3.0, silence_seconds=5.0)
 
 
-def connection(patience: RetryLimits | None = None) -> S3Connection:
+def get_connection(patience: RetryLimits | None = None) -> S3Connection:
     """Return this process's connection. It is keyed by process id, since its thread does not survive a fork."""
     variables = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
     return _connection(os.getpid(), variables, patience or PATIENT)
@@ -156,7 +156,7 @@ class S3Connection:
                     return await self._answer(method, arguments)
             except FAILURES as error:
                 late = time.monotonic() - began > self.patience.seconds
-                if not passing(error) or late or tried == self.patience.tries:
+                if not is_transient(error) or late or tried == self.patience.tries:
                     error.add_note(f"{tried} tries in {time.monotonic() - began:.0f} s")
                     raise
             await asyncio.sleep(self.patience.pause(tried))
@@ -183,12 +183,14 @@ class S3Connection:
             return
         begun = await self.ask("create_multipart_upload", **target, Metadata=described["Metadata"])
         upload = {**target, "UploadId": begun["UploadId"]}
-        tasks = [asyncio.create_task(self._part(upload, n, cut)) for n, cut in enumerate(cuts(parts, PART_BYTES), 1)]
+        tasks = [
+            asyncio.create_task(self._part(upload, n, cut)) for n, cut in enumerate(cut_parts(parts, PART_BYTES), 1)
+        ]
         try:
             listed = {"Parts": await asyncio.gather(*tasks)}
             await self.ask("complete_multipart_upload", **upload, MultipartUpload=listed, **condition)
         except FAILURES:
-            await _ended(tasks)
+            await _await_end(tasks)
             await self._abort(upload)
             raise
 
@@ -223,7 +225,7 @@ class S3Connection:
                 ahead.extend(map(asyncio.create_task, islice(rest, 1)))
                 await asyncio.to_thread(take, body)
         finally:
-            await _ended(ahead)
+            await _await_end(ahead)
             for unused in rest:
                 unused.close()
         return dict(first["Metadata"])
@@ -236,13 +238,13 @@ class S3Connection:
         return bytes(answer["Body"])
 
 
-async def _ended(tasks: Any) -> None:
+async def _await_end(tasks: Any) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def cuts(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+def cut_parts(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
     """Split the bytes of `parts` into runs of `size` (the last may be shorter), without copying."""
     run: list[memoryview] = []
     room = size
@@ -269,6 +271,6 @@ def _status_of(error: BaseException) -> int | None:
     return response["ResponseMetadata"].get("HTTPStatusCode") if response else None
 
 
-def passing(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Return whether a retry of the same request may succeed."""
     return isinstance(error, LOST) or code_of(error) in UNSERVED or _status_of(error) in BUSY

@@ -37,15 +37,15 @@ class RunEnded(Exception):
         self.pause = pause
 
 
-def ask(run: ObjectStore, how: How) -> StopRequest:
+def request_stop(run: ObjectStore, how: How) -> StopRequest:
     """Ask the run to end; a "cancel" stays in force if a "stop" follows it."""
-    before = requested(run)
+    before = read_request(run)
     asked = StopRequest(before.how if before is not None and before.how == "cancel" else how, time.time())
     run.put(REQUEST, json.dumps(asdict(asked)).encode())
     return asked
 
 
-def requested(run: ObjectStore) -> StopRequest | None:
+def read_request(run: ObjectStore) -> StopRequest | None:
     """Return the request to end the run, or None if there is none or it cannot be read."""
     try:
         found = json.loads(run.get(REQUEST))
@@ -56,6 +56,6 @@ def requested(run: ObjectStore) -> StopRequest | None:
 
 def take_back(run: ObjectStore, before: float) -> None:
     """Remove a request from before `before` (seconds since the epoch), when the run was started or resumed."""
-    asked = requested(run)
+    asked = read_request(run)
     if asked is not None and asked.at < before:
         run.delete(REQUEST)

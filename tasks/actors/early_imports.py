@@ -60,12 +60,12 @@ def imports_vllm(engine: EngineConfig) -> bool:
     return engine.kind == "vllm" and engine.threads == 1
 
 
-def environment(kind: Kind) -> dict[str, Any]:
+def worker_environment(kind: Kind) -> dict[str, Any]:
     """Return Ray's `runtime_env` of a worker of this kind."""
     return {"env_vars": {KIND: kind}}
 
 
-def wanted(kind: Kind, folder: Path) -> Path:
+def request_path(kind: Kind, folder: Path) -> Path:
     """Return the file that requests a spare; the worker that removes it becomes the spare."""
     return folder / kind
 
@@ -80,7 +80,7 @@ def import_early() -> None:
     if kind not in MODULES or folder is None or glob.glob("/dev/nvidia[0-9]*"):
         return
     try:
-        _import_in_turn(kind, wanted(kind, Path(folder)))
+        _import_in_turn(kind, request_path(kind, Path(folder)))
     except Exception:
         logging.getLogger(__name__).exception("early imports of %s", kind)
 

@@ -111,7 +111,7 @@ class EngineActor:
         try:
             generation = await self._engine.generate(request)
             tokens = len(generation.made) - len(request.prefix)
-            self._meter.prefilled(len(request.prompt) + len(request.prefix), generation.cached)
+            self._meter.count_prefill(len(request.prompt) + len(request.prefix), generation.cached)
             self._finished.append(generation)
             del self._have[request.id]
         except Exception as error:  # noqa: BLE001 - a request's error is a value, which is raised at its caller

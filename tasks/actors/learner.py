@@ -55,7 +55,7 @@ from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.meter import BusyMeter
 from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import judge
+from rollflow.tasks.verifiers.base import score_response
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
@@ -230,7 +230,7 @@ class LearnerActor:
             made = generate_answers(model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed)
             texts = [tokenizer.decode_response(answer, self.config.reward.special_tokens) for answer in made]
             pairs = [(text, p.reference) for text, p in zip(texts, held, strict=True)]
-            return sum(judge(verify, where, *pair).reward == 1.0 for pair in pairs) / len(held)
+            return sum(score_response(verify, where, *pair).reward == 1.0 for pair in pairs) / len(held)
 
         def report(step: int, found: float) -> None:
             self._step(f"cold start: step {step}, accuracy {found:.2f} of {cold.target_accuracy:.2f}")
@@ -357,7 +357,7 @@ class LearnerActor:
 
     def _check_finite(self, version: int) -> tuple[float, ...]:
         """Return the probe's log-probs for `version`; raise `NotFinite`, before anything is stored, if it is broken."""
-        broken, probe = self.learner.broken(), self.learner.logprobs(self.context.probe_tokens)
+        broken, probe = self.learner.first_nonfinite(), self.learner.logprobs(self.context.probe_tokens)
         if broken is None and all(np.isfinite(probe)):
             return probe
         what = f"{broken} has a NaN or an infinity" if broken else "the probe's log-probs are not finite"

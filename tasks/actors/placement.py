@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from rollflow.tasks.actors.early_imports import Kind, environment
+from rollflow.tasks.actors.early_imports import Kind, worker_environment
 from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig
 from rollflow.tasks.run.config import RunConfig
 
@@ -53,7 +53,7 @@ def runtime_env(config: RunConfig, gpus: float = 0.0, imports: Kind | None = Non
         return {"runtime_env": {**cluster.runtime_env, **env}}
     if imports is None or gpus or cluster.address != "auto":
         return {}
-    return {"runtime_env": environment(imports)}
+    return {"runtime_env": worker_environment(imports)}
 
 
 def engine_cpus(engine: EngineConfig) -> float:
@@ -66,7 +66,7 @@ def learner_cpus(config: RunConfig) -> float:
     return float(config.train.threads * (1 if config.train.multi_node else config.train.ranks))
 
 
-def fits(node: Mapping[str, Any], config: RunConfig, role: Role) -> bool:
+def is_fitting(node: Mapping[str, Any], config: RunConfig, role: Role) -> bool:
     """Return whether a node from Ray's list may run an actor of the role."""
     own = getattr(config.cluster.placement, role)
     labels, resources = node.get("Labels", {}), node.get("Resources", {})

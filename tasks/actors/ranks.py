@@ -26,7 +26,7 @@ from ray.util.placement_group import get_placement_group, placement_group, remov
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rollflow.storage.errors import Unreachable
-from rollflow.tasks.actors.placement import actor_options, fits, runtime_env
+from rollflow.tasks.actors.placement import actor_options, is_fitting, runtime_env
 from rollflow.tasks.learners.distributed.rank_protocol import Meeting, Pipes, RankHosts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
@@ -88,7 +88,7 @@ def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECOND
 
 def place_in_turn(config: RunConfig, rank: int) -> dict[str, Any]:
     """Return the options for a rank without a GPU: the nodes get ranks in turn."""
-    every = [node for node in list_nodes() if fits(node, config, "learner")] or list_nodes()
+    every = [node for node in list_nodes() if is_fitting(node, config, "learner")] or list_nodes()
     near = NodeAffinitySchedulingStrategy(every[rank % len(every)]["NodeID"], soft=True)
     own = actor_options(config, "learner", float(config.train.threads))
     own.pop("label_selector", None)  # the chosen node has the labels

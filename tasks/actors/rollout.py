@@ -49,7 +49,7 @@ from rollflow.tasks.rollout.evaluation import (
     Evaluations,
     EvaluationSkipped,
     Evaluator,
-    evaluated,
+    is_evaluated,
     store_evaluation,
     store_skipped,
 )
@@ -214,8 +214,10 @@ class RolloutActor:
         held, vocabulary = self.prompts.held_out(), read_vocabulary(self.context.policy_folder)
         means = EvaluationPorts(
             wanted=self.context.evaluates,
-            evaluated=lambda version: asyncio.to_thread(evaluated, self.context.store, version),
-            engine=self.proxy.lent if self.config.evaluation_engine(on_cpu=True) is None else self._borrow_own_engine,
+            evaluated=lambda version: asyncio.to_thread(is_evaluated, self.context.store, version),
+            engine=self.proxy.borrow_engine
+            if self.config.evaluation_engine(on_cpu=True) is None
+            else self._borrow_own_engine,
             fetch=self.feed.fetch_kept,
             evaluator=Evaluator(
                 held, settings.samples, settings.temperature, longest, self._score, environment, vocabulary
@@ -342,8 +344,8 @@ class RolloutActor:
         return failed
 
     def _note_published(self, version: int) -> None:
-        self.scheduler.published(version)
-        self.evaluations.published(version)
+        self.scheduler.note_published(version)
+        self.evaluations.note_published(version)
 
     def _note_updated(self, version: int) -> None:
         self.began = self.began or time.monotonic()

@@ -44,7 +44,7 @@ class EngineMeter:
         self._tokens += tokens
         self._suspended = self._suspended if suspended is None else suspended
 
-    def prefilled(self, prompt_tokens: int, cached: int) -> None:
+    def count_prefill(self, prompt_tokens: int, cached: int) -> None:
         """Count the known tokens of a request that ended."""
         self._prompt_tokens += prompt_tokens
         self._cached += cached

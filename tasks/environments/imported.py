@@ -6,7 +6,7 @@ from rollflow.storage.errors import RollflowError
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import ImportEnvironment
 from rollflow.tasks.runtime.imports import imported_object
-from rollflow.tasks.verifiers.base import Score, failed, sound
+from rollflow.tasks.verifiers.base import Score, failure_score, validate_score
 
 KEY = "environment"
 
@@ -30,5 +30,5 @@ class ImportedEnvironment(Environment):
         except RollflowError:  # the run's own error, such as a failed engine
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment may be foreign code
-            return failed(self._name, error)
-        return None if score is None else sound(self._name, score)
+            return failure_score(self._name, error)
+        return None if score is None else validate_score(self._name, score)

@@ -26,4 +26,4 @@ def build_learner(config: TrainConfig, start: LearnerStart) -> Learner:
             case _:
                 from rollflow.tasks.learners.torch_learner import TorchLearner
 
-                return TorchLearner.begun(config, start)
+                return TorchLearner.create(config, start)

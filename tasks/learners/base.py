@@ -36,7 +36,7 @@ AGAIN = "start another run from the policy that `rollflow export` writes"  # the
 WaitForPublish = Callable[[], None]
 
 
-def at_once() -> None:
+def no_wait() -> None:
     """Return at once: the `WaitForPublish` of a step that need not wait for anything."""
 
 
@@ -64,7 +64,7 @@ class Learner(Protocol):
     def model(self) -> Any:
         """The policy as a transformers model in this process; a cold start trains it in place before any `step`."""
 
-    def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> Mapping[str, float]:
+    def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> Mapping[str, float]:
         """Train `version` into `version + 1`; return metrics.
 
         Args:
@@ -79,7 +79,7 @@ class Learner(Protocol):
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Return the log-probabilities (nats, temperature 1) of tokens[1:], each given its prefix."""
 
-    def broken(self) -> str | None:
+    def first_nonfinite(self) -> str | None:
         """Return the name of a tensor in weights or state that holds a NaN or an infinity; None if there is none."""
 
     def check_ranks(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 MANY = 2**28  # bytes of weights; with fewer, allocating again costs more time than the memory is worth
 
 
-def give_back(weights: Iterable[Tensor]) -> None:
+def release_memory(weights: Iterable[Tensor]) -> None:
     """Release freed memory to the system if `weights` are large. It costs the next step some page faults."""
     if sum(tensor.nbytes for tensor in weights if tensor.device.type == "cpu") >= MANY:
         give_back_all()

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects.base import Data
-from rollflow.tasks.learners.base import LearnerStart, WaitForPublish, at_once
+from rollflow.tasks.learners.base import LearnerStart, WaitForPublish, no_wait
 from rollflow.tasks.learners.checkpoint.shards import Files, Named, shapes_of, tensors_of, to_files
 from rollflow.tasks.learners.config import RankedTrain
 from rollflow.tasks.learners.forward.critic import Critic
 from rollflow.tasks.learners.forward.models import TrainedModels
 from rollflow.tasks.learners.forward.pre_update import compute_before
 from rollflow.tasks.learners.forward.reference import Reference, named_tensors
-from rollflow.tasks.learners.malloc_trim import give_back
+from rollflow.tasks.learners.malloc_trim import release_memory
 from rollflow.tasks.learners.optimizer.nonfinite import all_finite, check_batch
 from rollflow.tasks.learners.optimizer.trained_tensors import check_fit, check_parts
 from rollflow.tasks.learners.randomness import (
@@ -89,7 +89,7 @@ class TorchLearner(TrainedModels):
         """Shard weights and state over the ranks, for learners that can; here do nothing."""
 
     @classmethod
-    def begun(cls, config: RankedTrain, start: LearnerStart) -> Self:
+    def create(cls, config: RankedTrain, start: LearnerStart) -> Self:
         """Create the learner before its first step."""
         begin_process(config, start.seed)
         return cls(
@@ -106,7 +106,7 @@ class TorchLearner(TrainedModels):
 
     # --- a version ----------------------------------------------------------------------------------------------
 
-    def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> Mapping[str, float]:
+    def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> Mapping[str, float]:
         """See `Learner`."""
         data = BatchRows.of(batch)
         check_batch(data, version)
@@ -118,8 +118,8 @@ class TorchLearner(TrainedModels):
         updates.seen.gather(self.ranks)
         found |= updates.seen.metrics(entropy=self.objective.uses_entropy)
         found |= {"learning_rate": self.learning_rate(version), "rows_with_signal": float(before.signal_R.mean())}
-        give_back(self.model.parameters())
-        return {**found, **self.adapt_kl_weight(found), **before.metrics(), **self.ranks.told()}
+        release_memory(self.model.parameters())
+        return {**found, **self.adapt_kl_weight(found), **before.metrics(), **self.ranks.take_metrics()}
 
     def _minibatches(self, data: BatchRows) -> list[list[int]]:
         """Return the rows of each minibatch: whole groups, dealt out in turn."""
@@ -139,7 +139,7 @@ class TorchLearner(TrainedModels):
 
     # --- stored files ------------------------------------------------------------------------------------------
 
-    def broken(self) -> str | None:
+    def first_nonfinite(self) -> str | None:
         """See `Learner`."""
         parts = self.policy.tensors(), *(role.tensors() for _, role in self._roles()), self.policy.weights()
         return next((name for part in parts for name, tensor in part.items() if not all_finite(tensor)), None)
@@ -172,7 +172,7 @@ class TorchLearner(TrainedModels):
         saved = shapes_of(_of_stem(STATE, state))
         own = {**random_like(saved), **self._weight_of_kl()}
         check_fit("weights do", shapes_of(weights.items()), self.policy.weights_like())
-        check_fit("the learner state does", saved, {**own, **self.policy.like(saved)})
+        check_fit("the learner state does", saved, {**own, **self.policy.expected_tensors(saved)})
         check_parts(state, [STATE, *(stem for stem, _ in self._roles())], saved)
         for stem, role in self._roles():
             role.check(shapes_of(_of_stem(stem, state)))

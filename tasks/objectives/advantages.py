@@ -12,7 +12,7 @@ TINY = 1e-8  # the same for a batch: added to the squared deviation
 ROUNDING = 1e-12  # a smaller value is a rounding error and counts as zero
 
 
-def advantages(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
+def compute_advantages(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
     """Return (R,) the advantage of each trajectory, which applies to all of its tokens.
 
     `groups_R` numbers each trajectory's group from 0. `tokens_R` counts the tokens that the policy sampled; `longest`
@@ -26,7 +26,7 @@ def advantages(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: T
 
 def shape_rewards(part: Advantage, rewards_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
     """Return (R,) rewards minus the penalty for overlong responses."""
-    return rewards_R - overlong(tokens_R, longest, part.overlong).to(rewards_R.dtype)
+    return rewards_R - penalize_overlong(tokens_R, longest, part.overlong).to(rewards_R.dtype)
 
 
 def weigh_signs(part: Advantage, found: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def whiten(found: Tensor, weight: Tensor) -> Tensor:
     return (found - mean) / deviation
 
 
-def overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
+def penalize_overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
     """Return (R,) the penalty of a long response: 0 up to (1 - share) x longest tokens, rising to 1 at `longest`.
 
     DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).

@@ -251,7 +251,7 @@ class PartsObjective(ObjectiveBase):
         if preset is None:
             return made(tree)
         given = _as_parts(tree)
-        found = made(with_kinds(cls, _merged(preset.parts, given)))
+        found = made(with_kinds(cls, _merge_parts(preset.parts, given)))
         if not given.keys() >= RECORDED:
             _check_counts(found.correction, given.get("correction"))
             _check_ratio(found, given.get("ratio"))
@@ -284,7 +284,7 @@ class ImportObjective(ObjectiveBase, Imported):
 ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminator="kind")]
 
 
-def _merged(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Merge given parts into the preset, key by key; a part of another kind replaces the preset's whole part."""
     found = dict(preset)
     for name, value in given.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects.base import Data
-from rollflow.storage.objects.disk import mapped
+from rollflow.storage.objects.disk import map_file
 from rollflow.tasks.policies.config import ColdStart
 
 END, PAD = "<|end|>", "<|pad|>"
@@ -153,7 +153,7 @@ def weight_paths(path: str) -> list[Path]:
 
 def weight_files(path: str) -> dict[str, Data]:
     """Memory-map the weights of an existing policy, with which a run starts, on the learner's machine."""
-    return {file.name: mapped(file) for file in weight_paths(path)}
+    return {file.name: map_file(file) for file in weight_paths(path)}
 
 
 def _check_complete(path: str, folder: Path) -> Path:

@@ -93,10 +93,10 @@ class LMHead:
         output = decoder(input_ids=tokens_1T, use_cache=False)
         self._kind: type[Any] = type(output)
         ours_TV = torch.log_softmax(self(output.last_hidden_state[0]).float(), -1)
-        return distance(ours_TV, theirs_TV)
+        return measure_distance(ours_TV, theirs_TV)
 
 
-def distance(one: Tensor, other: Tensor) -> float:
+def measure_distance(one: Tensor, other: Tensor) -> float:
     """Return the largest difference between two results; infinite where only one of them is a number."""
     same = (one == other) | (one.isnan() & other.isnan())  # broken weights give NaN on both sides
     return float(torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf, math.inf).max())

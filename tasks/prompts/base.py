@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollflow.tasks.prompts.config import JsonlPrompts
-from rollflow.tasks.prompts.keys import normalise
+from rollflow.tasks.prompts.keys import normalise_text
 
 Reader = Callable[[JsonlPrompts], bytes]  # returns the content of a source's file
 
@@ -27,7 +27,7 @@ class Question:
     @property
     def canonical_key(self) -> str:
         """The key, or else the normalised text."""
-        return self.key or normalise(self.text)
+        return self.key or normalise_text(self.text)
 
 
 class QuestionSource(Protocol):

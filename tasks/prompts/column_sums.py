@@ -31,7 +31,7 @@ class ColumnSumsSource:
         for position in range(count * 20):
             if len(self._held) == count:
                 break
-            asked = question(self._draw_terms(self._create_generator("held out", position)))
+            asked = build_question(self._draw_terms(self._create_generator("held out", position)))
             self._held.setdefault(asked.canonical_key, asked)
         for asked in self._held.values():
             excluded.add(asked)
@@ -59,7 +59,7 @@ class ColumnSumsSource:
     def _find_allowed(self, stream: str, position: int) -> Question:
         draw = self._create_generator(stream, position)
         for _ in range(TRIES):
-            asked = question(self._draw_terms(draw))
+            asked = build_question(self._draw_terms(draw))
             if asked not in self._excluded:
                 return asked
         raise ConfigError(
@@ -68,16 +68,16 @@ class ColumnSumsSource:
         )
 
 
-def question(terms: list[int]) -> Question:
+def build_question(terms: list[int]) -> Question:
     """Build the question for the sum of `terms`; its answer is the worked solution, and the verifier gets only the
     sum.
     """
     asked = f"Add {' + '.join(map(str, terms))}."
     key = f"add {' '.join(map(str, sorted(terms)))}"
-    return Question(asked, steps(terms), {"family": None, "answer": str(sum(terms))}, key)
+    return Question(asked, write_steps(terms), {"family": None, "answer": str(sum(terms))}, key)
 
 
-def steps(terms: list[int]) -> str:
+def write_steps(terms: list[int]) -> str:
     """Write the worked solution: column by column, then the answer. The longest term has at most len(PLACES) digits."""
     columns, carried = [], 0
     for place in range(len(str(max(terms)))):

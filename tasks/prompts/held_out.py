@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rollflow.tasks.prompts.base import Question
-from rollflow.tasks.prompts.keys import normalise
+from rollflow.tasks.prompts.keys import normalise_text
 
 Split = Literal["text", "key"]  # the attribute that is compared; "text" in older runs, whose questions had no keys
 
@@ -36,4 +36,4 @@ class HeldOut:
         return not self._keys.isdisjoint(self._keys_of(question))
 
     def _keys_of(self, question: Question) -> tuple[str, ...]:
-        return (question.text,) if self.split == "text" else (question.canonical_key, normalise(question.text))
+        return (question.text,) if self.split == "text" else (question.canonical_key, normalise_text(question.text))

@@ -14,7 +14,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.base import Question, QuestionSource
 from rollflow.tasks.prompts.config import ImportPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
-from rollflow.tasks.runtime.imports import imported_object, made
+from rollflow.tasks.runtime.imports import build_part, imported_object
 
 KEY = "prompts"
 TRIES = 64  # positions tried instead of one that another source holds out
@@ -43,7 +43,7 @@ class ImportedSource:
 
     def held_out(self, count: int) -> list[Question]:
         """Return held-out questions, as `QuestionSource` says."""
-        found = made(KEY, self._config, lambda: list(itertools.islice(self._own.held_out(count), count)))
+        found = build_part(KEY, self._config, lambda: list(itertools.islice(self._own.held_out(count), count)))
         for question in found:
             self._check(f"held_out({count})", question)
         if len({self._excluded.identity(question) for question in found}) < len(found):
@@ -53,7 +53,7 @@ class ImportedSource:
     def _find_allowed(self, stream: str, ask: Callable[[int], Question], position: int) -> Question:
         """Return the question at `position`, or at a later one if another form or source of it is held out."""
         for place in range(position, position + TRIES * STEP, STEP):
-            call, question = f"{stream}({place})", made(KEY, self._config, partial(ask, place))
+            call, question = f"{stream}({place})", build_part(KEY, self._config, partial(ask, place))
             self._check(call, question)
             if question.text in self._held:
                 raise self._refused(call, "asks a question that is held out; leave those out of what is trained on")

@@ -31,7 +31,7 @@ class JsonlSource:
 
     def __init__(self, config: JsonlPrompts, seed: int, content: bytes, excluded: HeldOut) -> None:
         self._config, self._seed, self._excluded = config, seed, excluded
-        lines = questions(config, content)
+        lines = read_questions(config, content)
         random.Random(f"{seed}:split").shuffle(lines)
         kept = int(len(lines) * config.held_out)
         self._held = {excluded.identity(question): question for question in lines[:kept]}
@@ -65,7 +65,7 @@ class JsonlSource:
         return self._lines[_shuffle_lines(f"{self._seed}:{stream}:{epoch}", len(self._lines))[place]]
 
 
-def questions(config: JsonlPrompts, content: bytes) -> list[Question]:
+def read_questions(config: JsonlPrompts, content: bytes) -> list[Question]:
     """Return the question of every line, in the file's order; `ConfigError` names the first line without a question.
 
     The rows of a new run are checked strictly before (`rows.py`). Here rows are read as recorded runs always read them.

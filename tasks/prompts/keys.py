@@ -12,7 +12,7 @@ import unicodedata
 WORDS = re.compile(r"\w+|[^\w\s]")
 
 
-def normalise(text: str) -> str:
+def normalise_text(text: str) -> str:
     """Return `text` in NFKC and lower case, with single spaces and without punctuation at its ends.
 
     A text of only punctuation keeps it.
@@ -33,7 +33,7 @@ def _is_outer(letter: str) -> bool:
 
 def split_words(text: str) -> list[str]:
     """List the words, numbers and signs of a text, normalised, in order."""
-    return WORDS.findall(normalise(text))
+    return WORDS.findall(normalise_text(text))
 
 
 def unordered_key(text: str, answer: str) -> str:
@@ -43,4 +43,4 @@ def unordered_key(text: str, answer: str) -> str:
     because they may be the rows of a grid, and many grids have the same cells.
     """
     lines = [" ".join(sorted(split_words(line))) for line in text.splitlines()]
-    return "\n".join([*lines, normalise(answer)])
+    return "\n".join([*lines, normalise_text(answer)])

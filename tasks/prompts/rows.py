@@ -60,7 +60,7 @@ def refuse_lines(config: JsonlPrompts, faults: list[tuple[int, str]]) -> ConfigE
     return ConfigError(f"prompts.path = {config.path!r}: line {first}: {what}" + _in_brackets(counts))
 
 
-def shorten(value: object) -> str:
+def shorten_value(value: object) -> str:
     """Shorten a value of the file for a message."""
     text = json.dumps(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
@@ -118,11 +118,11 @@ def _find_text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> 
     value = row[key]
     if not isinstance(value, str):
         name = NAMES.get(type(value), "a number with a fraction")
-        return f"{key} is {name} ({shorten(value)}); give {wanted}"
+        return f"{key} is {name} ({shorten_value(value)}); give {wanted}"
     try:
         value.encode()
     except UnicodeEncodeError:
-        return f"{key} holds half of a surrogate pair ({shorten(value)}), which is not text; remove it"
+        return f"{key} holds half of a surrogate pair ({shorten_value(value)}), which is not text; remove it"
     if key == "question" and not value.strip():
         return "question is empty; ask something"
     return None

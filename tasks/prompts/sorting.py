@@ -63,10 +63,10 @@ class SortingSource:
 def _shuffle(multiset: str, draw: random.Random) -> Question:
     digits = list(multiset)
     draw.shuffle(digits)
-    return question("".join(digits))
+    return build_question("".join(digits))
 
 
-def question(digits: str) -> Question:
+def build_question(digits: str) -> Question:
     """Build the question that asks for `digits` in ascending order."""
     answer = "".join(sorted(digits))
     return Question(f"Sort {digits}.", answer, {"family": None, "answer": answer}, f"sort {answer}")

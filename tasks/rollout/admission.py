@@ -89,10 +89,10 @@ def next_batch(supply: AdmissionInputs, limits: RolloutLimits) -> int:
     return min(supply.due.at(under_way), math.floor(supply.version + limits.lead))
 
 
-def room(supply: AdmissionInputs, limits: RolloutLimits, extra: int) -> AdmissionDecision:
+def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int) -> AdmissionDecision:
     """Decide how many groups may start; `extra` is the number of extra groups in the next batch's round."""
     due, version = supply.due, supply.version
-    fresh = allowance(
+    fresh = compute_allowance(
         version, supply.outstanding, number=due.number, missing=due.missing, groups=limits.groups, ahead=limits.lead
     )
     if due.first > version + limits.lead:  # the batches of this version are formed: an extra group would come too late
@@ -107,7 +107,7 @@ def room(supply: AdmissionInputs, limits: RolloutLimits, extra: int) -> Admissio
     )
 
 
-def allowance(
+def compute_allowance(
     version: int, outstanding: int, *, number: int, missing: Collection[int] = (), groups: int, ahead: float
 ) -> int:
     """Compute how many groups may start for freshness alone; negative if too many have started.

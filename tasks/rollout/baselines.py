@@ -86,7 +86,7 @@ class WholeGroupQueue(SlotQueue):
         assert lane is not None, "the queue withdraws no ticket of a group"
         self._held[group] = lane, ticket
 
-    def give_back(self, group: Hashable) -> None:
+    def release_group(self, group: Hashable) -> None:
         """Free the slots of a group; a second call changes nothing."""
         if held := self._held.pop(group, None):
             self.release(*held)
@@ -165,11 +165,11 @@ class WholeGroupRollout(GroupRollout):
             await self._ask_until_answered(WHOLE, hold)
             return await super().run(prompt)
         finally:
-            self._queue.give_back(self.key)
+            self._queue.release_group(self.key)
 
     async def _close_episode(self, episode: PlayedEpisode) -> bool:
         if self.unanswered == 1:  # this episode is the last one
-            self._queue.give_back(self.key)
+            self._queue.release_group(self.key)
         return await super()._close_episode(episode)
 
 

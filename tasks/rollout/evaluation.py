@@ -84,7 +84,7 @@ def skipped_path(version: int) -> str:
     return f"evaluations_skipped/{version:08d}.json"
 
 
-def evaluated(run: ObjectStore, version: int) -> bool:
+def is_evaluated(run: ObjectStore, version: int) -> bool:
     """Return whether `version` was evaluated or skipped; a damaged record counts as neither, so it is evaluated
     again.
     """
@@ -103,7 +103,7 @@ def _read(run: ObjectStore, path: str, kind: TypeAdapter[T]) -> T | None:
         return None
 
 
-def evaluations(run: ObjectStore, after: int = -1, last: int | None = None) -> list[Evaluation]:
+def read_evaluations(run: ObjectStore, after: int = -1, last: int | None = None) -> list[Evaluation]:
     """Read the evaluations of a run in the order of versions: those above `after`, up to `last` if it is given."""
     paths = run.list("evaluations", after=evaluation_path(after) if after >= 0 else "")
     end = "" if last is None else evaluation_path(last)
@@ -121,7 +121,7 @@ def store_skipped(run: ObjectStore, skip: EvaluationSkipped) -> None:
     run.put(skipped_path(skip.version), json.dumps(asdict(skip)).encode())
 
 
-def skipped(run: ObjectStore) -> list[EvaluationSkipped]:
+def read_skipped(run: ObjectStore) -> list[EvaluationSkipped]:
     """Read the versions that could not be evaluated, and why."""
     return [one for path in run.list("evaluations_skipped") if (one := _read(run, path, SKIPPED))]
 
@@ -199,10 +199,10 @@ async def _want_every(_: PlayedEpisode) -> bool:
 class EvaluationPorts:
     """The functions that `Evaluations` calls.
 
-    `wanted`: whether to evaluate a version. `evaluated`: whether it is done. `engine`: lends an engine for the length
-    of a block. `fetch`: loads the weights and the probe of a version, or raises `Missing` or `Corrupt`. `keep`: stores
-    the result. After `tries` failures of engines a version is skipped, because each failure may have cost the run a
-    restart.
+    `wanted`: whether to evaluate a version. `is_evaluated`: whether it is done. `engine`: lends an engine for the
+    length of a block. `fetch`: loads the weights and the probe of a version, or raises `Missing` or `Corrupt`. `keep`:
+    stores the result. After `tries` failures of engines a version is skipped, because each failure may have cost the
+    run a restart.
     """
 
     wanted: Callable[[int], bool]
@@ -229,7 +229,7 @@ class Evaluations:
         """Number of published versions that are still to be evaluated."""
         return len(self._due)
 
-    def published(self, version: int) -> None:
+    def note_published(self, version: int) -> None:
         """Note that all versions up to this one are published."""
         self._due.extend(filter(self._means.wanted, range(self._seen + 1, version + 1)))
         self._seen = max(self._seen, version)

@@ -54,7 +54,7 @@ class RolloutLimits:
         return self.max_preemptions or (1 if self.tail_batching else 3)
 
 
-def filtered(limits: FilterConfig | None, rewards: Sequence[float]) -> str | None:
+def filter_reason(limits: FilterConfig | None, rewards: Sequence[float]) -> str | None:
     """Return why a group with these rewards is not trained on (dynamic sampling, DAPO section 3.2); None if it is
     kept.
     """

@@ -237,7 +237,7 @@ class InferenceProxy:
             self._fail(old, EngineFailed("another engine took its place"))
 
     @asynccontextmanager
-    async def lent(self) -> AsyncIterator[Engine]:
+    async def borrow_engine(self) -> AsyncIterator[Engine]:
         """Borrow one engine for the length of the block. It serves no other requests meanwhile, and then joins again.
 
         Raises:

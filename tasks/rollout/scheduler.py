@@ -28,7 +28,7 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from rollflow.storage.batch import packed
+from rollflow.storage.batch import pack_group
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.state import RunState
 from rollflow.storage.records import Cursor, Discard, DiscardReason, FinishedGroup, GroupKey, Prompt, TrajectoryGroup
@@ -43,7 +43,7 @@ from rollflow.tasks.rollout.counts import SchedulerCounts
 from rollflow.tasks.rollout.formation import Formation
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
-from rollflow.tasks.rollout.limits import RolloutLimits, filtered
+from rollflow.tasks.rollout.limits import RolloutLimits, filter_reason
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.running_by_version import RunningByVersion
 from rollflow.tasks.verifiers.base import Score
@@ -87,7 +87,7 @@ class SchedulerPorts:
     prompt: Callable[[int], Prompt]
     score: Callable[[ScoreRequest], Awaitable[Score]]
     commit: Callable[[StagedBatch], Awaitable[None]]
-    pack: Callable[[TrajectoryGroup], FinishedGroup] = packed
+    pack: Callable[[TrajectoryGroup], FinishedGroup] = pack_group
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
 
@@ -132,7 +132,7 @@ class RolloutScheduler:
         """Number of groups with unfinished responses or rewards."""
         return len(self._running)
 
-    def published(self, version: int) -> None:
+    def note_published(self, version: int) -> None:
         """Note a published version: the learner is ready for another batch."""
         self._published = max(self._published, version)
         self._ready.set()
@@ -140,7 +140,7 @@ class RolloutScheduler:
     def wake(self) -> None:
         """Check for room again, because an engine got a new version or an engine joined."""
         self._order.advance(self._proxy.version)
-        self.published(self._proxy.version)
+        self.note_published(self._proxy.version)
         self._room.set()
 
     async def run(self) -> None:
@@ -166,7 +166,7 @@ class RolloutScheduler:
 
     def _decide_admission(self) -> AdmissionDecision:
         supply = self._read_supply()
-        return admission.room(
+        return admission.decide_admission(
             supply, self.limits, self._order.count_extra_groups(admission.next_batch(supply, self.limits))
         )
 
@@ -232,7 +232,7 @@ class RolloutScheduler:
     def _add_scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
         """Put a complete group into the buffer, unless it is filtered or too old."""
         self.counts.surplus_tokens += group.surplus_tokens
-        why = filtered(self.limits.filter, [t.reward for t in group.trajectories])
+        why = filter_reason(self.limits.filter, [t.reward for t in group.trajectories])
         if why is not None:
             self._discard_filtered(group, why)
         elif group.started_version < self._formation.oldest_allowed(self.due.first):

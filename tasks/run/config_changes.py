@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.log.configs import differences
+from rollflow.storage.log.configs import diff_trees
 from rollflow.storage.log.entries import Body, Change, ConfigChanged
 from rollflow.storage.log.rules import FIXED, FORMED
 from rollflow.storage.log.state import Deposed, EntryRefused, RunState
@@ -47,7 +47,7 @@ def tree_of(config: RunConfig) -> dict[str, Any]:
 def check_change(context: RunContext, after: RunConfig) -> None:
     """Raise `ConfigError` with one sentence for each key that may not change, or may not change now."""
     first, before, state = context.all_configs[0], context.config, context.log.state
-    changes = differences(tree_of(before), tree_of(after))
+    changes = diff_trees(tree_of(before), tree_of(after))
     refused = [text for change in changes if (text := _refuse_fixed(before, after, change))]
     refused += _refuse_stored_parts(before, after)
     refused += _refuse_longer_responses(first, after)
@@ -88,7 +88,7 @@ def _build_change(context: RunContext, after: RunConfig, state: RunState) -> Con
     recorded = context.configs[-1].config
     config = _merge_recorded(recorded, context.config, after)
     sha256 = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-    return ConfigChanged(state.version + 1, config, sha256, differences(recorded, config), _name_person())
+    return ConfigChanged(state.version + 1, config, sha256, diff_trees(recorded, config), _name_person())
 
 
 def _name_person() -> str:

@@ -16,9 +16,9 @@ from typing import Any
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects import Data
-from rollflow.storage.objects.base import pieces
-from rollflow.storage.objects.disk import mapped
-from rollflow.tasks.learners.base import Learner, WaitForPublish, at_once
+from rollflow.storage.objects.base import split_buffers
+from rollflow.storage.objects.disk import map_file
+from rollflow.tasks.learners.base import Learner, WaitForPublish, no_wait
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.node import node_cache
 
@@ -30,7 +30,7 @@ class MappedFiles(Mapping[str, Data]):
         self._paths = paths
 
     def __getitem__(self, name: str) -> Data:
-        return mapped(self._paths[name])
+        return map_file(self._paths[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
@@ -58,7 +58,7 @@ class ConfigSwitchLearner:
         """See `Learner`."""
         return self._now.model
 
-    def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> Mapping[str, float]:
+    def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> Mapping[str, float]:
         """See `Learner`; trains under the config of version `version + 1`."""
         config = self._config_at(version + 1)
         if _terms(config) != self._terms:
@@ -69,9 +69,9 @@ class ConfigSwitchLearner:
         """See `Learner`."""
         return self._now.logprobs(tokens)
 
-    def broken(self) -> str | None:
+    def first_nonfinite(self) -> str | None:
         """See `Learner`."""
-        return self._now.broken()
+        return self._now.first_nonfinite()
 
     def check_ranks(self) -> None:
         """See `Learner`."""
@@ -115,5 +115,5 @@ def _write_files(files: Mapping[str, Data], folder: Path) -> MappedFiles:
     paths = {name: folder / name.replace("/", "-") for name in files}
     for name, path in paths.items():
         with open(path, "wb") as file:
-            file.writelines(pieces(files[name]))
+            file.writelines(split_buffers(files[name]))
     return MappedFiles(paths)

@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.log.configs import RecordedConfig, readable_configs
 from rollflow.storage.log.entries import Entry, Role, RunCreated, entry_path
-from rollflow.storage.log.reading import there
-from rollflow.storage.log.run_log import Log, Writer, creation
+from rollflow.storage.log.reading import get_entry
+from rollflow.storage.log.run_log import Log, Writer, read_creation
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.objects.node_cache import NodeCache
 from rollflow.storage.policies import PolicyStore
@@ -33,9 +33,9 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.held_out import Split
 from rollflow.tasks.prompts.run_prompts import RunPrompts
-from rollflow.tasks.rollout.evaluation import evaluated
+from rollflow.tasks.rollout.evaluation import is_evaluated
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.run.prompt_pins import PINS, check_asked, reader, split_of
+from rollflow.tasks.run.prompt_pins import PINS, check_asked, open_reader, split_of
 from rollflow.tasks.runtime.names import run_id as checked
 from rollflow.tasks.runtime.node import node_cache
 from rollflow.tasks.runtime.renamed_keys import RECIPE
@@ -66,7 +66,7 @@ class RunContext:
     def _creation(self) -> Entry:
         """The first entry of the run's log."""
         try:
-            found = creation(self.store)
+            found = read_creation(self.store)
         except Missing:
             if self.store.exists("run.json"):  # older runs were described there, before runs had a log
                 raise self._build_version_error from None
@@ -149,7 +149,7 @@ class RunContext:
 
     def _config_of_entry(self, n: int) -> RecordedConfig:
         if n not in self._configs:
-            entry = self._creation if n == 0 else there(self.log, n).entry
+            entry = self._creation if n == 0 else get_entry(self.log, n).entry
             self._configs[n] = RecordedConfig.of(entry)
         return self._configs[n]
 
@@ -198,7 +198,7 @@ class RunContext:
         return TrajectoryStore(self.log)
 
     def _waits_for_evaluation(self, version: int) -> bool:
-        return self.evaluates(version) and not evaluated(self.store, version)
+        return self.evaluates(version) and not is_evaluated(self.store, version)
 
     def evaluates(self, version: int) -> bool:
         """Return whether `version` is to be evaluated, because its config says so or because it is the last one."""
@@ -260,7 +260,7 @@ class RunContext:
         """
         pins = PINS.validate_python(self.created.prompts)
         config = self.all_configs[0]
-        prompts = open_prompts(config, self.tokenizer, reader(self.store, config, pins), split_of(pins))
+        prompts = open_prompts(config, self.tokenizer, open_reader(self.store, config, pins), split_of(pins))
         check_asked(config, pins, prompts)
         return prompts
 

@@ -19,7 +19,7 @@ from rollflow.tasks.environments.config import SingleTurnEnvironment
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.rollout.config import FilterConfig
-from rollflow.tasks.rollout.limits import filtered
+from rollflow.tasks.rollout.limits import filter_reason
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, parse_recorded
 from rollflow.tasks.run.user_code import changed_code
@@ -57,7 +57,7 @@ def read_limits(config: RunConfig) -> BatchLimits:
         made_up=isinstance(config.engine, TimedEngineConfig),
         single_turn=isinstance(config.environment, SingleTurnEnvironment),
         oldest_token=config.rollout.staleness_from == "oldest-token",
-        filtered=lambda rewards: filtered(rules, rewards),
+        filtered=lambda rewards: filter_reason(rules, rewards),
     )
 
 

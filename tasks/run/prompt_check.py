@@ -23,11 +23,11 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.jsonl import numbered_lines
-from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shorten
+from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shorten_value
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import Verifier, answer_of, judge
+from rollflow.tasks.verifiers.base import Verifier, answer_of, score_response
 from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward
 
 PROBED = 256  # number of questions that are checked for a source that generates them
@@ -86,7 +86,7 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
         asked = [*prompts.sources[which].held_out(PROBED), *map(prompts.sources[which].training, range(PROBED))]
         for question in asked:
             if wrong := fault(question.reference):
-                raise ConfigError(f"prompts.{which}: of the question {shorten(question.text)}, {wrong}")
+                raise ConfigError(f"prompts.{which}: of the question {shorten_value(question.text)}, {wrong}")
         room = _compute_room(config, tokenizer)
         lengths = [len(tokenizer.encode_prompt(question.text, source.chat, source.system)) for question in asked]
         if long := [length for length in lengths if not 0 < length <= room]:
@@ -120,8 +120,10 @@ def _find_exact_fault(reference: Mapping[str, Any], where: str) -> str | None:
     if not said:
         return 'answer is empty, and nothing equals it for reward.kind = "exact"; give an answer'
     response = f"<answer>{said}</answer>" if where == "tag" else said
-    if judge(_build_exact(), where, response, reference).reward != 1.0:
-        return f'answer holds a tag ({shorten(said)}), so that nothing in a tag equals it; set reward.answer = "all"'
+    if score_response(_build_exact(), where, response, reference).reward != 1.0:
+        return (
+            f'answer holds a tag ({shorten_value(said)}), so that nothing in a tag equals it; set reward.answer = "all"'
+        )
     return None
 
 
@@ -190,7 +192,7 @@ def _note_unreachable(
     if not lost:
         return []
     what = f"no response of engine.max_new_tokens = {most} tokens equals {len(lost)} of {len(rows)} answers"
-    first = f"line {lost[0].line}: {shorten(lost[0].reference['answer'])}"
+    first = f"line {lost[0].line}: {shorten_value(lost[0].reference['answer'])}"
     cure = "shorten the answers, raise engine.max_new_tokens, or choose a policy that can write them"
     if len(lost) == len(rows):
         raise ConfigError(f"prompts.path = {source.path!r}: {what} ({first}); {cure}")

@@ -96,7 +96,7 @@ def read_once() -> Reader:
     return functools.cache(read_file)
 
 
-def pinned(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, ...]:
+def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, ...]:
     """Compute the pins of prompts that were opened with `read`."""
     pins: list[Pin] = []
     split = prompts.split
@@ -127,14 +127,14 @@ def split_of(pins: Sequence[Pin]) -> Split:
     return pins[0].split if pins else "text"
 
 
-def keep(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], read: Reader) -> None:
+def store_prompts(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], read: Reader) -> None:
     """Copy the files that are to be kept into the run's storage."""
     for source, pin in zip(config.prompts, pins, strict=True):
         if isinstance(source, JsonlPrompts) and isinstance(pin, FilePin) and pin.kept:
             store.put(pin.kept, read(source))
 
 
-def reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> Reader:
+def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> Reader:
     """Return a reader of a run's files as they were when the run began.
 
     The reader raises ConfigError if a file that the run did not keep has changed, and Corrupt if a kept one has.

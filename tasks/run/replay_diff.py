@@ -24,7 +24,7 @@ from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.checkpoint.shards import tensors_of
-from rollflow.tasks.run.restore import ReplayedVersion, files, name_of
+from rollflow.tasks.run.restore import ReplayedVersion, list_files, name_of
 
 SHARE = 0.1  # of the length of a step's change; gradients in bfloat16 use 0.02 of it
 SHORT = 0.5  # the same for bfloat16 and float16, where most weights stay and rounding moves others by chance
@@ -75,10 +75,10 @@ class ReplayDistance:
 FAR = ReplayDistance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # for files that hold different tensors
 
 
-def distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance:
+def measure_distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance:
     """Return the distance of the files that differ; raise `Corrupt` if one is missing from storage."""
     version, found = replayed.version, ReplayDistance()
-    made, published = files(learner, state=bool(version.state)), _by_name(version)
+    made, published = list_files(learner, state=bool(version.state)), _by_name(version)
     if made.keys() != published.keys():
         return FAR
     before = _by_name(policies.find(version.number - 1))

@@ -27,7 +27,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects import Data
-from rollflow.storage.objects.base import digest, pieces
+from rollflow.storage.objects.base import hash_pieces, split_buffers
 from rollflow.storage.policies import MOVERS, PolicyStore, PolicyVersion
 from rollflow.storage.records import StoredObject
 from rollflow.storage.trajectories import TrajectoryStore
@@ -165,11 +165,13 @@ def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learne
 def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
     """Return names of the learner's files that differ from the version's; compare state only if it was stored."""
     published = {name_of(o): o.sha256 for o in version.objects}
-    made = {name: digest(pieces(data)) for name, data in files(learner, state=bool(version.state)).items()}
+    made = {
+        name: hash_pieces(split_buffers(data)) for name, data in list_files(learner, state=bool(version.state)).items()
+    }
     return tuple(sorted(n for n in published.keys() | made.keys() if published.get(n) != made.get(n)))
 
 
-def files(learner: Learner, *, state: bool = True) -> Mapping[str, Data]:
+def list_files(learner: Learner, *, state: bool = True) -> Mapping[str, Data]:
     """Return the files that a version stores: name -> content. A sharded learner gathers each when it is asked for."""
     weights, rest = learner.weights(), learner.state() if state else {}
     return GatheredFiles([*weights, *rest], lambda name: weights[name] if name in weights else rest[name])
@@ -236,11 +238,11 @@ def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVers
 
 def _heal(policies: PolicyStore, learner: Learner, damaged: Sequence[StoredObject]) -> list[str]:
     """Store objects again that the replay reproduced byte for byte; return their paths."""
-    made = files(learner)
+    made = list_files(learner)
     healed = []
     for stored in damaged:
         data = made[name_of(stored)]
-        if digest(pieces(data)) == stored.sha256:
+        if hash_pieces(split_buffers(data)) == stored.sha256:
             policies.store.put(stored.path, data)
             healed.append(stored.path)
     return healed

@@ -108,7 +108,7 @@ def warnings_of(actor: str) -> Warnings:
     return Warnings(actor)
 
 
-def ear() -> socket.socket:
+def open_socket() -> socket.socket:
     """Return the socket that a child process needs for `send_to`."""
     return _get_sockets()[1]
 

@@ -63,7 +63,7 @@ def imported_object(key: str, part: Imported, contract: type[T], *, optional: st
         ConfigError: there is no such class, it takes other options, or it lacks a method of `contract`.
     """
     found: Any = imported_class(key, part, contract)
-    own = made(key, part, lambda: found(**arguments, **part.options))
+    own = build_part(key, part, lambda: found(**arguments, **part.options))
     if not isinstance(own, found):
         raise _build_error(key, part, f"it made a {type(own).__name__} of its options; let it make one of its own")
     for name, promised in vars(contract).items():
@@ -88,7 +88,7 @@ def _check_method(key: str, part: Imported, own: object, promised: FunctionType)
         raise _build_error(key, part, f"its {name} takes other arguments than ({', '.join(given)}): {error}") from None
 
 
-def made(key: str, part: Imported, make: Callable[[], T]) -> T:
+def build_part(key: str, part: Imported, make: Callable[[], T]) -> T:
     """Call `make`, and turn its error, for example about wrong options, into a `ConfigError`."""
     try:
         return make()

@@ -53,7 +53,7 @@ class ObservedRollout:
         return np.array([*bins, *([self.rollout] * len(bins))])
 
 
-def calibrated(seen: ObservedRollout, config: RunConfig, hardware: Hardware) -> Hardware:
+def calibrate_hardware(seen: ObservedRollout, config: RunConfig, hardware: Hardware) -> Hardware:
     """Return the hardware with the engines that match the record best; the rest of it is unchanged."""
     edges = np.unique(np.quantile(seen.tokens_R, np.arange(1, BINS) / BINS))
     found = [_with(slowing, seen, edges, config, hardware) for slowing in SLOWINGS]
@@ -74,7 +74,7 @@ def _with(
         engines = hardware.engines.model_copy(
             update={"seconds_per_token": per_token, "prefill_seconds": prefill, "batch_slowdown": slowing}
         )
-        simulated = _simulated(config, _on(hardware, engines))
+        simulated = _observe_simulation(config, _on(hardware, engines))
         missed = np.log(np.maximum(simulated.times(edges), 1e-9) / np.maximum(seen.times(edges), 1e-9))
         found.append((float(np.square(missed).mean()), engines))
         mean_now, slope_now = simulated.line()
@@ -84,7 +84,7 @@ def _with(
     return min(found, key=lambda one: one[0])
 
 
-def _simulated(config: RunConfig, hardware: Hardware) -> ObservedRollout:
+def _observe_simulation(config: RunConfig, hardware: Hardware) -> ObservedRollout:
     """Simulate, and measure what a record would show."""
     warm = WARM_UP + config.capacity
     versions = warm + max(FEWEST, -(-TRAJECTORIES // (config.groups * config.group_size)))

@@ -26,7 +26,7 @@ HELD_OUT = 1 << 30  # an index that training never reaches; the index of a promp
 TRIES = 1_000  # engines that may die during one evaluation
 
 
-def evaluates(config: RunConfig, hardware: Hardware) -> bool:
+def takes_engines(config: RunConfig, hardware: Hardware) -> bool:
     """Return whether evaluations borrow engines from training."""
     lends = config.evaluation_engine(on_cpu=False) is None and config.engine.replicas > 1
     return lends and not hardware.learner.colocated
@@ -61,9 +61,9 @@ class TimedEvaluations:
         """Number of tokens sampled for evaluations up to now."""
         return self._spent + self._lent_tokens()
 
-    def published(self, version: int) -> None:
+    def note_published(self, version: int) -> None:
         """Note that all versions up to this one are published."""
-        self._evaluations.published(version)
+        self._evaluations.note_published(version)
 
     async def run(self) -> None:
         """Evaluate the versions that are due, until the last version is done."""
@@ -77,7 +77,7 @@ class TimedEvaluations:
 
     @asynccontextmanager
     async def _borrowed(self) -> AsyncIterator[Engine]:
-        async with self._proxy.lent() as engine:
+        async with self._proxy.borrow_engine() as engine:
             assert isinstance(engine, TimedEngine)
             self._lent = engine, engine.usage.tokens
             try:

@@ -135,7 +135,7 @@ def figures_of(records: SimulationRecords, config: RunConfig, hardware: Hardware
         trained_tokens=tuple(formed.tokens * grain for formed in records.formed if formed.number < versions),
         trajectories_per_second=sum(formed.trajectories for formed in counted) / lasted,
         tokens_per_second=sum(formed.tokens for formed in counted) * grain / lasted,
-        idle=_idle(records, config, warm, versions),
+        idle=_idle_shares(records, config, warm, versions),
         update_share=sum(max(0.0, min(u.ended, ended) - max(u.began, began)) for u in records.updates) / lasted,
         staleness=dict(sorted(sum((formed.staleness for formed in counted), Counter[int]()).items())),
         tokens=_tokens(records, versions, grain),
@@ -149,7 +149,7 @@ def figures_of(records: SimulationRecords, config: RunConfig, hardware: Hardware
     )
 
 
-def _idle(records: SimulationRecords, config: RunConfig, warm: int, versions: int) -> IdleShares:
+def _idle_shares(records: SimulationRecords, config: RunConfig, warm: int, versions: int) -> IdleShares:
     nothing = Snapshot(0.0, 0.0, 0.0, 0, 0.0)
     first, last = records.snapshots.get(warm, nothing), records.snapshots[versions]
     lasted = max(last.at - first.at, 1e-12)
@@ -182,7 +182,7 @@ def _bias(records: SimulationRecords, config: RunConfig, versions: int, grain: i
     """Compute the bias; also return the population's lengths."""
     count = sum(formed.trajectories for formed in records.formed if formed.number < versions)
     trained = np.frombuffer(records.trained_lengths, np.int64)[:count] * grain
-    drawn = np.array(population(config, -(-count // config.group_size), records.filtered), np.int64) * grain
+    drawn = np.array(simulate_population(config, -(-count // config.group_size), records.filtered), np.int64) * grain
     found = Bias(
         trained_mean=float(trained.mean()),
         population_mean=float(drawn.mean()),
@@ -193,7 +193,7 @@ def _bias(records: SimulationRecords, config: RunConfig, versions: int, grain: i
     return found, drawn.tolist()
 
 
-def population(config: RunConfig, prompts: int, filtered: Collection[int] = ()) -> list[int]:
+def simulate_population(config: RunConfig, prompts: int, filtered: Collection[int] = ()) -> list[int]:
     """Draw the simulated length of every response to the first `prompts` prompts, without the filtered prompts."""
     engine = config.engine
     assert isinstance(engine, TimedEngineConfig)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.simulation.calibrate import ObservedRollout, calibrated
+from rollflow.tasks.simulation.calibrate import ObservedRollout, calibrate_hardware
 from rollflow.tasks.simulation.hardware import (
     Hardware,
     LearnerHardware,
@@ -47,7 +47,7 @@ class RecordedVersion:
     reward_R: Sequence[float]
 
 
-def fitted(versions: Sequence[RecordedVersion], config: RunConfig) -> Hardware:
+def fit_hardware(versions: Sequence[RecordedVersion], config: RunConfig) -> Hardware:
     """Fit the hardware that these versions (those after a warm-up) ran on. Takes some seconds, as it simulates them."""
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
     alone = config.async_ratio == 0
@@ -58,11 +58,11 @@ def fitted(versions: Sequence[RecordedVersion], config: RunConfig) -> Hardware:
     rest = Hardware(
         title="as recorded",
         responses=ResponsesHardware(
-            lengths=tuple(int(length) for length in thinned(tokens)),
+            lengths=tuple(int(length) for length in thin_values(tokens)),
             correlation=correlation_of(versions),
             tokens_per_tick=1,
         ),
-        reward=RewardHardware(measured=tuple(round(float(x), 6) for x in thinned(rewards))),
+        reward=RewardHardware(measured=tuple(round(float(x), 6) for x in thin_values(rewards))),
         learner=LearnerHardware(measured=tuple(round(x, 6) for x in train_seconds(versions, alone=alone))),
         update=UpdateHardware(
             seconds=round(median(pauses), 6) if pauses else 0.0,
@@ -71,10 +71,10 @@ def fitted(versions: Sequence[RecordedVersion], config: RunConfig) -> Hardware:
     )
     kept = seconds <= np.quantile(seconds, 1.0 - TRIM)
     rollout = median(v.waited if alone else v.seconds for v in versions)
-    return calibrated(ObservedRollout(tokens[kept], seconds[kept], rollout), config, rest)
+    return calibrate_hardware(ObservedRollout(tokens[kept], seconds[kept], rollout), config, rest)
 
 
-def thinned(values: Floats) -> Floats:
+def thin_values(values: Floats) -> Floats:
     """Return at most `QUANTILES` values with the same distribution: the middles of equal shares."""
     values = np.sort(values)
     if len(values) <= QUANTILES:

@@ -36,7 +36,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.bounds import Bounds, bounds_of, work_of
 from rollflow.tasks.simulation.candidates import FULL, LIMITS, Candidate, CandidateOutcome, PlanLimits, SimulationBudget
-from rollflow.tasks.simulation.figures import WARM_UP, Figures, population
+from rollflow.tasks.simulation.figures import WARM_UP, Figures, simulate_population
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.world import simulate
 
@@ -206,11 +206,11 @@ class _Search:
         """Find the best split of each alpha; also return whether larger alphas need no simulation."""
         found: list[CandidateOutcome] = []
         for alpha in self._alphas():
-            if found and self._spent():
+            if found and self._is_spent():
                 break
             last = self._candidate(found[-1].candidate.engines, alpha) if found else None
             plain = self._descend(last or self._start(alpha), 2 if last else self._stride())
-            found.append(self._waiting(plain) or plain)
+            found.append(self._try_waiting(plain) or plain)
             limit = self._bounds(found[-1].candidate).conserving
             if limit >= (1.0 - TOLERANCE) * found[-1].figures.step_seconds:
                 return found, True
@@ -220,11 +220,11 @@ class _Search:
         """List the alphas to simulate, in order."""
         return (*takewhile(lambda a: a < self._largest, ALPHAS), *([self._largest] if self._largest else []))
 
-    def _waiting(self, plain: CandidateOutcome) -> CandidateOutcome | None:
+    def _try_waiting(self, plain: CandidateOutcome) -> CandidateOutcome | None:
         """If dropping old groups exceeds a limit, try waiting for them; return that outcome if it keeps the limits."""
         other = replace(plain.candidate, on_stale="wait")
         drops = plain.candidate.drops and plain.marks(self._limits)
-        if not drops or not self._allowed(other) or self._spent():
+        if not drops or not self._is_allowed(other) or self._is_spent():
             return None
         self._passing.append(plain)
         waiting = self._descend(other, 2)
@@ -234,7 +234,7 @@ class _Search:
         """Return the second best split of the alpha that seems needed, as a first simulation may misorder the two."""
         if not plain:
             return []
-        needed = _needed(plain)
+        needed = _smallest_alpha(plain)
         same = [
             one
             for (candidate, _), one in self._known.items()
@@ -245,9 +245,9 @@ class _Search:
     def _redundant(self, plain: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
         """For each alpha up to the needed one, find the best redundant choice, and the fastest that exceeds a limit."""
         gains, passing = [], []
-        needed = _needed(plain).candidate.async_ratio
+        needed = _smallest_alpha(plain).candidate.async_ratio
         for one in (one for one in plain if one.candidate.async_ratio <= needed):
-            looked = [self._screen(other) for other in self._others(one.candidate) if not self._spent()]
+            looked = [self._screen(other) for other in self._others(one.candidate) if not self._is_spent()]
             marked = {other.candidate: bool(other.marks(self._limits)) for other in looked}
             kept = [other for other in looked if not marked[other.candidate]]
             passing += [other for other in looked if marked[other.candidate]]
@@ -275,9 +275,9 @@ class _Search:
                     max_batches_max_batches_ahead=base.lead,
                 )
             )
-        return (other for other in more if other != base and self._allowed(other))
+        return (other for other in more if other != base and self._is_allowed(other))
 
-    def _allowed(self, candidate: Candidate) -> bool:
+    def _is_allowed(self, candidate: Candidate) -> bool:
         try:
             candidate.config(self._config, self._hardware)
         except ValidationError:
@@ -299,7 +299,7 @@ class _Search:
         idle = best.figures.idle
         toward = -stride if idle.learner < idle.engines else stride
         for engines in (best.candidate.engines + toward, best.candidate.engines - toward):
-            if 1 <= engines <= self._most and not self._spent():
+            if 1 <= engines <= self._most and not self._is_spent():
                 candidate = self._with(best.candidate, engines)
                 if self._bounds(candidate).conserving_split < best.figures.step_seconds:
                     found = self._screen(candidate)
@@ -329,7 +329,7 @@ class _Search:
 
     # --- simulations --------------------------------------------------------------------------------------
 
-    def _spent(self) -> bool:
+    def _is_spent(self) -> bool:
         """Return whether the remaining simulations are reserved for the finals."""
         return len(self._known) >= self._budget.simulations - FINALISTS
 
@@ -362,11 +362,11 @@ class _Search:
         if len(self._lengths) < count * self._config.group_size:
             timed = self._config.model_copy(update={"engine": self._hardware.engine(self._config)})
             grain = timed.engine.tokens_per_tick  # type: ignore[union-attr]  # it is a timed engine
-            self._lengths = [tokens * grain for tokens in population(timed, count)]
+            self._lengths = [tokens * grain for tokens in simulate_population(timed, count)]
         return self._lengths
 
 
-def _needed(outcomes: Sequence[CandidateOutcome]) -> CandidateOutcome:
+def _smallest_alpha(outcomes: Sequence[CandidateOutcome]) -> CandidateOutcome:
     """Return the outcome with the smallest alpha that may come within the tolerance of the best."""
     best = max(one.throughput for one in outcomes)
     near = [one for one in outcomes if one.throughput >= (1.0 - 1.5 * TOLERANCE) * best]

@@ -37,7 +37,7 @@ from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.runtime.clock import run_virtual
-from rollflow.tasks.simulation.evaluations import TimedEvaluations, evaluates
+from rollflow.tasks.simulation.evaluations import TimedEvaluations, takes_engines
 from rollflow.tasks.simulation.figures import Figures, figures_of
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import (
@@ -89,12 +89,12 @@ def simulate(
         figures = figures_of(world.records, simulated, hardware, versions)
         return SimulationResult(figures, world.timeline() if timeline else None)
 
-    with _uncollected():
+    with _pause_collector():
         return run_virtual(main())
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _pause_collector() -> Iterator[None]:
     """Turn off Python's garbage collector, which would inspect everything in flight again and again, for half of the
     time.
     """
@@ -138,7 +138,7 @@ class SimulatedRun:
         hooks = VersionCallbacks(self._published, self._updated)
         self.sync = WeightSync(self.proxy, self, config.engine.on_weight_update, hooks)
         self.learner = TimedLearner(self.hardware, self.engine.tokens_per_tick, self.channel, self.records)
-        lends = evaluates(config, self.hardware)
+        lends = takes_engines(config, self.hardware)
         self.evaluations = TimedEvaluations(config, self.hardware, self.proxy) if lends else None
         faults = self.hardware.faults
         self.faults = Faults(faults, self.proxy, self.engines, self._replace, self.records)
@@ -190,9 +190,9 @@ class SimulatedRun:
         return Path(), WeightsProbe((), (), 0.0)
 
     def _published(self, version: int) -> None:
-        self.scheduler.published(version)
+        self.scheduler.note_published(version)
         if self.evaluations is not None:
-            self.evaluations.published(version)
+            self.evaluations.note_published(version)
 
     def _updated(self, version: int) -> None:
         self.records.updates.append(Span(self._fetched, asyncio.get_running_loop().time(), version))

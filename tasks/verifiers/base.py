@@ -49,7 +49,7 @@ def matches_form(form: Format, response: str) -> bool:
     return re.fullmatch(form.pattern, response.strip(), flags=re.DOTALL) is not None
 
 
-def judge(
+def score_response(
     verify: Verifier, where: str, response: str, reference: Mapping[str, Any], form: Format | None = None
 ) -> Score:
     """Run a verifier on the scored part of `response`; an error becomes a score of 0 with a reason.
@@ -59,26 +59,26 @@ def judge(
     """
     started = time.perf_counter()
     try:
-        score = sound("verifier", verify(answer_of(response, where), reference))
+        score = validate_score("verifier", verify(answer_of(response, where), reference))
     except Exception as error:  # noqa: BLE001 - a verifier is user code, whose error is the reason for this score
-        score = failed("verifier", error)
+        score = failure_score("verifier", error)
     if form is not None and not matches_form(form, response):
         reason = _make_storable(f"not in its form; {score.reason}", LONGEST_REASON)
         score = replace(score, reward=score.reward - form.penalty, reason=reason)
     return replace(score, seconds=time.perf_counter() - started)
 
 
-def sound(who: str, score: Score) -> Score:
+def validate_score(who: str, score: Score) -> Score:
     """Return the score of user code in a form that can be stored; the score of a failure if it is invalid."""
     try:
         if not math.isfinite(score.reward) or abs(score.reward) > LARGEST:
             raise ValueError(f"its reward is {score.reward}")
         return Score(float(score.reward), _make_storable(str(score.reason), LONGEST_REASON))
     except Exception as error:  # noqa: BLE001 - user code may return anything
-        return failed(who, error)
+        return failure_score(who, error)
 
 
-def failed(who: str, error: BaseException) -> Score:
+def failure_score(who: str, error: BaseException) -> Score:
     """Return the score for a response on which user code failed, and log a warning, so that somebody looks for it."""
     reason = _make_storable(f"{who} failed: {type(error).__name__}: {error}", LONGEST_FAILURE)
     logging.getLogger(__name__).warning("a response gets a reward of 0, as its %s", reason)

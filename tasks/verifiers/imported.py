@@ -6,7 +6,7 @@ import functools
 import inspect
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.runtime.imports import imported_function, made
+from rollflow.tasks.runtime.imports import build_part, imported_function
 from rollflow.tasks.verifiers.base import Score, Verifier
 from rollflow.tasks.verifiers.config import ImportReward
 
@@ -23,5 +23,5 @@ def imported_verifier(config: ImportReward) -> Verifier:
         cure = f"write what is large into a file, and give its path ({LONGEST} bytes at most)"
         raise ConfigError(f"reward.options = {str(config.options)[:40]}...: {size} bytes; {cure}")
     function = imported_function("reward", config, returns=Score)
-    made("reward", config, lambda: inspect.signature(function).bind("", {}, **config.options))
+    build_part("reward", config, lambda: inspect.signature(function).bind("", {}, **config.options))
     return functools.partial(function, **config.options)

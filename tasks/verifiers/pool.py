@@ -28,9 +28,9 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError, RollflowError
 from rollflow.storage.token_arrays import Int32s
-from rollflow.tasks.runtime.actor_warnings import ear
+from rollflow.tasks.runtime.actor_warnings import open_socket
 from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import Score, failed
+from rollflow.tasks.verifiers.base import Score, failure_score
 from rollflow.tasks.verifiers.config import ImportReward, RewardConfig
 
 CHUNK = (
@@ -66,7 +66,7 @@ class RewardPool:
     def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
         self._config = config
         self._command = [sys.executable, "-m", "rollflow.tasks.verifiers.worker"]
-        self._command += [config.model_dump_json(), str(tokenizer_folder), str(ear().fileno())]
+        self._command += [config.model_dump_json(), str(tokenizer_folder), str(open_socket().fileno())]
         self._queue: asyncio.PriorityQueue[tuple[int, _ScoringJob]] = asyncio.PriorityQueue()  # by arrival
         self._arrivals = itertools.count()
         self._turns = asyncio.Semaphore(config.workers)
@@ -97,7 +97,7 @@ class RewardPool:
             try:
                 self._put(_ScoringJob(next(self._arrivals), request.encode_line(), future))
             except (TypeError, ValueError) as error:  # a user-defined environment passed an invalid request
-                future.set_result(failed("request", error))
+                future.set_result(failure_score("request", error))
         return futures
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -267,7 +267,7 @@ class _Worker:
         pipe = asyncio.subprocess.PIPE
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, env=environment, pass_fds=(ear().fileno(),)
+            *command, stdin=pipe, stdout=pipe, env=environment, pass_fds=(open_socket().fileno(),)
         )
         return cls(process)
 

@@ -21,7 +21,7 @@ from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.runtime.actor_warnings import send_to
 from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import judge
+from rollflow.tasks.verifiers.base import score_response
 from rollflow.tasks.verifiers.config import RewardConfig
 
 REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
@@ -42,7 +42,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         response = tokenizer.decode_response(list(Int32s(bytes.fromhex(request["tokens"]))), config.special_tokens)
-        score = judge(verify, config.answer, response, request["reference"], config.format)
+        score = score_response(verify, config.answer, response, request["reference"], config.format)
         answers.write(json.dumps([score.reward, score.reason, score.seconds]) + "\n")
 
 

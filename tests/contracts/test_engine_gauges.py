@@ -51,7 +51,7 @@ class Engine:
 
 with Head(Path(sys.argv[1]), cpus=1) as head:
     os.environ.update(head.env)
-    with cluster.attached(head.address, "gauges"):
+    with cluster.attached_cluster(head.address, "gauges"):
         import ray
 
         engine = ray.remote(num_cpus=0)(Engine).remote()

@@ -34,7 +34,7 @@ class Head(RayHead):
 
 with Head(Path(sys.argv[1]), cpus=1) as head:
     os.environ.update(head.env)
-    with cluster.attached(head.address, "gauges"):
+    with cluster.attached_cluster(head.address, "gauges"):
         import ray
         from rollflow.tasks.actors.gauges import Gauges
         from rollflow.tasks.actors.statuses import RolloutStatus

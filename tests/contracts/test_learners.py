@@ -18,7 +18,7 @@ from rollflow.flows.config import sections_of
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, StoreFailed
 from rollflow.storage.objects import Data
-from rollflow.storage.objects.base import pieces
+from rollflow.storage.objects.base import split_buffers
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
 from rollflow.tasks.learners.config import CriticConfig, DeepSpeedTrain, Lora, ReferenceConfig, TorchTrain, TrainConfig
@@ -146,7 +146,7 @@ def batch(seed: int) -> TrajectoryBatch:
 
 def joined(files: Mapping[str, Data]) -> Files:
     """Return files as bytes; the views that a learner returns change with its next step."""
-    return {name: b"".join(pieces(data)) for name, data in files.items()}
+    return {name: b"".join(split_buffers(data)) for name, data in files.items()}
 
 
 def saved(learner: Learner) -> tuple[Files, Files]:
@@ -253,7 +253,7 @@ def test_other_batch_gives_other_weights(learner: Learner) -> None:
 def test_reading_changes_nothing(learner: Learner) -> None:
     before = saved(trained(learner, 1))
     assert learner.logprobs(PROBE) == learner.logprobs(PROBE)
-    assert learner.broken() is None
+    assert learner.first_nonfinite() is None
     assert saved(learner) == before
 
 
@@ -322,7 +322,7 @@ def test_nonfinite_tensor_is_named(learner: Learner, part: int, value: float) ->
     files = list(saved(trained(learner, 1)))
     files[part] = changed(files[part], spoil)
     learner.load(*files)
-    assert learner.broken() in names
+    assert learner.first_nonfinite() in names
 
 
 # --- refused files -----------------------------------------------------------------------------------------

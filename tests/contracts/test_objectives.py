@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.learners.forward.pre_update import judge
+from rollflow.tasks.learners.forward.pre_update import compute_targets
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
@@ -184,7 +184,9 @@ def composed(config: ObjectiveConfig, rows: list[Row]) -> tuple[float, list[floa
     if penalties.kl_in == "reward":
         price_M = penalties.kl_weight * kl_estimate(penalties, behaviour_M, reference_M)
     valued = config.advantage.baseline == "critic"
-    judged = judge(config.advantage, data_of(rows), LONGEST, price_B=price_M, values_B=values_M if valued else None)
+    judged = compute_targets(
+        config.advantage, data_of(rows), LONGEST, price_B=price_M, values_B=values_M if valued else None
+    )
     kept_M = objective.keep(proximal_M, behaviour_M) if objective.uses_batch else None
     advantage_M = judged.advantage_B
     given = MaskedTokens(logp_M, behaviour_M, advantage_M, row_M, proximal_M, None, kept_M, reference_M)

@@ -22,7 +22,7 @@ import s3fs
 from rollflow.storage.errors import ConfigError, Conflict, Corrupt, Missing, StoreFailed, Unreachable
 from rollflow.storage.objects import ObjectStore, disk, open_store, s3_requests
 from rollflow.storage.objects import local as local_backend
-from rollflow.storage.objects.base import Data, first_missing, pieces
+from rollflow.storage.objects.base import Data, first_missing, split_buffers
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import WRITER, S3Store
@@ -98,7 +98,7 @@ def race_to_create(store: ObjectStore, path: str, contents: list[bytes]) -> list
 )
 def test_written_bytes_are_read(store: ObjectStore, write: str, data: Data, tmp_path: Path) -> None:
     """By `get`, `fetch` and `stat`; `put` and `fetch` return the sha256 of the bytes."""
-    before, expected = time.time(), b"".join(pieces(data))
+    before, expected = time.time(), b"".join(split_buffers(data))
     written, sha256 = getattr(store, write)("a/b.bin", data), hashlib.sha256(expected).hexdigest()
     assert written == (sha256 if write == "put" else None)
     assert store.get("a/b.bin") == expected
@@ -381,7 +381,7 @@ def test_check_deletes_files_of_killed_writers(local: LocalStore) -> None:
 
 
 def test_file_being_written_is_never_deleted(local: LocalStore) -> None:
-    with local._written(pieces(b"half")) as (temporary, _):
+    with local._written(split_buffers(b"half")) as (temporary, _):
         os.utime(temporary, (0, 0))
         [left] = local.unfinished()
         local.check()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.config import parse
+from rollflow.flows.config import parse_config
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.base import Question, QuestionSource
 from rollflow.tasks.prompts.config import (
@@ -23,7 +23,7 @@ from rollflow.tasks.prompts.config import (
     SortingPrompts,
 )
 from rollflow.tasks.prompts.jsonl import read_file
-from rollflow.tasks.prompts.keys import normalise
+from rollflow.tasks.prompts.keys import normalise_text
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.user_code import check_own_parts
 from tests.support.user_code import FOLDER, put_in_reach
@@ -63,7 +63,7 @@ def encode(text: str, chat: bool, system: str | None) -> list[int]:
 
 def keys(questions: Iterable[Question]) -> set[str]:
     """Return the questions' keys and normalised texts."""
-    return {key for question in questions for key in (question.canonical_key, normalise(question.text))}
+    return {key for question in questions for key in (question.canonical_key, normalise_text(question.text))}
 
 
 def opened(config: PromptConfig, seed: int = 0, held_out: int = HELD_OUT) -> RunPrompts:
@@ -193,7 +193,7 @@ def own(wrong: str) -> ImportPrompts:
     ],
 )
 def test_faulty_source_is_refused_before_a_run(wrong: str, words: str) -> None:
-    config = parse({"prompts": [own(wrong).model_dump()], "evaluation": {"prompts": 5}})
+    config = parse_config({"prompts": [own(wrong).model_dump()], "evaluation": {"prompts": 5}})
     with pytest.raises(ConfigError) as refused:
         check_own_parts(config)
     assert words in str(refused.value)

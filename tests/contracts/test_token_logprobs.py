@@ -23,7 +23,7 @@ from rollflow.tasks.learners.forward import token_logprobs
 from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
-from rollflow.tasks.policies.head import distance
+from rollflow.tasks.policies.head import measure_distance
 from tests.tasks.test_algorithms import batch_of, trajectory
 
 VOCABULARY = 96
@@ -265,11 +265,11 @@ def test_distance_is_infinite_if_one_side_is_no_number() -> None:
     """NaN on both sides has distance zero; so has minus infinity on both sides."""
     whole, minus = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, -math.inf, 3.0])
     broken = torch.tensor([1.0, math.nan, 3.0])
-    assert distance(whole, whole + 0.5) == pytest.approx(0.5)
+    assert measure_distance(whole, whole + 0.5) == pytest.approx(0.5)
     for same in (whole, broken, minus):
-        assert distance(same, same) == 0.0
+        assert measure_distance(same, same) == 0.0
     for one, other in ((whole, broken), (broken, whole), (whole, minus), (minus, broken)):
-        assert distance(one, other) == math.inf
+        assert measure_distance(one, other) == math.inf
 
 
 # --- a chunk of tokens at a time ----------------------------------------------------------------------------

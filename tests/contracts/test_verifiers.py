@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import Score, Verifier, judge
+from rollflow.tasks.verifiers.base import Score, Verifier, score_response
 from rollflow.tasks.verifiers.config import ExactReward, Format, ImportReward, ReasoningGymReward, RewardConfig
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 from tests.support.user_code import FOLDER, put_in_reach
@@ -95,7 +95,7 @@ def test_verifier_does_not_change_the_reference(case: Case, verify: Verifier) ->
 
 
 def test_verifier_error_becomes_the_reason(case: Case, verify: Verifier) -> None:
-    score = judge(verify, "all", case.right, {"family": "no such family"})
+    score = score_response(verify, "all", case.right, {"family": "no such family"})
     assert score.reward == 0.0
     assert score.reason.startswith("verifier failed: ")
 
@@ -109,7 +109,7 @@ async def test_worker_process_gives_the_same_scores(case: Case, verify: Verifier
         found = await asyncio.wait_for(pool.score(requests), HANG_SECONDS)
     finally:
         await pool.close()
-    expected = [judge(verify, "all", tokenizer.decode(one), case.reference) for one in tokens]
+    expected = [score_response(verify, "all", tokenizer.decode(one), case.reference) for one in tokens]
     assert [(s.reward, s.reason) for s in found] == [(s.reward, s.reason) for s in expected]
     assert found[0].reward == 1.0
 
@@ -135,13 +135,15 @@ THOUGHT = "<think>.*</think>\\s*<answer>[^<]*</answer>"
 )
 def test_response_that_is_not_in_form_pays_the_price(pattern: str | None, response: str, reward: float) -> None:
     form = Format(penalty=0.25) if pattern is None else Format(penalty=0.25, pattern=pattern)
-    score = judge(build_verifier(ExactReward()), "tag", response, {"answer": 17}, form)
+    score = score_response(build_verifier(ExactReward()), "tag", response, {"answer": 17}, form)
     assert score.reward == reward
     assert score.reason.startswith("not in its form; ") == (reward in (0.75, -0.25))
 
 
 def test_verifier_error_is_reported_beside_the_form() -> None:
-    score = judge(build_verifier(ReasoningGymReward()), "tag", "17", {"family": "no such family"}, Format(penalty=0.25))
+    score = score_response(
+        build_verifier(ReasoningGymReward()), "tag", "17", {"family": "no such family"}, Format(penalty=0.25)
+    )
     assert score.reward == -0.25
     assert score.reason.startswith("not in its form; verifier failed: ")
 
@@ -150,8 +152,8 @@ def test_form_costs_the_same_with_every_verifier(case: Case, verify: Verifier) -
     """By an oracle that searches the tags as text, and subtracts the penalty from the score without a form."""
     for answer in (case.right, *ODD):
         for response in (answer, f"<answer>{answer}</answer>", f"</answer>{answer}<answer>"):
-            plain = judge(verify, "tag", response, case.reference)
-            found = judge(verify, "tag", response, case.reference, Format(penalty=0.5))
+            plain = score_response(verify, "tag", response, case.reference)
+            found = score_response(verify, "tag", response, case.reference, Format(penalty=0.5))
             opened = response.find("<answer>")
             tagged = opened >= 0 and response.find("</answer>", opened) >= 0
             assert found.reward == plain.reward - (0.0 if tagged else 0.5), response
@@ -186,5 +188,5 @@ async def test_worker_process_checks_the_whole_responses_form(folder: Path) -> N
     ],
 )
 def test_any_returned_score_can_be_stored(score: Score, kept: Score) -> None:
-    assert replace(judge(lambda _, __: score, "all", "", {}), seconds=0.0) == kept
+    assert replace(score_response(lambda _, __: score, "all", "", {}), seconds=0.0) == kept
     kept.reason.encode()

@@ -396,7 +396,7 @@ class Left:
         return True
 
 context = attach_run(sys.argv[2])
-with cluster.attached(sys.argv[1], context.key):
+with cluster.attached_cluster(sys.argv[1], context.key):
     import ray
     actor = ray.remote(Left).options(name="engine-0", lifetime="detached", num_cpus=0).remote()
     assert ray.get(actor.here.remote())
@@ -407,12 +407,12 @@ from pathlib import Path
 from rollflow.flows.services import cluster
 from rollflow.flows.evaluate import evaluate_now
 from rollflow.flows.locations import attach_run
-from rollflow.tasks.rollout.evaluation import evaluations
+from rollflow.tasks.rollout.evaluation import read_evaluations
 
-with cluster.attached(sys.argv[1], "third"):
+with cluster.attached_cluster(sys.argv[1], "third"):
     import ray
     assert ray.util.list_named_actors(all_namespaces=True) == []
 context = attach_run(sys.argv[2])
-[*_, last] = evaluations(context.store)
+[*_, last] = read_evaluations(context.store)
 assert asyncio.run(evaluate_now(context, last.version)) == last  # the same answers on an engine of its own
 """

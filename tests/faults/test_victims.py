@@ -18,7 +18,7 @@ from benchmarks import chaos, victims
 from benchmarks.chaos import Victim
 from benchmarks.chaos_table import Kill, Outcome, table_of
 from benchmarks.victims import RECORDED_AS, ROLES, is_record_of, kill, kill_everything, mine
-from rollflow.flows.steps import tags
+from rollflow.flows.steps import build_tags
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.tasks.run.config import RunConfig
@@ -57,7 +57,7 @@ def test_kill_of_everything_includes_new_processes(tmp_path: Path, monkeypatch: 
 
 def test_flow_runs_are_identified_by_their_tags() -> None:
     config = RunConfig()
-    given = [tags(config, "r", role)[-1] for role in ("rollout", "reward", "train", "supervisor")]
+    given = [build_tags(config, "r", role)[-1] for role in ("rollout", "reward", "train", "supervisor")]
     assert given == [*victims.STAGES.values(), victims.SUPERVISOR]
 
 

@@ -50,9 +50,9 @@ def test_recovery_times_survive_a_clock_that_steps_back(monkeypatch: pytest.Monk
     monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
     assert not pending.note_progress(1.0)
     assert pending.note_progress(2.0)
-    first = pending.done()
+    first = pending.finish_recovery()
     assert first.noticed_at <= first.restored_at <= first.resumed_at
-    later = PendingRecovery("learner", "gone again", 2).after(pending).done()
+    later = PendingRecovery("learner", "gone again", 2).after(pending).finish_recovery()
     assert first.noticed_at == later.noticed_at <= later.resumed_at
 
 
@@ -255,7 +255,7 @@ def test_run_end_prunes_versions_kept_for_evaluation(
     """The supervisor prunes them; a store that refuses does not stop the end of the run."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     monkeypatch.setattr(post_training, "summarize", lambda *_: {"summary": "of it"})
-    monkeypatch.setattr(post_training, "ending", lambda *_: None)
+    monkeypatch.setattr(post_training, "build_outcome", lambda *_: None)
     monkeypatch.setattr(post_training, "block_rows", lambda *_: [])
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store, keep_last=1, keep_every=100)

@@ -10,7 +10,7 @@ import pytest
 
 from rollflow.flows.views.actor_warnings import ActorWarnings, without_secrets
 from rollflow.tasks.runtime import actor_warnings as module
-from rollflow.tasks.runtime.actor_warnings import AGAIN_SECONDS, KEPT, LENGTH, ActorWarning, Warnings, ear
+from rollflow.tasks.runtime.actor_warnings import AGAIN_SECONDS, KEPT, LENGTH, ActorWarning, Warnings, open_socket
 
 
 @pytest.fixture
@@ -100,6 +100,6 @@ def test_warnings_contain_no_secrets(text: str, safe: str) -> None:
 def test_invalid_warning_is_ignored(data: bytes) -> None:
     """A user-defined verifier has access to the socket."""
     kept = Warnings("reward")
-    ear().send(data)
-    ear().send(b'["a reward worker", null, "it is late"]')
+    open_socket().send(data)
+    open_socket().send(b'["a reward worker", null, "it is late"]')
     assert [one.text for one in kept.read()] == ["a reward worker: it is late"]

@@ -13,7 +13,7 @@ import pytest
 
 from rollflow.flows import prepare
 from rollflow.flows.commands.cli import main
-from rollflow.flows.config import parse
+from rollflow.flows.config import parse_config
 from rollflow.flows.locations import attach_run
 from rollflow.flows.services.process import free_port
 from rollflow.flows.services.reachability import check_store_reach
@@ -133,7 +133,7 @@ def test_temperature_that_vllm_changes_is_refused(
     assert main(["check", RECIPE, "--set", f"{key}={value}", "--set", "engine.kind=transformers"]) == 0
     section, _, name = key.partition(".")
     tree = {section: {name: float(value)}}
-    assert parse(tree).model_dump()[section][name] == float(value)
+    assert parse_config(tree).model_dump()[section][name] == float(value)
 
 
 def test_greedy_evaluation_is_accepted() -> None:
@@ -505,7 +505,7 @@ def test_killed_preparation_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None
 
     config = RunConfig(policy=PolicyConfig(cold_start=ColdStart(hidden_size=32, heads=1)))
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "keep", killed)
+        patch.setattr(prepare, "store_prompts", killed)
         with pytest.raises(KeyboardInterrupt):
             prepare.prepare(config, "same")
     assert prepare.prepare(config, "same").run_id == "same"

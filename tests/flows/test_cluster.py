@@ -19,8 +19,8 @@ ATTACH = """
 import sys
 from rollflow.flows.services import cluster
 print("waiting", flush=True)
-with cluster.attached(sys.argv[1], "test", deadline_seconds=150):
-    print(len(cluster.nodes()), flush=True)
+with cluster.attached_cluster(sys.argv[1], "test", deadline_seconds=150):
+    print(len(cluster.list_nodes()), flush=True)
 """
 
 

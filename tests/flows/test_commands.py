@@ -26,7 +26,7 @@ from rollflow.storage.errors import Unreachable
 from rollflow.storage.log.anchors import first_anchor, newest_anchor
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import WrittenEntry
-from rollflow.storage.log.reading import written
+from rollflow.storage.log.reading import iterate_written
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog
@@ -327,11 +327,11 @@ def test_progress_yields_each_version_once_despite_failures(
     progress = RunProgress(RunContext(trained.uri, trained.cache))
 
     def broken(log: Log, first: int, last: int) -> Iterator[WrittenEntry]:
-        yield from written(log, first, last // 2)
+        yield from iterate_written(log, first, last // 2)
         raise Unreachable("object storage did not answer")
 
     with monkeypatch.context() as away:
-        away.setattr(policies, "written", broken)
+        away.setattr(policies, "iterate_written", broken)
         with pytest.raises(Unreachable):
             progress.advance()
     assert [version.number for version in progress.advance()] == [0, 1, 2, 3, 4, 5]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.views.compare import ComparedRun, VersionCurve, describe_same_weights, differences, group_seeds
+from rollflow.flows.views.compare import ComparedRun, VersionCurve, describe_same_weights, diff_configs, group_seeds
 from rollflow.flows.views.compare_page import SECTIONS, SHOWN, compare_page
 from rollflow.tasks.run.context import RunContext
 from tests.support.described import change_config
@@ -88,7 +88,7 @@ def test_seeds_share_one_band(monkeypatch: pytest.MonkeyPatch) -> None:
 
     runs = [made_up("a", 11, seed="0"), made_up("b", 11, 3.0, seed="1"), made_up("c", 11, rate="2")]
     assert [[run.name for run in group] for group in group_seeds(runs)] == [["a", "b"], ["c"]]
-    assert differences(runs) == {"seed": ("0", "1", "unset"), "rate": ("unset", "unset", "2")}
+    assert diff_configs(runs) == {"seed": ("0", "1", "unset"), "rate": ("unset", "unset", "2")}
     short = VersionCurve(
         *(part[:6] for part in (np.arange(1.0, 12), np.arange(1.0, 12), np.arange(1.0, 12), np.zeros(11)))
     )

@@ -13,12 +13,12 @@ from rollflow.flows.commands.doctor import print_checks, run_checks
 from rollflow.flows.views.console import (
     LiveView,
     PlainView,
+    draw_sparkline,
     format_duration,
     open_view,
     plain_line,
     print_summary,
     render,
-    sparkline,
     staleness_bar,
 )
 from rollflow.flows.views.status import RunStatus, StageStatus
@@ -118,10 +118,10 @@ def test_pass_at_k_is_shown_if_known() -> None:
 
 
 def test_sparkline_scales_to_its_range_and_averages_neighbours() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0, 0, 7, 7], 2) == "▁█"
-    assert sparkline([3, 3], 8) == "▁▁"
-    assert sparkline([], 8) == ""
+    assert draw_sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert draw_sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert draw_sparkline([3, 3], 8) == "▁▁"
+    assert draw_sparkline([], 8) == ""
 
 
 def test_staleness_bar_is_proportional() -> None:

@@ -21,10 +21,10 @@ import pytest
 from prefect.states import Cancelled, Pending, Running, Scheduled, Suspended
 
 from rollflow.flows.config import load_recipe
-from rollflow.flows.deployments import deployments
+from rollflow.flows.deployments import list_deployments
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.services import prefect_api, registering
-from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, api, crash_orphans, start, unfinished_runs
+from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, crash_orphans, open_client, start, unfinished_runs
 from rollflow.flows.services.process import PrefectServer, Runner
 from rollflow.flows.services.registering import DeploymentOffer, list_superseded, register, sweep, withdraw
 from rollflow.tasks.run.config import RunConfig
@@ -100,28 +100,31 @@ def test_registering_keeps_user_changes(server: PrefectServer, offer: Deployment
 def test_schedule_plans_flow_runs(server: PrefectServer, offer: DeploymentOffer) -> None:
     """The server's own scheduler does this; it fails with an SQLAlchemy that Prefect does not support."""
     register(replace(offer, cron=("0 2 * * *", "Europe/Berlin"), tags=("nightly",)))
-    with api() as client:
+    with open_client() as client:
         until(lambda: {run.deployment_id for run in unfinished_runs(client, SERVED) if run.auto_scheduled})
 
 
 def test_recipes_come_before_internal_deployments(server: PrefectServer, offer: DeploymentOffer) -> None:
     """The page and the server sort by name, for deployments of stacks and of other sessions."""
     recipe = replace(offer, name=f"yellow-{offer.name}", tags=("recipe",))
-    ours = [*deployments(SERVED), *deployments("arithmetic-20260101-120000-0a1b2c3d")]
+    ours = [*list_deployments(SERVED), *list_deployments("arithmetic-20260101-120000-0a1b2c3d")]
     made = [register(one) for one in (recipe, *ours)]
     there = Page(server).ask("POST", "/deployments/filter", {"sort": "NAME_ASC"})  # as the page asks
     assert next(one["name"] for one in there if one["id"] in map(str, made)) == recipe.name
-    with api() as client:
+    with open_client() as client:
         for one in made:
             client.delete_deployment(one)
 
 
 def test_flow_runs_of_older_names_are_served(server: PrefectServer) -> None:
     """A run that was suspended under an older version is resumed by this version."""
-    page, offers = Page(server), [one for one in deployments(SERVED) if one.flow_name in ("evaluate", "post-training")]
+    page, offers = (
+        Page(server),
+        [one for one in list_deployments(SERVED) if one.flow_name in ("evaluate", "post-training")],
+    )
     for one in offers:
         register(replace(one, name=SERVED))
-    with api() as client:
+    with open_client() as client:
         waits = start(client, "post-training", SERVED, {"config": RunConfig().model_dump(mode="json")})
         old = [one for one in offers if one.flow_name == "post-training"]
         assert [(one.flow_name, one.name) for one in list_superseded(offers, SERVED)] == [("post-training", SERVED)]
@@ -204,7 +207,7 @@ def test_user_changes_survive_the_runner(server: PrefectServer, tmp_path: Path) 
 def test_recipe_flow_runs_belong_to_their_runner(server: PrefectServer, offer: DeploymentOffer) -> None:
     other = replace(offer, tags=("recipe",))
     register(other)
-    with api() as client:
+    with open_client() as client:
         run = start(client, "evaluate", other.name, {"run": "/somewhere/a"})
         assert run in {one.id for one in unfinished_runs(client, SERVED)}
         assert run not in {one.id for one in unfinished_runs(client, "rollflow-else")}
@@ -223,7 +226,7 @@ def test_starting_stack_keeps_planned_and_paused_runs(
         "running": [Pending(), Running()],
         "paused": [Pending(), Running(), Suspended()],
     }
-    with api() as client:
+    with open_client() as client:
         made = {
             name: client.create_flow_run_from_deployment(served, parameters={"run": "/a"}, state=first, name=name).id
             for name, (first, *_) in states.items()
@@ -258,7 +261,7 @@ def test_work_pool_gets_the_same_deployments(server: PrefectServer, tmp_path: Pa
         assert OF_SESSION not in there["tags"]  # or the next command would sweep it
     config = RunConfig.model_validate(page.read("post-training/pooled@gpus")["parameters"]["config"])
     assert config == load_recipe(recipes / "a.toml")
-    with api() as client:
+    with open_client() as client:
         theirs = start(client, "post-training", "pooled@gpus", {"config": config.model_dump(mode="json")})
         for state in (Pending(), Running()):
             client.set_flow_run_state(theirs, state)

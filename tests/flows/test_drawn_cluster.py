@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollflow.flows.commands._settings import SECRETS, VARIABLES, load_settings
-from rollflow.flows.config import check_new_run, override_config, parse
+from rollflow.flows.config import check_new_run, override_config, parse_config
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.placement import Role, actor_options
@@ -77,7 +77,7 @@ section = st.fixed_dictionaries(
 
 def read(given: Mapping[str, Any]) -> RunConfig:
     """Read a recipe with this `[cluster]`, as a new run does before any service is asked."""
-    config = parse({"cluster": given})
+    config = parse_config({"cluster": given})
     check_new_run(config)
     cluster.check_actor_options(config.cluster)
     return config
@@ -108,7 +108,7 @@ def test_drawn_cluster_is_taken_or_refused(given: Mapping[str, Any]) -> None:
     except ConfigError as error:
         check_refusal(str(error))
         return
-    assert parse(json.loads(json.dumps(tree_of(config)))) == config
+    assert parse_config(json.loads(json.dumps(tree_of(config)))) == config
     assert PLANTED not in json.dumps(tree_of(config))
     for name in get_args(Role):
         ACTOR.options(**actor_options(config, name, 1.0))
@@ -164,4 +164,4 @@ def test_drawn_settings_are_taken_or_refused(tree: dict[str, Any]) -> None:
             return
         assert PLANTED not in f"{read}"
         assert {**read.variables}.keys() <= {*VARIABLES}
-        assert override_config(tree_of(parse({})), read.overrides) == read.config
+        assert override_config(tree_of(parse_config({})), read.overrides) == read.config

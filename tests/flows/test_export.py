@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from rollflow.flows.commands.cli import main
 from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.objects.disk import explained
+from rollflow.storage.objects.disk import raise_store_failed
 from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
@@ -113,7 +113,7 @@ def test_full_disk_leaves_nothing(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> str:
-        with explained(tmp_path):
+        with raise_store_failed(tmp_path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(LocalStore, "fetch", full)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows.config import load_recipe, sentences
+from rollflow.flows.config import describe_errors, load_recipe
 from rollflow.flows.nightly import nightly
 from rollflow.flows.post_training import post_training
 from rollflow.flows.services.form import build_form, form_values
@@ -155,7 +155,7 @@ def refusal(tree: Any) -> str:
 
     with pytest.raises(ValidationError) as error:
         RunConfig.model_validate(tree)
-    return sentences(error.value)
+    return describe_errors(error.value)
 
 
 def test_page_shows_raw_json_only_for_tables() -> None:

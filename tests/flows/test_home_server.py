@@ -16,7 +16,7 @@ import pytest
 
 from rollflow.flows.commands.serve import requested_addresses
 from rollflow.flows.services import stack
-from rollflow.flows.services.home_server import POLL_SECONDS, HomeServer, addresses, stable_port, store_addresses
+from rollflow.flows.services.home_server import POLL_SECONDS, HomeServer, read_addresses, stable_port, store_addresses
 from rollflow.flows.services.locks import take
 from rollflow.flows.services.process import free_port
 from rollflow.flows.services.profile import prefect_url
@@ -146,7 +146,7 @@ def test_port_is_kept_unless_taken(tmp_path: Path) -> None:
         until(lambda: http_answers(f"http://127.0.0.1:{other}", seconds=30))
         assert stable_port(tmp_path, "mlflow") != other
         listening.kill()
-    assert addresses(tmp_path).keys() == {"prefect", "mlflow"}
+    assert read_addresses(tmp_path).keys() == {"prefect", "mlflow"}
 
 
 def options(**given: object) -> argparse.Namespace:

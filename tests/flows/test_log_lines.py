@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from rollflow.flows.views import log_lines
-from rollflow.flows.views.log_lines import FORM, LogLines, as_json, set_log_facts, settings, text
+from rollflow.flows.views.log_lines import FORM, LogLines, as_json, format_line, logging_settings, set_log_facts
 from rollflow.storage.errors import ConfigError
 from tests.support.waiting import RUN_SECONDS
 
@@ -32,7 +32,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_process_writes_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORM, "json")
-    environment = os.environ | {"PREFECT_LOGGING_LEVEL": "INFO"} | settings()
+    environment = os.environ | {"PREFECT_LOGGING_LEVEL": "INFO"} | logging_settings()
     done = subprocess.run(
         [sys.executable, "-c", SAID], env=environment, capture_output=True, text=True, check=True, timeout=RUN_SECONDS
     )
@@ -45,11 +45,11 @@ def test_process_writes_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_default_format_is_prefects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FORM, raising=False)
-    assert settings()["PREFECT_LOGGING_FORMATTERS_JSON_CLASS"].endswith(".UtcLines")
-    assert settings(shared=True)  # by what a line says the runs of a stack are told apart
+    assert logging_settings()["PREFECT_LOGGING_FORMATTERS_JSON_CLASS"].endswith(".UtcLines")
+    assert logging_settings(shared=True)  # by what a line says the runs of a stack are told apart
     monkeypatch.setenv(FORM, "xml")
     with pytest.raises(ConfigError, match=r"ROLLFLOW_LOG_FORMAT = 'xml': .* as 'text' or as 'json'"):
-        settings()
+        logging_settings()
 
 
 def test_facts_of_the_record_have_priority() -> None:
@@ -70,13 +70,13 @@ def test_error_is_part_of_its_line() -> None:
     line = LogLines().format(record)
     assert "\n" not in line
     assert "ValueError: bad" in json.loads(line)["error"]
-    assert text(line).endswith("ValueError: bad")
+    assert format_line(line).endswith("ValueError: bad")
 
 
 def test_line_is_read_in_either_format() -> None:
-    assert text("12:00:00.000 | INFO    | x") == "12:00:00.000 | INFO    | x"
+    assert format_line("12:00:00.000 | INFO    | x") == "12:00:00.000 | INFO    | x"
     assert json.loads(as_json("12:00 | x", "one")) == {"run": "one", "message": "12:00 | x"}
     line = '{"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "stage": "train", "message": "hello"}'
     assert as_json(line, "one") == line
-    assert text(line) == "12:00:00.000Z | INFO    | train - hello"
-    assert text("7") == "7"
+    assert format_line(line) == "12:00:00.000Z | INFO    | train - hello"
+    assert format_line("7") == "7"

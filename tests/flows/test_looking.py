@@ -12,7 +12,7 @@ import pytest
 
 from rollflow.flows.commands import check
 from rollflow.flows.commands.cli import main
-from rollflow.flows.config import load_recipe, parse
+from rollflow.flows.config import load_recipe, parse_config
 from rollflow.flows.locations import find_run, list_runs, store_uri
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.objects import open_store
@@ -93,7 +93,7 @@ def test_check_prints_the_whole_recipe(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["check", RECIPE, "--set", "seed=7", "--resolved"]) == 0
     printed = tomllib.loads(capsys.readouterr().out)
     assert printed["store"]["keep_last"] == 5  # which the recipe does not say
-    assert parse(printed) == load_recipe(Path(RECIPE), ["seed=7"])
+    assert parse_config(printed) == load_recipe(Path(RECIPE), ["seed=7"])
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

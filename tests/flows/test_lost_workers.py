@@ -38,7 +38,7 @@ import sys
 import ray
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import EngineFailed
-from rollflow.tasks.actors.early_imports import environment
+from rollflow.tasks.actors.early_imports import worker_environment
 
 class EngineActor:
     def here(self):
@@ -50,12 +50,12 @@ class LearnerActor(EngineActor):
 class Other(EngineActor):
     pass
 
-with cluster.attached(sys.argv[1], "test"):
+with cluster.attached_cluster(sys.argv[1], "test"):
     for kind, made in (("engine", EngineActor), ("learner", LearnerActor), (None, Other)):
-        options = {"runtime_env": environment(kind)} if kind else {}
+        options = {"runtime_env": worker_environment(kind)} if kind else {}
         actor = ray.remote(made).options(num_cpus=0, **options).remote()
         try:
-            print(cluster.call(actor.here.remote(), 500, f"the {kind}", died=EngineFailed), flush=True)
+            print(cluster.call_within(actor.here.remote(), 500, f"the {kind}", died=EngineFailed), flush=True)
         except EngineFailed as error:
             print(error, flush=True)
 """

@@ -118,7 +118,7 @@ def prefect(monkeypatch: pytest.MonkeyPatch) -> Prefect:
     def api() -> Iterator[Prefect]:
         yield server
 
-    monkeypatch.setattr(stages, "api", api)
+    monkeypatch.setattr(stages, "open_client", api)
     return server
 
 
@@ -129,7 +129,7 @@ def test_stage_survives_a_month_of_deaths(
     kept.restarts.budget = budget
     stage = kept.all["train"]
     for _ in range(DAYS):
-        with stages.api() as client:
+        with stages.open_client() as client:
             kept._update_stage(stage, client, {})  # asks for its flow run
             kept._update_stage(stage, client, prefect.states)
             assert stage.state == "Running"
@@ -143,7 +143,7 @@ def test_stage_is_started_by_successive_supervisors(context: RunContext, prefect
     """A run that was deleted and created again under the same name does not use the first one's flow runs."""
     for _ in range(2):
         kept = Stages(context, "a:1", print)
-        with stages.api() as client:
+        with stages.open_client() as client:
             for stage in kept.all.values():
                 kept._update_stage(stage, client, {})
     assert len(prefect.runs) == 2 * len(kept.all)
@@ -152,7 +152,7 @@ def test_stage_is_started_by_successive_supervisors(context: RunContext, prefect
 def test_lost_answer_starts_no_second_flow_run(context: RunContext, prefect: Prefect) -> None:
     kept = Stages(context, "a:1", print)
     stage = kept.all["train"]
-    with stages.api() as client:
+    with stages.open_client() as client:
         kept._update_stage(stage, client, {})
         stage.run = None
         kept._update_stage(stage, client, {})
@@ -167,10 +167,12 @@ def test_channel_survives_a_month_of_deaths(
     monkeypatch.setattr(stages, "begin_actors", lambda *_: [])
     kept = Stages(context, "a:1", print)
     kept.restarts.budget = budget
-    monkeypatch.setattr(cluster, "actor", lambda *_: SimpleNamespace(ping=SimpleNamespace(remote=lambda *_: "asked")))
-    monkeypatch.setattr(cluster, "done", lambda *_: True)
+    monkeypatch.setattr(
+        cluster, "find_actor", lambda *_: SimpleNamespace(ping=SimpleNamespace(remote=lambda *_: "asked"))
+    )
+    monkeypatch.setattr(cluster, "has_ended", lambda *_: True)
     answers: list[Callable[[], None]] = []
-    monkeypatch.setattr(cluster, "call", lambda *_: answers.pop()())
+    monkeypatch.setattr(cluster, "call_within", lambda *_: answers.pop()())
     for _ in range(DAYS):
         answers += [lambda: None, dies]
         kept._look_after_channel()
@@ -190,7 +192,7 @@ def paused(context: RunContext, days: Days, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_pause_of_a_stage_delays_no_other(paused: Stages, days: Days, prefect: Prefect) -> None:
     stage, started = paused.all["train"], dict[uuid.UUID, float]()
-    with stages.api() as client:
+    with stages.open_client() as client:
         for _ in range(30):
             paused._update_stage(stage, client, prefect.states)
             if stage.run is not None:
@@ -204,7 +206,7 @@ def test_pause_of_the_channel_delays_no_other(paused: Stages, days: Days, monkey
     started: list[float] = []
     monkeypatch.setattr(stages, "start_channel", lambda *_: started.append(days.now))
     monkeypatch.setattr(stages, "begin_actors", lambda *_: [])
-    monkeypatch.setattr(cluster, "actor", lambda *_: dies())
+    monkeypatch.setattr(cluster, "find_actor", lambda *_: dies())
     for _ in range(63):
         paused._look_after_channel()
         days.now += 1.0

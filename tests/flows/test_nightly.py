@@ -23,7 +23,7 @@ from rollflow.flows.deployments import offer_nightly
 from rollflow.flows.locations import context_of, list_runs
 from rollflow.flows.nightly import Nightly, _judge, nightly, read_nightly, run_night, train_here
 from rollflow.flows.prepare import prepare
-from rollflow.flows.services.prefect_api import SERVED, api, start
+from rollflow.flows.services.prefect_api import SERVED, open_client, start
 from rollflow.flows.services.process import PrefectServer
 from rollflow.flows.services.registering import register
 from rollflow.flows.views.registry import EvaluationScore, RegisteredVersion, z_score
@@ -220,7 +220,7 @@ class TestOnAServer:
     def test_nights_do_not_overlap(self, plan: Nightly) -> None:
         offer = offer_nightly(plan)
         register(offer)
-        with api() as client:
+        with open_client() as client:
             there = client.read_deployment_by_name("nightly/nightly")
             assert [one.schedule.model_dump()["timezone"] for one in there.schedules] == ["Europe/Berlin"]
             first, second = (start(client, "nightly", "nightly", {}) for _ in range(2))
@@ -233,14 +233,14 @@ class TestOnAServer:
     def test_night_survives_a_server_restart(self, plan: Nightly, server: PrefectServer) -> None:
         """The night's place is leased: Prefect ends flow runs whose lease the server has forgotten."""
         register(offer_nightly(plan.model_copy(update={"name": "leased"})))
-        with api() as client:
+        with open_client() as client:
             night = start(client, "nightly", "leased", {})
             client.set_flow_run_state(night, Pending())
             details = client.read_flow_run_states(night)[-1].state_details
         lease = details.deployment_concurrency_lease_id
         assert lease
         server.restart()
-        with api() as client:
+        with open_client() as client:
             client.renew_concurrency_lease(lease, lease_duration=60)
 
     def test_failed_night_is_reported(self, plan: Nightly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ class TestOnAServer:
             assert state.is_failed()
             assert state.message.startswith("math: failed: run math-night-")
         assert "| math | `math-night-" in told.read_text()
-        with api() as client:
+        with open_client() as client:
             assert "nightly-nightly" in {one.key for one in client.read_artifacts()}
 
     def test_crashed_night_is_reported(self, plan: Nightly, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ class TestOnAServer:
         assert saved
         offer = offer_nightly(plan.model_copy(update={"name": "crashing", "notify": "told/crash"}))
         register(offer)
-        with api() as client:
+        with open_client() as client:
             night = client.read_flow_run(start(client, "nightly", "crashing", {}))
         [hook] = nightly.on_crashed_hooks
         hook(flow=nightly, flow_run=night, state=Crashed(message="Process exited with status code: -9."))
@@ -271,12 +271,12 @@ class TestOnAServer:
         assert f"{night.name}: Process exited with status code: -9." in told.read_text()
 
     def test_run_over_its_time_is_stopped(self, plan: Nightly, monkeypatch: pytest.MonkeyPatch) -> None:
-        with api() as client:
+        with open_client() as client:
             client.create_deployment(flow_id=client.create_flow_from_name("post-training"), name=SERVED)
         monkeypatch.setattr(nightly_module, "POLL_SECONDS", 0.1)
         name = f"math-night-{time.strftime('%Y%m%d-%H%M', time.gmtime())}"
         with pytest.raises(Unreachable, match=r"took longer than .* hours and was stopped"):
             train_here(RunConfig(name="math"), name, 0.3)
-        with api() as client:
+        with open_client() as client:
             [run] = [one for one in client.read_flow_runs() if one.name == name]
         assert run.state_type == "CANCELLED"

@@ -39,7 +39,7 @@ class Server:
         self.changes: list[str] = []
         self.away = threading.Event()
         self._keys: dict[UUID, str] = {}
-        monkeypatch.setattr(page_module, "api", self._api)
+        monkeypatch.setattr(page_module, "open_client", self._api)
         monkeypatch.setattr(page_module, "flow_run", SimpleNamespace(id=str(uuid4())))
 
     @contextlib.contextmanager
@@ -145,7 +145,7 @@ def test_block_bias_equals_the_summary_bias(lost_tokens: float, lost_groups: flo
     policies = SimpleNamespace(since=lambda first: iter(versions[first:]))
     context: Any = SimpleNamespace(policies=policies, store=None, config=RunConfig(groups=2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollflow.flows.views.progress_blocks.evaluations", lambda *_: [])
+        patch.setattr("rollflow.flows.views.progress_blocks.read_evaluations", lambda *_: [])
         (row,) = block_rows(context, [(1, 2)])
     assert row["length bias"] == bias
     fates = {"trained": 4, "discarded stale": int(lost_groups), "in flight": 7}

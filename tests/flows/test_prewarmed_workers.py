@@ -19,7 +19,7 @@ from rollflow.flows.services import prewarmed_workers as module
 from rollflow.flows.services.prewarmed_workers import PrewarmedWorkers
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.tasks.actors import early_imports
-from rollflow.tasks.actors.early_imports import KIND, WANTED, Kind, import_early, list_kinds, wanted
+from rollflow.tasks.actors.early_imports import KIND, WANTED, Kind, import_early, list_kinds, request_path
 from rollflow.tasks.run.config import RunConfig
 from tests.support.waiting import until
 
@@ -27,7 +27,7 @@ LOOK = """
 import json, os, sys
 import ray
 from rollflow.flows.services import cluster
-from rollflow.tasks.actors.early_imports import environment
+from rollflow.tasks.actors.early_imports import worker_environment
 
 class Actor:
     def look(self):
@@ -35,9 +35,9 @@ class Actor:
         names = [name for name in ("vllm", "torch", "pyarrow") if name in sys.modules]
         return os.getpid(), names, forkserver._forkserver._forkserver_pid
 
-with cluster.attached(sys.argv[1], f"a run of {sys.argv[2]}"):
+with cluster.attached_cluster(sys.argv[1], f"a run of {sys.argv[2]}"):
     actor = ray.remote(Actor).options(
-        name="one", lifetime="detached", num_cpus=0, runtime_env=environment(sys.argv[2])).remote()
+        name="one", lifetime="detached", num_cpus=0, runtime_env=worker_environment(sys.argv[2])).remote()
     print(json.dumps(ray.get(actor.look.remote())))
     if len(sys.argv) > 3:
         cluster.kill_named(["one"])
@@ -164,7 +164,7 @@ def test_awaited_worker_imports_for_engines_only(tmp_path: Path, monkeypatch: py
         import_early()
     assert imported == ["engine"]
     monkeypatch.setenv(KIND, "learner")
-    wanted("learner", tmp_path).touch()
+    request_path("learner", tmp_path).touch()
     import_early()
     import_early()  # one file, one spare
     assert imported == ["engine", "learner"]
@@ -212,7 +212,7 @@ def test_worker_leaves_its_actor_to_a_spare(tmp_path: Path, monkeypatch: pytest.
         assert others[0].is_alive()
 
     monkeypatch.setattr(early_imports, "import_all", slowly)
-    wanted("engine", tmp_path).touch()
+    request_path("engine", tmp_path).touch()
     import_early()
     others[0].join(30)
     assert not others[0].is_alive()

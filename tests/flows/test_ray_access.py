@@ -31,8 +31,8 @@ began = time.monotonic()
 try:
     check_ray(address)
     if verb == "attach":
-        with cluster.attached(address, "access"):
-            said = f"{len(cluster.nodes())} nodes"
+        with cluster.attached_cluster(address, "access"):
+            said = f"{len(cluster.list_nodes())} nodes"
     else:
         ray_access.check_membership(address)
         said = "member"

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.commands.cli import main
-from rollflow.flows.config import describe_keys, load_recipe, parse, sentence
+from rollflow.flows.config import describe_error, describe_keys, load_recipe, parse_config
 from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
@@ -48,22 +48,22 @@ def test_changed_preset_resets_the_parts(tmp_path: Path) -> None:
 
 
 def test_preset_is_expanded_and_can_be_changed() -> None:
-    found = parse({"train": {"objective": {"kind": "gspo", "surrogate": {"high": 0.1}}}}).train.objective
+    found = parse_config({"train": {"objective": {"kind": "gspo", "surrogate": {"high": 0.1}}}}).train.objective
     assert isinstance(found, PartsObjective)
     assert (found.surrogate, found.ratio.level) == (Clip(low=3e-4, high=0.1), "geometric")
-    assert parse({"train": {"objective": found.model_dump(mode="json")}}).train.objective == found
+    assert parse_config({"train": {"objective": found.model_dump(mode="json")}}).train.objective == found
     given = found.model_dump(mode="json", exclude_unset=True)
     assert given == {"kind": "gspo", "surrogate": {"high": 0.1}}
-    assert parse({"train": {"objective": given}}).train.objective == found
-    other = parse({"train": {"objective": {"kind": "gspo", "surrogate": {"kind": "kimi"}}}}).train.objective
+    assert parse_config({"train": {"objective": given}}).train.objective == found
+    other = parse_config({"train": {"objective": {"kind": "gspo", "surrogate": {"kind": "kimi"}}}}).train.objective
     assert isinstance(other, PartsObjective)
     assert other.surrogate == Kimi()
 
 
 @pytest.mark.parametrize("kind", PRESETS)
 def test_recorded_preset_is_read_unchanged(kind: str) -> None:
-    found = parse({"train": {"objective": {"kind": kind}}})
-    assert parse(json.loads(json.dumps(found.model_dump(mode="json")))) == found
+    found = parse_config({"train": {"objective": {"kind": kind}}})
+    assert parse_config(json.loads(json.dumps(found.model_dump(mode="json")))) == found
 
 
 def test_old_objective_keys_are_read() -> None:
@@ -75,34 +75,34 @@ def test_old_objective_keys_are_read() -> None:
         "aggregation": "sequence-mean",
         "objective": {"kind": "grpo", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0},
     }
-    assert parse({"train": old}).train.objective == PartsObjective(
+    assert parse_config({"train": old}).train.objective == PartsObjective(
         advantage=Advantage(scale="none", negative_weight=0.3),
         aggregation="sequence-mean",
         surrogate=Clip(low=0.1, high=0.3, dual=2.0),
     )
-    plain = parse({"train": {**old, "baseline": "none", "normalize": True}}).train.objective
+    plain = parse_config({"train": {**old, "baseline": "none", "normalize": True}}).train.objective
     assert plain.advantage == Advantage(baseline="none", scale="none")
     capped = {"objective": {"kind": "decoupled-ppo", "clip_low": 0.2, "clip_high": 0.28, "weight_cap": 3.0}}
-    found = parse({"train": capped}).train.objective
+    found = parse_config({"train": capped}).train.objective
     assert isinstance(found, PartsObjective)
     assert (found.correction.outside, found.correction.high) == ("clamp", 3.0)
     assert found.ratio.to == "proximal"
-    own = parse({"train": {**old, "objective": {"kind": "import", "path": "a:b"}}}).train.objective
+    own = parse_config({"train": {**old, "objective": {"kind": "import", "path": "a:b"}}}).train.objective
     assert own.aggregation == "sequence-mean"
     with pytest.raises(ConfigError, match=r"^train\.normalize = 'x': there is no such key"):
-        parse({"train": {"normalize": "x"}})
+        parse_config({"train": {"normalize": "x"}})
 
 
 def test_old_key_fills_open_keys_of_a_part() -> None:
     both = {"baseline": "none", "objective": {"advantage": {"negative_weight": 0.3}}}
-    found = parse({"train": both}).train.objective.advantage
+    found = parse_config({"train": both}).train.objective.advantage
     assert found == Advantage(baseline="none", scale="none", negative_weight=0.3)
 
 
 def test_key_of_another_kind_is_named() -> None:
     tree = {"train": {"objective": {"kind": "topr", "surrogate": {"dual": 2.0}}}}
     with pytest.raises(ConfigError, match=r"^train\.objective\.surrogate\.dual = 2\.0: there is no such key here"):
-        parse(tree)
+        parse_config(tree)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_double_correction_is_refused(objective: dict[str, object]) -> None:
     with pytest.raises(
         ConfigError, match=r"^train\.objective\.correction\.outside = .* corrected twice; set ratio\.to"
     ):
-        parse({"train": {"objective": objective}})
-    parse({"train": {"objective": {**objective, "ratio": {"to": "proximal"}}}})
+        parse_config({"train": {"objective": objective}})
+    parse_config({"train": {"objective": {**objective, "ratio": {"to": "proximal"}}}})
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_double_correction_is_refused(objective: dict[str, object]) -> None:
 )
 def test_unused_correction_key_is_refused(kind: str, correction: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.objective\.correction\.{words}"):
-        parse({"train": {"objective": {"kind": kind, "correction": correction}}})
+        parse_config({"train": {"objective": {"kind": kind, "correction": correction}}})
 
 
 @pytest.mark.parametrize(
@@ -172,16 +172,16 @@ def test_unused_correction_key_is_refused(kind: str, correction: dict[str, objec
 )
 def test_unused_penalty_or_ratio_is_refused(objective: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
-        parse({"train": {"objective": objective}})
+        parse_config({"train": {"objective": objective}})
 
 
 @pytest.mark.parametrize("kl_to", ["behaviour", "reference"])
 def test_k1_in_the_loss_is_refused(kl_to: str) -> None:
     penalties = {"kl": "k1", "kl_to": kl_to, "kl_weight": 0.1}
     with pytest.raises(ConfigError, match=r"^train\.objective\.penalties\.kl = 'k1': its gradient .* choose \"k2\""):
-        parse({"train": {"objective": {"penalties": penalties}}})
-    parse({"train": {"objective": {"penalties": {**penalties, "kl_weight": 0.0}}}})
-    parse({"train": {"objective": {"penalties": {**penalties, "kl_to": "reference", "kl_in": "reward"}}}})
+        parse_config({"train": {"objective": {"penalties": penalties}}})
+    parse_config({"train": {"objective": {"penalties": {**penalties, "kl_weight": 0.0}}}})
+    parse_config({"train": {"objective": {"penalties": {**penalties, "kl_to": "reference", "kl_in": "reward"}}}})
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-sum", "constant"])
@@ -189,8 +189,8 @@ def test_k1_in_the_loss_is_refused(kl_to: str) -> None:
 def test_sequence_ratio_in_a_token_loss_is_refused(kind: str, aggregation: str) -> None:
     objective = {"kind": kind, "ratio": {"level": "sequence"}, "aggregation": aggregation}
     with pytest.raises(ConfigError, match=r"^train\.objective\.ratio\.level = 'sequence': with aggregation = \"\w+"):
-        parse({"train": {"objective": objective}})
-    parse({"train": {"objective": {**objective, "aggregation": "sequence-mean"}}})
+        parse_config({"train": {"objective": objective}})
+    parse_config({"train": {"objective": {**objective, "aggregation": "sequence-mean"}}})
 
 
 def test_recorded_config_is_read_although_refused_now() -> None:
@@ -200,7 +200,7 @@ def test_recorded_config_is_read_although_refused_now() -> None:
         "correction": Correction(high=3.0),
         "penalties": Penalties(kl="k1", kl_weight=0.1),
     }
-    kept = parse(with_every_part(**{name: part.model_dump() for name, part in parts.items()})).train.objective
+    kept = parse_config(with_every_part(**{name: part.model_dump() for name, part in parts.items()})).train.objective
     assert {name: getattr(kept, name) for name in parts} == parts
 
 
@@ -212,7 +212,7 @@ def test_recorded_config_is_read_although_refused_now() -> None:
     ],
 )
 def test_form_with_every_part_is_refused_too(part: dict[str, object], words: str, tmp_path: Path) -> None:
-    config = parse(with_every_part(**part) | {"store": {"uri": str(tmp_path)}})
+    config = parse_config(with_every_part(**part) | {"store": {"uri": str(tmp_path)}})
     with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
         prepare(config, "new")
     assert not list(tmp_path.rglob("*.json"))
@@ -242,13 +242,17 @@ def with_every_part(**parts: object) -> dict[str, Any]:
 )
 def test_invalid_part_or_number_is_refused(objective: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
-        parse({"train": {"objective": objective}})
+        parse_config({"train": {"objective": objective}})
 
 
 def test_zero_weight_in_a_sweep_is_accepted() -> None:
-    parse({"train": {"objective": {"penalties": {"kl_to": "reference", "kl_in": "reward", "kl_weight": 0.0}}}})
-    parse({"train": {"objective": {"kind": "rloo", "ratio": {"level": "sequence"}, "surrogate": {"positive": [0, 2]}}}})
-    parse({"train": {"objective": {"kind": "mis", "ratio": {"to": "proximal"}}}})  # what the correction's ratio is to
+    parse_config({"train": {"objective": {"penalties": {"kl_to": "reference", "kl_in": "reward", "kl_weight": 0.0}}}})
+    parse_config(
+        {"train": {"objective": {"kind": "rloo", "ratio": {"level": "sequence"}, "surrogate": {"positive": [0, 2]}}}}
+    )
+    parse_config(
+        {"train": {"objective": {"kind": "mis", "ratio": {"to": "proximal"}}}}
+    )  # what the correction's ratio is to
 
 
 @pytest.mark.parametrize(
@@ -259,14 +263,14 @@ def test_zero_weight_in_a_sweep_is_accepted() -> None:
     ],
 )
 def test_recorded_objective_is_accepted_again(objective: dict[str, object]) -> None:
-    taken = parse({"train": {"objective": objective}}).train.objective
-    assert parse({"train": {"objective": taken.model_dump(mode="json")}}).train.objective == taken
+    taken = parse_config({"train": {"objective": objective}}).train.objective
+    assert parse_config({"train": {"objective": taken.model_dump(mode="json")}}).train.objective == taken
 
 
 def test_unused_key_of_preset_or_record_is_accepted() -> None:
-    parse({"train": {"objective": {"kind": "geometric-mask", "correction": {"outside": "none"}}}})
-    parse({"train": {"objective": {"correction": {"weigh": True, "low": 0.0}}}})
-    kept = parse(with_every_part(correction={"high": 3.0})).train.objective
+    parse_config({"train": {"objective": {"kind": "geometric-mask", "correction": {"outside": "none"}}}})
+    parse_config({"train": {"objective": {"correction": {"weigh": True, "low": 0.0}}}})
+    kept = parse_config(with_every_part(correction={"high": 3.0})).train.objective
     assert kept.correction == Correction(high=3.0)  # type: ignore[union-attr]
 
 
@@ -295,7 +299,7 @@ def test_key_unknown_to_every_kind_is_refused(tmp_path: Path) -> None:
 )
 def test_error_names_the_key_without_the_kind(tree: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse(tree)
+        parse_config(tree)
     assert str(refused.value).startswith(words)
 
 
@@ -323,7 +327,7 @@ def test_section_without_kind_has_the_default() -> None:
         "reward": {"workers": 2},
         "train": {"objective": {"clip_low": 0.1}},
     }
-    assert parse(tree) == parse(
+    assert parse_config(tree) == parse_config(
         {
             "engine": {"kind": "vllm", "max_concurrent_requests": 9},
             "reward": {"kind": "exact", "workers": 2},
@@ -343,7 +347,7 @@ def test_section_without_kind_has_the_default() -> None:
     ],
 )
 def test_default_verifier_fits_the_prompts(prompts: dict[str, Any], reward: dict[str, Any], kind: str) -> None:
-    assert parse({"prompts": [prompts], **reward}).reward.kind == kind
+    assert parse_config({"prompts": [prompts], **reward}).reward.kind == kind
 
 
 @pytest.mark.parametrize("kind", ["sorting", "column-sums"])
@@ -352,7 +356,7 @@ def test_unsuitable_verifier_is_refused(kind: str) -> None:
         rf"reward\.kind = 'reasoning-gym': prompts of kind \"{kind}\" are of no family; set reward\.kind = \"exact\""
     )
     with pytest.raises(ConfigError, match=words):
-        parse({"prompts": [{"kind": kind}], "reward": {"kind": "reasoning-gym"}})
+        parse_config({"prompts": [{"kind": kind}], "reward": {"kind": "reasoning-gym"}})
 
 
 class Other(TrainBase):
@@ -378,7 +382,7 @@ def test_kind_key_selects_the_learner() -> None:
     ):
         with pytest.raises(ValidationError) as refused:
             Tree.model_validate({"train": wrong})
-        assert sentence(refused.value.errors()[0], Tree).startswith(words)
+        assert describe_error(refused.value.errors()[0], Tree).startswith(words)
 
 
 def test_learner_is_chosen_by_its_kind() -> None:

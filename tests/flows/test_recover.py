@@ -21,7 +21,7 @@ from prefect.states import Cancelled, Crashed, Failed, Pending, Running, Schedul
 from rollflow.flows.keepalive import supervisor_restart as crashed_module
 from rollflow.flows.keepalive.restarts import RestartBudget, RestartsExhausted
 from rollflow.flows.keepalive.services import RUNNER, SERVER, ServiceKeeper
-from rollflow.flows.keepalive.stages import Stages, cancel
+from rollflow.flows.keepalive.stages import Stages, cancel_flow_run
 from rollflow.flows.keepalive.supervisor_restart import (
     SupervisorRestarter,
     follows_another,
@@ -30,13 +30,13 @@ from rollflow.flows.keepalive.supervisor_restart import (
     run_uri,
 )
 from rollflow.flows.locations import attach_run, context_of
-from rollflow.flows.services.automations import install
+from rollflow.flows.services.automations import install_automations
 from rollflow.flows.services.prefect_api import (
-    api,
+    call_until_answered,
     crash_orphans,
     created_at,
-    insist,
     list_supervisors,
+    open_client,
     start,
     states_of,
     unfinished_runs,
@@ -83,13 +83,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
 def deployment(server: PrefectServer) -> str:
     """Create a deployment of "post-training" without a runner."""
     name = f"d-{uuid.uuid4().hex[:6]}"
-    with api() as client:
+    with open_client() as client:
         client.create_deployment(flow_id=client.create_flow_from_name("post-training"), name=name)
     return name
 
 
 def crashed(deployment: str, parameters: dict[str, Any]) -> UUID:
-    with api() as client:
+    with open_client() as client:
         flow_run = start(client, "post-training", deployment, parameters, name="it")
         client.set_flow_run_state(flow_run, Running(), force=True)
         client.set_flow_run_state(flow_run, Crashed(message="killed. By the test"), force=True)
@@ -98,7 +98,7 @@ def crashed(deployment: str, parameters: dict[str, Any]) -> UUID:
 
 def of(context: RunContext) -> list[UUID]:
     """Return the run's supervisor flow runs, the newest first."""
-    with api() as client:
+    with open_client() as client:
         return [one.id for one in list_supervisors(client) if run_uri(one) == context.uri]
 
 
@@ -109,21 +109,24 @@ def given(context: RunContext) -> dict[str, Any]:
 def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) -> None:
     first = crashed(deployment, given(run))
     with ThreadPoolExecutor(4) as pool:  # a session, an automation, persons
-        asked = [pool.submit(copy_context().run, insist, lambda: restart_supervisor(first, run)) for _ in range(4)]
+        asked = [
+            pool.submit(copy_context().run, call_until_answered, lambda: restart_supervisor(first, run))
+            for _ in range(4)
+        ]
         successors = [found for one in asked if (found := one.result())]
     second = {found.flow_run for found in successors}
     assert len(second) == 1
     assert sum(found.pending is not None for found in successors) == 1  # who writes the recovery down
     assert of(run) == [*second, first]
     assert [follows_another(one) for one in (first, *second)] == [False, True]
-    with api() as client:
+    with open_client() as client:
         client.set_flow_run_state(second.copy().pop(), Running(), force=True)
     late = restart_supervisor(first, run)
     assert late is not None
     assert (late.flow_run, late.pending) == (*second, None)
     assert of(run) == [*second, first]
     assert follows_another(*second)
-    with api() as client:  # a person retries it
+    with open_client() as client:  # a person retries it
         for state in (Failed(), Scheduled(), Pending(), Running()):
             client.set_flow_run_state(late.flow_run, state)
     assert not follows_another(*second)
@@ -132,7 +135,7 @@ def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) 
 def test_ended_run_is_not_restarted(deployment: str, run: RunContext) -> None:
     for state in (Failed(), Cancelled(), Running()):
         flow_run = crashed(deployment, given(run))
-        with api() as client:
+        with open_client() as client:
             client.set_flow_run_state(flow_run, state, force=True)
         assert restart_supervisor(flow_run, run) is None
     flow_run = crashed(deployment, given(run))
@@ -149,11 +152,11 @@ def test_exhausted_budget_fails_the_flow_run(deployment: str, run: RunContext) -
         assert successor.pending is not None
         assert (successor.pending.attempt, successor.pending.reason) == (attempt, "killed")
         flow_run = successor.flow_run
-        with api() as client:
+        with open_client() as client:
             client.set_flow_run_state(flow_run, Crashed(message="killed. By the test"), force=True)
     with pytest.raises(RestartsExhausted, match="restarted 2 times within 600 s"):
         restart_supervisor(flow_run, run)
-    with api() as client:
+    with open_client() as client:
         state = client.read_flow_run(flow_run).state
     assert state is not None
     assert state.is_failed()
@@ -169,7 +172,7 @@ def test_daily_supervisor_deaths_are_survived(
     monkeypatch.setattr(crashed_module, "ended_at", lambda one: died[one.id])
     flow_run = crashed(deployment, given(run))
     for day in range(days):
-        with api() as client:
+        with open_client() as client:
             client.set_flow_run_state(flow_run, Crashed(message="killed"), force=True)
         died[flow_run] = now - (days - 1 - day) * 24 * 3600.0
         successor = restart_supervisor(flow_run, run)
@@ -189,7 +192,7 @@ def test_dead_stage_gets_a_new_flow_run_each_time(
     stages = Stages(run, "127.0.0.1:1", print)
     stages.restarts.budget = RestartBudget(run.config.recovery, lambda: now[0])
     stage, seen = stages.all["train"], []
-    with api() as client:
+    with open_client() as client:
         client.create_deployment(flow_id=client.create_flow_from_name("train"), name=name)
         for _ in range(8):
             stages._update_stage(stage, client, {})
@@ -210,7 +213,7 @@ def test_cancelling_stage_is_not_adopted(
     """A run that is resumed at once starts before its runner has seen the end of the cancelled stages."""
     monkeypatch.setenv("ROLLFLOW_DEPLOYMENT", name := f"d-{uuid.uuid4().hex[:6]}")
     before, after = Stages(run, "127.0.0.1:1", print), Stages(run, "127.0.0.1:1", print)
-    with api() as client:
+    with open_client() as client:
         for role in before.all:
             client.create_deployment(flow_id=client.create_flow_from_name(role), name=name)
         before._adopt(client)
@@ -218,7 +221,7 @@ def test_cancelling_stage_is_not_adopted(
             assert stage.run is not None
             client.set_flow_run_state(stage.run, Running(), force=True)
         assert before.all["train"].run is not None
-        cancel(client, before.all["train"].run)
+        cancel_flow_run(client, before.all["train"].run)
         after._adopt(client)
     same = {role for role, stage in after.all.items() if stage.run == before.all[role].run}
     assert same == {"rollout", "reward"}
@@ -248,7 +251,7 @@ def test_successor_is_newer_despite_the_clock(
     late = restart_supervisor(first, run)
     assert late is not None
     assert (late.flow_run, late.pending) == (second.flow_run, None)
-    with api() as client:
+    with open_client() as client:
         client.set_flow_run_state(second.flow_run, Crashed(message="killed. By the test"), force=True)
     third = restart_supervisor(second.flow_run, run)
     assert third is not None
@@ -258,7 +261,7 @@ def test_successor_is_newer_despite_the_clock(
 
 def test_unnamed_run_is_found_by_its_flow_run(deployment: str, run: RunContext) -> None:
     flow_run = crashed(deployment, {"config": CONFIG})
-    with api() as client:
+    with open_client() as client:
         unnamed = attach_run(run_uri(client.read_flow_run(flow_run)))
     assert unnamed.uri.rpartition("/")[2].startswith("tiny-")
     successor = restart_supervisor(flow_run, unnamed)
@@ -275,7 +278,7 @@ def test_serve_picks_up_a_crash_once(deployment: str, run: RunContext) -> None:
     assert told == [f"run {run.run_id} goes on: killed"]
     newest, *older = of(run)
     assert older == [flow_run]
-    with api() as client:
+    with open_client() as client:
         client.set_flow_run_state(newest, Running(), force=True)
     pick_up.look(told.append)
     until(lambda: RecoveryLog(run.store).read())
@@ -283,23 +286,23 @@ def test_serve_picks_up_a_crash_once(deployment: str, run: RunContext) -> None:
 
 
 def test_orphaned_flow_runs_are_marked_crashed(deployment: str, run: RunContext) -> None:
-    with api() as client:
+    with open_client() as client:
         waiting, running = (start(client, "post-training", deployment, given(run), name=n) for n in ("w", "r"))
         client.set_flow_run_state(running, Running(), force=True)
     assert crash_orphans(deployment, "the runner died") == ["r"]
-    with api() as client:
+    with open_client() as client:
         assert [one.id for one in unfinished_runs(client, deployment)] == [waiting]
     assert crash_orphans(deployment, "its session died", scheduled=True) == ["w"]
 
 
 def test_automations_are_installed_once(deployment: str) -> None:
-    with api() as client:
+    with open_client() as client:
         supervisor = client.read_deployment_by_name(f"post-training/{deployment}").id
         recover = client.create_deployment(flow_id=client.create_flow_from_name("recover"), name=deployment)
     seen = []
     for first in (supervisor, supervisor, recover):
-        install(deployment, {f"post-training/{deployment}": first, f"recover/{deployment}": recover})
-        with api() as client:
+        install_automations(deployment, {f"post-training/{deployment}": first, f"recover/{deployment}": recover})
+        with open_client() as client:
             seen.append(
                 {one.name: (one.id, one.description) for one in client.read_automations() if deployment in one.name}
             )
@@ -411,11 +414,11 @@ class Far:
 
 far = Far.remote()
 waiting = far.hang.remote()
-cluster.done(waiting, 1.0)
+cluster.has_ended(waiting, 1.0)
 print("up", flush=True)
 sys.stdin.readline()
 try:
-    cluster.call(waiting, 150, "an answer from afar", died=EngineFailed)
+    cluster.call_within(waiting, 150, "an answer from afar", died=EngineFailed)
 except EngineFailed:
     limit = time.monotonic() + 150
     while len([node for node in ray.nodes() if node["Alive"]]) > 1 and time.monotonic() < limit:

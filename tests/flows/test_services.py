@@ -58,14 +58,14 @@ class Actor:
         raise EngineFailed("wrong weights")
 
 actor = Actor.options(name="kept", lifetime="detached").remote()
-cluster.call(actor.spawn.remote(), 150, "a child, from the actor")
-assert cluster.actor("kept") is not None
+cluster.call_within(actor.spawn.remote(), 150, "a child, from the actor")
+assert cluster.find_actor("kept") is not None
 try:
-    cluster.call(actor.fail.remote(), 150, "a failure")
+    cluster.call_within(actor.fail.remote(), 150, "a failure")
 except EngineFailed as error:
     print(error)
 try:
-    cluster.call(actor.hang.remote(), 0.2, "an answer, from the actor")
+    cluster.call_within(actor.hang.remote(), 0.2, "an answer, from the actor")
 except Unreachable as error:
     print(error)
 class Cancelled(BaseException):  # as Prefect's of a flow run
@@ -73,22 +73,22 @@ class Cancelled(BaseException):  # as Prefect's of a flow run
 def cancel(*_):
     raise Cancelled("told to end")
 signal.signal(signal.SIGALRM, cancel)
-for wait in (cluster.done, lambda hangs, seconds: cluster.call(hangs, seconds, "an answer")):
+for wait in (cluster.has_ended, lambda hangs, seconds: cluster.call_within(hangs, seconds, "an answer")):
     signal.alarm(1)
     try:
         wait(actor.hang.remote(), 2)
     except Cancelled as error:
         print(error)
 try:
-    cluster.actor("nobody")
+    cluster.find_actor("nobody")
 except Unreachable as error:
     print(error)
 other = Actor.options(name="other").remote()
-cluster.call(other.spawn.remote(), 150, "a child, from the other")
+cluster.call_within(other.spawn.remote(), 150, "a child, from the other")
 waiting = other.hang.remote()
 print(cluster.kill_named(["other", "nobody"]))
 try:
-    cluster.call(waiting, 150, "an answer, from the other", died=EngineFailed)
+    cluster.call_within(waiting, 150, "an answer, from the other", died=EngineFailed)
 except EngineFailed as error:
     print("dead:", error)
 """

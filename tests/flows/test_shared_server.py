@@ -57,7 +57,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     def api() -> Iterator[Server]:
         yield made
 
-    monkeypatch.setattr(registering, "api", api)
+    monkeypatch.setattr(registering, "open_client", api)
     monkeypatch.setattr(registering, "time", made)
     return made
 

@@ -14,7 +14,7 @@ import pytest
 from rollflow.flows.commands import up
 from rollflow.flows.commands.cli import main
 from rollflow.flows.keepalive.restarts import RestartsExhausted
-from rollflow.flows.keepalive.stack import keep
+from rollflow.flows.keepalive.stack import keep_stack
 from rollflow.flows.services import stack
 from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.tasks.run.config import RecoveryConfig
@@ -35,14 +35,14 @@ with stack.hold_stack(place):
 KEEPS = """
 import sys, signal
 from pathlib import Path
-from rollflow.flows.keepalive.stack import keep
+from rollflow.flows.keepalive.stack import keep_stack
 from rollflow.flows.services import stack
 from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.tasks.run.config import RecoveryConfig
 ended, place = StopFlag(), Path(sys.argv[1])
 signal.signal(signal.SIGTERM, lambda *_: ended.set())
 with stack.hold_keeper(place):
-    keep(place, sys.argv[2:], RecoveryConfig(restarts=2, backoff_seconds=0), ended)
+    keep_stack(place, sys.argv[2:], RecoveryConfig(restarts=2, backoff_seconds=0), ended)
 """
 
 
@@ -81,7 +81,7 @@ def test_stack_over_its_budget_is_not_restarted(tmp_path: Path) -> None:
     killing = threading.Thread(target=kills)
     killing.start()
     with pytest.raises(RestartsExhausted, match=r"the stack was restarted 1 times .* exit code -9"):
-        keep(tmp_path, command(tmp_path), RecoveryConfig(restarts=1, backoff_seconds=0), StopFlag())
+        keep_stack(tmp_path, command(tmp_path), RecoveryConfig(restarts=1, backoff_seconds=0), StopFlag())
     killing.join()
 
 
@@ -89,13 +89,13 @@ def test_stack_that_fails_after_start_is_restarted(tmp_path: Path) -> None:
     """An error ends the stack in order: it is not found any more, and has an exit code."""
     fails = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3); sys.exit(1)"), str(tmp_path)]
     with pytest.raises(RestartsExhausted, match=r"the stack was restarted 1 times .* exit code 1"):
-        keep(tmp_path, fails, RecoveryConfig(restarts=1, backoff_seconds=0), StopFlag())
+        keep_stack(tmp_path, fails, RecoveryConfig(restarts=1, backoff_seconds=0), StopFlag())
     assert stack.find(tmp_path) is None
 
 
 def test_finished_stack_is_not_restarted(tmp_path: Path) -> None:
     done = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3)"), str(tmp_path)]
-    assert keep(tmp_path, done, RecoveryConfig(), StopFlag()) == 0
+    assert keep_stack(tmp_path, done, RecoveryConfig(), StopFlag()) == 0
 
 
 def test_simultaneous_start_gives_one_stack(
@@ -122,7 +122,7 @@ def test_simultaneous_start_gives_one_stack(
 
 @pytest.mark.parametrize("code", [0, 1, 2])
 def test_stack_that_never_came_up_reports_why(tmp_path: Path, code: int) -> None:
-    assert keep(tmp_path, command(tmp_path, str(code)), RecoveryConfig(), StopFlag()) == code
+    assert keep_stack(tmp_path, command(tmp_path, str(code)), RecoveryConfig(), StopFlag()) == code
 
 
 def test_second_signal_during_the_first_is_safe() -> None:
@@ -165,5 +165,5 @@ def test_stack_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.M
 
     telling = threading.Thread(target=tells)
     telling.start()
-    assert keep(tmp_path, [sys.executable, "-c", deaf], RecoveryConfig(), told) == -signal.SIGKILL
+    assert keep_stack(tmp_path, [sys.executable, "-c", deaf], RecoveryConfig(), told) == -signal.SIGKILL
     telling.join()

@@ -56,16 +56,16 @@ class World:
         self.runs: dict[uuid.UUID, str] = {}
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(stages_module, "time", clock)
-        monkeypatch.setattr(stages_module, "api", self.api)
+        monkeypatch.setattr(stages_module, "open_client", self.api)
         monkeypatch.setattr(stages_module, "start", self.start)
         monkeypatch.setattr(stages_module, "states_of", self.states_of)
         monkeypatch.setattr(stages_module, "unfinished_runs", lambda *_: [])
         monkeypatch.setattr(stages_module, "start_channel", lambda *_: self.started.append((CHANNEL, self.now)))
         monkeypatch.setattr(stages_module, "begin_actors", lambda *_: [])
         monkeypatch.setattr(cluster, "kill_named", lambda *_: [])
-        monkeypatch.setattr(cluster, "actor", self.actor)
-        monkeypatch.setattr(cluster, "done", lambda *_: True)
-        monkeypatch.setattr(cluster, "call", self.call)
+        monkeypatch.setattr(cluster, "find_actor", self.actor)
+        monkeypatch.setattr(cluster, "has_ended", lambda *_: True)
+        monkeypatch.setattr(cluster, "call_within", self.call)
         self.stages = Stages(context, "a:1", self.told.append, self.warned.extend)
         limits = RecoveryConfig(restarts=100, backoff_seconds=40.0)
         self.stages.restarts = Restarts(RestartBudget(limits, lambda: self.now), lambda: self.now)
@@ -200,7 +200,7 @@ def test_unattended_actor_does_not_prove_its_flow_alive(
 ) -> None:
     """A stage whose flow hangs before it reaches its actor is restarted."""
     asked = {REWARD: RewardStatus(attended=attended), CHANNEL: None}
-    monkeypatch.setattr(cluster, "call", lambda asked_of, *_: asked.get(asked_of, RewardStatus()))
+    monkeypatch.setattr(cluster, "call_within", lambda asked_of, *_: asked.get(asked_of, RewardStatus()))
     world.look_for(stages_module.UNATTENDED_SECONDS + 30.0)
     assert [len(world.starts_of(role)) for role in ACTORS] == [
         1 + (role == "reward" and not attended) for role in ACTORS
@@ -210,7 +210,7 @@ def test_unattended_actor_does_not_prove_its_flow_alive(
 def test_actor_warnings_come_with_its_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = ActorWarning(REWARD, "a:1", 1, "odd")
     asked = {REWARD: RewardStatus(warned=[odd]), CHANNEL: None}
-    monkeypatch.setattr(cluster, "call", lambda asked_of, *_: asked.get(asked_of, RewardStatus()))
+    monkeypatch.setattr(cluster, "call_within", lambda asked_of, *_: asked.get(asked_of, RewardStatus()))
     world.stages.start()
     world.look_for(5)
     assert set(world.warned) == {odd}

@@ -19,22 +19,22 @@ import pytest
 from rollflow.flows.commands import run as run_command
 from rollflow.flows.commands.cli import main
 from rollflow.flows.keepalive.run_watch import RunWatch
-from rollflow.flows.locations import find_run, home
+from rollflow.flows.locations import find_run, run_home
 from rollflow.flows.services.run_lock import find_holder, hold_run
-from rollflow.flows.views.last_status import keep_seen, read_seen
+from rollflow.flows.views.last_status import read_last_status, save_last_status
 from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status, record_end
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.objects import open_store
-from rollflow.storage.run_records.stop_requests import RunEnded, ask, requested, take_back
+from rollflow.storage.run_records.stop_requests import RunEnded, read_request, request_stop, take_back
 from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
 HOLD = """
 import sys, time
-from rollflow.flows.locations import find_run, home
+from rollflow.flows.locations import find_run, run_home
 from rollflow.flows.services.run_lock import hold_run
-with hold_run(home(), find_run("one")):
+with hold_run(run_home(), find_run("one")):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -64,22 +64,22 @@ def test_second_resume_is_refused_by_name(
     with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == b"held\n"
-        assert find_holder(home(), run) == str(first.pid)
+        assert find_holder(run_home(), run) == str(first.pid)
         assert main(["resume", "one"]) == 2
         said = capsys.readouterr().err
         assert f"run one is already under way, by another command of {Path(run.uri).parents[2] / 'home'}" in said
         assert f"(process {first.pid})" in said
         assert driven == []
         first.send_signal(signal.SIGKILL)
-    assert find_holder(home(), run) is None
+    assert find_holder(run_home(), run) is None
     assert main(["resume", "one"]) == 0
     assert driven == [run.uri]
 
 
 def test_run_is_held_by_one_command_of_a_home(run: RunContext) -> None:
-    with hold_run(home(), run), pytest.raises(ConfigError, match="is already under way"), hold_run(home(), run):
+    with hold_run(run_home(), run), pytest.raises(ConfigError, match="is already under way"), hold_run(run_home(), run):
         pass
-    with hold_run(home(), run):
+    with hold_run(run_home(), run):
         pass
 
 
@@ -92,19 +92,19 @@ def drive(run: RunContext, monkeypatch: pytest.MonkeyPatch, session: Any) -> int
 def test_stop_request_during_start_is_obeyed(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request from before the run's start does not count; a later one does."""
     began: list[float] = []
-    ask(run.store, "stop")
+    request_stop(run.store, "stop")
 
     def session(context: RunContext) -> Iterator[Any]:
-        assert requested(context.store) is None
+        assert read_request(context.store) is None
         assert main(["stop", "one", "--no-wait"]) == 0
         yield SimpleNamespace(page="", login="", submit=lambda _, at: began.append(at), follow=lambda *_: [status])
 
     status = RunStatus("one", "stopped", 3, 9)
     assert drive(run, monkeypatch, session) == run_command.INTERRUPTED
-    asked = requested(run.store)
+    asked = read_request(run.store)
     assert asked is not None
     take_back(run.store, began[0])  # as the supervisor does, by when its flow run was asked for
-    assert requested(run.store) == asked
+    assert read_request(run.store) == asked
 
 
 @pytest.mark.parametrize("how", ["stop", "cancel"])
@@ -112,7 +112,7 @@ def test_stop_ends_a_run_before_its_stages_begin(run: RunContext, how: Any) -> N
     writer: Any = SimpleNamespace(context=run, progress=SimpleNamespace(version=3), messages=[])
     following = RunWatch(SimpleNamespace(), writer, SimpleNamespace())  # type: ignore[arg-type]
     following.heed_before()
-    ask(run.store, how)
+    request_stop(run.store, how)
     with pytest.raises(RunEnded, match=f"ended while it started, by `rollflow {how}`"):
         following.heed_before()
 
@@ -179,7 +179,7 @@ def test_status_answers_without_the_store(tmp_path: Path, silent: int) -> None:
     done = status_of(tmp_path, silent)
     assert done.returncode == 1
     assert "did not answer within 6 s; this machine has seen nothing of the run" in done.stderr
-    keep_seen(tmp_path, "s3://bucket/runs/one", RunStatus("one", "training", 4, 9))
+    save_last_status(tmp_path, "s3://bucket/runs/one", RunStatus("one", "training", 4, 9))
     done = status_of(tmp_path, silent)
     assert done.returncode == 0
     assert "did not answer within 6 s" in done.stderr
@@ -190,19 +190,19 @@ def test_status_answers_without_the_store(tmp_path: Path, silent: int) -> None:
 
 
 def test_status_without_a_name_shows_the_newest_run(tmp_path: Path) -> None:
-    assert read_seen(tmp_path, None) is None
-    keep_seen(tmp_path, "s3://bucket/runs/one", RunStatus("one", "training", 4, 9))
+    assert read_last_status(tmp_path, None) is None
+    save_last_status(tmp_path, "s3://bucket/runs/one", RunStatus("one", "training", 4, 9))
     os.utime(next((tmp_path / "seen").iterdir()), (0, 0))
-    keep_seen(tmp_path, "s3://bucket/runs/two", RunStatus("two", "training", 5, 9))
-    newest, one = read_seen(tmp_path, None), read_seen(tmp_path, "s3://bucket/runs/one/")
+    save_last_status(tmp_path, "s3://bucket/runs/two", RunStatus("two", "training", 5, 9))
+    newest, one = read_last_status(tmp_path, None), read_last_status(tmp_path, "s3://bucket/runs/one/")
     assert newest is not None
     assert one is not None
     assert (newest.status.run_id, one.status.run_id) == ("two", "one")
-    keep_seen(tmp_path, "s3://other/runs/three", RunStatus("three", "training", 6, 9))
-    within = read_seen(tmp_path, None, "s3://bucket")
+    save_last_status(tmp_path, "s3://other/runs/three", RunStatus("three", "training", 6, 9))
+    within = read_last_status(tmp_path, None, "s3://bucket")
     assert within is not None
     assert within.status.run_id == "two"
-    assert read_seen(tmp_path, None, "s3://empty") is None
+    assert read_last_status(tmp_path, None, "s3://empty") is None
 
 
 def test_home_without_locks_is_refused(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_home_without_locks_is_refused(run: RunContext, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("rollflow.flows.services.locks.fcntl.flock", without)
     words = r"cannot be locked \(No locks available\); set ROLLFLOW_HOME"
-    with pytest.raises(ConfigError, match=words), hold_run(home(), run):
+    with pytest.raises(ConfigError, match=words), hold_run(run_home(), run):
         pass
 
 
@@ -220,7 +220,7 @@ def test_seen_status_keeps_its_age(run: RunContext) -> None:
     tell(run, RunStatus("one", "training", 4, 9))
     os.utime(Path(run.uri) / STATUS, (0, 0))
     assert main(["status", "one"]) == 0
-    seen = read_seen(home(), run.uri)
+    seen = read_last_status(run_home(), run.uri)
     assert seen is not None
     assert seen.age > 1e9
 

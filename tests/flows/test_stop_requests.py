@@ -19,14 +19,14 @@ from rollflow.flows import steps as steps_module
 from rollflow.flows.commands.cli import main
 from rollflow.flows.keepalive import run_watch as following_module
 from rollflow.flows.keepalive.run_watch import RunWatch
-from rollflow.flows.locations import find_run, home
+from rollflow.flows.locations import find_run, run_home
 from rollflow.flows.post_training import _describe_failure
-from rollflow.flows.services.prefect_api import api, requested_at
+from rollflow.flows.services.prefect_api import open_client, requested_at
 from rollflow.flows.steps import split_blocks
 from rollflow.flows.views.status import STATUS, RunStatus
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.objects import open_store
-from rollflow.storage.run_records.stop_requests import REQUEST, RunEnded, ask, requested, take_back
+from rollflow.storage.run_records.stop_requests import REQUEST, RunEnded, read_request, request_stop, take_back
 from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 from tests.support.prefect_home import served
@@ -49,31 +49,31 @@ def tell(context: RunContext, status: RunStatus) -> None:
 
 
 def test_request_stands_until_taken_back(run: RunContext) -> None:
-    assert requested(run.store) is None
-    first = ask(run.store, "stop")
-    assert first == requested(run.store)
-    assert ask(run.store, "stop").at > first.at  # it may have been asked of the run as it went before
-    assert ask(run.store, "cancel").how == "cancel"
-    assert ask(run.store, "stop").how == "cancel"
+    assert read_request(run.store) is None
+    first = request_stop(run.store, "stop")
+    assert first == read_request(run.store)
+    assert request_stop(run.store, "stop").at > first.at  # it may have been asked of the run as it went before
+    assert request_stop(run.store, "cancel").how == "cancel"
+    assert request_stop(run.store, "stop").how == "cancel"
     take_back(run.store, time.time() + 1)
     take_back(run.store, time.time() + 1)
-    assert requested(run.store) is None
+    assert read_request(run.store) is None
 
 
 def test_request_after_the_start_is_kept(run: RunContext) -> None:
     """Otherwise a stop in the seconds before the supervisor's claim would be lost."""
-    asked = ask(run.store, "stop")
+    asked = request_stop(run.store, "stop")
     take_back(run.store, asked.at - 1.0)
-    assert requested(run.store) == asked
+    assert read_request(run.store) == asked
     take_back(run.store, asked.at + 1.0)
-    assert requested(run.store) is None
+    assert read_request(run.store) is None
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("prefect")
 def test_request_time_follows_start_retry_and_resume(prefect_database: Path, tmp_path: Path) -> None:
     """The time is that of the start, retry or resumption, not when the server notices it late or the process begins."""
-    with served(tmp_path / "home", prefect_database), api() as client:
+    with served(tmp_path / "home", prefect_database), open_client() as client:
         began = time.time()
         made = client.create_flow_run(flow(lambda: None, name="nothing"), state=Scheduled())
         first = requested_at(made.id)
@@ -90,7 +90,7 @@ def test_request_time_follows_start_retry_and_resume(prefect_database: Path, tmp
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"how": "later", "at": 1}', b'{"how": "stop"}'])
 def test_unreadable_request_is_none(run: RunContext, text: bytes) -> None:
     run.store.put(REQUEST, text)
-    assert requested(run.store) is None
+    assert read_request(run.store) is None
     take_back(run.store, time.time() + 1)
 
 
@@ -120,7 +120,7 @@ def followed(run: RunContext, monkeypatch: pytest.MonkeyPatch, looks: Callable[[
 def test_stop_waits_for_the_next_version(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def looks(stages: Any) -> None:
         if stages.progress.version == 5:
-            ask(run.store, "stop")
+            request_stop(run.store, "stop")
 
     told = followed(run, monkeypatch, looks)
     assert told == ["`rollflow stop`: it ends at the next version", "stopped at version 6 by `rollflow stop`"]
@@ -129,13 +129,13 @@ def test_stop_waits_for_the_next_version(run: RunContext, monkeypatch: pytest.Mo
 def test_stop_after_the_last_version_changes_nothing(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def looks(stages: Any) -> None:
         if stages.progress.version == 9:
-            ask(run.store, "stop")
+            request_stop(run.store, "stop")
 
     assert followed(run, monkeypatch, looks) == ["`rollflow stop`: it ends at the next version"]
 
 
 def test_cancel_is_immediate(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask(run.store, "cancel")
+    request_stop(run.store, "cancel")
     assert followed(run, monkeypatch, lambda stages: None) == ["cancelled by `rollflow cancel`"]
 
 
@@ -159,14 +159,14 @@ def test_trained_run_can_be_paused_or_cancelled(run: RunContext, asked: Any) -> 
     stages: Any = SimpleNamespace(paused=False, look_at_own=look)
     writer: Any = SimpleNamespace(context=run, progress=SimpleNamespace(version=9), messages=[])
     if asked in ("cancel", "stop"):
-        ask(run.store, asked)
+        request_stop(run.store, asked)
     following = RunWatch(stages, writer, SimpleNamespace())  # type: ignore[arg-type]
     if asked in ("pause", "cancel"):
         with pytest.raises(RunEnded, match=r"paused|cancelled") as ended:
-            following.heed_after()
+            following.check_stop_requests()
         assert ended.value.pause == (asked == "pause")
     else:
-        following.heed_after()
+        following.check_stop_requests()
 
 
 @pytest.mark.parametrize(("verb", "how"), [("stop", "stop"), ("cancel", "cancel")])
@@ -176,8 +176,8 @@ def test_stop_command_waits_for_the_end(
     codes: list[int] = []
     command = threading.Thread(target=lambda: codes.append(main([verb, "one"])))
     command.start()
-    until(lambda: requested(run.store) is not None)
-    asked = requested(run.store)
+    until(lambda: read_request(run.store) is not None)
+    asked = read_request(run.store)
     assert asked is not None
     assert asked.how == how
     assert command.is_alive()
@@ -199,7 +199,7 @@ def test_stop_command_does_not_wait_for_a_paused_run(
 
 def test_stop_command_returns_at_once_with_no_wait(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop", "one", "--no-wait"]) == 0
-    assert requested(run.store) is not None
+    assert read_request(run.store) is not None
     assert "run one was told to end at its next version" in capsys.readouterr().out
 
 
@@ -207,7 +207,7 @@ def test_stop_command_returns_at_once_with_no_wait(run: RunContext, capsys: pyte
 def test_idle_run_gets_no_request(run: RunContext, capsys: pytest.CaptureFixture[str], phase: Any) -> None:
     tell(run, RunStatus("one", phase, 4, 9))
     assert main(["stop", "one"]) == 0
-    assert requested(run.store) is None
+    assert read_request(run.store) is None
     assert f"run one is not at work ({phase})" in capsys.readouterr().out
 
 
@@ -221,7 +221,7 @@ def test_wait_for_a_silent_run_is_bounded(
 
 
 def log_of(name: str, *lines: str) -> Path:
-    file = home() / "logs" / name / "runner.log"
+    file = run_home() / "logs" / name / "runner.log"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as log:
         log.writelines(f"{line}\n" for line in lines)
@@ -277,7 +277,7 @@ def test_logs_follow_a_run_on_a_stack(run: RunContext, capsys: pytest.CaptureFix
 def test_logs_are_shown_in_both_formats(
     run: RunContext, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = home() / "logs" / run.key / "runner.log"
+    file = run_home() / "logs" / run.key / "runner.log"
     file.parent.mkdir(parents=True)
     file.write_text('{"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "message": "hello"}\nplain\ncut')
     tell(run, replace(RunStatus("one", "done"), version=9))

@@ -165,7 +165,7 @@ def test_unreachable_storage_delays_no_other_run(monkeypatch: pytest.MonkeyPatch
             raise Unreachable("object storage did not answer")
         return crashed_module.Successor(context, flow_run, crashed_module.PendingRecovery("supervisor", "killed", 1))
 
-    monkeypatch.setattr(crashed_module, "api", api)
+    monkeypatch.setattr(crashed_module, "open_client", api)
     monkeypatch.setattr(crashed_module, "list_supervisors", lambda *_: crashed)
     monkeypatch.setattr(crashed_module, "restart_supervisor", restart_supervisor)
     monkeypatch.setattr(crashed_module.Successor, "up", lambda _: False)
@@ -196,7 +196,7 @@ def test_long_run_is_restarted_despite_many_newer_ones(tmp_path: Path, monkeypat
             id=named["idempotency_key"], state=named["state"]
         ),
     )
-    monkeypatch.setattr(crashed_module, "api", lambda: contextlib.nullcontext(client))
+    monkeypatch.setattr(crashed_module, "open_client", lambda: contextlib.nullcontext(client))
     oldest = there[-1]
     successor = crashed_module.restart_supervisor(oldest.id, RunContext(f"{tmp_path}/runs/run-0", tmp_path))
     assert successor is not None
@@ -233,7 +233,7 @@ def test_user_restart_resets_the_supervisor_budget(tmp_path: Path, monkeypatch: 
         ),
         set_flow_run_state=lambda *_, **__: None,
     )
-    monkeypatch.setattr(crashed_module, "api", lambda: contextlib.nullcontext(client))
+    monkeypatch.setattr(crashed_module, "open_client", lambda: contextlib.nullcontext(client))
     second = supervisor(Crashed(), after=supervisor(Crashed()))
     supervisor(Failed(message="over the budget"), after=second)
     one = supervisor(Crashed())  # of a person

@@ -36,7 +36,7 @@ def asked(*sets: str, seeds: int = 1) -> list[sweep.SweepRun]:
     ],
 )
 def test_commas_separate_values_outside_quotes(override: str, values: list[str]) -> None:
-    assert [one for [one] in sweep.combinations([override])] == values
+    assert [one for [one] in sweep.combine_values([override])] == values
 
 
 def test_study_has_every_value_with_every_seed() -> None:

@@ -15,7 +15,7 @@ from rollflow.flows.commands.cli import main
 from rollflow.flows.locations import new_run_id
 from rollflow.flows.services.times import utc_minute, utc_stamp, utc_time
 from rollflow.flows.services.utc_lines import UtcLines
-from rollflow.flows.views.log_lines import settings
+from rollflow.flows.views.log_lines import logging_settings
 from rollflow.storage.log.entries import RunCreated
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
@@ -61,7 +61,7 @@ def test_run_ids_and_commands_use_utc(
 
 def test_log_of_a_session_uses_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ROLLFLOW_LOG_FORMAT", raising=False)
-    assert settings()["PREFECT_LOGGING_FORMATTERS_JSON_CLASS"] == f"{UtcLines.__module__}.{UtcLines.__name__}"
+    assert logging_settings()["PREFECT_LOGGING_FORMATTERS_JSON_CLASS"] == f"{UtcLines.__module__}.{UtcLines.__name__}"
     record = logging.LogRecord("prefect.flow_runs", logging.INFO, "", 0, "hello", (), None)
     record.created, record.msecs, record.flow_run_name = AT, 7.0, "a run"
     assert UtcLines("default").format(record) == "12:00:00.007Z | INFO    | Flow run 'a run' - hello"

@@ -15,7 +15,7 @@ import pytest
 from rollflow.flows.post_training import mlflow_page
 from rollflow.flows.views import mlflow_payload, tracking
 from rollflow.flows.views.anchors import read_anchors
-from rollflow.flows.views.mlflow_payload import KeptVersion, PromptSourceFacts, RunFacts, RunOutcome, beginning
+from rollflow.flows.views.mlflow_payload import KeptVersion, PromptSourceFacts, RunFacts, RunOutcome, build_run_facts
 from rollflow.flows.views.mlflow_run import VERSION, MetricPoint, MlflowRun, TrackingPlace
 from rollflow.flows.views.parameters import flatten, names_secret, without_secrets
 from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
@@ -293,7 +293,7 @@ def test_config_changes_are_logged(place: TrackingPlace, tmp_path: Path) -> None
     for key, value in (("versions", 5), *changed):
         context = RunContext(str(tmp_path / "runs" / "changed"), tmp_path / "cache")
         change_config(context, context.config.model_copy(update={key: value}))
-        tracker = Tracker(place, "changed", context.created.config, beginning=beginning(context))
+        tracker = Tracker(place, "changed", context.created.config, beginning=build_run_facts(context))
         assert tracker.finish("FINISHED", HANG_SECONDS)
         assert tracker.failures == 0, tracker.warnings
     client, run = stored(place, "changed")
@@ -392,6 +392,6 @@ def test_logged_addresses_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("figures", "_sample_responses"):
         monkeypatch.setattr(mlflow_payload, name, lambda *_: {})
     monkeypatch.setattr(mlflow_payload, "read_evaluation", lambda *_: None)
-    told = [*mlflow_payload._list_prompts(run), mlflow_payload.ending(run, {"storage": uri, "tokens": 3})]
+    told = [*mlflow_payload._list_prompts(run), mlflow_payload.build_outcome(run, {"storage": uri, "tokens": 3})]
     assert "hidden" not in str(told)
     assert "bucket/x" in str(told)

@@ -40,7 +40,7 @@ address, answer = sys.argv[1:]
 try:
     check_ray(address)
     ray_access.check_membership(address)
-    with cluster.attached(address, "credentials"):
+    with cluster.attached_cluster(address, "credentials"):
         import ray
 
         on_rollout = ray.remote(resources={"rollout": 1})(lambda: ray.util.get_node_ip_address())

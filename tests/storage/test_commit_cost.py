@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollflow.storage import arrow_rows
-from rollflow.storage.batch import TrajectoryBatch, packed
+from rollflow.storage.batch import TrajectoryBatch, pack_group
 from rollflow.storage.log import run_log as log_module
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.log.run_log import Log
@@ -41,13 +41,13 @@ def test_commit_state_equals_its_readers_fold(run: ObjectStore, monkeypatch: pyt
 
 
 def test_batch_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed, digest = list[int](), disk.digest
+    hashed, digest = list[int](), disk.hash_pieces
 
     def counted(parts: Sequence[memoryview]) -> str:
         hashed.append(sum(map(len, parts)))
         return digest(parts)
 
-    monkeypatch.setattr(disk, "digest", counted)
+    monkeypatch.setattr(disk, "hash_pieces", counted)
     for size in (5, 3_000_000):
         data = os.urandom(size)
         named = LocalStore(tmp_path).create_naming(f"a/{size}", str.encode, f"b/{size}", data)
@@ -62,7 +62,7 @@ def test_long_columns_equal_the_groups_columns(monkeypatch: pytest.MonkeyPatch) 
     long = replace(one, tokens=(7,) * 3000, loss_mask=(True,) * 3000, logprobs=(-1.0,) * 3000, versions=(0,) * 3000)
     groups = [replace(group(n), trajectories=(each, each)) for n, each in enumerate((silent, long, one, silent))]
     expected = TrajectoryBatch.from_groups(groups).to_bytes()
-    made = list(map(packed, groups))
+    made = list(map(pack_group, groups))
     allocated, allocate = list[int](), arrow_rows.pa.allocate_buffer
     monkeypatch.setattr(arrow_rows.pa, "allocate_buffer", lambda size: allocated.append(size) or allocate(size))
     for least, joined in ((1 << 20, 0), (24_000, 3), (1, 19)):

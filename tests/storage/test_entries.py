@@ -25,8 +25,8 @@ from rollflow.storage.log.entries import (
     decode,
     encode,
     entry_path,
-    opened,
-    sealed,
+    open_sealed,
+    seal_tree,
 )
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Discard, DiscardReason, GroupKey, StoredObject
@@ -103,9 +103,9 @@ def test_names_and_keys() -> None:
 
 
 def resealed(change: Callable[[dict[str, Any]], None]) -> bytes:
-    tree = opened(encode(entry(BatchVoided(1, 5, "damaged"))).data)
+    tree = open_sealed(encode(entry(BatchVoided(1, 5, "damaged"))).data)
     change(tree)
-    return sealed(tree)
+    return seal_tree(tree)
 
 
 def test_old_void_without_a_cause_means_damaged() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import Claimed, Entry, Pruned, VersionPublished, encode, entry_path
-from rollflow.storage.log.garbage import abandoned, collect, orphans, store_clock, sweep
+from rollflow.storage.log.garbage import collect, list_abandoned, list_orphans, store_clock, sweep
 from rollflow.storage.log.retention import KINDS
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import ObjectStore
@@ -61,21 +61,21 @@ def test_unnamed_object_is_garbage_once_its_claim_is_superseded(run: LocalStore)
     left = left_by(actors, run)
     for path in left:
         age(run, path, 100)
-    assert orphans(run, store_clock(run)) == []
+    assert list_orphans(run, store_clock(run)) == []
     new = Supervisor(run)  # deposes no healthy role
-    assert orphans(run, store_clock(run)) == []
+    assert list_orphans(run, store_clock(run)) == []
     fresh = left_by(actors, run)
     Learner(run, new.writer.claim)
-    assert [orphan.path for orphan in orphans(run, store_clock(run))] == sorted(fresh[:2])
+    assert [orphan.path for orphan in list_orphans(run, store_clock(run))] == sorted(fresh[:2])
     RealScheduler(run, new.writer.claim)
-    found = orphans(run, store_clock(run))
+    found = list_orphans(run, store_clock(run))
     assert [(orphan.path, orphan.size, orphan.why) for orphan in found] == [
         (path, 4, "no entry names it, its writer was superseded") for path in sorted(left)
     ]
     before = set(run.list())
     assert collect(run, found) == 12
     assert set(run.list()) == before - set(left)
-    assert orphans(run, store_clock(run)) == []
+    assert list_orphans(run, store_clock(run)) == []
     assert audit(run, deep=True).violations == []
 
 
@@ -85,7 +85,7 @@ def test_younger_orphans_are_not_listed(run: LocalStore) -> None:
     age(run, left[0], 3)
     new = Supervisor(run)
     Learner(run, new.writer.claim)
-    assert [orphan.path for orphan in orphans(run, store_clock(run), 2 * DAY)] == left[:1]
+    assert [orphan.path for orphan in list_orphans(run, store_clock(run), 2 * DAY)] == left[:1]
 
 
 def test_pruned_object_that_still_exists_is_garbage(run: LocalStore) -> None:
@@ -95,7 +95,7 @@ def test_pruned_object_that_still_exists_is_garbage(run: LocalStore) -> None:
         actors.train(1, prune=False)
         if actors.learner.log.state.releasable:
             actors.learner.prune()  # and dies
-    found = orphans(run, store_clock(run))
+    found = list_orphans(run, store_clock(run))
     state = Log(run).state
     gone = {
         stored.path
@@ -126,12 +126,12 @@ def test_leftovers_of_killed_learners_are_pruned_or_garbage(ends: list[str]) -> 
         elif end == "after" and released:
             writer.append(lambda state, _, released=released: Pruned(tuple(released)))  # type: ignore[misc]
     left = set(store.list("policies")) - needed(store)
-    found = orphans(store, store_clock(store))
+    found = list_orphans(store, store_clock(store))
     assert {orphan.path for orphan in found} == left
     assert bool(left) <= ("after" in ends)
     collect(store, found)
     assert set(store.list("policies")) == needed(store)
-    assert orphans(store, store_clock(store)) == []
+    assert list_orphans(store, store_clock(store)) == []
 
 
 def needed(store: ObjectStore) -> set[str]:
@@ -152,14 +152,14 @@ def test_version_in_evaluation_is_no_garbage(run: LocalStore) -> None:
     PolicyStore(policies.log, in_use=lambda version: version == 3).prune(writer)
     train(run, 1)
     age(run, weights, 100)
-    assert orphans(run, store_clock(run)) == []
+    assert list_orphans(run, store_clock(run)) == []
     assert run.exists(weights)
 
 
 def test_unneeded_object_stays_until_it_is_pruned(run: LocalStore) -> None:
     Actors.begin(run).train(9, prune=False)
     assert Log(run).state.releasable
-    assert orphans(run, store_clock(run)) == []
+    assert list_orphans(run, store_clock(run)) == []
 
 
 def test_voided_batch_file_is_no_garbage(run: LocalStore) -> None:
@@ -170,7 +170,7 @@ def test_voided_batch_file_is_no_garbage(run: LocalStore) -> None:
     new = Supervisor(run)
     RealScheduler(run, new.writer.claim).commit()
     assert len(list(run.list("trajectories"))) == 2
-    assert orphans(run, store_clock(run)) == []
+    assert list_orphans(run, store_clock(run)) == []
 
 
 def test_object_of_unknown_origin_is_no_garbage(run: LocalStore) -> None:
@@ -193,7 +193,7 @@ def test_object_of_unknown_origin_is_no_garbage(run: LocalStore) -> None:
     new = Supervisor(run)
     Learner(run, new.writer.claim)
     RealScheduler(run, new.writer.claim)
-    assert orphans(run, store_clock(run)) == []
+    assert list_orphans(run, store_clock(run)) == []
 
 
 def test_unnamed_index_object_is_garbage_after_a_week(run: LocalStore) -> None:
@@ -208,10 +208,10 @@ def test_unnamed_index_object_is_garbage_after_a_week(run: LocalStore) -> None:
         run.put(f"log_index/{name}.json", b"{}")
         age(run, f"log_index/{name}.json", days)
     age(run, named, 100)
-    assert [(o.path, o.why) for o in orphans(run, store_clock(run))] == [
+    assert [(o.path, o.why) for o in list_orphans(run, store_clock(run))] == [
         ("log_index/ab.json", "no entry has it as its index")
     ]
-    assert orphans(run, store_clock(run), 9 * DAY) == []
+    assert list_orphans(run, store_clock(run), 9 * DAY) == []
 
 
 @pytest.mark.parametrize("segments", [True, False])
@@ -223,17 +223,17 @@ def test_damaged_log_has_no_garbage(run: LocalStore, segments: bool, monkeypatch
     new = Supervisor(run)
     Learner(run, new.writer.claim)
     RealScheduler(run, new.writer.claim)
-    assert [orphan.path for orphan in orphans(run, store_clock(run))] == sorted(left)
+    assert [orphan.path for orphan in list_orphans(run, store_clock(run))] == sorted(left)
     for log in (new.log, actors.learner.log):
         log.settle()
     if not segments:
         forget(run)
     run.put(entry_path(committed(run, 1).n), b"{}")
     if segments:
-        assert [orphan.path for orphan in orphans(run, store_clock(run))] == sorted(left)
+        assert [orphan.path for orphan in list_orphans(run, store_clock(run))] == sorted(left)
     else:
         with pytest.raises(Corrupt, match="garbage cannot be identified, because the log does not fold: log/"):
-            orphans(run, store_clock(run))
+            list_orphans(run, store_clock(run))
 
 
 def test_log_with_a_refused_entry_has_no_garbage(run: LocalStore) -> None:
@@ -244,7 +244,7 @@ def test_log_with_a_refused_entry_has_no_garbage(run: LocalStore) -> None:
     data = run.get(entry_path(learner.writer.claim))
     run.put(entry_path(learner.writer.claim + 1), data.replace(b"learner", b"student"))
     with pytest.raises(Corrupt):
-        orphans(run, store_clock(run))
+        list_orphans(run, store_clock(run))
 
 
 @pytest.mark.parametrize("follows", [True, False])
@@ -257,10 +257,10 @@ def test_log_with_a_misplaced_entry_has_no_garbage(run: LocalStore, follows: boo
     n, head = state.n + 1, (state.version, state.next_batch)
     run.put(entry_path(n), encode(Entry(n, state.sha256, "late", "learner", n, *head, at, body)).data)
     if follows:
-        assert [orphan.path for orphan in orphans(run, at)] != []
+        assert [orphan.path for orphan in list_orphans(run, at)] != []
     else:
         with pytest.raises(Corrupt, match=f"does not fold: {entry_path(n)}"):
-            orphans(run, at)
+            list_orphans(run, at)
 
 
 class Listed(MemoryStore):
@@ -291,7 +291,7 @@ def test_object_named_after_the_listing_is_no_garbage(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Listed, "after", staticmethod(named))
     watched = Listed(store.name)
-    assert orphans(watched, store_clock(watched)) == []
+    assert list_orphans(watched, store_clock(watched)) == []
 
 
 def test_collection_during_depositions_keeps_needed_objects() -> None:
@@ -301,7 +301,7 @@ def test_collection_during_depositions_keeps_needed_objects() -> None:
 
     def gather() -> None:
         while not stop.is_set():
-            freed.append(collect(store, orphans(store, store_clock(store))))
+            freed.append(collect(store, list_orphans(store, store_clock(store))))
 
     collector = threading.Thread(target=gather)
     collector.start()
@@ -319,7 +319,7 @@ def test_collection_during_depositions_keeps_needed_objects() -> None:
         collector.join()
     assert len(freed) >= 10
     assert audit(store, deep=True).violations == []
-    collect(store, orphans(store, store_clock(store)))
+    collect(store, list_orphans(store, store_clock(store)))
     assert Log(store).state.releasable == []
     assert set(store.list("policies")) == needed(store)
 
@@ -331,12 +331,12 @@ def test_unfinished_writes_are_garbage_after_a_week(run: LocalStore) -> None:
         (scratch / name).write_bytes(b"half")
         then = store_clock(run) - days * DAY
         os.utime(scratch / name, (then, then))
-    found = orphans(run, store_clock(run))
+    found = list_orphans(run, store_clock(run))
     assert [(o.path, o.size, o.why) for o in found] == [
         (".tmp/a", 4, "its writer never ended it"),
         (".tmp/c", 4, "its writer never ended it"),
     ]
-    assert [o.path for o in orphans(run, store_clock(run), 30 * DAY)] == [".tmp/c"]
+    assert [o.path for o in list_orphans(run, store_clock(run), 30 * DAY)] == [".tmp/c"]
     assert sweep(run) == 8
     assert [path.name for path in scratch.iterdir()] == ["b"]
 
@@ -348,7 +348,7 @@ def test_abandoned_upload_is_removed_and_a_live_one_completes(monkeypatch: pytes
         stale, live = begun(run, "stale"), begun(run, "live")
         empty, elsewhere = begun(run, "empty", 0), begun(other, "a")
         grow_old(stale, elsewhere)
-        found = list(abandoned(run, store_clock(run)))
+        found = list(list_abandoned(run, store_clock(run)))
         assert [(o.path, o.size, o.why) for o in found] == [("stale", PART, "its writer never ended it")]
         assert sweep(run) == PART
         assert set(uploads()) == {live, empty, elsewhere}
@@ -370,7 +370,7 @@ def test_on_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         run.put(left, b"left")
         new = Supervisor(run)
         Learner(run, new.writer.claim)
-        found = orphans(run, store_clock(run))
+        found = list_orphans(run, store_clock(run))
         assert [orphan.path for orphan in found] == [left, "stale"]
         assert collect(run, found) == PART + 4
         ended(run, "live", live)

@@ -16,10 +16,10 @@ from rollflow.storage.log.lineage import (
     Discarded,
     InFlight,
     Quarantined,
-    fates,
     find_version,
+    list_fates,
 )
-from rollflow.storage.log.reading import AT_ONCE, written
+from rollflow.storage.log.reading import AT_ONCE, iterate_written
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason, GroupKey
@@ -47,19 +47,19 @@ def test_fates_names_each_fate_of_a_dispatch(store: MemoryStore) -> None:
     again = GroupKey(stale.prompt, 1)
     assert again in groups_of(store, 2)
     log = Log(store)
-    assert fates(log, stale.prompt) == {stale: fates(log, stale.prompt)[stale], again: AwaitingTraining(2)}
+    assert list_fates(log, stale.prompt) == {stale: list_fates(log, stale.prompt)[stale], again: AwaitingTraining(2)}
     actors.learner.log.follow()
     actors.learner.void(2)
     log.follow()
-    assert fates(log, stale.prompt)[again] == Quarantined(2)
+    assert list_fates(log, stale.prompt)[again] == Quarantined(2)
     third = GroupKey(stale.prompt, 2)
-    assert fates(log, stale.prompt)[third] == InFlight(2)
+    assert list_fates(log, stale.prompt)[third] == InFlight(2)
     actors.scheduler.log.follow()
     actors.scheduler.begin()
     actors.train(1)
     assert third in groups_of(store, 2)
     log.follow()
-    found = fates(log, stale.prompt)
+    found = list_fates(log, stale.prompt)
     assert list(found) == [stale, again, third]
     assert [type(fate) for fate in found.values()] == [Discarded, Quarantined, Consumed]
     assert [str(fate) for fate in found.values()] == [
@@ -67,10 +67,10 @@ def test_fates_names_each_fate_of_a_dispatch(store: MemoryStore) -> None:
         "in batch 2, which was quarantined; issued again",
         "trained into version 3",
     ]
-    [fate] = fates(log, gone.prompt).values()
+    [fate] = list_fates(log, gone.prompt).values()
     assert isinstance(fate, Discarded)
     assert (fate.batch, fate.discard.reason) == (2, DiscardReason.FILTERED)
-    assert fates(log, 10_000) == {}
+    assert list_fates(log, 10_000) == {}
 
 
 def test_in_flight_fate_names_the_newest_batch(store: MemoryStore) -> None:
@@ -85,7 +85,7 @@ def test_in_flight_fate_names_the_newest_batch(store: MemoryStore) -> None:
     actors.ahead()
     log = Log(store)
     assert (log.state.holes, log.state.next_batch, log.state.in_flight) == ([], 3, (left,))
-    assert fates(log, left.prompt) == {left: InFlight(2)}
+    assert list_fates(log, left.prompt) == {left: InFlight(2)}
 
 
 def test_fates_agree_with_the_states_counts(store: MemoryStore) -> None:
@@ -100,7 +100,7 @@ def test_fates_agree_with_the_states_counts(store: MemoryStore) -> None:
         actors.train(1)
     log = Log(store)
     state = log.state
-    found = [fates(log, prompt) for prompt in range(max(state.cursor.upcoming)) if state.cursor.covers(prompt)]
+    found = [list_fates(log, prompt) for prompt in range(max(state.cursor.upcoming)) if state.cursor.covers(prompt)]
     kinds = Counter(type(fate) for one in found for fate in one.values())
     open_ones = {key for one in found for key, fate in one.items() if isinstance(fate, InFlight)}
     assert open_ones == set(state.in_flight)
@@ -134,7 +134,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_written_yields_the_whole_range_of_entries(store: MemoryStore, first: int) -> None:
     log = Actors.begin(store).train(40).learner.log
     for last in (first, first + AT_ONCE - 1, first + AT_ONCE, log.state.n):
-        assert [one.entry.n for one in written(log, first, last)] == list(range(first, last + 1))
+        assert [one.entry.n for one in iterate_written(log, first, last)] == list(range(first, last + 1))
 
 
 @pytest.mark.parametrize("reason", [DiscardReason.FILTERED, DiscardReason.STALE])
@@ -146,7 +146,7 @@ def test_fates_reads_no_further_than_the_last_fate(store: MemoryStore, read: lis
     actors.train(40)
     log = Log(Watched(store.name))
     read.clear()
-    last = list(fates(log, key.prompt).values())[-1]
+    last = list(list_fates(log, key.prompt).values())[-1]
     assert isinstance(last, Discarded if reason is DiscardReason.FILTERED else Consumed)
     assert 0 < len(read) <= AT_ONCE < log.state.n // 2
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.storage.batch import TrajectoryBatch, packed
+from rollflow.storage.batch import TrajectoryBatch, pack_group
 from rollflow.storage.errors import Conflict, Corrupt, Missing, Unreachable
 from rollflow.storage.log import run_log as log_module
 from rollflow.storage.log import snapshots
@@ -28,7 +28,7 @@ from rollflow.storage.log.entries import (
     encode,
     entry_path,
 )
-from rollflow.storage.log.repair import cures, repair
+from rollflow.storage.log.repair import plan_repairs, repair
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import Deposed, EntryRefused
 from rollflow.storage.objects.base import Data
@@ -517,14 +517,14 @@ def test_entry_has_a_groups_oldest_start_and_newest_version() -> None:
         return Trajectory(sample, started, versions, chosen, quiet, versions, 1.0, "", StopReason.STOP)
 
     group = TrajectoryGroup(GroupKey(5, 1), "p", "d", (trajectory(0, 3, (-1, 3, 4, -1)), trajectory(1, 2, (-1, 2))))
-    assert committed_group(group) == committed_group(packed(group)) == TrainedGroup(5, 1, 2, 4, 3)
+    assert committed_group(group) == committed_group(pack_group(group)) == TrainedGroup(5, 1, 2, 4, 3)
     silent = TrajectoryGroup(GroupKey(5, 1), "p", "d", (trajectory(0, 3, (-1,)),))
-    assert committed_group(silent) == committed_group(packed(silent)) == TrainedGroup(5, 1, 3, 3, 0)
-    batches = [TrajectoryBatch.from_groups(rows) for rows in ((group, silent), (packed(group), packed(silent)))]
+    assert committed_group(silent) == committed_group(pack_group(silent)) == TrainedGroup(5, 1, 3, 3, 0)
+    batches = [TrajectoryBatch.from_groups(rows) for rows in ((group, silent), (pack_group(group), pack_group(silent)))]
     assert batches[0].to_bytes() == batches[1].to_bytes()
-    assert batches[0].to_bytes() == TrajectoryBatch.from_groups((group, packed(silent))).to_bytes()
+    assert batches[0].to_bytes() == TrajectoryBatch.from_groups((group, pack_group(silent))).to_bytes()
     assert len(TrajectoryBatch.from_groups(())) == 0
-    assert packed(replace(group, surplus_tokens=7)).surplus_tokens == 7
+    assert pack_group(replace(group, surplus_tokens=7)).surplus_tokens == 7
 
 
 def test_writer_without_the_role_cannot_append(store: MemoryStore) -> None:
@@ -542,9 +542,9 @@ def test_writer_without_the_role_cannot_append(store: MemoryStore) -> None:
 
 def test_intact_log_needs_no_repair(store: MemoryStore) -> None:
     train(store, 3)
-    assert cures(store) == []
+    assert plan_repairs(store) == []
     with pytest.raises(Missing):
-        cures(MemoryStore(uuid.uuid4().hex))
+        plan_repairs(MemoryStore(uuid.uuid4().hex))
 
 
 def test_repair_restores_entries_from_segments(store: MemoryStore) -> None:
@@ -552,12 +552,12 @@ def test_repair_restores_entries_from_segments(store: MemoryStore) -> None:
     whole = entries(store)
     store.put(entry_path(5), flipped(whole[5]))
     store.delete(entry_path(9))
-    found = cures(store)
+    found = plan_repairs(store)
     assert [cure.n for cure in found] == [5, 9]
     assert all("restore it from its segment" in str(cure) for cure in found)
     repair(store, found)
     assert entries(store) == whole
-    assert cures(store) == []
+    assert plan_repairs(store) == []
 
 
 @pytest.mark.parametrize("how", ["altered", "forged"])
@@ -569,7 +569,7 @@ def test_repair_moves_a_damaged_newest_entry_away(store: MemoryStore, how: str) 
     data = store.get(entry_path(n))
     forged = encode(replace(decode(data, n, store.get).entry, batch=99)).data
     store.put(entry_path(n), flipped(data) if how == "altered" else forged)
-    (cure,) = cures(store)
+    (cure,) = plan_repairs(store)
     assert str(cure).startswith(entry_path(n))
     assert f"the log ends with entry {n - 1}" in str(cure)
     with pytest.raises(Corrupt):
@@ -588,7 +588,7 @@ def test_damage_without_an_intact_copy_cannot_be_repaired(store: MemoryStore) ->
         store.delete(path)
     store.put(entry_path(5), flipped(store.get(entry_path(5))))
     with pytest.raises(Corrupt, match=r"0000000005.json .* entries follow it: it cannot be repaired"):
-        cures(store)
+        plan_repairs(store)
 
 
 def test_repair_counts_the_entries_that_follow(store: MemoryStore) -> None:
@@ -601,7 +601,7 @@ def test_repair_counts_the_entries_that_follow(store: MemoryStore) -> None:
     newest = len(list(store.list("log"))) - 1
     store.put(entry_path(900), store.get(entry_path(1)))
     with pytest.raises(Corrupt, match=rf"{newest + 1:010d}.json is missing, .* and entry 900 follows it"):
-        cures(store)
+        plan_repairs(store)
     store.delete(entry_path(2))
     with pytest.raises(Corrupt, match=rf"0000000002.json is missing, .* and {newest - 1} entries follow it"):
-        cures(store)
+        plan_repairs(store)

@@ -15,7 +15,7 @@ import pytest
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log import entries as entries_module
-from rollflow.storage.log.entries import entry_path, sealed
+from rollflow.storage.log.entries import entry_path, seal_tree
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.records import DiscardReason
 from tests.support import own_reader
@@ -81,10 +81,10 @@ def forge(run: Path, n: int, change: Callable[[Any], None]) -> None:
     """Entry `n` with another body, and a chain of hashes that fits again: as whoever writes the whole log could."""
     one = tree(run, n)
     change(one["body"])
-    data = sealed(one)
+    data = seal_tree(one)
     (run / entry_path(n)).write_bytes(data)
     for following in range(n + 1, len(list((run / "log").iterdir()))):
-        data = sealed(tree(run, following) | {"prev": hashlib.sha256(data).hexdigest()})
+        data = seal_tree(tree(run, following) | {"prev": hashlib.sha256(data).hexdigest()})
         (run / entry_path(following)).write_bytes(data)
 
 
@@ -115,7 +115,7 @@ def test_alpha_altered_in_the_config_is_found(run: Path) -> None:
 def test_alpha_altered_and_resealed_is_found(run: Path) -> None:
     one = tree(run, 0)
     one["body"]["config"]["async_ratio"] = 9.5
-    (run / entry_path(0)).write_bytes(sealed(one))
+    (run / entry_path(0)).write_bytes(seal_tree(one))
     assert violations(run) == ["1: it does not follow"]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollflow.storage.errors import Conflict, Corrupt, Missing
 from rollflow.storage.log.entries import Pruned, entry_path
-from rollflow.storage.log.garbage import orphans, store_clock
+from rollflow.storage.log.garbage import list_orphans, store_clock
 from rollflow.storage.log.retention import KINDS, Kind, Retention
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed, EntryRefused
@@ -191,7 +191,7 @@ def test_evaluated_version_is_pruned_at_the_runs_end(run: ObjectStore) -> None:
     assert present(policies) == required(policies.retention, 5)
     pruned = of_kind(run, Pruned)[-1]
     assert (pruned.role, pruned.body) == ("supervisor", Pruned(released))
-    assert orphans(run, now=store_clock(run) + 1e9) == []
+    assert list_orphans(run, now=store_clock(run) + 1e9) == []
 
 
 def test_in_use_is_called_once_per_version(memory: MemoryStore) -> None:

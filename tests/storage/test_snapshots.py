@@ -15,7 +15,7 @@ import pytest
 from rollflow.storage.errors import Missing, StoreFailed
 from rollflow.storage.log import run_log as log_module
 from rollflow.storage.log import snapshots
-from rollflow.storage.log.entries import Role, entry_path, opened, sealed
+from rollflow.storage.log.entries import Role, entry_path, open_sealed, seal_tree
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.memory import MemoryStore
@@ -110,16 +110,16 @@ def test_full_disk_for_a_snapshot_does_not_stop_the_run(store: Counting, monkeyp
 def test_snapshot_of_another_fold_is_ignored(store: Counting) -> None:
     claims(store, 6)
     (newest,) = store.list("log_snapshots")
-    tree = opened(store.get(newest))
+    tree = open_sealed(store.get(newest))
     assert tree["fold"] == FOLD
     with pytest.raises(ValueError, match="another version of the fold"):
-        snapshots.from_bytes(sealed(tree | {"fold": FOLD + 1}))
+        snapshots.from_bytes(seal_tree(tree | {"fold": FOLD + 1}))
     with pytest.raises(ValueError, match="it was altered"):
         snapshots.from_bytes(json.dumps(tree).encode())
 
 
 @pytest.mark.parametrize(
-    "junk", [b"", b"7", b"null", b'"text"', b"[]", b"{}", sealed({}), sealed({"fold": 1, "state": 3})]
+    "junk", [b"", b"7", b"null", b'"text"', b"[]", b"{}", seal_tree({}), seal_tree({"fold": 1, "state": 3})]
 )
 def test_newest_readable_snapshot_is_used(store: Counting, junk: bytes) -> None:
     newest = claims(store, 14).state

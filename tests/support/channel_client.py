@@ -188,5 +188,5 @@ async def main(store: ObjectStore) -> None:
 
 
 if __name__ == "__main__":
-    with cluster.attached(sys.argv[1], "test"):
+    with cluster.attached_cluster(sys.argv[1], "test"):
         asyncio.run(main(open_store(sys.argv[2])))

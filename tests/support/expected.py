@@ -7,7 +7,7 @@ from typing import Any
 
 from rollflow.storage.log.expected import BatchLimits, Expected, ExpectedPrompts
 from rollflow.storage.records import DiscardReason
-from rollflow.tasks.rollout.limits import RolloutLimits, filtered
+from rollflow.tasks.rollout.limits import RolloutLimits, filter_reason
 from tests.support.pipeline import Pipeline
 
 
@@ -24,7 +24,7 @@ def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> BatchLimit
         made_up=True,
         single_turn=single_turn,
         oldest_token=limits.staleness_from == "oldest-token",
-        filtered=lambda rewards: filtered(limits.filter, rewards),
+        filtered=lambda rewards: filter_reason(limits.filter, rewards),
     )
 
 

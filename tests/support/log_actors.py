@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.log.configs import differences, recorded_configs
+from rollflow.storage.log.configs import diff_trees, recorded_configs
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
@@ -91,7 +91,7 @@ class Supervisor:
             before = recorded_configs(self.log)[-1].config
             config = {**before, **given}
             told = json.dumps(config, sort_keys=True).encode()
-            changes = differences(before, config)
+            changes = diff_trees(before, config)
             return ConfigChanged(state.version + 1, config, hashlib.sha256(told).hexdigest(), changes, "a person")
 
         return self.writer.append(body)

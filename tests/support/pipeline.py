@@ -132,9 +132,9 @@ class Pipeline:
         evaluations = self.evaluating(self) if self.evaluating else None
 
         def published(version: int) -> None:
-            self.scheduler.published(version)
+            self.scheduler.note_published(version)
             if evaluations:
-                evaluations.published(version)
+                evaluations.note_published(version)
 
         hooks = VersionCallbacks(published, lambda _: self.scheduler.wake())
         sync = WeightSync(self.proxy, self, self.in_flight, hooks)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rollflow.flows.config import parse
+from rollflow.flows.config import parse_config
 from rollflow.tasks.run.config import RunConfig
 
 NAMES = ("<|pad|>", "<|end|>", "<|start|>", "<|turn|>", "<|over|>")
@@ -132,7 +132,7 @@ def recipe_of(folder: Path, **prompts: object) -> RunConfig:
     file = folder / "say.jsonl"
     if not file.exists():
         file.write_text("".join(f'{{"question": "Say {i} ({i * i}).", "answer": "{i}"}}\n' for i in range(40)))
-    return parse(
+    return parse_config(
         {
             "policy": {"path": str(folder)},
             "versions": 2,

@@ -195,7 +195,7 @@ class Life:
         ports = SchedulerPorts(self._prompt, self._score, self._commit, pack=_as_it_is)
         self.writer = self.ledger.scheduling()
         self.scheduler = build_scheduler(case.limits, ports, self.proxy, ResumePoint.of_state(self.writer.log.state))
-        hooks = VersionCallbacks(self.scheduler.published, lambda _: self.scheduler.wake())
+        hooks = VersionCallbacks(self.scheduler.note_published, lambda _: self.scheduler.wake())
         sync = WeightSync(self.proxy, self, case.in_flight, hooks)
         try:
             async with asyncio.TaskGroup() as tasks:

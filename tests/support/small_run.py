@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollflow.flows.config import parse
+from rollflow.flows.config import parse_config
 from rollflow.flows.prepare import prepare
 from rollflow.storage.log.state import NOBODY
 from rollflow.storage.records import Discard, DiscardReason, GroupKey, StopReason, Trajectory, TrajectoryGroup
@@ -108,7 +108,7 @@ def prepare_small(
     policy = folder / "policy"
     if not policy.exists():
         make_policy(policy)
-    config = parse(
+    config = parse_config(
         {
             "policy": {"path": str(policy), "dtype": dtype},
             "versions": versions,

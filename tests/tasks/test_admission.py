@@ -14,9 +14,9 @@ from rollflow.tasks.rollout.admission import (
     AdmissionDecision,
     AdmissionInputs,
     BatchesToForm,
-    allowance,
+    compute_allowance,
+    decide_admission,
     next_batch,
-    room,
 )
 from rollflow.tasks.rollout.limits import RolloutLimits
 
@@ -50,7 +50,7 @@ def test_allowance_equals_groups_of_due_batches_in_reach(
     reach = groups * (version + 1 + ahead)  # groups of all batches, formed or not
     numbered = [(place, place // groups) for place in range(math.floor(reach))]
     allowed = sum(batch >= due.number or batch in due.missing for _, batch in numbered)
-    found = allowance(version, outstanding, number=due.number, missing=due.missing, groups=groups, ahead=ahead)
+    found = compute_allowance(version, outstanding, number=due.number, missing=due.missing, groups=groups, ahead=ahead)
     assert found == (allowed - outstanding if version >= 0 else 0)
 
 
@@ -71,7 +71,7 @@ def test_allowance_equals_groups_of_due_batches_in_reach(
 def test_allowance(
     version: int, number: int, missing: tuple[int, ...], outstanding: int, ahead: float, expected: int
 ) -> None:
-    assert allowance(version, outstanding, number=number, missing=missing, groups=4, ahead=ahead) == expected
+    assert compute_allowance(version, outstanding, number=number, missing=missing, groups=4, ahead=ahead) == expected
 
 
 # --- decisions: 4 groups a batch, batches 0 to 9, alpha = 1, 8 groups at a time in 16 slots ----------------------
@@ -81,7 +81,7 @@ SUPPLY = AdmissionInputs(version=2, due=BatchesToForm(3, (), 10), running=5, out
 
 
 def rooms(extra: int = 0, limits: dict[str, Any] | None = None, **supply: Any) -> AdmissionDecision:
-    return room(replace(SUPPLY, **supply), replace(LIMITS, **(limits or {})), extra)
+    return decide_admission(replace(SUPPLY, **supply), replace(LIMITS, **(limits or {})), extra)
 
 
 def test_allowance_of_a_plain_case() -> None:

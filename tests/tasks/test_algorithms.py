@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.records import GroupKey, StopReason, Trajectory, TrajectoryGroup
-from rollflow.tasks.objectives.advantages import EPSILON, TINY, advantages, overlong, whiten
+from rollflow.tasks.objectives.advantages import EPSILON, TINY, compute_advantages, penalize_overlong, whiten
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
@@ -33,7 +33,7 @@ def found_by(
     rewards: Tensor = REWARDS, groups: Tensor = GROUPS, counts: Tensor = COUNTS, **part: object
 ) -> list[float]:
     config = Advantage.model_validate(part)
-    return advantages(config, rewards, groups, counts, longest=10).tolist()
+    return compute_advantages(config, rewards, groups, counts, longest=10).tolist()
 
 
 def test_group_advantages_by_hand() -> None:
@@ -89,8 +89,8 @@ def test_equal_rewards_give_advantage_zero(baseline: str, scale: str, dtype: tor
 def test_overlong_penalty_by_hand() -> None:
     """At most 10 tokens are allowed; the last 4 cost 0.25 each."""
     counts = torch.tensor([0, 6, 7, 8, 10, 12])
-    assert overlong(counts, 10, 0.4).tolist() == pytest.approx([0, 0, 0.25, 0.5, 1, 1], abs=1e-12)
-    assert overlong(counts, 10, 0.0).tolist() == [0.0] * 6
+    assert penalize_overlong(counts, 10, 0.4).tolist() == pytest.approx([0, 0, 0.25, 0.5, 1, 1], abs=1e-12)
+    assert penalize_overlong(counts, 10, 0.0).tolist() == [0.0] * 6
     found = found_by(REWARDS, GROUPS, counts, baseline="none", scale="none", overlong=0.4)
     assert found == pytest.approx([1, 0, -0.25, 0.5, 0, 0], abs=1e-12)
 
@@ -235,14 +235,14 @@ def test_rows_without_tokens_do_not_count_in_the_baseline(baseline: str, scale: 
     """All rows with tokens have the same reward; a rounded mean must not make a difference."""
     part = Advantage.model_validate({"baseline": baseline, "scale": scale})
     rewards_R, tokens_R = torch.tensor([0.9, 0.9, 0.0, 0.9]), torch.tensor([3, 5, 0, 4])
-    found_R = advantages(part, rewards_R, torch.tensor([0, 0, 1, 1]), tokens_R, 8)
+    found_R = compute_advantages(part, rewards_R, torch.tensor([0, 0, 1, 1]), tokens_R, 8)
     assert found_R[tokens_R > 0].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_longest_unpenalized_response_loses_nothing() -> None:
     tokens_R = torch.tensor([44, 45, 46])
-    assert overlong(tokens_R, 100, 0.55).tolist() == pytest.approx([0.0, 0.0, 1 / 55], abs=1e-12)
-    assert overlong(tokens_R, 100, 0.55)[1] == 0.0
+    assert penalize_overlong(tokens_R, 100, 0.55).tolist() == pytest.approx([0.0, 0.0, 1 / 55], abs=1e-12)
+    assert penalize_overlong(tokens_R, 100, 0.55)[1] == 0.0
 
 
 def test_equal_numbers_are_whitened_to_zero() -> None:

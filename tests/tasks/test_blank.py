@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def begun(folder: Path, **given: Any) -> TorchLearner:
     given = {"trained": True, "versions": 9, "longest": 9, "seed": 3, **given}
     config = TorchTrain.model_validate({"warmup_versions": 0, **given.pop("train", {})})
-    return TorchLearner.begun(config, LearnerStart(folder, **given))
+    return TorchLearner.create(config, LearnerStart(folder, **given))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

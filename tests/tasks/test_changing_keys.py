@@ -17,7 +17,7 @@ from rollflow.flows.commands.resume import record_change
 from rollflow.flows.config import key_values, override_config
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.configs import differences
+from rollflow.storage.log.configs import diff_trees
 from rollflow.storage.log.entries import ConfigChanged
 from rollflow.storage.objects import open_store
 from rollflow.tasks.run.config import RunConfig
@@ -82,7 +82,7 @@ def test_drawn_key_is_allowed_or_refused(run: RunContext, key: str, value: str) 
         assert why
         assert "Traceback" not in why
         return
-    changes = differences(tree_of(run.config), tree_of(after))
+    changes = diff_trees(tree_of(run.config), tree_of(after))
     assert not any(change.key.partition(".")[0] in ("policy", "prompts", "seed", "name") for change in changes)
 
 

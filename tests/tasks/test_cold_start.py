@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollflow.flows.config import load_recipe, parse
+from rollflow.flows.config import load_recipe, parse_config
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.cold_start import cold_start, generate_answers
@@ -58,7 +58,7 @@ class Started:
 
 def tiny(seed: int, target: float, **cold: object) -> RunConfig:
     start = {**TINY["policy"]["cold_start"], "target_accuracy": target, **cold}  # type: ignore[dict-item,index]
-    return parse({**TINY, "seed": seed, "policy": {"cold_start": start}})
+    return parse_config({**TINY, "seed": seed, "policy": {"cold_start": start}})
 
 
 @pytest.mark.long

@@ -14,13 +14,13 @@ from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Question
-from rollflow.tasks.prompts.column_sums import PLACES, ColumnSumsSource, steps
+from rollflow.tasks.prompts.column_sums import PLACES, ColumnSumsSource, write_steps
 from rollflow.tasks.prompts.config import ColumnSumsPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import open_prompts
 from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import judge
+from rollflow.tasks.verifiers.base import score_response
 
 ASKED = 500
 SMALL = ColumnSumsPrompts(min_digits=1, max_digits=1)  # 45 pairs and 165 triples, whatever their order
@@ -41,7 +41,7 @@ def numbers(asked: Question) -> tuple[int, ...]:
     ],
 )  # fmt: skip
 def test_steps_match_a_hand_example(terms: list[int], written: str) -> None:
-    assert steps(terms) == written
+    assert write_steps(terms) == written
 
 
 def test_steps_and_answer_are_correct() -> None:
@@ -117,6 +117,9 @@ def test_recipes_answers_fit_and_differ_in_length(recipe: RunConfig, tokenizer: 
 def test_demonstration_scores_right_and_a_slip_wrong(recipe: RunConfig) -> None:
     verify, where = build_verifier(recipe.reward), recipe.reward.answer
     for asked in map(ColumnSumsSource(WIDE, 0, 0, HeldOut()).demonstration, range(50)):
-        assert judge(verify, where, asked.answer, asked.reference).reward == 1.0
-        assert judge(verify, where, asked.answer.replace("</answer>", "0</answer>"), asked.reference).reward == 0.0
-        assert judge(verify, where, asked.answer.removesuffix("</answer>"), asked.reference).reward == 0.0
+        assert score_response(verify, where, asked.answer, asked.reference).reward == 1.0
+        assert (
+            score_response(verify, where, asked.answer.replace("</answer>", "0</answer>"), asked.reference).reward
+            == 0.0
+        )
+        assert score_response(verify, where, asked.answer.removesuffix("</answer>"), asked.reference).reward == 0.0

@@ -134,7 +134,7 @@ class Crowd:
                 endings = await asyncio.gather(*(self.one(f"{number}.{i}", priority, group) for i in samples))
             return endings[-1]
         finally:
-            queue.give_back(group)
+            queue.release_group(group)
 
     async def one(self, name: str, priority: int, group: str = "") -> StopReason:
         request = GenerationRequest(f"r{name}", (1,), 12, seed=priority)

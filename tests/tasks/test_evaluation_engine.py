@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows.config import parse
+from rollflow.flows.config import parse_config
 from rollflow.flows.preflight import preflight
 from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
@@ -25,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def on_vllm(folder: Path, evaluation: str) -> RunConfig:
     tree = recipe_of(folder).model_dump(mode="json", exclude_unset=True)
     engine = {"kind": "vllm", "max_new_tokens": 8}
-    return parse({**tree, "engine": engine, "evaluation": {"prompts": 4, "engine": evaluation}})
+    return parse_config({**tree, "engine": engine, "evaluation": {"prompts": 4, "engine": evaluation}})
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,12 @@ from rollflow.tasks.rollout.evaluation import (
     Evaluations,
     EvaluationSkipped,
     Evaluator,
-    evaluated,
     evaluation_path,
-    evaluations,
+    is_evaluated,
     pass_at,
     read_evaluation,
-    skipped,
+    read_evaluations,
+    read_skipped,
     skipped_path,
     store_evaluation,
     store_skipped,
@@ -67,7 +67,7 @@ class Beside:
         means = EvaluationPorts(
             wanted=lambda version: version % 2 == 0,
             evaluated=self._evaluated,
-            engine=pipeline.proxy.lent if self.lent else self._own,
+            engine=pipeline.proxy.borrow_engine if self.lent else self._own,
             fetch=self._fetch,
             evaluator=Evaluator([prompt_at(index) for index in range(8)], self.samples, 0.0, 64, self._score),
             keep=self._keep,
@@ -77,7 +77,7 @@ class Beside:
         return Evaluations(means, pipeline.versions)
 
     async def _evaluated(self, version: int) -> bool:
-        return evaluated(self.pipeline.store, version)
+        return is_evaluated(self.pipeline.store, version)
 
     @asynccontextmanager
     async def _own(self) -> AsyncIterator[Engine]:
@@ -117,7 +117,7 @@ def test_versions_are_published_during_an_evaluation(alpha: float) -> None:
     beside = Beside()
     pipeline = ran(beside, async_ratio=alpha)
     assert beside.at == {0: LAST, 2: LAST, 4: LAST, 6: LAST}
-    stored = evaluations(pipeline.store)
+    stored = read_evaluations(pipeline.store)
     assert [(each.version, each.pinned, each.responses) for each in stored] == [(v, True, 8) for v in (0, 2, 4, 6)]
 
 
@@ -136,7 +136,9 @@ def test_evaluations_do_not_change_training_at_alpha_zero() -> None:
 def test_borrowed_engine_returns_and_its_requests_move(alpha: float) -> None:
     beside = Beside(lent=True)
     pipeline = ran(beside, async_ratio=alpha, engines=2)
-    assert [(each.version, each.pinned) for each in evaluations(pipeline.store)] == [(v, True) for v in (0, 2, 4, 6)]
+    assert [(each.version, each.pinned) for each in read_evaluations(pipeline.store)] == [
+        (v, True) for v in (0, 2, 4, 6)
+    ]
     assert sorted(pipeline.proxy.engines) == [0, 1]
     assert {engine.version for engine in pipeline.proxy.engines.values()} == {LAST}
     assert sum(engine._usage.restarted for engine in pipeline.proxy.engines.values()) == 0  # no tokens are lost
@@ -163,7 +165,9 @@ def test_every_evaluation_is_done_despite_engine_deaths(
         engine_deaths=deaths,
         seed=seed,
     )
-    assert [(each.version, each.pinned) for each in evaluations(pipeline.store)] == [(v, True) for v in (0, 2, 4, 6)]
+    assert [(each.version, each.pinned) for each in read_evaluations(pipeline.store)] == [
+        (v, True) for v in (0, 2, 4, 6)
+    ]
     assert pipeline.policies.newest() == LAST
     assert audit(pipeline.store).clean
 
@@ -175,7 +179,7 @@ def test_single_engine_is_never_lent() -> None:
         proxy = InferenceProxy([engine], 4)
         await proxy.update(0, Path(), WeightsProbe((), (), 0.1), "continue")
         with pytest.raises(EngineFailed, match="no engine can be lent"):
-            async with proxy.lent():
+            async with proxy.borrow_engine():
                 pass
         assert (await proxy.generate(GenerationRequest("r", (1, 2), 8, seed=1))).version == 0
 
@@ -193,7 +197,7 @@ def test_lost_borrowed_engine_is_reported_as_failed() -> None:
                 raise EngineFailed("the weights cannot be had here")
 
     async def cut_off(proxy: InferenceProxy) -> None:
-        async with proxy.lent() as engine:
+        async with proxy.borrow_engine() as engine:
             assert isinstance(engine, Cut)
             assert not proxy.failed
             engine.away = True
@@ -237,19 +241,21 @@ def test_evaluation_is_repeated_after_its_engine_died() -> None:
     beside = Beside(deaths=3)
     pipeline = ran(beside)
     assert beside.deaths == 0
-    assert [(each.version, each.responses) for each in evaluations(pipeline.store)] == [(v, 8) for v in (0, 2, 4, 6)]
+    assert [(each.version, each.responses) for each in read_evaluations(pipeline.store)] == [
+        (v, 8) for v in (0, 2, 4, 6)
+    ]
 
 
 def test_restarted_process_evaluates_what_was_not_stored() -> None:
     store = MemoryStore(uuid4().hex)
     first = ran(Beside(), store=store)
-    kept = evaluations(store)
+    kept = read_evaluations(store)
     for version in (2, 6):
         store.delete(f"evaluations/{version:08d}.json")
     again = Beside()
     ran(again, store=store)
     assert sorted(again.at) == [2, 6]
-    assert evaluations(first.store) == kept
+    assert read_evaluations(first.store) == kept
 
 
 @pytest.mark.parametrize(
@@ -262,9 +268,9 @@ def test_damaged_evaluation_is_repeated_and_hides_no_other(damaged: str) -> None
     store_skipped(run, EvaluationSkipped(2, "its weights are gone"))
     run.put(evaluation_path(1), damaged.encode())
     run.put(skipped_path(1), damaged.encode())
-    assert [evaluated(run, version) for version in range(4)] == [True, False, True, False]
-    assert evaluations(run) == [good]
-    assert [one.version for one in skipped(run)] == [2]
+    assert [is_evaluated(run, version) for version in range(4)] == [True, False, True, False]
+    assert read_evaluations(run) == [good]
+    assert [one.version for one in read_skipped(run)] == [2]
 
 
 def test_pass_at_k_matches_a_hand_example() -> None:
@@ -333,8 +339,8 @@ def test_stored_evaluation_is_read_back_even_an_old_one() -> None:
 def test_version_without_weights_is_skipped_with_a_reason() -> None:
     beside = Beside(gone=(2,))
     pipeline = ran(beside)
-    assert [each.version for each in evaluations(pipeline.store)] == [0, 4, 6]
-    assert skipped(pipeline.store) == [EvaluationSkipped(2, "its weights are gone: version 2 is missing")]
+    assert [each.version for each in read_evaluations(pipeline.store)] == [0, 4, 6]
+    assert read_skipped(pipeline.store) == [EvaluationSkipped(2, "its weights are gone: version 2 is missing")]
 
 
 def test_weights_are_kept_until_their_evaluation_is_stored() -> None:

@@ -103,10 +103,10 @@ def test_sharded_learner_trains_as_one_rank_and_exchanges_state(
         learner.step(batch(11), 11)
     assert farthest(tensors(made), tensors(again)) < NEAR
     assert_gathered_file_by_file(made)
-    assert made.broken() is None
+    assert made.first_nonfinite() is None
     weights, state = saved(made)
     made.load(weights, changed(state, lambda found: found[min(found)].view(-1)[-1].fill_(math.nan)))
-    assert str(made.broken()).startswith("exp_avg/")  # on the last rank
+    assert str(made.first_nonfinite()).startswith("exp_avg/")  # on the last rank
     made._others.end()
 
 
@@ -168,7 +168,7 @@ def test_unstarted_critic_is_not_checked(folder: Path) -> None:
     for parameter in made.model.parameters():
         parameter.data.fill_(math.nan)
     made.load(*stored)
-    assert made.broken() is None
+    assert made.first_nonfinite() is None
     assert saved(made) == stored
     made._others.end()
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import pytest
 
-from rollflow.flows.config import parse
+from rollflow.flows.config import parse_config
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.runtime.imports import imported_class, imported_function, imported_object
 from rollflow.tasks.verifiers import build_verifier
@@ -132,7 +132,7 @@ def test_contract_class_itself_is_refused() -> None:
 @pytest.mark.parametrize("path", ["own.parts", "own/parts:good", ":good", "own.parts:good()", "own.parts:a.b"])
 def test_malformed_import_path_is_refused_by_the_recipe(path: str) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.path = "):
-        parse({"reward": {"kind": "import", "path": path}})
+        parse_config({"reward": {"kind": "import", "path": path}})
 
 
 def test_relative_pythonpath_is_refused(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from rollflow.tasks.prompts.config import (
     ReasoningGymPrompts,
     SortingPrompts,
 )
-from rollflow.tasks.prompts.keys import normalise, unordered_key
+from rollflow.tasks.prompts.keys import normalise_text, unordered_key
 from rollflow.tasks.prompts.near_duplicates import NearDuplicates, near_duplicates
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from tests.support.counts import examples
@@ -75,7 +75,7 @@ SOURCES: list[PromptConfig] = [
 
 
 def keys(asked: Iterable[Question]) -> set[str]:
-    return {key for question in asked for key in (question.canonical_key, normalise(question.text))}
+    return {key for question in asked for key in (question.canonical_key, normalise_text(question.text))}
 
 
 def numbers_and_words(asked: Iterable[Question]) -> set[tuple[str, ...]]:
@@ -121,12 +121,12 @@ def test_two_files_share_what_they_hold_out(number: int) -> None:
     "text", ["What is 3 + 5?", "what  is 3 + 5", " WHAT IS\t3 + 5 ?!", "\u201cWhat is \uff13 + 5\u201d"]
 )
 def test_spellings_of_a_question_have_one_key(text: str) -> None:
-    assert normalise(text) == "what is 3 + 5"
+    assert normalise_text(text) == "what is 3 + 5"
 
 
 @pytest.mark.parametrize(("one", "other"), [("-5 + 3", "5 + 3"), ("f(x)", "f(x"), ("?", "!"), ("a b", "ab")])
 def test_different_questions_have_different_keys(one: str, other: str) -> None:
-    assert normalise(one) != normalise(other)
+    assert normalise_text(one) != normalise_text(other)
 
 
 def test_orders_of_a_line_have_one_key() -> None:

@@ -11,7 +11,7 @@ from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.prompts.config import ReasoningGymPrompts
 from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig
-from rollflow.tasks.rollout.limits import RolloutLimits, filtered
+from rollflow.tasks.rollout.limits import RolloutLimits, filter_reason
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.limits import build_limits
 
@@ -128,4 +128,4 @@ def test_awaited_after_has_its_defaults(choices: dict[str, Any], times: int) -> 
     ],
 )
 def test_groups_without_signal_are_filtered(limits: FilterConfig | None, rewards: list[float], why: str | None) -> None:
-    assert filtered(limits, rewards) == why
+    assert filter_reason(limits, rewards) == why

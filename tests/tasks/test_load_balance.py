@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.tasks.learners.distributed.load_balance import deal, imbalance
+from rollflow.tasks.learners.distributed.load_balance import deal_pieces, measure_imbalance
 
 RANKS = st.integers(1, 6)
 
@@ -19,12 +19,12 @@ def loads(lengths: list[int], dealt: list[list[int]]) -> list[int]:
 
 @given(lengths=st.lists(st.integers(0, 4000), max_size=60), ranks=RANKS)
 def test_pieces_are_dealt_once_and_evenly(lengths: list[int], ranks: int) -> None:
-    dealt = deal(lengths, ranks)
+    dealt = deal_pieces(lengths, ranks)
     assert len(dealt) == ranks
     assert sorted(piece for own in dealt for piece in own) == list(range(len(lengths)))
     assert all(own == sorted(own) for own in dealt)
     assert max(loads(lengths, dealt)) <= sum(lengths) / ranks + (1 - 1 / ranks) * max(lengths, default=0)
-    assert deal(lengths, ranks) == dealt
+    assert deal_pieces(lengths, ranks) == dealt
 
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=7), ranks=st.integers(1, 3))
@@ -33,17 +33,17 @@ def test_fullest_rank_is_within_a_third_of_the_optimum(lengths: list[int], ranks
         return max(sum(n for n, rank in zip(lengths, where, strict=True) if rank == one) for one in range(ranks))
 
     best = min(map(fullest, product(range(ranks), repeat=len(lengths))))
-    assert max(loads(lengths, deal(lengths, ranks))) <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9
+    assert max(loads(lengths, deal_pieces(lengths, ranks))) <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9
 
 
 def test_deal_by_hand() -> None:
     """7 goes first, then 5, then 4 to the rank that has 5; among equal ranks, the first gets the next piece."""
-    assert deal([4, 5, 7], 2) == [[2], [0, 1]]
-    assert deal([3, 3, 3], 2) == [[0, 2], [1]]
-    assert deal([9], 3) == [[0], [], []]
+    assert deal_pieces([4, 5, 7], 2) == [[2], [0, 1]]
+    assert deal_pieces([3, 3, 3], 2) == [[0, 2], [1]]
+    assert deal_pieces([9], 3) == [[0], [], []]
 
 
 def test_imbalance_by_hand() -> None:
     """7 and 9 have mean 8."""
-    assert imbalance([7, 9]) == pytest.approx(1 / 8)
-    assert imbalance([5, 5]) == imbalance([0, 0]) == 0
+    assert measure_imbalance([7, 9]) == pytest.approx(1 / 8)
+    assert measure_imbalance([5, 5]) == measure_imbalance([0, 0]) == 0

@@ -119,7 +119,7 @@ def test_memory_freed_by_a_large_step_is_released() -> None:
     """The C library does not release memory between two pieces in use by itself."""
     code = """
 import gc, sys, torch
-from rollflow.tasks.learners.malloc_trim import give_back
+from rollflow.tasks.learners.malloc_trim import release_memory
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 torch.empty(2**24, dtype=torch.uint8); gc.collect()  # from here on pieces of less are on the heap
@@ -127,7 +127,7 @@ pieces = [torch.ones(2**22, dtype=torch.uint8) for _ in range(40)]
 before = resident()
 del pieces[:39]
 kept = before - resident()
-give_back([torch.empty(int(sys.argv[1]), dtype=torch.uint8)])  # memory that nobody writes to takes no room
+release_memory([torch.empty(int(sys.argv[1]), dtype=torch.uint8)])  # memory that nobody writes to takes no room
 print(kept < 2**26, before - resident() > 2**27)
 """
     for size, expected in ((2**28 - 1, "True False"), (2**28, "True True")):

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from rollflow.storage.objects.base import pieces
+from rollflow.storage.objects.base import split_buffers
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from rollflow.tasks.run.config_switch import MappedFiles
-from rollflow.tasks.run.restore import files
+from rollflow.tasks.run.restore import list_files
 from tests.contracts.test_learners import batch
 
 pytestmark = [
@@ -91,10 +91,10 @@ def stores(policy: Path, folder: Path) -> list[int]:
     """Take a step and store the version, its files one after the other."""
     made = begun(policy, blank=False)
     made.step(batch(0), 0)
-    most, given = Most(pids(made)), files(made)
+    most, given = Most(pids(made)), list_files(made)
     for name in given:
         with (folder / name.replace("/", "-")).open("wb") as file:
-            file.writelines(pieces(given[name]))
+            file.writelines(split_buffers(given[name]))
     return most.found()
 
 

@@ -48,7 +48,7 @@ def assert_nothing_changes(made: TorchLearner, batch: TrajectoryBatch, why: str)
         made.step(batch, 5)
     assert len(str(caught.value).splitlines()) == 1
     assert saved(made) == before
-    assert made.broken() is None
+    assert made.first_nonfinite() is None
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -90,7 +90,7 @@ def test_nonfinite_loss_or_gradient_is_not_applied(loss: Callable[[Tensor], Tens
     with pytest.raises(NotFinite, match=rf"^version 6 is not trained: {figure} of batch 5 is -?(nan|inf); {cure}"):
         made.step(two_groups(), 5)
     assert saved(made) == before
-    assert made.broken() is None
+    assert made.first_nonfinite() is None
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
@@ -98,11 +98,11 @@ def test_nonfinite_loss_or_gradient_is_not_applied(loss: Callable[[Tensor], Tens
 def test_every_weight_is_checked(name: str, value: float) -> None:
     """Separate heads, tied heads and biases: one element of each tensor in turn."""
     made = learner_of(model_of(name))
-    assert made.broken() is None
+    assert made.first_nonfinite() is None
     for parameter_name, parameter in made.model.named_parameters():
         last = parameter.detach().view(-1)[-1:]
         sound = last.clone()
         last.fill_(value)
-        assert made.broken() == parameter_name
+        assert made.first_nonfinite() == parameter_name
         last.copy_(sound)
-    assert made.broken() is None
+    assert made.first_nonfinite() is None

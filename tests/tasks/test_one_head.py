@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollflow.storage.objects.base import pieces
+from rollflow.storage.objects.base import split_buffers
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.engines.transformers import TransformersEngine
@@ -33,7 +33,7 @@ def policy_of(name: str, folder: Path) -> Any:
     for path, data in learner_of(model).weights().items():
         file = folder / path
         file.parent.mkdir(exist_ok=True)
-        file.write_bytes(b"".join(pieces(data)))
+        file.write_bytes(b"".join(split_buffers(data)))
     return model.eval()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollflow.flows import preflight
-from rollflow.flows.config import load_recipe, parse
+from rollflow.flows.config import load_recipe, parse_config
 from rollflow.flows.keepalive.placement import needed_cpus, note_placement
 from rollflow.flows.services import cluster
 from rollflow.flows.services.ray_head import RayHead, RayNode
@@ -29,7 +29,7 @@ FAST = {"ray.io/accelerator-type": "H100"}
 
 def config(**keys: Any) -> RunConfig:
     """A run on a shared cluster, with these keys of `[cluster]`."""
-    return parse({"cluster": {"address": ELSEWHERE, **keys}})
+    return parse_config({"cluster": {"address": ELSEWHERE, **keys}})
 
 
 def test_default_placement_reserves_only_gpus() -> None:
@@ -51,7 +51,9 @@ def test_labels_and_resources_apply_to_one_role() -> None:
 
 
 def test_actors_cpus_equal_its_threads() -> None:
-    tree = parse({"engine": {"kind": "transformers", "threads": 3}, "train": {"threads": 2, "ranks": 2}, "groups": 32})
+    tree = parse_config(
+        {"engine": {"kind": "transformers", "threads": 3}, "train": {"threads": 2, "ranks": 2}, "groups": 32}
+    )
     assert engine_cpus(tree.engine) == 3.0
     assert learner_cpus(tree) == 4.0
     assert needed_cpus(tree) == 3 + 3 + 4 + 1 + 1  # an engine, one that evaluates, two ranks, scheduler, a verifier
@@ -65,7 +67,7 @@ def test_every_actor_gets_the_environment() -> None:
 
 
 def test_early_imports_only_on_a_private_cluster() -> None:
-    own = parse({})
+    own = parse_config({})
     assert actor_options(own, "learner", 1.0, imports="learner")["runtime_env"] == {"env_vars": {KIND: "learner"}}
     assert "runtime_env" not in actor_options(own, "learner", 1.0, gpus=0.5, imports="learner")
     assert "runtime_env" not in actor_options(config(), "learner", 1.0, imports="learner")

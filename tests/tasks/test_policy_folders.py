@@ -310,10 +310,10 @@ def test_context_is_found_under_every_name(tmp_path: Path) -> None:
 
 
 def parse_engine(config: Any, kind: str) -> Any:
-    from rollflow.flows.config import parse
+    from rollflow.flows.config import parse_config
 
     tree = config.model_dump(mode="json", exclude_unset=True)
-    return parse({**tree, "engine": {"kind": kind, "max_new_tokens": 8}})
+    return parse_config({**tree, "engine": {"kind": kind, "max_new_tokens": 8}})
 
 
 # --- templates ----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.audit import audit
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.config import JsonlPrompts
-from rollflow.tasks.prompts.jsonl import questions, read_file
+from rollflow.tasks.prompts.jsonl import read_file, read_questions
 from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run import prompt_pins
@@ -240,12 +240,12 @@ def test_sums_with_other_questions_are_refused(tmp_path: Path, monkeypatch: pyte
 )
 def test_files_with_bom_and_crlf_are_read(tmp_path: Path, file: bytes) -> None:
     source = JsonlPrompts(path="mine.jsonl")
-    assert questions(source, file) == questions(source, content())
+    assert read_questions(source, file) == read_questions(source, content())
 
 
 def test_unicode_line_separator_ends_no_line() -> None:
     text = json.dumps({"question": "one\u2028two\x85three", "answer": "\x0c"}, ensure_ascii=False)
-    [found] = questions(JsonlPrompts(path="x"), text.encode())
+    [found] = read_questions(JsonlPrompts(path="x"), text.encode())
     assert found.text == "one\u2028two\x85three"
 
 
@@ -266,7 +266,7 @@ def test_unicode_line_separator_ends_no_line() -> None:
 )  # fmt: skip
 def test_invalid_question_file_is_named(file: bytes, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        questions(JsonlPrompts(path="mine.jsonl"), file)
+        read_questions(JsonlPrompts(path="mine.jsonl"), file)
 
 
 def test_repeated_questions_are_held_out_once(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows.config import parse
+from rollflow.flows.config import parse_config
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
@@ -34,7 +34,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
 
 def config_of(path: Path, reward: dict[str, Any] | None = None, **source: Any) -> RunConfig:
     prompts = {"kind": "jsonl", "path": str(path), **source}
-    return parse(
+    return parse_config(
         {"prompts": [prompts], "reward": reward or {"kind": "exact"}, "engine": {"max_new_tokens": 16}, "policy": COLD}
     )
 
@@ -210,7 +210,7 @@ def test_long_prompts_of_a_family_are_counted(too_long: str, tokenizer: PolicyTo
     options = {"min_terms": 2, "max_terms": 30, "min_digits": 1, "max_digits": 1}
     source = {"kind": "reasoning-gym", "family": "chain_sum", "options": options, "too_long": too_long}
     tree = {"prompts": [source], "engine": {"max_new_tokens": 48}, "policy": COLD, "evaluation": {"prompts": 64}}
-    prompts = open_prompts(config := parse(tree), tokenizer, read_file)
+    prompts = open_prompts(config := parse_config(tree), tokenizer, read_file)
     if too_long == "refuse":
         with pytest.raises(ConfigError, match=r"prompts\.0: of its first 320 prompts, \d+ are too long"):
             probe_sources(config, prompts, tokenizer)

@@ -143,7 +143,7 @@ def test_borrowed_engine_is_the_idlest_one() -> None:
         tasks = [asking(proxy, name) for name in "abcde"]
         await asyncio.sleep(1.0)
         [idlest] = [place for place, lane in proxy._queue.places.items() if lane.taken == 1]
-        async with proxy.lent() as engine:
+        async with proxy.borrow_engine() as engine:
             assert engine is engines[idlest]
             assert (sorted({0, 1, 2} - set(proxy.engines)), proxy.capacity, proxy.failed) == ([idlest], 4, {})
             await proxy.update(1, WEIGHTS, NO_PROBE, "continue")
@@ -159,7 +159,7 @@ def test_borrowed_engine_is_the_idlest_one() -> None:
 
 
 async def killed(proxy: InferenceProxy) -> None:
-    async with proxy.lent() as engine:
+    async with proxy.borrow_engine() as engine:
         assert isinstance(engine, Noting)
         engine.kill()
 
@@ -173,7 +173,7 @@ def test_engine_that_died_while_borrowed_is_reported() -> None:
             await killed(proxy)
         assert list(proxy.failed.values()) == ["the timed engine was killed"]
         with pytest.raises(EngineFailed, match="there are not two that live"):
-            async with proxy.lent():
+            async with proxy.borrow_engine():
                 pass
 
     virtual(main)
@@ -184,7 +184,7 @@ def test_replaced_borrowed_engine_does_not_return() -> None:
         engines, other = [Noting(), Noting()], Noting()
         proxy = InferenceProxy(engines, 2)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
-        async with proxy.lent() as engine:
+        async with proxy.borrow_engine() as engine:
             await proxy.join(0, other)
         assert engine is engines[0]
         assert proxy.engines == {0: other, 1: engines[1]}
@@ -197,7 +197,7 @@ def test_death_while_borrowed_is_raised_after_replacement() -> None:
     async def main() -> None:
         proxy = InferenceProxy([Noting(), Noting()], 2)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
-        lending = proxy.lent()
+        lending = proxy.borrow_engine()
         engine = await lending.__aenter__()
         await proxy.join(0, Noting())
         engine.kill()  # type: ignore[attr-defined]

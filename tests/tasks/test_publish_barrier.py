@@ -15,7 +15,12 @@ from rollflow.storage.errors import StoreFailed
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.distributed import publish_barrier
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
-from rollflow.tasks.learners.distributed.publish_barrier import BarrierMessage, StepStopped, settled, told
+from rollflow.tasks.learners.distributed.publish_barrier import (
+    BarrierMessage,
+    StepStopped,
+    follow_first_rank,
+    wait_published,
+)
 from rollflow.tasks.learners.distributed.ranks import Ranks
 from tests.contracts.test_learners import batch, saved
 from tests.support.rank_threads import on_ranks
@@ -32,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settle_of(ranks: Ranks, settle: Any) -> Any:
     """Return the `settle` argument of a rank's step."""
     assert isinstance(ranks, GlooRanks)
-    return partial(settled, ranks, settle) if ranks.rank == 0 else partial(told, ranks)
+    return partial(wait_published, ranks, settle) if ranks.rank == 0 else partial(follow_first_rank, ranks)
 
 
 def test_no_rank_changes_anything_before_the_first_settles(folder: Path) -> None:

@@ -23,7 +23,7 @@ from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.actors.publishing import Publishing
-from rollflow.tasks.learners.base import WaitForPublish, at_once
+from rollflow.tasks.learners.base import WaitForPublish, no_wait
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.run.context import RunContext
 from tests.support.log_runs import of_kind
@@ -74,7 +74,7 @@ class Slow:
         return self._put(store, path, data)
 
     def step(
-        self, learner: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once
+        self, learner: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait
     ) -> object:
         """Train as `TorchLearner` does."""
         if version != SLOW or self.begun.is_set():

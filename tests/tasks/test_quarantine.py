@@ -22,7 +22,7 @@ from rollflow.tasks.actors.learner import MAKINGS, LearnerActor
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.learners.base import WaitForPublish, at_once
+from rollflow.tasks.learners.base import WaitForPublish, no_wait
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
 from rollflow.tasks.rollout.group import sample_seed
@@ -128,7 +128,7 @@ def test_nonfinite_version_is_trained_on_the_next_batch(
     train_small(context, 3)
     sound, broken = TorchLearner.step, breaking(where, math.nan)
 
-    def once(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> object:
+    def once(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> object:
         step = broken if version == 3 and not context.log.state.voids else sound
         return step(self, batch, version, settle)
 
@@ -173,7 +173,7 @@ def test_minibatches_before_a_nonfinite_one_are_undone(
     train_small(context, 3)
     whole_step = TorchLearner.step
 
-    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> object:
+    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> object:
         own = self.objective
         if version == 3 and not context.log.state.voids:
             self.objective = SecondIsNaN(own)

@@ -10,7 +10,7 @@ from benchmarks import quick_start
 from rollflow.flows.config import load_recipe
 from rollflow.flows.prepare import prepare
 from rollflow.tasks.prompts.base import Question
-from rollflow.tasks.prompts.sorting import SortingSource, question
+from rollflow.tasks.prompts.sorting import SortingSource, build_question
 from rollflow.tasks.run.context import RunContext
 from tests.support.small_run import make_policy
 
@@ -35,7 +35,7 @@ def test_leak_is_counted(context: RunContext, monkeypatch: pytest.MonkeyPatch) -
     leaked, training = second[7], SortingSource.training
 
     def leak(self: SortingSource, position: int) -> Question:
-        return question(leaked.text[9:4:-1]) if position == 300 else training(self, position)
+        return build_question(leaked.text[9:4:-1]) if position == 300 else training(self, position)
 
     monkeypatch.setattr(SortingSource, "training", leak)
     assert quick_start.count_shared_keys(context, [*first, *second]) == 1

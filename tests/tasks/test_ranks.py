@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def begun(folder: Path, config: TorchTrain, ranks: Ranks) -> TorchLearner:
     start = LearnerStart(folder, trained=True, versions=10, first=lambda: folder)
     with READS:
-        made = TorchLearner.begun(config.model_copy(update={"learning_rate": 1e-4}), start)
+        made = TorchLearner.create(config.model_copy(update={"learning_rate": 1e-4}), start)
     made.ranks = ranks
     return made
 
@@ -245,7 +245,7 @@ def test_all_ranks_pack_the_same_lines(folder: Path) -> None:
     """The first rank tests if prompts can be shared, and sends the result; or ranks would skip or repeat rows."""
     start = LearnerStart(folder, trained=True, versions=10)
     made = MultiRankLearner(TorchTrain(ranks=2), start)
-    alone = TorchLearner.begun(TorchTrain(share_prompts=False), start)
+    alone = TorchLearner.create(TorchTrain(share_prompts=False), start)
     assert made._own.width is not None
     made._own.width = None
     for version in range(2):

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.resume import record_change
-from rollflow.flows.config import load_hardware, load_recipe, parse
+from rollflow.flows.config import load_hardware, load_recipe, parse_config
 from rollflow.flows.keepalive.supervisor_restart import _parameters, run_uri
 from rollflow.flows.views.config_history import change_sentence, flat_history, recipe_of
 from rollflow.storage.errors import ConfigError, Corrupt
@@ -103,11 +103,11 @@ def recipes(draw: st.DrawFn) -> Tree:
 @settings(max_examples=30)
 @given(recipes())
 def test_earlier_config_reads_as_one_of_today(tree: Tree) -> None:
-    for today in (tree, tree_of(parse(tree))):  # as a person wrote it, and as a run records it
+    for today in (tree, tree_of(parse_config(tree))):  # as a person wrote it, and as a run records it
         earlier = of_earlier_run(today)
         assert RECIPE.apply(earlier) == RECIPE.apply(today) == today
         assert RECIPE.apply(RECIPE.undo(today, earlier)) == today
-    assert parse_recorded(of_earlier_run(tree_of(parse(tree)))) == parse(tree)
+    assert parse_recorded(of_earlier_run(tree_of(parse_config(tree)))) == parse_config(tree)
 
 
 def keys_of(config: object, prefix: str = "") -> Iterator[str]:
@@ -118,7 +118,7 @@ def keys_of(config: object, prefix: str = "") -> Iterator[str]:
 
 def test_table_names_keys_that_exist() -> None:
     everything: Tree = {"engine": {"kind": "timed"}, "rollout": {"filter": {}}, "reward": {"format": {}}}
-    today = set(keys_of(tree_of(parse(everything))))
+    today = set(keys_of(tree_of(parse_config(everything))))
     table = {old: f"{old.rpartition('.')[0]}.{new}" for old, new in RECIPE.keys.items()}
     assert table == {old: new for old, new, _ in RENAMED}
     assert set(table.values()) <= today
@@ -162,7 +162,7 @@ def test_hardware_file_with_an_earlier_key_is_refused(old: str, new: str, value:
 def test_refusal_names_all_that_is_wrong(tmp_path: Path) -> None:
     """What a renamed key hides is told with it."""
     with pytest.raises(ConfigError) as refused:
-        parse({"rollout": {"depth": 0, "tail_after": 3, "attempts": 0}, "verions": 3})
+        parse_config({"rollout": {"depth": 0, "tail_after": 3, "attempts": 0}, "verions": 3})
     text = str(refused.value)
     assert text.startswith("5 keys must change:")
     for part in ("rollout.depth = 0: the key is", "rollout.max_inflight_groups = 0 is", "rollout.tail_after = 3: the"):
@@ -181,7 +181,7 @@ def test_flow_parameters_with_an_earlier_key_are_refused() -> None:
 def test_flow_run_of_an_earlier_rollflow_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor that crashed under an earlier rollflow is restarted by this one."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
-    config = of_earlier_run(tree_of(parse({"name": "one", "rollout": {"max_inflight_groups": 3}})))
+    config = of_earlier_run(tree_of(parse_config({"name": "one", "rollout": {"max_inflight_groups": 3}})))
     crashed: Any = SimpleNamespace(parameters={"config": config, "run_id": "one-1"}, id=uuid4())
     assert run_uri(crashed).endswith("/runs/one-1")
     assert RunConfig.model_validate(_parameters(crashed)["config"]).rollout.max_inflight_groups == 3

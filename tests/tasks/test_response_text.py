@@ -14,7 +14,7 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import parse_recorded
 from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import judge
+from rollflow.tasks.verifiers.base import score_response
 from rollflow.tasks.verifiers.config import ExactReward
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 from tests.support.waiting import HANG_SECONDS
@@ -82,5 +82,5 @@ def test_recorded_runs_are_scored_as_before(recorded: dict[str, object]) -> None
 @pytest.mark.parametrize("reference", ["", " ", "\n", "7"])
 @pytest.mark.parametrize(("where", "response"), [("tag", "7"), ("tag", "<answer></answer>"), ("all", " "), ("all", "")])
 def test_missing_answer_equals_nothing(where: str, response: str, reference: str) -> None:
-    score = judge(build_verifier(ExactReward()), where, response, {"answer": reference})
+    score = score_response(build_verifier(ExactReward()), where, response, {"answer": reference})
     assert (score.reward, score.reason) == (0.0, "no answer")

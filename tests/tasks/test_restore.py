@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollflow.flows.config import parse
+from rollflow.flows.config import parse_config
 from rollflow.flows.prepare import prepare
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, NotFinite, Unreachable
@@ -23,14 +23,14 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchVoided, VersionPublished
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed
-from rollflow.storage.objects.base import digest, pieces
-from rollflow.storage.objects.disk import mapped
+from rollflow.storage.objects.base import hash_pieces, split_buffers
+from rollflow.storage.objects.disk import map_file
 from rollflow.storage.records import GroupKey, StoredObject
 from rollflow.tasks.actors.learner import LearnerActor
-from rollflow.tasks.learners.base import Learner, WaitForPublish, at_once
+from rollflow.tasks.learners.base import Learner, WaitForPublish, no_wait
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.run.context import RunContext
-from rollflow.tasks.run.restore import RestoredVersion, files, new_learner, restore, train_again
+from rollflow.tasks.run.restore import RestoredVersion, list_files, new_learner, restore, train_again
 from rollflow.tasks.runtime.node import node_cache
 from tests.support.log_runs import of_kind
 from tests.support.small_run import ALL_ROLES, StoreFeed, prepare_small, train_small
@@ -47,7 +47,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 
 
 def hashes(learner: Learner) -> dict[str, str]:
-    return {name: digest(pieces(data)) for name, data in files(learner).items()}
+    return {name: hash_pieces(split_buffers(data)) for name, data in list_files(learner).items()}
 
 
 def restored(context: RunContext, version: int, *, heal: bool = False) -> tuple[Learner, RestoredVersion]:
@@ -127,11 +127,11 @@ def test_files_are_mapped_one_at_a_time(small: Prepare, monkeypatch: pytest.Monk
 
     def watched(path: Path) -> memoryview:
         assert sum(one() is not None for one in maps) <= 2
-        data = mapped(path)
+        data = map_file(path)
         maps.append(weakref.ref(data.obj))
         return data
 
-    monkeypatch.setattr("rollflow.tasks.run.config_switch.mapped", watched)
+    monkeypatch.setattr("rollflow.tasks.run.config_switch.map_file", watched)
     restored(context, 2)
     assert len(maps) > 20
     assert not any(one() for one in maps)
@@ -296,7 +296,7 @@ def test_batch_voided_by_another_is_not_published(
                 lost(self, number)
             return data
 
-    def voiding(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> object:
+    def voiding(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> object:
         metrics = step(self, batch, version, settle)
         if late:
             lost(feed, version)
@@ -387,7 +387,7 @@ def objects(context: RunContext) -> list[str]:
 def breaking(where: Callable[[Learner], torch.Tensor], value: float) -> Callable[..., object]:
     whole = TorchLearner.step
 
-    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> object:
+    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> object:
         metrics = whole(self, batch, version, settle)
         with torch.no_grad():
             where(self).view(-1)[-1] = value
@@ -410,7 +410,7 @@ def test_nonfinite_policy_is_not_published_as_version_0(small: Prepare) -> None:
 def test_nonfinite_metric_is_left_out_and_reported(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     sound, context = TorchLearner.step, small()
 
-    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> object:
+    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> object:
         return {**sound(self, batch, version, settle), "kl_of_mine": float("inf"), "gap_of_mine": float("nan")}
 
     monkeypatch.setattr(TorchLearner, "step", step)
@@ -430,7 +430,7 @@ def test_overtaken_cold_start_writes_no_weights(tmp_path: Path, monkeypatch: pyt
     prompts = [{"kind": "jsonl", "path": str(questions)}]
     engine = {"kind": "transformers", "max_new_tokens": 8}
     tree = {"policy": {"cold_start": {"hidden_size": 32, "heads": 2}}, "prompts": prompts, "engine": engine}
-    context = prepare(parse({**tree, "reward": {"kind": "exact"}, "evaluation": {"prompts": 4}}), "cold")
+    context = prepare(parse_config({**tree, "reward": {"kind": "exact"}, "evaluation": {"prompts": 4}}), "cold")
     monkeypatch.setattr(LearnerActor, "_run_cold_start", lambda actor: Log(context.store).claim("learner"))
     with pytest.raises(Deposed):
         LearnerActor(context, channel=StoreFeed(context)).run()

@@ -80,9 +80,9 @@ def inside(main: Callable[[], Awaitable[None]]) -> None:
 def test_late_news_of_an_older_version_is_ignored() -> None:
     async def main() -> None:
         scheduler = await scheduler_of()
-        scheduler.published(3)
+        scheduler.note_published(3)
         scheduler._ready.clear()
-        scheduler.published(2)
+        scheduler.note_published(2)
         assert scheduler._published == 3
         assert scheduler._ready.is_set()
 
@@ -259,7 +259,7 @@ def test_wait_of_a_ready_learner_is_measured(published: int, full: bool, holds: 
 
     async def main() -> None:
         scheduler = await scheduler_of(resume=ResumePoint(number=1))
-        scheduler.published(published)
+        scheduler.note_published(published)
         started(scheduler, 0)
         if full:
             scored(scheduler, 9, 1.0, started=1)
@@ -273,7 +273,7 @@ def test_wait_of_a_ready_learner_is_measured(published: int, full: bool, holds: 
 def test_early_batch_preempts_no_group(published: int, formed: bool) -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, on_stale="drop"), ResumePoint(number=1))
-        scheduler.published(published)
+        scheduler.note_published(published)
         rollout = started(scheduler, 0)
         scored(scheduler, 9, 1.0, started=1)
         assert (scheduler._stage_batch() is not None) == formed

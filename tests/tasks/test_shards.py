@@ -19,7 +19,7 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
-from rollflow.storage.objects.base import pieces
+from rollflow.storage.objects.base import split_buffers
 from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.checkpoint.shards import NAMES, from_files, shapes_of, tensors_of, to_files
@@ -37,7 +37,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=3)
 
 
 def joined(files):  # type: ignore[no-untyped-def]
-    return {name: b"".join(pieces(data)) for name, data in files.items()}
+    return {name: b"".join(split_buffers(data)) for name, data in files.items()}
 
 
 @given(
@@ -149,7 +149,7 @@ def test_learner_frees_each_file_before_the_next(tmp_path: Path) -> None:
     """A learner that loads large files has one of them in memory at a time."""
     folder = make_weights(make_policy(tmp_path), seed=1)
     config = TorchTrain(objective=PartsObjective(kind="ppo"), critic=CriticConfig())
-    made = TorchLearner.begun(config, LearnerStart(folder, trained=True, versions=9, shard_bytes=2**14))
+    made = TorchLearner.create(config, LearnerStart(folder, trained=True, versions=9, shard_bytes=2**14))
     made.step(batch(0), 0)
     weights, state = joined(made.weights()), joined(made.state())
     living: list[weakref.ref[Held]] = []

@@ -27,7 +27,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.simulation.bounds import Workload, bounds_of
 from rollflow.tasks.simulation.figures import Figures
-from rollflow.tasks.simulation.fit import RecordedVersion, correlation_of, fitted, normal_scores
+from rollflow.tasks.simulation.fit import RecordedVersion, correlation_of, fit_hardware, normal_scores
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.world import SimulatedRun, simulate
 
@@ -498,7 +498,7 @@ def test_fitted_hardware_matches_the_record() -> None:
     draw = np.random.default_rng(0)
     versions = [recorded(v, active, draw) for v, active in enumerate((4.0, 8.0, 12.0, 16.0, 20.0) * 3)]
     assert correlation_of(versions) == pytest.approx(0.6, abs=0.08)
-    fit = fitted(versions, recipe(groups=60))
+    fit = fit_hardware(versions, recipe(groups=60))
     assert fit.update.seconds == 0.03
     assert fit.update.fetch_seconds == pytest.approx(0.1)
     assert set(fit.reward.measured) == {0.02}
@@ -619,7 +619,7 @@ def test_run_at_alpha_zero_predicts_the_others(slowing: float) -> None:
     }
     world = Noting(recipes[0.0], machine)
     run_virtual(world.run(40, lambda version: None))
-    fit = fitted(world.recorded(4), recipes[0.0])
+    fit = fit_hardware(world.recorded(4), recipes[0.0])
     for config in recipes.values():
         predicted, truth = (simulate(config, on).figures.step_seconds for on in (fit, machine))
         assert predicted == pytest.approx(truth, rel=0.15), config.async_ratio

@@ -11,10 +11,10 @@ from rollflow.flows.config import load_recipe
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.config import SortingPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
-from rollflow.tasks.prompts.sorting import SortingSource, question
+from rollflow.tasks.prompts.sorting import SortingSource, build_question
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import judge
+from rollflow.tasks.verifiers.base import score_response
 
 ASKED = 4000
 
@@ -31,7 +31,7 @@ def digits(asked: Question) -> str:
 
 @pytest.mark.parametrize(("given", "answer"), [("31415", "11345"), ("90000", "00009"), ("12345", "12345")])
 def test_answers_match_hand_examples(given: str, answer: str) -> None:
-    asked = question(given)
+    asked = build_question(given)
     assert (asked.text, asked.answer, asked.reference["answer"]) == (f"Sort {given}.", answer, answer)
 
 
@@ -67,10 +67,10 @@ def recipe() -> RunConfig:
 def test_answer_is_scored_right_or_wrong(recipe: RunConfig) -> None:
     verify = build_verifier(recipe.reward)
     for asked in map(source().training, range(50)):
-        assert judge(verify, recipe.reward.answer, asked.answer, asked.reference).reward == 1.0
+        assert score_response(verify, recipe.reward.answer, asked.answer, asked.reference).reward == 1.0
         for wrong in (asked.answer[:-1], asked.answer + "0", asked.answer[1:] + asked.answer[0], ""):
             right = wrong == asked.answer
-            assert judge(verify, recipe.reward.answer, wrong, asked.reference).reward == float(right)
+            assert score_response(verify, recipe.reward.answer, wrong, asked.reference).reward == float(right)
 
 
 def test_objective_is_plain_grpo(recipe: RunConfig) -> None:

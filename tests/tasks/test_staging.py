@@ -18,7 +18,7 @@ import torch
 from rollflow.storage.errors import ConfigError, RankFailed, StoreFailed, Unreachable
 from rollflow.storage.log.entries import RunCreated
 from rollflow.storage.log.run_log import Log, Writer
-from rollflow.storage.objects.base import Data, digest, pieces
+from rollflow.storage.objects.base import Data, hash_pieces, split_buffers
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import StoredObject
@@ -139,7 +139,11 @@ def stored(made: Any, policies: PolicyStore, writer: Writer, version: int = 0) -
 
 def expected(made: Any) -> Mapping[str, str]:
     """Return the hash of every file, gathered here."""
-    return {name: digest(pieces(data)) for files in (made.weights(), made.state()) for name, data in files.items()}
+    return {
+        name: hash_pieces(split_buffers(data))
+        for files in (made.weights(), made.state())
+        for name, data in files.items()
+    }
 
 
 @pytest.mark.long
@@ -213,7 +217,7 @@ def test_slow_store_does_not_count_as_a_hang(folder: Path, tmp_path: Path, ended
     assert isinstance(files, GatheredFiles)
     second = list(sizes)[1]  # the second of two ranks stores it
     found = files.put(second, Slow(tmp_path), "stored")
-    assert found.sha256 == digest(pieces(files[second]))
+    assert found.sha256 == hash_pieces(split_buffers(files[second]))
 
 
 @pytest.mark.long

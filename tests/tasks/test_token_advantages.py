@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rollflow.storage.records import StopReason, Trajectory
 from rollflow.tasks.learners.forward.critic import value_loss
-from rollflow.tasks.learners.forward.pre_update import judge
+from rollflow.tasks.learners.forward.pre_update import compute_targets
 from rollflow.tasks.objectives.config import Advantage, Penalties
 from rollflow.tasks.objectives.penalties import adapt_weight
 from rollflow.tasks.objectives.rows import BatchRows
@@ -80,7 +80,7 @@ def test_token_advantages_equal_the_papers_sum(
     plain = [expected(part, *one) for one in zip(rows, values, prices, strict=True)]
     flat, value = ([x for one in many for x in one] for many in (plain, values))
     price_B = torch.tensor([x for one in prices for x in one])
-    judged = judge(part, data, 7, price_B=price_B, values_B=torch.tensor(value))
+    judged = compute_targets(part, data, 7, price_B=price_B, values_B=torch.tensor(value))
     assert judged.returns_B is not None
     assert judged.returns_B.tolist() == pytest.approx([a + v for a, v in zip(flat, value, strict=True)], abs=1e-5)
     if scale == "whiten" and (max(flat, default=0) - min(flat, default=0)) < 1e-2:
@@ -134,7 +134,7 @@ def test_advantages_are_computed_in_float64() -> None:
     part = Advantage(baseline="group", scale="none")
     data = data_of([([True], reward, StopReason.STOP) for reward in (1e8, 1e8 + 8, 3.0)])
     exact = [value - fmean([1e8, 1e8 + 8, 3.0]) for value in (1e8, 1e8 + 8, 3.0)]
-    found, recorded = judge(part, data, 7), judge(part, data, 7, dtype=torch.float32)
+    found, recorded = compute_targets(part, data, 7), compute_targets(part, data, 7, dtype=torch.float32)
     assert found.advantage_B.tolist() == torch.tensor(exact).tolist()
     assert found.advantage_B.tolist() != recorded.advantage_B.tolist()
 
@@ -153,6 +153,6 @@ def test_large_reward_counts_as_any_other(baseline: str, scale: str, large: floa
     found = []
     for reward in (large, math.copysign(1e6, large)):
         data = data_of([([True] * n, reward * (n == 2), StopReason.STOP) for n in (1, 2, 3)])
-        found.append(judge(part, data, 7, price_B=torch.full((6,), 0.25)).advantage_B.tolist())
+        found.append(compute_targets(part, data, 7, price_B=torch.full((6,), 0.25)).advantage_B.tolist())
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert any(found[0])

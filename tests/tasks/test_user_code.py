@@ -20,10 +20,10 @@ import pytest
 
 from rollflow.flows.commands import run
 from rollflow.flows.commands.cli import main
-from rollflow.flows.config import load_recipe, parse
+from rollflow.flows.config import load_recipe, parse_config
 from rollflow.flows.locations import context_of, store_uri
 from rollflow.flows.prepare import prepare
-from rollflow.flows.views.compare import differences, read_compared
+from rollflow.flows.views.compare import diff_configs, read_compared
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.audit import audit
@@ -43,7 +43,7 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
 from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.run.user_code import changed_code
-from rollflow.tasks.verifiers.base import Score, judge
+from rollflow.tasks.verifiers.base import Score, score_response
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 from tests.support.small_run import StoreFeed, make_policy
 from tests.support.user_code import FOLDER, put_in_reach
@@ -163,16 +163,16 @@ def test_verifier_in_the_docs_works(caplog: pytest.LogCaptureFixture) -> None:
     made: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], made)
     closeness = made["closeness"]
-    assert judge(closeness, "all", " 41", {"answer": "42"}).reward == 0.5
-    assert judge(closeness, "all", "no", {"answer": "42"}).reason == "not a number"
+    assert score_response(closeness, "all", " 41", {"answer": "42"}).reward == 0.5
+    assert score_response(closeness, "all", "no", {"answer": "42"}).reason == "not a number"
     assert not caplog.records
-    assert judge(closeness, "all", "41", {}).reward == 0.0
+    assert score_response(closeness, "all", "41", {}).reward == 0.0
     said = "a response gets a reward of 0, as its verifier failed: KeyError: 'answer'"
     assert [record.getMessage() for record in caplog.records] == [said]
 
 
 def test_run_uses_each_of_its_parts(tmp_path: Path) -> None:
-    context = prepare(parse(small(tmp_path)), "letters")
+    context = prepare(parse_config(small(tmp_path)), "letters")
     actor = LearnerActor(context, channel=RolledFeed(context))
     assert actor.run() == VERSIONS
     assert isinstance(actor.learner.objective, ImportedObjective)
@@ -194,7 +194,7 @@ def test_resume_without_the_parts_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.flows.commands.run.drive", lambda context: 0)
-    prepare(parse(small(tmp_path)), "letters")
+    prepare(parse_config(small(tmp_path)), "letters")
     assert main(["resume", "letters"]) == 0
     for name in [name for name in sys.modules if name.partition(".")[0] == "letters"]:
         monkeypatch.delitem(sys.modules, name)
@@ -206,7 +206,7 @@ def test_resume_without_the_parts_is_refused(
 def test_source_with_other_questions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from letters import prompts as own  # type: ignore[import-not-found]
 
-    context = prepare(parse(small(tmp_path)), "letters")
+    context = prepare(parse_config(small(tmp_path)), "letters")
     context.prompts()
     monkeypatch.setattr(own.LetterCounts, "_drawn", lambda self, *place: own.Question(str(place), "1", {"answer": "1"}))
     with pytest.raises(ConfigError, match=r"prompts\.path = .* it asks other questions than when the run began"):
@@ -215,7 +215,7 @@ def test_source_with_other_questions_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_changed_sources_prompts_are_not_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first questions are the same, so the run may continue with it; earlier batches may have other ones."""
-    context = prepare(parse(small(tmp_path)), "letters")
+    context = prepare(parse_config(small(tmp_path)), "letters")
     assert expected_of(context).is_thorough
     monkeypatch.setattr("rollflow.tasks.run.user_code.code_of", lambda key, part: "another file")
     expected = expected_of(context)
@@ -237,7 +237,7 @@ def test_hash_of_user_code_is_recorded(
     module = tmp_path / "prizes.py"
     module.write_text(PRIZE.format(prize=1.0))
     put_in_reach(monkeypatch, tmp_path)
-    config = parse(small(tmp_path) | {"reward": {"kind": "import", "path": "prizes:prize"}})
+    config = parse_config(small(tmp_path) | {"reward": {"kind": "import", "path": "prizes:prize"}})
     created = prepare(config, "first").created
     assert set(created.own_code) == {"reward", "train.objective", "environment", "prompts.0"}
     assert created.own_code["reward"] == sha256(module.read_bytes()).hexdigest()
@@ -250,5 +250,5 @@ def test_hash_of_user_code_is_recorded(
     assert main(["resume", context_of(store_uri(config), "first").uri]) == 0
     assert "reward.path: its file has changed since the run began" in capsys.readouterr().err
     contexts = [context_of(store_uri(config), "first"), prepare(config, "second")]
-    differs = differences(read_compared(contexts))["reward.path, its file"]
+    differs = diff_configs(read_compared(contexts))["reward.path, its file"]
     assert [len(set(differs)), len(differs[0])] == [2, 12]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rollflow.storage.errors import Corrupt
-from rollflow.storage.objects.base import Data, pieces
+from rollflow.storage.objects.base import Data, split_buffers
 
 Files = Iterable[tuple[str, Data]]  # name and content of each file; may be a one-time iterator
 Named = Iterable[tuple[str, Tensor]]  # name and value of each tensor; may be a one-time iterator
@@ -41,11 +41,11 @@ NAMES = {name: dtype for dtype, name in TYPES.items()}
 
 def to_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Data]:
     """Return files as name -> pieces; their names begin with `stem` ("weights/model")."""
-    shards = layout(stem, tensors, shard_bytes)
+    shards = plan_files(stem, tensors, shard_bytes)
     return {**{name: file_of(shard) for name, shard in shards.items()}, **index_of(stem, shards)}
 
 
-def layout(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, dict[str, Tensor]]:
+def plan_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of each file, by file name; read no values."""
     shards = _split(tensors, shard_bytes)
     count = len(shards)
@@ -76,7 +76,7 @@ def tensors_of(files: Files) -> Iterator[tuple[str, Tensor]]:
     """
     for file, data in files:
         if not file.endswith(INDEX):
-            yield from _tensors(file, _whole(data))
+            yield from _tensors(file, _join_data(data))
         del data  # free it before the next one is read
 
 
@@ -116,8 +116,8 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _whole(data: Data) -> memoryview:
-    parts = pieces(data)
+def _join_data(data: Data) -> memoryview:
+    parts = split_buffers(data)
     return parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
-from rollflow.tasks.learners.distributed.load_balance import deal, imbalance
+from rollflow.tasks.learners.distributed.load_balance import deal_pieces, measure_imbalance
 from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
 from rollflow.tasks.learners.distributed.ranks import Piece, RankLost, Ranks
 
@@ -57,14 +57,14 @@ class GlooRanks(Ranks):
     def select_own(self, pieces: list[Piece], length: Callable[[Piece], int]) -> list[Piece]:
         """See `Ranks`."""
         lengths = [length(piece) for piece in pieces]
-        dealt = deal(lengths, self.count)
+        dealt = deal_pieces(lengths, self.count)
         self._loads += [sum(lengths[piece] for piece in own) for own in dealt]
         return [pieces[piece] for piece in dealt[self.rank]]
 
     def add(self, found: Tensor) -> None:
         """See `Ranks`."""
         if found.numel():
-            self._together(lambda: self._group.allreduce(found, timeout=self._bound).wait())
+            self._call_collective(lambda: self._group.allreduce(found, timeout=self._bound).wait())
 
     @torch.no_grad()
     def add_gradients(self, parameters: Iterable[nn.Parameter], loss: float) -> float:
@@ -93,22 +93,22 @@ class GlooRanks(Ranks):
         """See `Ranks`."""
         self._check()
 
-    def told(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """See `Ranks`."""
-        found, self._loads = {"rank_imbalance": imbalance(self._loads.tolist())}, np.zeros(self.count)
+        found, self._loads = {"rank_imbalance": measure_imbalance(self._loads.tolist())}, np.zeros(self.count)
         return found
 
     def broadcast(self, data: Tensor) -> None:
         """Broadcast the first rank's values into `data`."""
-        self._together(lambda: self._group.broadcast(data, 0, timeout=self._bound).wait())
+        self._call_collective(lambda: self._group.broadcast(data, 0, timeout=self._bound).wait())
 
     def gather_to(self, rank: int, own: Tensor, parts: Sequence[Tensor]) -> None:
         """Copy the `own` tensor of each rank into `parts` on `rank`; each `own` is sent in one piece."""
         if self.rank != rank:
-            self._together(lambda: self._send_own(own, rank))
+            self._call_collective(lambda: self._send_own(own, rank))
             return
         parts[rank].copy_(own)
-        self._together(lambda: self._receive_parts(parts))
+        self._call_collective(lambda: self._receive_parts(parts))
 
     def find_late(self) -> list[int]:
         """Return the ranks that have done fewer collective calls than this one. Callers ask after a failure."""
@@ -141,7 +141,7 @@ class GlooRanks(Ranks):
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([grad.reshape(-1).float() for grad in found])
         if flat.is_cuda:
-            self._together(lambda: self._on_gpus.allreduce(flat, timeout=self._bound).wait())
+            self._call_collective(lambda: self._on_gpus.allreduce(flat, timeout=self._bound).wait())
         else:
             self.add(flat)
         for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
@@ -157,7 +157,7 @@ class GlooRanks(Ranks):
         options._timeout = self._bound
         return ProcessGroupNCCL(PrefixStore(f"{self._name}/nccl", self.store), self.rank, self.count, options)
 
-    def _together(self, work: Callable[[], object]) -> None:
+    def _call_collective(self, work: Callable[[], object]) -> None:
         self._done += 1
         try:
             self.store.set(self._calls_key(self.rank), str(self._done))

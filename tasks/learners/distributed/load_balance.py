@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Sequence
 
 
-def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+def deal_pieces(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Return for each rank the pieces that it gets, in their order; `lengths` in tokens."""
     found: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]  # a heap: the emptiest rank first, the lower rank among equals
@@ -23,7 +23,7 @@ def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(pieces) for pieces in found]
 
 
-def imbalance(loads: Sequence[float]) -> float:
+def measure_imbalance(loads: Sequence[float]) -> float:
     """Return how far the fullest rank is above the mean, as a share of the mean; 0 if all have the same load."""
     mean = sum(loads) / len(loads)
     return max(loads) / mean - 1 if mean else 0.0

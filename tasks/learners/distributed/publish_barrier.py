@@ -36,7 +36,7 @@ class StepStopped(Exception):
         self.error = error
 
 
-def settled(ranks: GlooRanks, settle: WaitForPublish) -> None:
+def wait_published(ranks: GlooRanks, settle: WaitForPublish) -> None:
     """Call `settle` on the first rank, and report the result to the other ranks."""
     with ThreadPoolExecutor(1, "settling") as thread:
         job = thread.submit(settle)
@@ -48,7 +48,7 @@ def settled(ranks: GlooRanks, settle: WaitForPublish) -> None:
         raise StepStopped(error)
 
 
-def told(ranks: GlooRanks) -> None:
+def follow_first_rank(ranks: GlooRanks) -> None:
     """Wait on another rank until the first rank allows the step to go on."""
     while (word := _broadcast_word(ranks)) == BarrierMessage.WAIT:
         pass

@@ -59,7 +59,7 @@ class Ranks:
     def check(self) -> None:
         """Raise `RankLost` if another rank is known to have ended. Callers ask before each micro-batch."""
 
-    def told(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """Return metrics since the last call."""
         return {}
 

@@ -83,7 +83,11 @@ class Critic:
     def check(self, saved: Mapping[str, Tensor]) -> None:
         """Raise `Corrupt` unless `tensors` could have returned these."""
         if saved:
-            check_fit("the critic's state does", saved, {**self._weights(), **self.optimized.like(drop_weights(saved))})
+            check_fit(
+                "the critic's state does",
+                saved,
+                {**self._weights(), **self.optimized.expected_tensors(drop_weights(saved))},
+            )
 
     @torch.no_grad()
     def load(self, saved: Named) -> None:

@@ -81,9 +81,9 @@ class LoraPolicy(TrainedPolicy):
         """Return the adapter's tensors and AdamW's state of them."""
         return {**self._adapter(), **super().tensors()}
 
-    def like(self, saved: Iterable[str]) -> dict[str, Tensor]:
+    def expected_tensors(self, saved: Iterable[str]) -> dict[str, Tensor]:
         """See `TrainedTensors`."""
-        return {**self._adapter(), **super().like(name for name in saved if not name.startswith(ADAPTER))}
+        return {**self._adapter(), **super().expected_tensors(name for name in saved if not name.startswith(ADAPTER))}
 
     @torch.no_grad()
     def load(self, given: Named) -> None:
@@ -158,7 +158,7 @@ class LoraPolicy(TrainedPolicy):
         found: Tensor = self._scale * (layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float())
         return found
 
-    def _named(self) -> dict[str, Tensor]:
+    def _model_tensors(self) -> dict[str, Tensor]:
         """Return the model's tensors by the names that they had before the adapter was added."""
         named = named_tensors(self.model)
         return {name.replace(".base_layer.", "."): t for name, t in named.items() if ".lora_" not in name}
@@ -183,7 +183,7 @@ class AdapterReference(Reference):
     def _of_policy(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
-    def _kept(self) -> dict[str, Tensor]:
+    def _tensors_to_save(self) -> dict[str, Tensor]:
         return self._adapter
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollflow.tasks.learners.base import WaitForPublish, at_once
+from rollflow.tasks.learners.base import WaitForPublish, no_wait
 from rollflow.tasks.learners.checkpoint.shards import SHARD_BYTES
 from rollflow.tasks.learners.config import RankedTrain
 from rollflow.tasks.learners.distributed.ranks import Ranks
@@ -113,7 +113,7 @@ class TrainedModels:
         left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
         return (self.config.learning_rate if base is None else base) * warm * max(left, 0.1)
 
-    def begin(self, version: int, settle: WaitForPublish = at_once) -> None:
+    def begin(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Prepare a version's first update.
 
         Of the stored tensors only a reference's change here: a critic that starts here has not been stored yet.

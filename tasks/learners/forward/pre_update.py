@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollflow.tasks.learners.forward.critic import explained_variance
 from rollflow.tasks.learners.forward.models import TrainedModels
-from rollflow.tasks.objectives.advantages import advantages, shape_rewards
+from rollflow.tasks.objectives.advantages import compute_advantages, shape_rewards
 from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.gae import token_advantages, token_rewards
 from rollflow.tasks.objectives.penalties import kl_estimate
@@ -63,7 +63,7 @@ def compute_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
     price_B = _kl_price(roles, behaviour_B, reference_B)
     part = roles.config.objective.advantage
     dtype = getattr(torch, roles.config.advantage_dtype)
-    judged = judge(part, data, roles.longest, price_B=price_B, values_B=values_B, dtype=dtype)
+    judged = compute_targets(part, data, roles.longest, price_B=price_B, values_B=values_B, dtype=dtype)
     proximal_B = _proximal(roles, data, judged)
     whole = proximal_B if roles.objective.uses_batch else None
     kept_B = None if whole is None else roles.objective.keep(whole, behaviour_B)
@@ -90,7 +90,7 @@ def _proximal(roles: TrainedModels, data: BatchRows, judged: BatchTargets) -> Te
     return None
 
 
-def judge(
+def compute_targets(
     part: Advantage,
     data: BatchRows,
     longest: int,
@@ -106,7 +106,7 @@ def judge(
     rows_B, returns_B = torch.from_numpy(data.rows), None
     if values_B is None:
         paid_R = rewards_R.index_add(0, rows_B, -price_B.to(rewards_R))
-        found_B = advantages(part, paid_R, torch.from_numpy(data.groups), tokens_R, longest)[rows_B]
+        found_B = compute_advantages(part, paid_R, torch.from_numpy(data.groups), tokens_R, longest)[rows_B]
     else:
         rewards_B = token_rewards(shape_rewards(part, rewards_R, tokens_R, longest), price_B, data.starts)
         found_B, returns_B = token_advantages(part, rewards_B, values_B, data.starts)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollflow.tasks.learners.base import WaitForPublish, at_once
+from rollflow.tasks.learners.base import WaitForPublish, no_wait
 from rollflow.tasks.learners.checkpoint.shards import Named
 from rollflow.tasks.learners.forward.token_logprobs import Pass, TokenLogprobs
 from rollflow.tasks.learners.optimizer.trained_tensors import check_fit
@@ -32,7 +32,7 @@ class Reference:
         self.token_logprobs: Pass = TokenLogprobs(self._model, judged=False)  # the policy's head was tested already
         self.version = -1  # no weights yet
 
-    def follow(self, version: int, settle: WaitForPublish = at_once) -> None:
+    def follow(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Take over the policy's weights where that is due. Callers ask before `version` is trained."""
         if self.version < 0 or (self._every and version % self._every == 0):
             settle()
@@ -41,17 +41,17 @@ class Reference:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the reference's whole state; empty before the first trained version."""
-        return {**self._kept(), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
+        return {**self._tensors_to_save(), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
         """Raise `Corrupt` unless `tensors` could have returned these."""
         if saved:
-            check_fit("the reference does", saved, {**self._kept(), VERSION: torch.tensor(0)})
+            check_fit("the reference does", saved, {**self._tensors_to_save(), VERSION: torch.tensor(0)})
 
     @torch.no_grad()
     def load(self, saved: Named) -> None:
         """Replace the state by tensors that `tensors` returned."""
-        self.version, own = -1, self._kept()
+        self.version, own = -1, self._tensors_to_save()
         for name, tensor in saved:
             if name == VERSION:
                 self.version = int(tensor)
@@ -61,10 +61,10 @@ class Reference:
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._kept().items():
+        for name, tensor in self._tensors_to_save().items():
             tensor.copy_(weights[name])
 
-    def _kept(self) -> dict[str, Tensor]:
+    def _tensors_to_save(self) -> dict[str, Tensor]:
         """Return the reference's own tensors."""
         return named_tensors(self._model)
 

@@ -16,7 +16,7 @@ import torch
 from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.rows import BatchRows
-from rollflow.tasks.policies.head import HALF, NEAR, distance
+from rollflow.tasks.policies.head import HALF, NEAR, measure_distance
 
 PROMPT, RESPONSES = (3, 4, 5, 6), ((7, 8, 9), (8, 7))
 REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
@@ -51,7 +51,7 @@ def _distance(model: Any, logprobs: TokenLogprobs) -> float:
         torch.cat([_compute_logprobs(model, logprobs, micro) for micro in micro_batches(rows, [0, 1], 100, width)])
         for width in (None, 10**6)  # at such a width sharing always saves work
     ]
-    return distance(found[0], found[1])
+    return measure_distance(found[0], found[1])
 
 
 def _compute_logprobs(model: Any, logprobs: TokenLogprobs, micro: MicroBatch) -> torch.Tensor:

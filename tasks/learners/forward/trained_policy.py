@@ -36,7 +36,7 @@ class TrainedPolicy(TrainedTensors):
     def weights(self) -> dict[str, Tensor]:
         """Return the published tensors by Hugging Face name."""
         with self.use_published():
-            return self._named()
+            return self._model_tensors()
 
     def weights_like(self) -> dict[str, Tensor]:
         """Return tensors with the names, shapes and types of `weights`."""
@@ -45,12 +45,12 @@ class TrainedPolicy(TrainedTensors):
     @torch.no_grad()
     def take(self, weights: Named) -> None:
         """Set the weights to what `weights` returned; `load` must follow. Raise `Corrupt` if one is missing."""
-        left = self._named()
+        left = self._model_tensors()
         for name, tensor in weights:
             left.pop(name).copy_(tensor)
             del tensor  # free its file before the next one is read
         check_fit("weights do", {}, left)
 
-    def _named(self) -> dict[str, Tensor]:
+    def _model_tensors(self) -> dict[str, Tensor]:
         """Return the model's tensors by Hugging Face name."""
         return named_tensors(self.model)

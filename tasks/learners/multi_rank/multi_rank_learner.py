@@ -31,13 +31,13 @@ from typing import Any
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, NotFinite, RankFailed, StoreFailed, Unreachable
-from rollflow.storage.objects.base import Data, ObjectStore, pieces
+from rollflow.storage.objects.base import Data, ObjectStore, split_buffers
 from rollflow.storage.records import StoredObject
-from rollflow.tasks.learners.base import LearnerStart, WaitForPublish, at_once
+from rollflow.tasks.learners.base import LearnerStart, WaitForPublish, no_wait
 from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles
 from rollflow.tasks.learners.config import RankedTrain
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks, serve_store
-from rollflow.tasks.learners.distributed.publish_barrier import StepStopped, settled
+from rollflow.tasks.learners.distributed.publish_barrier import StepStopped, wait_published
 from rollflow.tasks.learners.distributed.rank_gpus import check_gpus
 from rollflow.tasks.learners.distributed.rank_protocol import (
     NEAR,
@@ -61,7 +61,7 @@ from rollflow.tasks.learners.multi_rank.rank_process import (
     run_rank,
 )
 from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner
-from rollflow.tasks.runtime.actor_warnings import ear
+from rollflow.tasks.runtime.actor_warnings import open_socket
 
 IMPORTS = "rollflow.tasks.learners.multi_rank.rank_imports"  # imported once, in the process that ranks are forked from
 READY_SECONDS = 300.0  # time for a rank to import modules and read the model
@@ -79,7 +79,7 @@ class MultiRankLearner:
         kind = learner_of(config)
         self._others = OtherRanks(config, start)
         weakref.finalize(self, self._others.end)
-        self._own = kind.begun(config, start)
+        self._own = kind.create(config, start)
         self._ranks = self._own.ranks = self._others.meet()
         self._alike = False  # True if the other ranks have this rank's weights and state
         self._turn = Lock()  # one file is gathered at a time: all ranks gather in the same order
@@ -89,7 +89,7 @@ class MultiRankLearner:
         """The first rank's model. See `Learner`."""
         return self._own.model
 
-    def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = at_once) -> Mapping[str, float]:
+    def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> Mapping[str, float]:
         """See `Learner`.
 
         Raises:
@@ -98,27 +98,27 @@ class MultiRankLearner:
         """
         if not self._alike:
             settle()  # the tensors sent to the others are those being stored
-        with self._together(f"version {version + 1} was trained"):
+        with self._guard_ranks(f"version {version + 1} was trained"):
             if not self._alike:
                 self._share_state()
             data = batch.to_pieces()
             self._others.order(TrainStep(version, _count_bytes(data)))
             broadcast_data(self._ranks, data)
-            return self._own.step(batch, version, partial(settled, self._ranks, settle))
+            return self._own.step(batch, version, partial(wait_published, self._ranks, settle))
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """See `Learner`."""
         found: tuple[float, ...] = self._call_all("logprobs", tuple(tokens))
         return found
 
-    def broken(self) -> str | None:
+    def first_nonfinite(self) -> str | None:
         """See `Learner`."""
         found: str | None = self._call_all("broken")
         return found
 
     def check_ranks(self) -> None:
         """See `Learner`."""
-        with self._together("the next batch was waited for"):
+        with self._guard_ranks("the next batch was waited for"):
             self._ranks.check()
 
     def weights(self) -> Mapping[str, Data]:
@@ -136,7 +136,7 @@ class MultiRankLearner:
             self._alike = False
             return
         self._own.check(weights, state)
-        with self._together("a version was loaded"):
+        with self._guard_ranks("a version was loaded"):
             self._load_all(weights, state)
 
     @property
@@ -151,12 +151,12 @@ class MultiRankLearner:
         after = self._others.ordered
 
         def gather(ask: SendFile) -> Data:
-            with self._together(f"{ask.file} was gathered"), self._turn:
+            with self._guard_ranks(f"{ask.file} was gathered"), self._turn:
                 self._others.ask(replace(ask, after=after))
                 return own.gather(ask.file, ask.to)
 
         def put(file: str, store: ObjectStore, path: str) -> StoredObject:
-            with self._together(f"{file} was stored"):
+            with self._guard_ranks(f"{file} was stored"):
                 return staging.put(file, store, path)
 
         staging = Staging(self._ranks, own.sizes(), own.shard_bytes, gather)
@@ -166,12 +166,12 @@ class MultiRankLearner:
         """Return what the first rank's method returns; for a sharded learner all ranks call it."""
         if not self._sharded:
             return getattr(self._own, name)(*given)
-        with self._together(f"{name} were asked for"):
+        with self._guard_ranks(f"{name} were asked for"):
             self._others.order(CallLearner(name, given))
             return getattr(self._own, name)(*given)
 
     @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
+    def _guard_ranks(self, what: str) -> Iterator[None]:
         """Run work of all ranks; any error ends all ranks, except those that are no rank's fault."""
         try:
             with raise_lost():
@@ -225,7 +225,7 @@ class ForkedRank:
         context.set_forkserver_preload([IMPORTS])
         pairs = context.Pipe(), context.Pipe()
         self.pipes, theirs = (Pipes(*ends) for ends in zip(*pairs, strict=True))
-        given = rank, meeting, theirs, config, start, ear()
+        given = rank, meeting, theirs, config, start, open_socket()
         self.process = context.Process(target=run_rank, args=given, daemon=True)
         self.process.start()
         theirs.close()
@@ -335,4 +335,4 @@ def _send(to: Sequence[Connection], what: object) -> None:
 
 def _count_bytes(data: Data) -> int:
     """Return the bytes of a file."""
-    return sum(len(piece) for piece in pieces(data))
+    return sum(len(piece) for piece in split_buffers(data))

@@ -32,11 +32,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, NotFinite
-from rollflow.storage.objects.base import Data, pieces
+from rollflow.storage.objects.base import Data, split_buffers
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import DeepSpeedTrain, RankedTrain, TorchTrain
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks, connect_store
-from rollflow.tasks.learners.distributed.publish_barrier import StepStopped, told
+from rollflow.tasks.learners.distributed.publish_barrier import StepStopped, follow_first_rank
 from rollflow.tasks.learners.distributed.rank_gpus import take_gpu
 from rollflow.tasks.learners.distributed.rank_protocol import (
     CallLearner,
@@ -114,7 +114,9 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Ran
     """Execute orders until the owner ends. `host` is the address of this machine for the other ranks."""
     store, obeyed = connect_store(meeting.host, meeting.port), OrderCount()
     with _exit_on_error(store, rank):
-        learner = learner_of(config).begun(config, replace(start, blank=True))  # the first rank sends weights and state
+        learner = learner_of(config).create(
+            config, replace(start, blank=True)
+        )  # the first rank sends weights and state
         store.set(ready_key(rank), "")
         while not store.check([MEET]):  # the first rank reads its weights meanwhile; the owner bounds this wait
             time.sleep(POLL_SECONDS)
@@ -187,7 +189,7 @@ def _execute(learner: TorchLearner, ranks: GlooRanks, order: CallLearner | LoadS
         case TrainStep():
             with contextlib.suppress(NotFinite, StepStopped):  # the first rank raises it
                 batch = TrajectoryBatch.from_bytes(bytes(receive_data(ranks, order.size)))
-                learner.step(batch, order.version, partial(told, ranks))
+                learner.step(batch, order.version, partial(follow_first_rank, ranks))
 
 
 def broadcast_data(ranks: GlooRanks, data: Data) -> None:
@@ -207,7 +209,7 @@ def receive_data(ranks: GlooRanks, size: int) -> memoryview:
 def _chunks(data: Data) -> Iterator[bytearray]:
     """Yield all bytes, `CHUNK` at a time."""
     chunk = bytearray()
-    for piece in pieces(data):
+    for piece in split_buffers(data):
         for begin in range(0, len(piece), CHUNK):
             chunk += piece[begin : begin + CHUNK]
             if len(chunk) >= CHUNK:

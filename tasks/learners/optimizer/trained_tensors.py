@@ -65,7 +65,7 @@ class TrainedTensors:
             for key, value in {**kept, **({MASTER: parameter} if self.trained.wide else {})}.items()
         }
 
-    def like(self, saved: Iterable[str]) -> dict[str, Tensor]:
+    def expected_tensors(self, saved: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors with the shapes and types of those expected for the parameters that `saved` mentions."""
         named = {name.partition("/")[2] for name in saved}
         one = torch.zeros(())

@@ -97,7 +97,9 @@ class ShardingBackend(TrainedTensors):
 
     def tensors(self) -> dict[str, Tensor]:
         """See `TrainedTensors`; the tensors are on "meta", without values; see `gather_tensor`."""
-        return {n: t.to("meta") for n, t in self.like([f"step/{name}" for name in self.list_changed()]).items()}
+        return {
+            n: t.to("meta") for n, t in self.expected_tensors([f"step/{name}" for name in self.list_changed()]).items()
+        }
 
     def gather_tensor(self, saved: str, to: int) -> Tensor:
         """Gather one of `tensors` on rank `to`; on other ranks the result is empty, except for steps."""
@@ -116,7 +118,7 @@ class ShardingBackend(TrainedTensors):
         keys = [(key, name) for key in MOMENTS[1:] for name in self.list_changed()]
         return {**found, **{f"{key}/{name}": all_finite(self.own(name, key)) for key, name in keys}}
 
-    def like(self, saved: Iterable[str]) -> dict[str, Tensor]:
+    def expected_tensors(self, saved: Iterable[str]) -> dict[str, Tensor]:
         """See `TrainedTensors`."""
         named, one = {name.partition("/")[2] for name in saved}, torch.zeros(())
         kinds = {name: torch.float32 if self.wide else kind for name, kind in self.types.items() if name in named}

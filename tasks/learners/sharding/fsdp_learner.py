@@ -21,9 +21,9 @@ class FsdpLearner(ShardedLearner):
     engine, engine_of_policy = FsdpTensors, FsdpPolicy
 
     @classmethod
-    def begun(cls, config: RankedTrain, start: LearnerStart) -> Self:
+    def create(cls, config: RankedTrain, start: LearnerStart) -> Self:
         """See `TorchLearner`; raise `ConfigError` if the model has no list of layers."""
-        made = super().begun(config, start)
+        made = super().create(config, start)
         find_layers(made.model, "train.sharded")
         return made
 

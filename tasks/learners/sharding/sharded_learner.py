@@ -21,13 +21,13 @@ from torch import Tensor
 
 from rollflow.storage.objects.base import Data
 from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles
-from rollflow.tasks.learners.checkpoint.shards import Files, Named, file_of, index_of, layout
+from rollflow.tasks.learners.checkpoint.shards import Files, Named, file_of, index_of, plan_files
 from rollflow.tasks.learners.config import RankedTrain
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.forward.critic import WEIGHT, Critic, drop_weights, value_loss
 from rollflow.tasks.learners.forward.reference import named_tensors
 from rollflow.tasks.learners.forward.trained_policy import TrainedPolicy
-from rollflow.tasks.learners.malloc_trim import give_back
+from rollflow.tasks.learners.malloc_trim import release_memory
 from rollflow.tasks.learners.optimizer.nonfinite import all_finite, check_figures
 from rollflow.tasks.learners.optimizer.trained_tensors import check_fit
 from rollflow.tasks.learners.randomness import random_state
@@ -109,7 +109,7 @@ class ShardedCritic(Critic):
         """See `Critic`."""
         if saved:
             own = {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.parameters_like().items()}
-            check_fit("the critic's state does", saved, {**own, **self.optimized.like(drop_weights(saved))})
+            check_fit("the critic's state does", saved, {**own, **self.optimized.expected_tensors(drop_weights(saved))})
 
     def _take(self, name: str, weight: Tensor) -> None:
         self.optimized.put(name, weight)
@@ -154,7 +154,7 @@ class ShardedLearner(TorchLearner):
     def take(self, weights: Files, state: Files) -> None:
         """See `TorchLearner`."""
         super().take(weights, state)
-        give_back(self.model.parameters())
+        release_memory(self.model.parameters())
 
     @torch.no_grad()
     def try_model(self) -> None:
@@ -174,13 +174,13 @@ class ShardedLearner(TorchLearner):
         if not self.sharded:
             return super().logprobs(tokens)
         found = self.policy.run(lambda: torch.tensor(TorchLearner.logprobs(self, tokens), dtype=torch.float64))
-        give_back(self.model.parameters())  # free the gathered weights before the version is published
+        release_memory(self.model.parameters())  # free the gathered weights before the version is published
         return tuple(found.tolist())
 
-    def broken(self) -> str | None:
+    def first_nonfinite(self) -> str | None:
         """See `Learner`; each rank checks its own shards."""
         if not self.sharded:
-            return super().broken()
+            return super().first_nonfinite()
         critic = self.critic.optimized.check_finite(WEIGHT) if self.critic and self.critic.begun else {}
         whole = self.reference.tensors() if self.reference else {}
         reference = {name: all_finite(tensor) for name, tensor in whole.items()}
@@ -227,7 +227,7 @@ class ShardedLearner(TorchLearner):
         own = {**random_state(self.config, self.device), **self._weight_of_kl(), **self.policy.tensors()}
         roles = {stem: tensors for stem, role in self._roles() if (tensors := role.tensors())}
         stored = {WEIGHTS: self.policy.weights(), STATE: own, **roles}
-        return {stem: layout(stem, tensors, self.shard_bytes) for stem, tensors in stored.items()}
+        return {stem: plan_files(stem, tensors, self.shard_bytes) for stem, tensors in stored.items()}
 
     def _tensor(self, stem: str, name: str, like: Tensor, to: int) -> Tensor:
         if not _is_sharded(like):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.configs import RecordedConfig, readable_configs, recorded_configs
 from rollflow.storage.log.entries import BatchCommitted, ConfigChanged, VersionPublished, entry_path
-from rollflow.storage.log.garbage import orphans
+from rollflow.storage.log.garbage import list_orphans
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import EntryRefused
 from rollflow.storage.objects.memory import MemoryStore
@@ -50,7 +50,7 @@ def test_changed_run_audits_clean(given: dict[str, Any]) -> None:
     assert audit(store, deep=True).clean
     assert audit(store).clean  # from the checkpoint on
     assert [one.config_sha256 for one in _bodies(store)] == [one.sha256 for one in recorded_configs(Log(store))[1:]]
-    assert orphans(store, 0.0) == []
+    assert list_orphans(store, 0.0) == []
 
 
 def _bodies(store: MemoryStore) -> list[ConfigChanged]:

@@ -47,7 +47,7 @@ def test_altered_alpha_in_entry_0_is_found(audited: MemoryStore) -> None:
 def test_altered_alpha_is_found_despite_an_altered_audit(audited: MemoryStore) -> None:
     """The audit's state has the other alpha, too, but entry 1 still follows the original entry 0."""
     resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
-    found, _ = audit_checkpoints.newest(audited)
+    found, _ = audit_checkpoints.find_newest(audited)
     first = first_anchor(audited).sha256
     audit_checkpoints.keep(audited, replace(found, first=first))
     assert {v.where for v in audit(audited).violations} == {entry_path(0), audit_checkpoints.audit_path(found.state.n)}
