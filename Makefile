@@ -36,6 +36,8 @@ lint: $(STAMP)
 	@$(BIN)/ruff check
 	@echo "ruff format --check"
 	@$(BIN)/ruff format --check
+	@echo "names"
+	@$(BIN)/python -m tests.support.naming
 	@echo "mypy"
 	@$(BIN)/mypy
 

@@ -71,6 +71,7 @@ def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:
         given["database"] = options.database
     if is_held(run_home() / "prefect" / "holder") and given.keys() & {"prefect", "database"}:
         raise ConfigError(
-            f"a command uses the Prefect server of {run_home()}; its address and database can change once that command ends"
+            f"a command uses the Prefect server of {run_home()}; its address and database can change once that command "
+            "ends"
         )
     return given

@@ -1,0 +1,112 @@
+"""Finds names and first lines that break the rules of CONTRIBUTING's "Names and prose". It reads the source alone.
+
+python -m tests.support.naming            print the faults beyond `naming_debt.txt`; `make lint` runs this
+python -m tests.support.naming --write    rewrite `naming_debt.txt`, which counts known faults; they may only shrink
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HOUSES = ("flows", "tasks", "storage")
+DEBT = Path(__file__).with_name("naming_debt.txt")
+LONGEST_TEST = 60
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Participles that do not end with -ed; adjectives and adverbs that stood as names of functions.
+PARTICIPLES = _words("""
+    begun broken built done found given gone held kept known left lent lost made seen sent shown sound spent taken there
+    here told understood without written alike everywhere together behind beside whole idle
+""")
+# Words that end with -ed or -ing and are verbs or nouns.
+VERBS = _words("embed feed need proceed seed shed speed spread string bring ping")
+NOT_IMPERATIVE = _words("""
+    a an the this that these those what who which whether how why when where if it its he she they their there here of
+    for from in on by with without at to into as one some any each every all both no none not whoever whatever same only
+    also after before between true false
+""")
+ENDS_WITH_S = _words("access address assess compress cross discuss express focus guess miss pass press process")
+
+
+def find_faults() -> Iterator[str]:
+    """Yield one line for each fault: its rule, its file, and the name."""
+    names: Counter[str] = Counter()
+    for house in HOUSES:
+        for file in sorted((ROOT / house).rglob("*.py")):
+            tree = ast.parse(file.read_text())
+            names.update(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+            for path, node in walk_functions(tree):
+                yield from check_function(file.relative_to(ROOT).as_posix(), path, node)
+    yield from (f"class-twice {name}" for name, count in names.items() if count > 1)
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        for _, node in walk_functions(ast.parse(file.read_text())):
+            if node.name.startswith("test_") and len(node.name) > LONGEST_TEST:
+                yield f"long-test {file.relative_to(ROOT).as_posix()} {node.name}"
+
+
+def walk_functions(tree: ast.AST, path: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield the functions of modules and classes with their dotted path; functions inside of functions are left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from walk_functions(node, f"{path}{node.name}.")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{path}{node.name}", node
+
+
+def check_function(file: str, path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    """Yield the faults of one function of the product. A property is named and described by a noun."""
+    if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return
+    if is_participle(node.name.strip("_")):
+        yield f"participle {file} {path}"
+    first = re.match(r"[A-Za-z]+", ast.get_docstring(node) or "")
+    if first and not is_imperative(first.group()):
+        yield f"first-word {file} {path}"
+
+
+def is_participle(name: str) -> bool:
+    """Report whether a function's name is a lone participle or adjective: no verb, no object."""
+    return "_" not in name and name not in VERBS and (name in PARTICIPLES or name.endswith(("ed", "ing")))
+
+
+def is_imperative(word: str) -> bool:
+    """Report whether a docstring's first word can be a verb in the imperative."""
+    word = word.lower()
+    if word in NOT_IMPERATIVE or (word.endswith(("ed", "ing")) and word not in VERBS):
+        return False
+    return not word.endswith("s") or word in ENDS_WITH_S
+
+
+def count_faults(faults: Iterable[str]) -> Counter[str]:
+    """Count faults by rule and file, so that a new name for a function with a known fault is no new fault."""
+    return Counter(" ".join(fault.split()[:2]) for fault in faults)
+
+
+def read_debt() -> Counter[str]:
+    """Read how many faults of each rule and file are known and still to be mended."""
+    lines = [line.rsplit(" ", 1) for line in DEBT.read_text().splitlines()]
+    return Counter({key: int(count) for key, count in lines})
+
+
+def new_faults() -> list[str]:
+    """List the faults of each rule and file that has more of them than `naming_debt.txt` says."""
+    faults = list(find_faults())
+    beyond = count_faults(faults) - read_debt()
+    return [fault for fault in faults if " ".join(fault.split()[:2]) in beyond]
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        DEBT.write_text("".join(f"{key} {count}\n" for key, count in sorted(count_faults(find_faults()).items())))
+    elif wrong := new_faults():
+        sys.exit("\n".join([*wrong, "More naming faults than tests/support/naming_debt.txt allows; see CONTRIBUTING."]))
