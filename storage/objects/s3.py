@@ -175,8 +175,9 @@ class S3Store(ObjectStore):
             with self._named("probe"):
                 self._probe(f"probe-{uuid.uuid4().hex}")
         except Unreachable as error:
+            cause = error.__cause__ or error
             raise ConfigError(
-                f"store.uri = {self.uri!r} cannot be reached ({error.__cause__ or error}); "
+                f"store.uri = {self.uri!r} cannot be reached ({str(cause) or type(cause).__name__}); "
                 "check AWS_ENDPOINT_URL_S3 (or AWS_ENDPOINT_URL), AWS_REGION and the network"
             ) from error
         except OSError as error:

@@ -619,6 +619,15 @@ def test_check_names_an_unreachable_endpoint(aws: str, monkeypatch: pytest.Monke
         S3Store("contract/x").check()
 
 
+def test_check_names_a_timeout_without_a_message(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(self: S3Store, name: str) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(S3Store, "_probe", probe)
+    with pytest.raises(ConfigError, match=r"cannot be reached \(TimeoutError\); check"):
+        s3.check()
+
+
 def test_check_does_not_wait_for_a_silent_endpoint(s3: S3Store, proxy: FaultyProxy) -> None:
     proxy.fall_silent()
     with pytest.raises(ConfigError, match="cannot be reached"):
