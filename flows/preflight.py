@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollflow.flows.config import check_new_run
 from rollflow.flows.keepalive.gpus import divide_gpus, spans_gpus
-from rollflow.flows.keepalive.placement import note_placement
+from rollflow.flows.keepalive.placement import check_private_placement, note_placement
 from rollflow.flows.locations import store_uri
 from rollflow.flows.services import cluster
 from rollflow.flows.services.profile import prefect_url
@@ -175,6 +175,7 @@ def check_addresses(config: RunConfig, store: str) -> list[str]:
     if url := prefect_url():
         check_prefect(url)
     check_ray(address)
+    check_private_placement(config)
     if address != "auto":
         _check_membership(address)
     if address == "auto" and spans_gpus(config):

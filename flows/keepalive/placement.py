@@ -1,12 +1,32 @@
-"""Notes which resources of a run's actors the cluster lacks now; an autoscaling cluster may add them later."""
+"""Compares what a run's actors require with what its cluster has: noted, or refused if it can never come."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
+from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.placement import Role, engine_cpus, is_fitting, learner_cpus
 from rollflow.tasks.run.config import RunConfig
+
+
+def check_private_placement(config: RunConfig) -> None:
+    """Refuse custom labels and resources on a private cluster: its node has none, so the actors would wait in vain.
+
+    Raises:
+        ConfigError: a role requires one.
+    """
+    if config.cluster.address != "auto":
+        return
+    for role in get_args(Role):
+        own = getattr(config.cluster.placement, role)
+        labels = {name: value for name, value in own.labels.items() if not name.startswith("ray.io/")}
+        resource = own.resource if own.resource and ":" not in own.resource else None  # Ray's own have a colon
+        for key, value in (("labels", labels), ("resource", resource)):
+            if value:
+                cure = "set cluster.address to a cluster that does, or remove it"
+                where = f"cluster.placement.{role}.{key} = {value!r}"
+                raise ConfigError(f"{where}: no node of a private cluster has it; {cure}")
 
 
 def note_placement(config: RunConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -14,7 +14,7 @@ import pytest
 
 from rollflow.flows import preflight
 from rollflow.flows.config import load_recipe, parse_config
-from rollflow.flows.keepalive.placement import needed_cpus, note_placement
+from rollflow.flows.keepalive.placement import check_private_placement, needed_cpus, note_placement
 from rollflow.flows.services import cluster
 from rollflow.flows.services.ray_head import RayHead, RayNode
 from rollflow.storage.errors import ConfigError
@@ -118,6 +118,15 @@ def test_actor_options_that_ray_rejects_are_refused(keys: Mapping[str, Any], sen
     cluster.check_actor_options(config(runtime_env={"pip": ["einops"]}).cluster)
     with pytest.raises(ConfigError, match=sentence):
         preflight.preflight(config(**keys), ask=False)
+
+
+@pytest.mark.parametrize(("key", "value"), [("labels", {"zone": "b"}), ("resource", "rollout")])
+def test_placement_of_a_private_cluster_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    own = {"labels": {"ray.io/accelerator-type": "H100"}, "resource": "accelerator_type:H100"}
+    check_private_placement(parse_config({"cluster": {"placement": {"engine": own}}}))
+    placed = {"cluster": {"placement": {"engine": {key: value}}}}
+    with pytest.raises(ConfigError, match=f"cluster.placement.engine.{key} = .*: no node of a private cluster has it"):
+        preflight.check_addresses(parse_config(placed), str(tmp_path))
 
 
 def test_missing_cluster_resources_are_noted() -> None:
