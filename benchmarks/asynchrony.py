@@ -1,7 +1,7 @@
-"""Wall-clock of the quick start's recipe at alpha = 2 against alpha = 0 (synchronous), by turns.
+"""Compares the training time of the quick start's recipe at alpha = 2 and at alpha = 0 (synchronous), in turns.
 
-Whole runs by the command line, shortened to `--versions`. Training time is counted from version 0 to the last
-version, so that start-up and cold start are left out. Run it as `python -m benchmarks.asynchrony`.
+The benchmark starts whole runs from the command line, shortened to `--versions`. Training time counts from version 0 to
+the last version, without start-up and cold start. Run it as `python -m benchmarks.asynchrony`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALPHAS = (0, 2)
 
 
 def train(alpha: int, versions: int, turn: int, home: Path) -> dict[str, Any]:
-    """The summary of one run."""
+    """Execute one run and return its summary."""
     run_id = f"alpha{alpha}-turn{turn}"
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "run", RECIPE, "--run-id", run_id]
     command += ["--set", f"async_ratio={alpha}", "--set", f"versions={versions}", "--set", "evaluation.every=0"]
@@ -35,7 +35,7 @@ def train(alpha: int, versions: int, turn: int, home: Path) -> dict[str, Any]:
 
 
 def rows_of(alpha: int, found: list[dict[str, Any]]) -> list[Row]:
-    """Medians over turns."""
+    """Return the medians over turns."""
     case = f"alpha = {alpha}"
 
     def median(value: Callable[[dict[str, Any]], float]) -> float:

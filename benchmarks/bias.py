@@ -1,17 +1,18 @@
-"""Bias and spread of each objective's gradient on stale samples, where the true gradient is known.
+"""Computes bias and spread of each objective's gradient on stale samples of a problem with a known gradient.
 
     python -m benchmarks.bias [--json FILE]
 
-A policy of `LENGTH` tokens out of `TOKENS`, each drawn by a row of logits that the token before it picks; every
-response has a fixed reward. There are so few responses that all expectations are sums over all of them, exact: the true
-gradient of the mean reward under the policy being trained, and what an objective's loss gives on average over samples
-of a behaviour policy whose log-probs are off by `staleness` nats a token. Each figure is the median of `BANDITS`.
+The policy generates `LENGTH` tokens out of `TOKENS`; the token before selects the row of logits of the next one. Every
+response has a fixed reward. There are few responses, so all expectations are exact sums: the true gradient of the mean
+reward under the policy being trained, and the expected gradient of an objective's loss over samples of a behaviour
+policy whose log-probs differ by `staleness` nats per token. Each figure is the median over `BANDITS` problems.
 
-The objective is the shipped one. So that presets can be compared, the baseline is the exact mean reward (none for
-`reinforce`), no preset divides by a deviation, and losses are summed over a response: what is left is ratio, surrogate,
-correction, weights of the two signs and penalties. The proximal policy is the one being trained, as in a version of one
-update. "bias" is the distance of the mean gradient from the true one, "aligned" its cosine with it, "spread" the
-standard deviation of one response's gradient; bias and spread are in lengths of the true gradient.
+The objectives are the shipped ones. To make presets comparable, the baseline is the exact mean reward (none for
+`reinforce`), no preset divides by a standard deviation, and losses are summed over a response. So presets differ in
+ratio, surrogate, correction, weights of the two signs and penalties only. The proximal policy is the policy being
+trained, as with one update per version. "bias" is the distance of the mean gradient from the true one, "aligned" their
+cosine, and "spread" the standard deviation of one response's gradient. Bias and spread are relative to the length of
+the true gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ F64 = torch.float64
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of one objective at one staleness; see the module's docstring."""
+    """The figures of one objective at one staleness (see the module's docstring)."""
 
     bias: float
     aligned: float
@@ -47,7 +48,7 @@ class Found:
 
 
 class Bandit:
-    """All responses (R, LENGTH), their rewards (R,), and the logits of two policies."""
+    """A problem: all responses (R, LENGTH), their rewards (R,), and the logits of both policies."""
 
     def __init__(self, staleness: float, seed: int = 0) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -58,23 +59,23 @@ class Bandit:
         self.behaviour = self.logps(self.logits.detach() + self._scaled(off, staleness))
 
     def logps(self, logits: Tensor) -> Tensor:
-        """(R, LENGTH) log-prob of each token of each response."""
+        """Return the log-prob of each token of each response, (R, LENGTH)."""
         before = torch.nn.functional.pad(self.responses[:, :-1], (1, 0))
         table = torch.log_softmax(logits, -1)
         return table[torch.arange(LENGTH), before, self.responses]
 
     def _scaled(self, off: Tensor, staleness: float) -> Tensor:
-        """As far off that log-probs differ by `staleness` on average (root mean square), at first order."""
+        """Scale a perturbation so that log-probs differ by `staleness` (root mean square), to first order."""
         centred = off - (off * torch.softmax(self.logits.detach(), -1)).sum(-1, keepdim=True)
         return off * staleness / centred.square().mean().sqrt()
 
     def true_gradient(self) -> Tensor:
-        """Of the mean reward under the policy being trained."""
+        """Return the gradient of the mean reward under the policy being trained."""
         mean = (self.logps(self.logits).sum(1).exp() * self.rewards).sum()
         return torch.autograd.grad(mean, self.logits)[0].flatten()
 
     def gradients(self, config: PartsObjective) -> Tensor:
-        """(R, parameters) what each response gives, as an ascent."""
+        """Return the ascent direction of each response, (R, parameters)."""
         objective, logp = build_objective(config), self.logps(self.logits)
         chances_R = self.behaviour.sum(1).exp()
         baseline = 0.0 if config.kind == "reinforce" else (chances_R * self.rewards).sum()
@@ -94,14 +95,14 @@ class Bandit:
         return -torch.autograd.grad(loss_R, self.logits, one, is_grads_batched=True)[0].flatten(1)
 
     def _kept(self, objective: Objective, logp: Tensor) -> Tensor:
-        """What the objective keeps of a batch where each response stands as often as the behaviour policy says it."""
+        """Return the objective's weights for a batch in which each response has its behaviour probability."""
         copies_R = (self.behaviour.sum(1).exp() * COPIES).round().long().clamp(min=1)
         batch = (x.repeat_interleave(copies_R, 0).flatten() for x in (logp, self.behaviour))
         kept = objective.keep(*batch).view(-1, LENGTH)
         return kept[copies_R.cumsum(0) - 1].flatten()
 
     def found(self, config: PartsObjective) -> Found:
-        """Bias, alignment and spread of an objective."""
+        """Compute bias, alignment and spread of an objective."""
         true, chances_R, each = self.true_gradient(), self.behaviour.sum(1).exp(), self.gradients(config)
         mean = chances_R @ each
         variance = chances_R @ (each - mean).square().sum(1)
@@ -111,12 +112,12 @@ class Bandit:
 
 
 def median(found: Iterable[Found]) -> Found:
-    """Of each figure."""
+    """Return the median of each figure."""
     return Found(*(statistics.median(figures) for figures in zip(*map(astuple, found), strict=True)))
 
 
 def rows() -> Sequence[Row]:
-    """All presets, and the exact importance weight of a whole response, which has no bias and the largest spread."""
+    """Return the rows of all presets, and of exact importance weights of whole responses, which have no bias."""
     exact = {"ratio": {"level": "sequence"}, "surrogate": {"kind": "policy-gradient", "positive": [0, 1e9]}}
     exact["surrogate"]["negative"] = [0, 1e9]  # type: ignore[index]
     configs = {name: PartsObjective.model_validate({"kind": name}) for name in PRESETS}
@@ -136,7 +137,7 @@ def rows() -> Sequence[Row]:
 
 
 def main() -> None:
-    """Compute and print."""
+    """Compute and print the table."""
     chosen = arguments(__doc__.splitlines()[0] if __doc__ else "").parse_args()
     publish(rows(), "gradients on stale samples", chosen.json)
 

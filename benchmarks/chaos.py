@@ -1,16 +1,15 @@
-"""SIGKILL at random, to every role, on whole runs: what it costs, and what is lost (nothing).
+"""Kills every role of whole runs with SIGKILL at random moments, and measures recovery times and losses.
 
 `python -m benchmarks.chaos` makes 200 kills on the timed engine and 20 on vLLM; `--s3 20` makes 20 more on S3 behind a
-proxy that spoils 2% of its answers. A kill counts when the process is gone, and as survived when the role lives again,
-a version was published after that, *and* storage has the recovery of that very role: "seconds to progress" is the time
-from the kill until then, `inf` where the run did not come back. (So it is longer than the time until the next version,
-which other roles may publish meanwhile; that one is shown as "seconds to a version".) "own record" says of how many
-kills it was found: a death within a second of another may have no witness of its own. A reward worker's end is written
-down nowhere.
+proxy that corrupts 2% of the answers. A kill counts when the process is gone. It counts as survived when the role lives
+again, a version was published after that, *and* storage has a recovery of the same role. "seconds to progress" is the
+time from the kill until then, or `inf` if the run did not recover. It is longer than "seconds to a version", because
+other roles may publish the next version earlier. "own record" counts the kills whose recovery was recorded: a death
+within a second of another one may be recorded together with it. Deaths of reward workers are not recorded.
 
-Trajectories lost and doubled are what the audit finds from storage at each run's end; regenerated ones are what the
-recoveries say was generated again. The runs have `RESTARTS` restarts a role: more than the default, for what is asked
-is whether each death is survived, not how many are too many.
+Lost and duplicated trajectories are those that the audit of each finished run finds. Regenerated trajectories are those
+that the recoveries report. A run allows `RESTARTS` restarts per role, more than the default, because the benchmark
+tests each recovery and not the restart budget.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ TIMING = {"timed": "median_tokens = 8\nseconds_per_token = 0.02", "vllm": ""}
 
 
 class Victim:
-    """A whole run by the command line."""
+    """A whole run from the command line, whose processes are killed."""
 
     def __init__(
         self, home: Path, recipe: str, *options: str, endpoint: str | None = None, store: str | None = None
@@ -123,17 +122,17 @@ class Victim:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def version(self) -> int:
-        """The newest published version."""
+        """Return the newest published version."""
         self.log.follow()
         return self.newest
 
     @property
     def newest(self) -> int:
-        """As the log was last read."""
+        """The newest version at the last read of the log."""
         return self.log.state.version
 
     def wait_version(self, version: int, seconds: float) -> None:
-        """Wait until `version` is published; the run must not end meanwhile."""
+        """Wait until `version` is published; raise if the run ends before."""
         limit = time.monotonic() + seconds
         while self.version() < version:
             if self.process.poll() is not None:
@@ -167,7 +166,7 @@ class Victim:
         return Kill(role, (first or [now])[0] - began, (time.monotonic() if found else now) - began, found)
 
     def _is_recorded(self, role: str, before: int, watch: Callable[[], None]) -> bool:
-        """Whether the recovery is in storage, after a while at most."""
+        """Return whether the recovery is stored within a time limit."""
         limit = time.monotonic() + RECORD_SECONDS
         while (found := self._recovered(role)) <= before and time.monotonic() < limit:
             watch()
@@ -175,12 +174,12 @@ class Victim:
         return found > before
 
     def settle(self) -> None:
-        """Wait until every flow runs again, so that the next death has a witness."""
+        """Wait until every flow runs again, so that the next death is noticed."""
         for role in FLOWS:
             self._wait_role(role, set())
 
     def strike_everything(self) -> Kill:
-        """Kill all of it at once; then `resume`."""
+        """Kill all processes at once, then resume the run."""
         began = time.monotonic()
         kill_everything(self.home)
         self.process.wait()
@@ -222,11 +221,11 @@ class Victim:
             return False
 
     def tail(self) -> str:
-        """The end of what the command printed."""
+        """Return the end of the command's output."""
         return (self.home / "output.log").read_text(errors="replace")[-1500:]
 
     def finish(self, kills: list[Kill], seconds: float) -> Outcome:
-        """Let the run end, then audit it."""
+        """Wait for the run's end, then audit it."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -256,7 +255,7 @@ class Victim:
 def one_run(
     home: Path, engine: str, roles: Sequence[str], seed: int, versions: int, *, settled: bool = False, s3: bool = False
 ) -> Outcome:
-    """A run with these kills, in this order, at random moments; then to its end.
+    """Execute a run with these kills, in this order and at random moments, until its end.
 
     `settled`: each death waits until the flows are back from the one before. `s3`: on S3, behind a faulty proxy.
     """
@@ -269,7 +268,7 @@ def one_run(
 
 
 def _struck(victim: Victim, roles: Sequence[str], seed: int, *, settled: bool) -> Outcome:
-    """All kills, then the run's end."""
+    """Make all kills, then wait for the run's end."""
     draw, kills = random.Random(seed), list[Kill]()
     try:
         victim.wait_version(2, 300)
@@ -298,7 +297,7 @@ def _struck(victim: Victim, roles: Sequence[str], seed: int, *, settled: bool) -
 
 
 def schedule(roles: Sequence[str], kills: int, seed: int) -> list[str]:
-    """`kills` roles, each about as often, in random order."""
+    """Return `kills` roles in random order, each about equally often."""
     draw = random.Random(seed)
     rounds = [draw.sample(roles, len(roles)) for _ in range(-(-kills // len(roles)))]
     return [role for one in rounds for role in one][:kills]
@@ -307,7 +306,7 @@ def schedule(roles: Sequence[str], kills: int, seed: int) -> list[str]:
 def campaign(
     engine: str, roles: Sequence[str], kills: int, options: tuple[int, int, int], *, s3: bool = False
 ) -> list[Outcome]:
-    """Runs one after another until all kills are made. `options`: kills a run, versions a run, seed."""
+    """Execute runs until all kills are made. `options`: kills per run, versions per run, seed."""
     a_run, versions, seed = options
     left = schedule(roles, kills, seed)
     outcomes: list[Outcome] = []

@@ -1,4 +1,4 @@
-"""What kills cost, in a table: a row for each role."""
+"""Builds the table of kills: one row per role."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Kill:
 
 @dataclass(slots=True)
 class Outcome:
-    """One run: how it ended, and what storage says of it."""
+    """One run: its end, and the findings of its audit."""
 
     engine: str
     kills: list[Kill]
@@ -42,7 +42,7 @@ class Outcome:
 
 
 def table_of(engine: str, outcomes: Sequence[Outcome]) -> tuple[Table, list[Row]]:
-    """A row for each role, and the same as rows of figures."""
+    """Return the table, one row per role, and the same as rows of figures."""
     trained, usual = sum(outcome.trained for outcome in outcomes), RecoveryConfig().restarts
     title = f"chaos, {engine} engine: {trained:,} trajectories; {RESTARTS} restarts a role allowed (default {usual})"
     table = Table(title=title, title_justify="left")
@@ -91,5 +91,5 @@ def table_of(engine: str, outcomes: Sequence[Outcome]) -> tuple[Table, list[Row]
 
 
 def _recovered_as(role: str) -> tuple[str, ...]:
-    """The names under which the run wrote down recoveries of a role that generate something again."""
+    """Return the names of a role in recoveries that generate trajectories again."""
     return {"scheduler": ("rollout",)}.get(role, ())

@@ -1,4 +1,4 @@
-"""The data plane against the plain way to move the same bytes: batches, the channel, serialisation, weights.
+"""Compares the data plane with plain ways to move the same bytes: batches, the channel, serialisation, weights.
 
     batch commit        TrajectoryStore.commit (join, hash, write, entry)    vs   durable write of the same file
     batch read          TrajectoryStore.read (checked) and open             vs   mmap and open, unchecked
@@ -7,12 +7,12 @@
     publish             tensors -> shards, hashed, durable, entry           vs   durable write of one such file
     pull                checked local folder, tensors loaded                vs   durable copy of that file
 
-The two sides take turns; a ratio is the median over the turns of their time / our time, so 1 is as fast and more is
-faster. Both sides write to the same disk (`--folder`, default: a temporary one) and both survive a power cut: a durable
-write syncs its file, renames it and syncs its folder. Files that are read lie in the page cache on both sides. The
-sides change places after each turn, and the first turn is not counted. Before them, enough free memory for all turns is
-touched: where this machine is a guest, memory that it never used before makes a write five times as slow, and falls on
-either side by chance.
+The two sides take turns. A ratio is the median over the turns of their time / our time, so 1 is equally fast and more
+is faster. Both sides write to the same disk (`--folder`, default: a temporary one), and both writes survive a power
+cut: a durable write syncs its file, renames it and syncs its folder. Files that are read are in the page cache on both
+sides. The sides swap their order after each turn, and the first turn does not count. Before the turns, enough memory
+for all of them is touched: on a virtual machine, memory that was never used makes a write five times as slow, on either
+side by chance.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def ratio(ours: Work, theirs: Work, turns: int, size: int = 0) -> tuple[float, f
 
 
 def touch_memory(size: int) -> None:
-    """Use and give back so many bytes: so the machine below has them ready for whoever asks next."""
+    """Allocate and free so many bytes, so that the host of a virtual machine has them ready."""
     whole = min(size, MOST_TOUCHED) // HUGE_PAGE * HUGE_PAGE + HUGE_PAGE
     with mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -81,7 +81,7 @@ def touch_memory(size: int) -> None:
 
 
 def medians(times: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Of the turns' (ours, theirs): median ratio, and both."""
+    """Return the median ratio of the turns' (ours, theirs), and the medians of both."""
     return (
         statistics.median(b / a for a, b in times),
         statistics.median(a for a, _ in times),
@@ -90,14 +90,14 @@ def medians(times: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
 
 
 def seconds(work: Work) -> float:
-    """How long `work` takes."""
+    """Return the duration of `work` in seconds."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def rows_of(case: str, found: tuple[float, float, float], what: str, target: float | None) -> list[Row]:
-    """The ratio and both sides in milliseconds."""
+    """Return rows with the ratio, and both sides in milliseconds."""
     value, ours, theirs = found
     first = (
         Row(case, f"ratio to {what}", value) if target is None else at_least(case, f"ratio to {what}", value, target)
@@ -106,7 +106,7 @@ def rows_of(case: str, found: tuple[float, float, float], what: str, target: flo
 
 
 def write_synced(file: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """The least that is durable: a file is written, synced and renamed, and its folder synced."""
+    """Write a file durably with the fewest steps: write, sync and rename the file, and sync its folder."""
     with open(file.with_suffix(".new"), "wb", buffering=0) as out:
         for part in parts:
             out.write(part)
@@ -115,7 +115,7 @@ def write_synced(file: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def named(file: Path) -> None:
-    """Give a written file its name, durably."""
+    """Rename a written file durably."""
     os.replace(file.with_suffix(".new"), file)
     folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
     os.fsync(folder)
@@ -126,7 +126,7 @@ def named(file: Path) -> None:
 
 
 def groups(count: int) -> tuple[TrajectoryGroup, ...]:
-    """`count` trajectories of `TOKENS` tokens, in groups."""
+    """Build groups with `count` trajectories of `TOKENS` tokens in total."""
     draw = random.Random(0)
 
     def trajectory(sample: int) -> Trajectory:
@@ -143,7 +143,7 @@ def groups(count: int) -> tuple[TrajectoryGroup, ...]:
 
 
 def new_run(store: LocalStore, weights: Mapping[str, Data] | None = None) -> tuple[Log, Writer, Writer]:
-    """A run with version 0, its scheduler and its learner."""
+    """Create a run with version 0, its scheduler and its learner."""
     log, kept = Log(store), {"keep_last": 1, "keep_every": 10**6, "state_every": 10**6}
     log.create(RunCreated("plane", {"async_ratio": 10**6, "group_size": GROUP_SIZE, "store": kept}, "", 1))
     log.claim("supervisor")
@@ -154,7 +154,7 @@ def new_run(store: LocalStore, weights: Mapping[str, Data] | None = None) -> tup
 
 
 def commit_next(store: TrajectoryStore, writer: Writer, made: Sequence[FinishedGroup]) -> Entry:
-    """Commit the groups as the next batch, under prompts that come next."""
+    """Commit the groups as the next batch, for the next prompts."""
     state = store.log.state
     prompts = tuple(range(state.issued[0], state.issued[0] + len(made)))
     renamed = tuple(replace(group, key=GroupKey(p, 0)) for group, p in zip(made, prompts, strict=True))
@@ -162,7 +162,7 @@ def commit_next(store: TrajectoryStore, writer: Writer, made: Sequence[FinishedG
 
 
 def batches(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
-    """Commit and read of whole batches."""
+    """Measure commit and read of whole batches."""
     rows = []
     for size in sizes:
         made = tuple(pack_group(group) for group in groups(size))  # as the scheduler holds them once they are scored
@@ -186,20 +186,20 @@ def batches(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
 
 
 def mapped(file: Path) -> mmap.mmap:
-    """The file as memory."""
+    """Memory-map a file."""
     with open(file, "rb") as opened:
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def touch(batch: TrajectoryBatch) -> None:
-    """Look at every token."""
+    """Read every token."""
     import pyarrow.compute as pc
 
     pc.sum(pc.list_flatten(batch.table["tokens"]))
 
 
 def serialisation(sizes: Iterable[int], turns: int) -> list[Row]:
-    """Bytes from records, and columns or records from bytes; our time / theirs where ours should be least."""
+    """Measure records to bytes, and bytes to columns or records."""
     rows = []
     for size in sizes:
         made = groups(size)
@@ -227,7 +227,7 @@ def serialisation(sizes: Iterable[int], turns: int) -> list[Row]:
 
 
 def torch_saved(plain: list[list[dict[str, object]]]) -> bytes:
-    """Records with tensors in place of lists, as a training script would save them."""
+    """Save records with tensors instead of lists, as a training script would."""
     import io
 
     columns = ("tokens", "loss_mask", "logprobs", "versions")
@@ -247,7 +247,7 @@ def torch_loaded(data: bytes) -> object:
 
 
 def channel(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
-    """A batch through the channel's actor, against a plain put and get in Ray's object store."""
+    """Compare a batch through the channel's actor with a plain put and get in Ray's object store."""
     import pyarrow as pa
     import ray
 
@@ -291,7 +291,7 @@ def channel(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
 
 
 def touch_pages(data: object) -> None:
-    """Look at every page, as a reader would: mapping alone moves nothing."""
+    """Read every page, as a reader would: memory-mapping alone reads nothing."""
     np.frombuffer(data, np.uint8)[:: mmap.PAGESIZE].sum()  # type: ignore[call-overload]
 
 
@@ -299,7 +299,7 @@ def touch_pages(data: object) -> None:
 
 
 def weights(sizes: Iterable[tuple[int, torch.dtype]], turns: int, folder: Path) -> list[Row]:
-    """Publish and pull of whole policies made of random tensors."""
+    """Measure publish and pull of whole policies with random tensors."""
     rows = []
     for count, dtype in sizes:
         tensors = policy(count, dtype)
@@ -343,7 +343,7 @@ def weights(sizes: Iterable[tuple[int, torch.dtype]], turns: int, folder: Path) 
 
 
 def policy(count: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """`count` parameters in 50 tensors."""
+    """Create `count` parameters in 50 tensors."""
     whole = torch.empty(count, dtype=dtype).uniform_(-1, 1)
     return {f"layers.{n}.weight": part for n, part in enumerate(whole.tensor_split(50))}
 
@@ -355,7 +355,7 @@ def mapped_copy(file: Path) -> memoryview:
 
 
 def copied(source: Path, target: Path) -> None:
-    """A copy of a file, synced."""
+    """Copy a file and sync the copy."""
     shutil.copyfile(source, target.with_suffix(".new"))
     with open(target.with_suffix(".new"), "rb") as file:
         os.fsync(file.fileno())

@@ -1,11 +1,11 @@
-"""Which choice of depth, order and bound is the fastest that is neither biased nor wasteful: a table over workloads.
+"""Finds the fastest choice of depth, order and bound that is neither biased nor wasteful: a table over workloads.
 
-A choice is unbiased where nothing was discarded, so that every prompt's first responses are trained on, or where the
-settled length bias (what a version after the warm-up falls behind the prompts that become due with it; see the planner)
-is at most 1% either way. The standard error says how much of it is chance: which groups are in flight at the ends.
-An engine draws a prompt that is issued again as it drew it before, as far as the policy is the same; what is dropped is
-made twice. So a choice that wastes over 5% of its tokens is no default, however fast.
-ROLL's policy stands beside it at an equal bound, and at the mean staleness of the chosen one.
+A choice is unbiased if nothing was discarded, so that every prompt's first responses are trained on, or if the length
+bias after the warm-up (see the planner) is at most 1% in either direction. Its standard error shows the part of chance:
+which groups are in flight at both ends. An engine draws the same response for a prompt that is issued again, as far as
+the policy is the same, so a dropped response is generated twice. Therefore a choice that wastes over 5% of its tokens
+is no default, however fast. The table also has ROLL's policy at an equal bound, and at the mean staleness of the
+choice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Choice = dict[str, Any]  # of `rollout`
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a simulation said of a choice."""
+    """The simulated figures of a choice."""
 
     choice: Choice
     figures: Figures
@@ -48,22 +48,22 @@ class Found:
 
     @property
     def unbiased(self) -> bool:
-        """Within the limit."""
+        """True if the bias is within the limit."""
         return not self.figures.tokens.wasted or abs(self.bias) <= UNBIASED
 
     @property
     def sound(self) -> bool:
-        """Fit to be a default: neither biased nor wasteful."""
+        """True if the choice is neither biased nor wasteful."""
         return self.unbiased and self.wasted <= WASTEFUL
 
     @property
     def wasted(self) -> float:
-        """Share of all sampled tokens."""
+        """The wasted fraction of all sampled tokens."""
         return sum(self.figures.tokens.wasted.values()) / max(1, self.figures.tokens.sampled)
 
 
 def choices(alpha: float, groups: int) -> Iterator[Choice]:
-    """Every choice that the table holds against the others; the run's default is the first."""
+    """Return the choices of the table; the run's default is the first."""
     yield {}
     aheads = sorted({alpha, alpha - 0.05, 0.95, 0.5}, reverse=True)
     yield from (
@@ -77,7 +77,7 @@ def choices(alpha: float, groups: int) -> Iterator[Choice]:
 
 
 def defaults() -> Iterator[Row]:
-    """The whole table on standard output, as it grows; its marks as rows."""
+    """Print the table as it grows; return its marks as rows."""
     console = Console(width=130, highlight=False)
     for workload in workloads():
         table = Table(title=workload.name, title_justify="left")
@@ -119,7 +119,7 @@ def _found(workload: Workload, alpha: float, choice: Choice) -> Found:
 
 
 def _bias(config: RunConfig, workload: Workload, figures: Figures) -> tuple[float, float]:
-    """Settled. Where prompts are filtered, others come instead: then trained lengths are held against the mean only."""
+    """Return the length bias after the warm-up; with a filter it is relative to the mean length of all prompts."""
     timed = config.model_copy(update={"engine": workload.hardware.engine(config)})
     grain = timed.engine.tokens_per_tick  # type: ignore[union-attr]  # it is a timed engine
     drawn = [tokens * grain for tokens in simulate_population(timed, figures.versions * config.groups)]

@@ -1,4 +1,4 @@
-"""An S3 server whose answers are spoiled now and then, for runs of other processes."""
+"""Starts an S3 server that sometimes corrupts its answers, for runs of other processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARE = 0.02  # of all requests
 
 @contextmanager
 def faulty_s3(bucket: str, seed: int) -> Iterator[str]:
-    """The endpoint that spoils answers. This process asks the server itself: what it watches is the run, not S3."""
+    """Yield the endpoint with corrupted answers. This process, which only watches the run, uses the server directly."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # or it prints every request
     rates = dict.fromkeys(KINDS, SHARE / len(KINDS))
     with s3_server(bucket) as endpoint, FaultyProxy(endpoint, rates, seed) as proxy:

@@ -1,14 +1,14 @@
-"""The GPU kit: rollflow on a GPU beside a processor's numbers, its memory and its speed. `make gpu` runs it.
+"""Compares rollflow on a GPU with a CPU's numbers, and measures its memory and speed. `make gpu` runs it.
 
     this process --"head"--> a child with torch --ROW {...}--> the table, and the JSON after each part
-                             the next child imports meanwhile
+                             the next child imports in the meantime
 
-Each part of it (`gpu_checks`, `gpu_memory`, `gpu_engine`, `gpu_bits`, `gpu_speed`) runs in a process of its own, for at
-most its seconds: a part that fails, hangs or breaks the device is a row of the table. Without a GPU all parts run in
-one process at a small size, and what needs a GPU is skipped by name. The exit code is 1 if a check failed.
+Each part (`gpu_checks`, `gpu_memory`, `gpu_engine`, `gpu_bits`, `gpu_speed`) runs in its own process with a time limit.
+If a part fails, hangs or breaks the device, the table has a row for it. Without a GPU all parts run in one process at a
+small size, and parts that need a GPU are listed as skipped. The exit code is 1 if a check failed.
 
-It needs torch, transformers, peft, pyarrow and pydantic, and no Ray, Prefect, vLLM or MLflow; rollflow is read from the
-source tree, installed or not. `--wheels FOLDER` has wheels of what is missing.
+The program needs torch, transformers, peft, pyarrow and pydantic, but not Ray, Prefect, vLLM or MLflow. It imports
+rollflow from the source tree, installed or not. `--wheels FOLDER` names a folder with wheels of missing packages.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ TAIL = 12  # lines of a child's output that are kept for the row of its death
 
 
 class Child:
-    """A process that imports at once, and then runs the parts it is told."""
+    """A child process that imports at once, and then runs the requested parts."""
 
     command: ClassVar[Sequence[str]] = (sys.executable, "-m", "benchmarks.gpu", "--child")
 
@@ -88,7 +88,7 @@ class Child:
         threading.Thread(target=self._read, daemon=True).start()
 
     def lines(self, seconds: float) -> Iterator[str]:
-        """Yield what it says to this process, until it ends or the time is over; the rest is printed."""
+        """Yield the child's messages until it ends or its time is over; print all other output."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             try:
@@ -104,7 +104,7 @@ class Child:
                 print(f"    {line.rstrip()}", file=sys.stderr, flush=True)
 
     def order(self, parts: Sequence[str], limit: float) -> None:
-        """Let it run these parts, each for at most `limit` seconds."""
+        """Order the child to run these parts, each for at most `limit` seconds."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{limit} {' '.join(parts)}\n")
@@ -113,7 +113,7 @@ class Child:
             print("    it has ended already", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """End it, whatever it does."""
+        """Kill the child."""
         self._process.kill()
         self._process.wait()
 
@@ -132,7 +132,7 @@ class Kit:
         self.rows: list[Row] = []
 
     def run(self, parts: Sequence[str]) -> None:
-        """Run these parts: with a GPU each in a child of its own, and the next child starts meanwhile."""
+        """Run these parts; with a GPU each runs in its own child, and the next child starts in the meantime."""
         until, left, starts = time.monotonic() + self._seconds, list(parts), STARTS
         child = Child(self._path)
         try:
@@ -163,12 +163,12 @@ class Kit:
             child.end()
 
     def _ready(self, child: Child) -> str | None:
-        """Return what the part runs on, "gpu" or "cpu"; None if it did not start."""
+        """Return the device of the part, "gpu" or "cpu"; None if the child did not start."""
         line = next(child.lines(120), None)
         return line.removeprefix(READY).strip() if line else None
 
     def _follow(self, child: Child, parts: list[str], limit: float) -> None:
-        """Take in the rows of these parts; those that it does not finish are a row each."""
+        """Collect the rows of these parts; an unfinished part becomes one row."""
         left = list(parts)
         child.order(parts, limit)
         for line in child.lines(limit + 5):
@@ -193,7 +193,7 @@ class Kit:
 
 
 def serve() -> None:
-    """Be a child: import, say so, and run what standard input names."""
+    """Run as a child: import, report it, and run the parts that standard input names."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     map_package()
     import torch
@@ -215,7 +215,7 @@ def serve() -> None:
 
 
 def rows_of(part: Part) -> Iterator[Row]:
-    """Yield the rows of a part; what it raises is its last one."""
+    """Yield the rows of a part; an exception becomes its last row."""
     from benchmarks.gpu_rows import guard
 
     yield from guard("the part", part)

@@ -1,7 +1,7 @@
-"""The GPU kit's part on what the transformers engine's bits depend on, beside its requests: the state of its process.
+"""Checks on a GPU whether the transformers engine's bits depend on the state of its process.
 
-One engine after the other generates the same in one process, and something is changed in between. Each is compared with
-the first: its responses, and what its model's modules take and give in the first passes.
+Several engines generate the same requests in one process, one after the other, with a change in between. Each is
+compared with the first engine: its responses, and inputs and outputs of its model's modules in the first passes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ PASSES = 40  # whose modules are compared: past the first 64 positions, where di
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What an engine made, and a digest of each tensor that went in and out of a module."""
+    """The responses of an engine, and a digest of each tensor that entered or left a module."""
 
     generations: Sequence[Generation]
     digests: Mapping[str, int]
 
 
 def run_bits() -> Iterator[Row]:
-    """Say what changes the engine's bits."""
+    """Report the changes that alter the engine's bits."""
     sizes = QWEN_05B if GPU else TINY
     count, tokens = (128, 96) if GPU else (6, 6)
     given = os.environ.pop(WORKSPACE, None)
@@ -77,7 +77,7 @@ def _compare(folder: Path, requests: Sequence[GenerationRequest], vocabulary: in
 
 
 def _without_cudnn(folder: Path, requests: Sequence[GenerationRequest]) -> Iterator[Row]:
-    """Compare two engines whose attention is not cuDNN's, which may share a row's keys out and add in any order."""
+    """Compare two engines without cuDNN's attention, which may split a row's keys and add in any order."""
     was = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -117,7 +117,7 @@ async def _generated(folder: Path, requests: Sequence[GenerationRequest]) -> Mad
 
 @contextmanager
 def _watched(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Digests of what goes in and out of each module without a child, in the first passes; by place, in order."""
+    """Collect digests of inputs and outputs of each leaf module in the first passes, by position, in order."""
     found: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
@@ -142,7 +142,7 @@ def _watched(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """A sum of its bits, each with its place: of whole numbers, so in any order the same."""
+    """Return the sum of a tensor's bits weighted by position; of integers, so its order does not matter."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().contiguous().view(kinds[tensor.element_size()]).flatten().long()
     return (bits * (torch.arange(len(bits), device=bits.device) % 1_000_003 + 1)).sum()

@@ -1,4 +1,4 @@
-"""The GPU kit's parts on numbers: learners beside the processor's, states that move, and the same bits again."""
+"""Checks numbers on a GPU: learners against the CPU, moved states, and bit-reproducible training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TOKENS = list(range(3, 120))
 
 
 def run_learners() -> Iterator[Row]:
-    """Compare learners of four architectures, and of other objectives, with float64 on the processor."""
+    """Compare learners of four architectures, and of other objectives, with float64 on the CPU."""
     for kind in KINDS:
         yield from guard(kind, partial(_architecture, kind))
     for name, keys in OBJECTIVES.items():
@@ -71,7 +71,7 @@ def _architecture(kind: str) -> Iterator[Row]:
 def _beside(
     name: str, folder: Path, dtype: str, batch: TrajectoryBatch, said: torch.Tensor, exact: Stepped
 ) -> Iterator[Row]:
-    """Rows of one architecture and type; at bfloat16 the processor's own distance is the measure."""
+    """Yield the rows of one architecture and type; in bfloat16 the limit is relative to the CPU's error."""
     found = {device: _distances(build(folder, device, dtype), batch, said, exact) for device in ("cpu", DEVICE)}
     bounds = (NATS, RELATIVE, STEP) if dtype == "float32" else tuple(BFLOAT * off for off in found["cpu"])
     names = ("log-probs, rms off float64", "gradient off float64", "step off float64")
@@ -90,7 +90,7 @@ def _distances(
 
 
 def _objective(name: str, keys: Mapping[str, Any]) -> Iterator[Row]:
-    """Gradient and step of another objective, float32 on both devices."""
+    """Compare gradient and step of another objective, in float32 on both devices."""
     with policy_folder("llama") as folder:
         own = build(folder, "cpu", **keys)
         batch = make_batch(BatchShape(), own.logprobs)
@@ -101,7 +101,7 @@ def _objective(name: str, keys: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def run_state() -> Iterator[Row]:
-    """Save a learner's state on the GPU, load it on the processor, and the other way round."""
+    """Save a learner's state on the GPU, load it on the CPU, and the other way round."""
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         "float32": ("float32", {}),
         "bfloat16, masters": ("bfloat16", {}),
@@ -148,7 +148,7 @@ def _called(device: str) -> str:
 
 
 def _files(learner: TorchLearner) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Weights and state as they would be stored."""
+    """Return weights and state as stored files."""
     found = (
         {name: b"".join(split_buffers(data)) for name, data in files.items()}
         for files in (learner.weights(), learner.state())
@@ -158,7 +158,7 @@ def _files(learner: TorchLearner) -> tuple[dict[str, bytes], dict[str, bytes]]:
 
 
 def _apart_in(own: Mapping[str, bytes], given: Mapping[str, bytes]) -> int:
-    """Tensors that are not the same in both; the other device's generator aside."""
+    """List the tensors that differ, without the other device's random generator."""
     one, other = from_files(own), from_files(given)
     names = (one.keys() | other.keys()) - {DEVICE_RNG}
     return sum(not (name in one and name in other and torch.equal(one[name], other[name])) for name in names)
@@ -192,7 +192,7 @@ def _large_twice() -> Iterator[Row]:
 
 
 def _apart(folder: Path, dtype: str, batch: TrajectoryBatch, keys: Mapping[str, Any]) -> int:
-    """How many elements of weights, masters and moments two runs of two versions differ in."""
+    """Count the differing elements of weights, masters and moments after two runs of two versions."""
     runs = []
     for _ in range(2):
         learner = build(folder, DEVICE, dtype, **keys)

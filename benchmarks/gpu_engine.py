@@ -1,4 +1,4 @@
-"""The GPU kit's parts on the transformers engine: beside the learner, and in turns with it on one device."""
+"""Checks the transformers engine on a GPU: against the learner, and alternating with it on one device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TINY: Mapping[str, Any] = {"vocab_size": 512, "initializer_range": 0.2}  # its t
 
 
 def make_requests(count: int, vocabulary: int, prompt: int, tokens: int) -> list[GenerationRequest]:
-    """Make requests of different prompts, each with its seed."""
+    """Create requests with different prompts, each with its seed."""
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(2, vocabulary, (count, prompt), generator=draw).tolist()
     return [GenerationRequest(f"r{n}", given[: prompt - n % 8], tokens, seed=n) for n, given in enumerate(prompts)]
@@ -56,19 +56,19 @@ async def start_engine(folder: Path, dtype: str, device: str, slots: int = 256) 
 
 
 async def update_engine(engine: TransformersEngine, version: int, folder: Path) -> None:
-    """Give it the weights of a version."""
+    """Load the weights of a version into the engine."""
     await engine.suspend("continue")
     await engine.update(version, folder)
     await engine.resume()
 
 
 async def generate_all(engine: TransformersEngine, requests: Sequence[GenerationRequest]) -> list[Generation]:
-    """Generate all at once."""
+    """Generate all responses concurrently."""
     return list(await asyncio.gather(*map(engine.generate, requests)))
 
 
 def count_differences(what: str, first: Sequence[Generation], made: Sequence[Generation]) -> Iterator[Row]:
-    """Say how many responses differ, in which tokens first, and what differs beside tokens and log-probs."""
+    """Describe the differences: number of responses, first differing tokens, and other fields."""
     pairs = [(a, b) for a, b in zip(first, made, strict=True) if a != b]
     yield Row(f"{what}: responses that differ", len(pairs))
     places = [_first_difference(a, b) for a, b in pairs]
@@ -88,7 +88,7 @@ def _first_difference(a: Generation, b: Generation) -> int:
 
 
 def run_engine() -> Iterator[Row]:
-    """Compare the engine's log-probs with the learner's, and its responses with themselves."""
+    """Compare the engine's log-probs with the learner's, and its responses with those of a second run."""
     for dtype in ("float32", "bfloat16"):
         yield from guard(f"engine, {dtype}", partial(_engine, f"small policy, {dtype}", dtype, TINY))
     if not GPU:
@@ -118,7 +118,7 @@ def _engine(name: str, dtype: str, sizes: Mapping[str, Any]) -> Iterator[Row]:
 async def _three_times(
     folder: Path, dtype: str, requests: Sequence[GenerationRequest]
 ) -> tuple[list[Generation], list[Generation], list[Generation]]:
-    """A few of the requests one by one, all together, all together again."""
+    """Generate a few requests one by one, all together, and all together again."""
     engine = await start_engine(folder, dtype, DEVICE)
     try:
         alone = [await engine.generate(request) for request in requests[:3]]
@@ -129,13 +129,13 @@ async def _three_times(
 
 
 def _gap(learner: TorchLearner, request: GenerationRequest, made: Generation) -> torch.Tensor:
-    """(T,) of a response, in nats."""
+    """Return the differences of a response's log-probs, (T,) in nats."""
     theirs = learner.logprobs([*request.prompt, *made.tokens])[len(request.prompt) - 1 :]
     return (torch.tensor(list(made.logprobs)) - torch.tensor(theirs)).abs()
 
 
 def run_turns() -> Iterator[Row]:
-    """Let engine and learner take turns on one device by moving tensors away, which is all that there is today."""
+    """Alternate engine and learner on one device by moving their tensors to the CPU."""
     sizes = QWEN_05B if GPU else TINY
     with policy_folder("qwen2", "bfloat16", **sizes) as folder:
         requests = make_requests(128 if GPU else 8, sizes["vocab_size"], 48, 96 if GPU else 8)
@@ -146,7 +146,7 @@ def run_turns() -> Iterator[Row]:
 
 
 def _turns(runner: asyncio.Runner, folder: Path, requests: Sequence[GenerationRequest], batch: Any) -> Iterator[Row]:
-    """Each alone, both side by side, both in turns."""
+    """Measure each alone, both side by side, and both alternating."""
     engine_peak, apart_made = runner.run(_alone(folder, requests))
     clear_memory()
     yield from _peak_row("peak of the engine alone", engine_peak)
@@ -186,7 +186,7 @@ def _turns(runner: asyncio.Runner, folder: Path, requests: Sequence[GenerationRe
 def _train_between(
     runner: asyncio.Runner, engine: TransformersEngine, learner: TorchLearner, batch: Any
 ) -> Iterator[Row]:
-    """Free the engine, train, free the learner, and give the engine the next version."""
+    """Free the engine, train, free the learner, and load the next version into the engine."""
     yield _timed("engine to the processor", partial(_free_engine, runner, engine))
     yield _timed("learner to the device", partial(move_learner, learner, DEVICE))
     learner.step(batch, 1)
@@ -204,7 +204,7 @@ def _hand_over(runner: asyncio.Runner, engine: TransformersEngine, learner: Torc
 def _generate(
     runner: asyncio.Runner, engine: TransformersEngine, requests: Sequence[GenerationRequest]
 ) -> list[Generation]:
-    """Generate with the algorithms that the engine has alone: its sums of probabilities have no deterministic kind."""
+    """Generate without deterministic algorithms: there is none for the engine's sums of probabilities."""
     torch.use_deterministic_algorithms(False)
     try:
         return runner.run(generate_all(engine, requests))
@@ -246,7 +246,7 @@ def _timed(what: str, act: Callable[[], None]) -> Row:
 
 
 def _free_engine(runner: asyncio.Runner, engine: TransformersEngine) -> None:
-    """Move the engine's weights to the processor and drop its attention state."""
+    """Move the engine's weights to the CPU and drop its attention state."""
     runner.run(engine.suspend("continue"))
     engine._sampler._groups.clear()
     engine._sampler._model.to("cpu")
@@ -254,7 +254,7 @@ def _free_engine(runner: asyncio.Runner, engine: TransformersEngine) -> None:
 
 
 def move_learner(learner: TorchLearner, device: str) -> None:
-    """Move weights, masters and moments to a device; no gradient is there between two versions."""
+    """Move weights, masters and moments to a device; between two versions there are no gradients."""
     learner.model.to(device)
     for parameter in learner.policy.trained.parameters.values():
         parameter.data = parameter.data.to(device)

@@ -1,4 +1,4 @@
-"""The GPU kit's parts on memory: the head of a large vocabulary, what a step takes, activations that are recomputed.
+"""Measures memory on a GPU: the head of a large vocabulary, a train step, and recomputed activations.
 
 Shapes: M tokens, H hidden, V vocabulary.
 """
@@ -41,7 +41,7 @@ Way = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden states and tar
 
 
 def run_head() -> Iterator[Row]:
-    """Run the head in chunks beside a plain formula, at V = 151,936."""
+    """Compare the chunked head with a plain formula, at V = 151,936."""
     for dtype in (torch.float32, torch.bfloat16):
         yield from guard(f"head, {dtype}", partial(_head, dtype))
 
@@ -90,7 +90,7 @@ def _own(logprobs: TokenLogprobs, hidden_MH: Tensor, targets_M: Tensor) -> tuple
 
 
 def _plain(weight_VH: Tensor, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The formula as one would write it."""
+    """Compute the plain formula."""
     logits_MV = torch.nn.functional.linear(hidden_MH, weight_VH)
     logits_MV = logits_MV if logits_MV.dtype == torch.float64 else logits_MV.float()
     all_MV = torch.log_softmax(logits_MV, -1)
@@ -101,13 +101,13 @@ def _plain(weight_VH: Tensor, hidden_MH: Tensor, targets_M: Tensor) -> tuple[Ten
 
 
 def _exact(weight_VH: Tensor, count: int) -> list[Tensor]:
-    """As `_values`, in float64 throughout."""
+    """Compute `_values` in float64."""
     wide_VH = weight_VH.detach().double().requires_grad_()
     return _values(partial(_plain, wide_VH), wide_VH, count, given=weight_VH)
 
 
 def _values(way: Way, weight_VH: Tensor, count: int, given: Tensor | None = None) -> list[Tensor]:
-    """Log-probs, entropies, the gradients of hidden states and of the head; hidden states in the type of `given`."""
+    """Return log-probs, entropies, and gradients of hidden states (with the type of `given`) and of the head."""
     hidden_MH, targets_M = _asked(weight_VH if given is None else given, count)
     hidden_MH = hidden_MH.to(weight_VH.dtype).requires_grad_()
     weight_VH.grad = None
@@ -120,7 +120,7 @@ def _values(way: Way, weight_VH: Tensor, count: int, given: Tensor | None = None
 
 
 def _asked(weight_VH: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Hidden states as a last norm gives them, and targets; those of a seed."""
+    """Draw hidden states, as after the last norm, and targets from a seed."""
     draw = torch.Generator().manual_seed(0)
     hidden_MH = torch.randn(count, weight_VH.shape[1], generator=draw).to(weight_VH)
     return hidden_MH, torch.randint(len(weight_VH), (count,), generator=draw).to(weight_VH.device)
@@ -143,7 +143,7 @@ def _peak_of(way: Way, weight_VH: Tensor, count: int) -> Peak:
 
 
 def run_memory() -> Iterator[Row]:
-    """Measure what a step of Qwen2.5-0.5B's shape takes, beside the formula of what is kept."""
+    """Measure the memory of a step with Qwen2.5-0.5B's shape, and compare it with the formula of the kept tensors."""
     if not GPU:
         yield Row("memory of a step, Qwen2.5-0.5B's shape", NO_GPU)
         return
@@ -185,7 +185,7 @@ def _split(name: str, folder: Path, keys: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _watched_step(learner: TorchLearner, batch: Any) -> tuple[int, Peak]:
-    """Bytes that are there when the whole gradient is, and the peak of the step."""
+    """Return the bytes in use when the gradient is complete, and the peak of the step."""
     seen: list[int] = []
     clip = learner.policy.clip
 
@@ -199,7 +199,7 @@ def _watched_step(learner: TorchLearner, batch: Any) -> tuple[int, Peak]:
 
 
 def run_recompute() -> Iterator[Row]:
-    """Train with activations that are kept and that are recomputed: the same gradient, less memory."""
+    """Compare training with stored and with recomputed activations: the same gradient, less memory."""
     sizes = {**QWEN_05B, "num_hidden_layers": 12} if GPU else {}
     batch = make_batch(LARGE_BATCH if GPU else BatchShape())
     found: dict[bool, tuple[dict[str, Tensor], Peak]] = {}
@@ -233,7 +233,7 @@ def run_recompute() -> Iterator[Row]:
 
 
 def _keep(learner: TorchLearner, gradients: dict[str, Tensor], clip: Callable[[], float]) -> float:
-    """Copy the gradients to the processor, and go on."""
+    """Copy the gradients to the CPU."""
     given = learner.policy.trained.parameters.items()
     gradients.update({name: p.grad.cpu() for name, p in given if p.grad is not None})
     return clip()

@@ -1,4 +1,4 @@
-"""Models of random weights, batches and learners for the GPU kit, and what is compared of them.
+"""Creates random models, batches and learners for `make gpu`, and the quantities that it compares.
 
 Shapes: T tokens of a row.
 """
@@ -67,7 +67,7 @@ QWEN_05B: Mapping[str, Any] = {  # the shape of Qwen2.5-0.5B
 
 @contextmanager
 def policy_folder(kind: str, dtype: str = "float32", **sizes: Any) -> Iterator[Path]:
-    """Write a policy of random weights, those of a seed, into a folder that goes with the block."""
+    """Write a policy with random weights from a seed into a folder that exists during the block."""
     import transformers
 
     name, own = KINDS[kind]
@@ -98,7 +98,7 @@ def build(folder: Path, device: str, dtype: str = "float32", **keys: Any) -> Tor
 
 @contextmanager
 def placed(device: str) -> Iterator[None]:
-    """For the length of a block, learners and transformers engines are built on this device."""
+    """Build learners and transformers engines on this device during the block."""
     found = torch.device(device)
     with (
         mock.patch.object(models, "find_device", return_value=found),
@@ -109,7 +109,7 @@ def placed(device: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """Of a made-up batch. Responses have lognormal lengths; all lengths in tokens."""
+    """The shape of a random batch. Responses have lognormal lengths; all lengths are in tokens."""
 
     groups: int = 4
     group_size: int = 4
@@ -123,7 +123,7 @@ class BatchShape:
 def make_batch(
     shape: BatchShape, logprobs: Callable[[Sequence[int]], Sequence[float]] | None = None
 ) -> TrajectoryBatch:
-    """Make a batch from a seed. `logprobs` are a policy's, to which noise is added; else all tokens are as probable."""
+    """Create a batch from a seed, with noise on a policy's `logprobs`, or else with equally probable tokens."""
     draw = np.random.default_rng(0)
     groups = []
     for number in range(shape.groups):
@@ -154,7 +154,7 @@ def _trajectory(shape: BatchShape, draw: Any, sample: int, prompt: list[int], lo
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What a version's first update came to, in float64 on the processor."""
+    """The result of a version's first update, in float64 on the CPU."""
 
     gradients: dict[str, Tensor]
     change: dict[str, Tensor]  # of each trained weight, by the whole step
@@ -179,12 +179,12 @@ def step_once(learner: TorchLearner, batch: TrajectoryBatch, version: int = 0) -
 
 
 def to_double(tensor: Tensor) -> Tensor:
-    """Return a copy in float64 on the processor."""
+    """Return a copy in float64 on the CPU."""
     return tensor.detach().to("cpu", torch.float64, copy=True)
 
 
 def distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """Return |found - exact| / |exact| over all tensors together; infinite where one is lacking."""
+    """Return |found - exact| / |exact| over all tensors together; infinite if one is missing."""
     if found.keys() != exact.keys():
         return float("inf")
     off = sum(float((found[name].double() - exact[name].double()).square().sum()) for name in exact)
@@ -193,14 +193,14 @@ def distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
 
 
 def clear_memory() -> None:
-    """Free what nobody holds, on the device too."""
+    """Free unused memory, also on the device."""
     gc.collect()
     if GPU:
         torch.cuda.empty_cache()
 
 
 class Peak:
-    """The most bytes that a block had on the GPU: in all, and above what was there when it began."""
+    """The peak GPU memory of a block: in total, and above the bytes in use at its start."""
 
     def __enter__(self) -> Peak:
         wait()
@@ -218,6 +218,6 @@ class Peak:
 
 
 def wait() -> None:
-    """Wait until the GPU has done what it was given."""
+    """Wait until the GPU has finished its work."""
     if GPU:
         torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""Rows of the GPU kit's table, and the parts that yield them.
+"""Rows of the table of `make gpu`.
 
-A check that fails is an error of the kit; a target that is missed is only reported. What has no bound is a figure.
-Only the standard library is imported here: the kit's first process has nothing else.
+A failed check makes the exit code 1; a missed target is only reported. A row without a limit is a figure. This module
+imports only the standard library, because the first process of `make gpu` may have nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WRONG = {FAILED, ERROR}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `value` is a number, or words where there is none."""
+    """One line of the table. `value` is a number or a text."""
 
     what: str
     value: float | str
@@ -36,32 +36,32 @@ Part = Callable[[], Iterator[Row]]
 
 
 def check_at_most(what: str, value: float, bound: float, unit: str = "") -> Row:
-    """Make the row of a value that must not be above `bound`; NaN fails."""
+    """Create the row of a value that must not exceed `bound`; NaN fails."""
     return Row(what, value, unit, f"<= {bound:.3g}", OK if value <= bound else FAILED)
 
 
 def check_at_least(what: str, value: float, bound: float, unit: str = "") -> Row:
-    """Make the row of a value that must not be below `bound`; NaN fails."""
+    """Create the row of a value that must not be below `bound`; NaN fails."""
     return Row(what, value, unit, f">= {bound:.3g}", OK if value >= bound else FAILED)
 
 
 def check_that(what: str, holds: bool, value: float | str = "") -> Row:
-    """Make the row of a statement that must be true."""
+    """Create the row of a statement that must be true."""
     return Row(what, value or ("yes" if holds else "no"), "", "yes", OK if holds else FAILED)
 
 
 def target_at_least(what: str, value: float, bound: float, unit: str = "") -> Row:
-    """Make the row of a value that should not be below `bound`."""
+    """Create the row of a value that should not be below `bound`."""
     return Row(what, value, unit, f">= {bound:.3g}", HOLDS if value >= bound else MISSED)
 
 
 def target_at_most(what: str, value: float, bound: float, unit: str = "") -> Row:
-    """Make the row of a value that should not be above `bound`."""
+    """Create the row of a value that should not exceed `bound`."""
     return Row(what, value, unit, f"<= {bound:.3g}", HOLDS if value <= bound else MISSED)
 
 
 def guard(what: str, rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
-    """Yield the rows of a part of a part; whatever it raises is a row, too, and what follows goes on."""
+    """Yield rows; an exception becomes a row, too, so that the caller continues."""
     try:
         yield from rows()
     except Exception as error:  # noqa: BLE001 - one case's failure is a row, and not the end of the others
@@ -70,7 +70,7 @@ def guard(what: str, rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
 
 
 def read_row(line: str) -> Row:
-    """Read what `write_row` wrote."""
+    """Read a row that `write_row` wrote."""
     return Row(**json.loads(line))
 
 
@@ -102,12 +102,12 @@ def format_line(cells: Sequence[str], widths: Sequence[int] = (14, 58, 12, 10, 1
 
 
 def format_row(row: Row) -> str:
-    """Return a row as it is printed when it comes."""
+    """Format a row for printing as soon as it is there."""
     return format_line((row.part, row.what, _shown(row.value), row.unit, row.bound, row.verdict))
 
 
 def name_part(row: Row, part: str, seconds: float) -> Row:
-    """Return the row with the part that it is of."""
+    """Return the row with the name of its part."""
     return replace(row, part=part, seconds=round(seconds, 2))
 
 

@@ -1,7 +1,7 @@
-"""The GPU kit's parts on speed: the card, a learner's step beside a plain loop, the engine beside `model.generate`.
+"""Measures speed on a GPU: the device, a train step against a plain loop, the engine against `model.generate`.
 
-Tokens are those of prompts and responses for a step, and those of responses for generation. A time is the median of
-some steps after one that warms up. Shapes: R rows, T padded tokens, V vocabulary.
+For a step, tokens of prompts and responses count; for generation, only those of responses. A time is the median of some
+steps after one warm-up step. Shapes: R rows, T padded tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BATCH = BatchShape(16, 8, SIZES["vocab_size"], (48, 80), 224, 0.5, 640) if GPU e
 
 
 def run_card() -> Iterator[Row]:
-    """Say what computes here, and how fast."""
+    """Report the device and its speed."""
     import transformers
 
     yield Row("torch", torch.__version__)
@@ -105,7 +105,7 @@ def _launches() -> Iterator[Row]:
 
 
 def time_median(act: Callable[[], Any], times: int) -> float:
-    """Return the median seconds of some runs after one that warms up."""
+    """Return the median seconds of some runs after one warm-up run."""
     act()
     found = []
     for _ in range(times):
@@ -118,7 +118,7 @@ def time_median(act: Callable[[], Any], times: int) -> float:
 
 
 def run_speed() -> Iterator[Row]:
-    """Time a step of the learner beside a plain loop over the same rows and micro-batches."""
+    """Time a train step and a plain loop over the same rows and micro-batches."""
     batch = make_batch(BATCH)
     with policy_folder("qwen2", "bfloat16", **SIZES) as folder:
         found: dict[str, tuple[float, float]] = {}  # tokens/s and loss
@@ -153,7 +153,7 @@ def _own_rows(
 
 
 def _time_learner(folder: Path, batch: TrajectoryBatch, keys: Mapping[str, Any]) -> tuple[float, float, Peak]:
-    """Seconds of a step, the first one's loss, and the peak."""
+    """Return the seconds of a step, the loss of the first one, and the peak memory."""
     learner = build(folder, DEVICE, "bfloat16", **{"micro_tokens": MICRO, "learning_rate": 1e-6, **keys})
     losses: list[float] = []
     with Peak() as peak:
@@ -164,13 +164,13 @@ def _time_learner(folder: Path, batch: TrajectoryBatch, keys: Mapping[str, Any])
 def _chunked(
     name: str, folder: Path, batch: TrajectoryBatch, found: dict[str, tuple[float, float]], times: int
 ) -> Iterator[Row]:
-    """As `_own_rows`, with chunks of logits that are so many times as large as on a processor."""
+    """Measure as `_own_rows`, with chunks of logits that are so many times larger than on a CPU."""
     with mock.patch.object(token_logprobs, "ON_GPU", times):
         yield from _own_rows(name, folder, batch, found, {"share_prompts": False})
 
 
 def tokens_of(batch: TrajectoryBatch) -> int:
-    """Tokens of all rows, prompts included."""
+    """Count the tokens of all rows, including prompts."""
     return sum(len(tokens) for tokens in batch.table["tokens"].to_pylist())
 
 
@@ -183,7 +183,7 @@ def _plain_rows(folder: Path, batch: TrajectoryBatch, found: dict[str, tuple[flo
 
 
 def _time_plain(folder: Path, batch: TrajectoryBatch) -> tuple[float, float, Peak]:
-    """As `_time_learner`."""
+    """Time the plain loop as `_time_learner` does the learner."""
     loop, losses = PlainLoop(folder, batch), list[float]()
     with Peak() as peak:
         seconds = time_median(lambda: losses.append(loop.step()), TIMED)
@@ -191,7 +191,7 @@ def _time_plain(folder: Path, batch: TrajectoryBatch) -> tuple[float, float, Pea
 
 
 class PlainLoop:
-    """The same step by hand: transformers in bfloat16, float32 masters with fused AdamW, GRPO's clipped loss."""
+    """A hand-written step: transformers in bfloat16, float32 masters with fused AdamW, GRPO's clipped loss."""
 
     def __init__(self, folder: Path, batch: TrajectoryBatch) -> None:
         self._model = load_model(folder, "bfloat16", trained=True).to(DEVICE).eval()
@@ -234,7 +234,7 @@ class PlainLoop:
 
 
 def _rows_of(group: Any) -> Iterator[tuple[Tensor, ...]]:
-    """Tokens, mask, behaviour log-probs and advantages of each row."""
+    """Return tokens, mask, behaviour log-probs and advantages of each row."""
     rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
     gains = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     for t, gain in zip(group.trajectories, gains.tolist(), strict=True):
@@ -243,7 +243,7 @@ def _rows_of(group: Any) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _profile(folder: Path, batch: TrajectoryBatch) -> Iterator[Row]:
-    """Profile a step: say where its time goes on the device."""
+    """Profile a step, and report how its time on the device is spent."""
     from torch.profiler import ProfilerActivity, profile
 
     learner = build(folder, DEVICE, "bfloat16", micro_tokens=MICRO, share_prompts=False)
@@ -262,7 +262,7 @@ def _profile(folder: Path, batch: TrajectoryBatch) -> Iterator[Row]:
 
 
 def _count_waits(act: Callable[[], Any]) -> int:
-    """How often the processor waits for the device, as torch sees it."""
+    """Count how often the CPU waits for the device, as torch reports it."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as seen:
@@ -274,7 +274,7 @@ def _count_waits(act: Callable[[], Any]) -> int:
 
 
 def run_generation() -> Iterator[Row]:
-    """Time the transformers engine beside `model.generate`, for the same prompts and lengths."""
+    """Time the transformers engine and `model.generate` for the same prompts and lengths."""
     count, tokens = (256, 128) if GPU else (8, 8)
     with policy_folder("qwen2", "bfloat16", **SIZES) as folder:
         speeds: dict[str, float] = {}
@@ -311,7 +311,7 @@ async def _generated(folder: Path, count: int, tokens: int) -> tuple[int, float,
 
 
 def _generate_plainly(folder: Path, count: int, tokens: int, speeds: dict[str, float]) -> Iterator[Row]:
-    """Generate as transformers does by itself, without log-probs."""
+    """Generate with transformers alone, without log-probs."""
     made, peak = _time_generate(folder, count, tokens)
     clear_memory()
     speeds["plain"] = made / peak.seconds
@@ -320,7 +320,7 @@ def _generate_plainly(folder: Path, count: int, tokens: int, speeds: dict[str, f
 
 
 def _time_generate(folder: Path, count: int, tokens: int) -> tuple[int, Peak]:
-    """How many tokens it made, and its time and peak."""
+    """Return the number of generated tokens, the time and the peak memory."""
     model = load_model(folder, "bfloat16", trained=True).to(DEVICE).eval()
     prompts = torch.randint(2, SIZES["vocab_size"], (count, 64), device=DEVICE)
     ways = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "pad_token_id": 0}
