@@ -1,9 +1,9 @@
-"""What `benchmarks.learner_step` trains: a policy folder with weights, and one batch of trajectories, from a seed.
+"""Writes the inputs of `benchmarks.learner_step`: a policy folder with weights, and one batch of trajectories.
 
-Behaviour log-probs are the policy's own with some noise, so that the clip holds back tokens of both signs. In a still
-group all rewards are equal: its advantages are zero.
+Both come from a seed. Behaviour log-probs are the policy's own with some noise, so that tokens of both signs are
+clipped. In a `still` group all rewards are equal, so its advantages are zero.
 
-`python -m benchmarks.learner_batches WORKLOAD FOLDER SHARE` writes both, and prints how many tokens the responses have.
+`python -m benchmarks.learner_batches WORKLOAD FOLDER SHARE` writes both, and prints the number of response tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Pair = tuple[Sequence[int], Sequence[int]]  # tokens of a prompt and of a respon
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A policy and the shape of its batch. Made-up responses have lognormal lengths, those of a group correlated."""
+    """A policy and the shape of its batch. Random responses have lognormal lengths, correlated within a group."""
 
     groups: int
     group_size: int
@@ -61,9 +61,9 @@ WORKLOADS = {
 
 
 def write(workload: Workload, folder: Path, still: float) -> int:
-    """The policy's files and `BATCH` into `folder`; returns the tokens of the responses.
+    """Write the policy's files and `BATCH` into `folder`; return the number of response tokens.
 
-    Of the groups, the share `still` has rewards that are all equal.
+    In the fraction `still` of the groups all rewards are equal.
     """
     config = load_recipe(RECIPE)
     cold = workload.cold or config.policy.cold_start
@@ -85,7 +85,7 @@ def write(workload: Workload, folder: Path, still: float) -> int:
 
 
 def _answers(workload: Workload, folder: Path) -> Iterator[list[Pair]]:
-    """The quick start's prompts, each with its own answer and with those of others."""
+    """Return the quick start's prompts, each with its own answer and with answers of other prompts."""
     config, tokenizer = load_recipe(RECIPE), PolicyTokenizer(folder)
     prompts: RunPrompts = open_prompts(config, tokenizer, read_once())
     asked = [prompts.demonstration(index) for index in range(workload.groups + workload.group_size)]
@@ -105,7 +105,7 @@ def _made_up(workload: Workload) -> Iterator[list[Pair]]:
 
 
 def _group(model: Any, number: int, pairs: Sequence[Pair], still: bool) -> TrajectoryGroup:
-    """Its first response is right, as every second one; all of them are in a still group."""
+    """Build a group in which every second response is correct, or (in a still group) every response."""
     rewards = [1.0 if still or sample % 2 == 0 else 0.0 for sample in range(len(pairs))]
     made = (_trajectory(model, number, sample, pair) for sample, pair in enumerate(pairs))
     given = tuple(replace(found, reward=reward) for found, reward in zip(made, rewards, strict=True))

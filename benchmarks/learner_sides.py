@@ -1,28 +1,29 @@
-"""The learners of `benchmarks.learner_step`, each in a process of its own that takes a step whenever it is told to.
+"""The learners of `benchmarks.learner_step`. Each runs in its own process, and takes a step on request.
 
-All minimise the same: GRPO's clipped surrogate with the ratio to the recorded log-probs, clip 0.2 and 0.28, the mean
-over the tokens of the whole batch; then the gradient is cut to length 1, then AdamW. All in float32, one optimizer step
-over the batch. What is timed is that step. The process says its seconds, loss, gradient norm and peak memory.
+All minimise the same loss: GRPO's clipped surrogate with the ratio to the recorded log-probs, clipping at 0.2 and 0.28,
+and the mean over the tokens of the whole batch. Then the gradient norm is clipped to 1, and AdamW steps. All is in
+float32, with one optimizer step over the batch, which is timed. The process prints its seconds, loss, gradient norm and
+peak memory.
 
-- `rollflow` is `build_learner(...).step(batch, version)`: from the stored Arrow batch on, with its advantages and its
-  packing.
-- `trl` is `GRPOTrainer.train()` of TRL, whose rollout returns the recorded batch. The clock runs from its scored and
-  padded batch to the end of its optimizer step: from what `_generate_and_score_completions` returns to `on_step_end`.
-  Its `old_per_token_logps` are the recorded ones, so it makes no pass for them. AdamW is fused, as by its default.
-- `trl-compact` is the same, but the head is run on the completions' tokens only, as TRL does it on a GPU; on a CPU TRL
-  runs it on every position.
-- `plain` is a loop of twenty lines. Rows come in the order of the batch, padded on the right to the longest of a
+- `rollflow` is `build_learner(...).step(batch, version)`: it starts with the stored Arrow batch, and includes
+  advantages and packing.
+- `trl` is `GRPOTrainer.train()` of TRL, with a rollout that returns the recorded batch. The clock runs from the scored
+  and padded batch (the result of `_generate_and_score_completions`) to the end of the optimizer step (`on_step_end`).
+  Its `old_per_token_logps` are the recorded ones, so it needs no pass for them. AdamW is fused, as by its default.
+- `trl-compact` is the same, but runs the head on the completions' tokens only, as TRL does on a GPU; on a CPU TRL runs
+  the head on every position.
+- `plain` is a loop of twenty lines. Rows keep the order of the batch, padded on the right to the longest row of a
   micro-batch. AdamW is fused.
 
-Run as `python -m benchmarks.learner_sides SIDE SETTING FOLDER THREADS`; see `Turns` for what it reads and writes. A
-setting is the padded tokens of a micro-batch for rollflow, its rows for the others; with a `c`, activations are
-recomputed (rollflow's `checkpoint_activations`, TRL's gradient checkpointing).
+Run it as `python -m benchmarks.learner_sides SIDE SETTING FOLDER THREADS`; `Turns` describes its input and output. A
+setting is the number of padded tokens of a micro-batch for rollflow, and the number of rows for the others; with a `c`,
+activations are recomputed (rollflow's `checkpoint_activations`, TRL's gradient checkpointing).
 
-Memory is counted from the end of loading on. Every side has its weights by then; gradients, AdamW's two moments,
-activations, logits and the tensors of its micro-batches come after, on every side. The rows themselves are loaded
-before; only TRL puts them into one padded batch after it.
+Memory counts from the end of loading. By then every side has its weights; gradients, AdamW's two moments, activations,
+logits and the tensors of micro-batches come later. The rows are loaded before, but TRL then copies them into one padded
+batch.
 
-Seconds are those of the clock; beside them are those of the processor, which other work on the machine changes less.
+Seconds are wall-clock seconds. CPU seconds are reported, too, because other work on the machine changes them less.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ MANY = 10**6  # steps that TRL's trainer may take
 
 
 class Turns:
-    """A line on standard input is one step; a line of JSON on standard output is what it came to.
+    """The protocol of a side: each line on standard input requests a step, and standard output gets its result as JSON.
 
-    The first line says the memory after loading. What else is printed goes to standard error.
+    The first output line has the memory after loading. All other output goes to standard error.
     """
 
     def __init__(self) -> None:
@@ -68,18 +69,18 @@ class Turns:
         os.dup2(2, 1)
 
     def ready(self) -> None:
-        """All is loaded: memory is counted from here on."""
+        """Report the end of loading, from which memory counts."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         self._tell({"peak": peak()})
 
     def wait(self) -> bool:
-        """Whether there is to be another step."""
+        """Wait for a request; return whether another step is requested."""
         return bool(sys.stdin.readline())
 
     def tell(self, times: tuple[float, float], loss: float, norm: float) -> None:
-        """What a step came to; `times` are seconds of the clock and of the processor."""
+        """Report the result of a step; `times` are wall-clock and CPU seconds."""
         self._tell({"seconds": times[0], "cpu": times[1], "loss": loss, "norm": norm, "peak": peak()})
 
     def _tell(self, found: dict[str, float]) -> None:
@@ -87,23 +88,23 @@ class Turns:
 
 
 def peak() -> int:
-    """The most bytes that this process has had in memory."""
+    """Return the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def now() -> tuple[float, float]:
-    """Seconds of the clock and of this process on the processor."""
+    """Return the wall-clock time and the CPU time of this process, in seconds."""
     return time.perf_counter(), time.process_time()
 
 
 def since(began: tuple[float, float]) -> tuple[float, float]:
-    """What has gone by of both."""
+    """Return the elapsed seconds of both."""
     clock, processor = now()
     return clock - began[0], processor - began[1]
 
 
 def rollflow(folder: Path, setting: str, turns: Turns) -> None:
-    """rollflow's learner, by its public functions."""
+    """Run rollflow's learner through its public functions."""
     config = TorchTrain(
         learning_rate=RATE,
         warmup_versions=0,
@@ -125,7 +126,7 @@ def rollflow(folder: Path, setting: str, turns: Turns) -> None:
 
 
 def plain(folder: Path, setting: str, turns: Turns) -> None:
-    """transformers and AdamW."""
+    """Run the plain loop with transformers and AdamW."""
     model = load_model(folder, "float32", trained=True).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
     rows = rows_of(groups_of(folder))
@@ -157,7 +158,7 @@ def rows_of(groups: Sequence[TrajectoryGroup]) -> list[Row]:
 
 
 def _plain_loss(model: Any, rows: Sequence[Row]) -> Tensor:
-    """The sum over the tokens of the responses."""
+    """Return the loss, summed over the response tokens."""
     parts = [row[:3] for row in rows]
     tokens_RT, mask_RT, old_RT = (pad_sequence([part[n] for part in parts], batch_first=True) for n in range(3))
     attention_RT = pad_sequence([torch.ones_like(row[0]) for row in rows], batch_first=True)
@@ -170,7 +171,7 @@ def _plain_loss(model: Any, rows: Sequence[Row]) -> Tensor:
 
 
 def trl(folder: Path, setting: str, turns: Turns) -> None:
-    """TRL's trainer."""
+    """Run TRL's trainer."""
     rows, checkpointing = int(setting.removesuffix("c")), setting.endswith("c")
     trl, datasets, transformers = map(importlib.import_module, ("trl", "datasets", "transformers"))
     groups = groups_of(folder)
@@ -190,7 +191,7 @@ def trl(folder: Path, setting: str, turns: Turns) -> None:
 
 
 def trl_compact(folder: Path, setting: str, turns: Turns) -> None:
-    """See the module's docstring."""
+    """Run TRL's trainer with the head on the completions only."""
     utils: Any = importlib.import_module("trl.trainer.utils")
     utils._use_triton = lambda device: True  # here it only says which positions; the kernels ask for themselves
     trl(folder, setting, turns)
@@ -225,7 +226,7 @@ def _trl_settings(groups: Sequence[TrajectoryGroup], rows: int) -> dict[str, Any
 
 
 def _rollout(groups: Sequence[TrajectoryGroup]) -> dict[str, list[Any]]:
-    """The recorded batch as TRL wants it."""
+    """Return the recorded batch in TRL's format."""
     found: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "score": []}
     for t in (t for group in groups for t in group.trajectories):
         start = t.loss_mask.index(True)
@@ -237,7 +238,7 @@ def _rollout(groups: Sequence[TrajectoryGroup]) -> dict[str, list[Any]]:
 
 
 def _take_turns(trainer: Any, turns: Turns, callback: Any) -> None:
-    """Make the trainer wait before each step, and tell of each."""
+    """Make the trainer wait before each step, and report each step."""
     score, took, began = trainer._generate_and_score_completions, now(), now()
 
     def scored(inputs: Any) -> Any:

@@ -1,14 +1,14 @@
-"""The learner's step against TRL's and against a plain loop: trained tokens per second, and peak memory.
+"""Compares a train step with TRL's and with a plain loop: trained tokens per second, and peak memory.
 
-The same policy, the same ragged batch, the same loss (see `learner_sides`), each side in a process of its own, and each
-with its best setting: of those within 5% of its fastest, the one with the least memory. That sweep comes first, and is
-shown; it goes by processor time, which other work on the machine changes less. Then the sides step in turns; a ratio is
-that of two steps that followed each other. Memory is the peak above what the process had after loading, by `getrusage`.
-The losses and gradient norms of all sides and steps must agree, so that nobody does less.
+All sides have the same policy, ragged batch and loss (see `learner_sides`). Each side runs in its own process, with its
+best setting: the one with the least memory of those within 5% of its fastest. The sweep over settings comes first and
+is printed; it uses CPU time, which other work on the machine changes less. Then the sides step in turns, and a ratio is
+that of two consecutive steps. Memory is the peak above the memory after loading, by `getrusage`. The losses and
+gradient norms of all sides and steps must agree, so that no side does less work.
 
-Tokens are those of the responses. rollflow does not run rows whose advantage is zero, because they have no gradient;
-TRL does. So each workload is measured without such rows, and with them: in `still` of the groups all rewards are equal.
-TRL is not needed: without it, the plain loop is what is compared with. Run it as `python -m benchmarks.learner_step`.
+Tokens are those of the responses. rollflow skips rows with advantage zero, because they have no gradient; TRL does not.
+So each workload is measured without such rows, and with them: in the fraction `still` of the groups all rewards are
+equal. Without TRL, only the plain loop is compared. Run it as `python -m benchmarks.learner_step`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ SETTINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 class Side:
-    """One of them, in a process that is up; used as a context."""
+    """A running process of one side, used as a context manager."""
 
     module = "benchmarks.learner_sides"
 
     def __init__(self, name: str, setting: str, folder: Path, count: int) -> None:
-        """`count` of threads."""
+        """Start the side with `count` threads."""
         command = [sys.executable, "-m", self.module, name, setting, str(folder), str(count)]
         self._errors = folder / f"{name}-{setting}-{count}.log"
         with self._errors.open("w") as errors:
@@ -73,7 +73,7 @@ class Side:
         self._process.wait()
 
     def step(self) -> Step:
-        """The next one."""
+        """Take the next step."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -90,7 +90,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step came to."""
+    """The result of one step."""
 
     seconds: float
     cpu: float  # seconds of the processor
@@ -101,7 +101,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch on the disk."""
+    """A batch on disk."""
 
     workload: str
     folder: Path
@@ -110,12 +110,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As rows have it."""
+        """The name of the case in the rows."""
         return f"{self.workload}, {self.still:.0%} of the groups still" if self.still else self.workload
 
 
 def written(workload: str, still: float, folder: Path) -> Case:
-    """A policy and its batch, made by another process: a child's peak memory begins with that of its parent."""
+    """Write a policy and its batch in another process, because a child's peak memory starts with that of its parent."""
     place = folder / f"{workload}-{still:g}"
     command = [sys.executable, "-m", "benchmarks.learner_batches", workload, str(place), str(still)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -125,7 +125,7 @@ def written(workload: str, still: float, folder: Path) -> Case:
 def swept(
     case: Case, settings: Mapping[str, Sequence[str]], threads: int, steps: int
 ) -> tuple[dict[str, str], list[Row]]:
-    """The best setting of each side, and what each setting came to."""
+    """Return the best setting of each side, and the results of all settings."""
     best, rows = {}, []
     for name, tried in settings.items():
         found = {setting: _tried(case, name, setting, threads, steps) for setting in tried}
@@ -138,7 +138,7 @@ def swept(
 
 
 def _tried(case: Case, name: str, setting: str, threads: int, steps: int) -> tuple[float, float]:
-    """Seconds of the processor of the best step after the first, and bytes of memory."""
+    """Return the CPU seconds of the fastest step after the first one, and the memory in bytes."""
     with Side(name, setting, case.folder, threads) as side:
         found = [side.step() for _ in range(steps + 1)][1:]
     seconds = min(step.cpu for step in found)
@@ -147,7 +147,7 @@ def _tried(case: Case, name: str, setting: str, threads: int, steps: int) -> tup
 
 
 def in_turns(case: Case, best: Mapping[str, str], threads: int, turns: int) -> dict[str, list[Step]]:
-    """The steps of each side, taken in turns, every second time in the other order; the first of each warms up."""
+    """Run the steps of all sides in turns, alternating their order; the first step of each side is a warm-up."""
     found: dict[str, list[Step]] = {name: [] for name in best}
     with ExitStack() as stack:
         sides = [stack.enter_context(Side(name, best[name], case.folder, threads)) for name in best]
@@ -158,7 +158,7 @@ def in_turns(case: Case, best: Mapping[str, str], threads: int, turns: int) -> d
 
 
 def rows_of(case: Case, best: Mapping[str, str], found: Mapping[str, list[Step]]) -> Iterator[Row]:
-    """Speed and memory of each side, and ours over theirs."""
+    """Return the rows with speed and memory of each side, and rollflow's over theirs."""
     ours = found["rollflow"]
     for name, steps in found.items():
         side = f"{name} ({best[name]})"
@@ -181,7 +181,7 @@ def rows_of(case: Case, best: Mapping[str, str], found: Mapping[str, list[Step]]
 
 
 def told(rows: Iterator[Row]) -> list[Row]:
-    """The same rows, printed at once: a run that is cut off later has said them."""
+    """Print rows at once, so that an interrupted benchmark has printed them; return them unchanged."""
     found = list(rows)
     for row in found:
         print(f"{row.case}, {row.metric}: {row.value:,.3f}", file=sys.stderr)

@@ -1,14 +1,13 @@
-"""What a long run costs: the same steps on the log of a run of 100 versions and of 100,000.
+"""Measures the cost of a long run: the same steps on logs of 100 to 100,000 versions.
 
     python -m benchmarks.ledger_growth [--largest N] [--json FILE]
 
-A run's log is made by its own fold (one batch, one version and one pruning after another, tiny objects), then each
-step is taken on it by the shipped classes, in a local folder and in a store that answers each request after 30 ms (a
-model: objects in memory, names listed in pages of 1,000). The table has the median seconds of a step, its requests, and
-how many times longer it takes on the longest log than on that of 1,000 versions.
+The shipped fold creates a run's log (batches, versions and prunings in turn, with tiny objects). Then the shipped
+classes execute each step on it, in a local folder and in a simulated store that answers each request after 30 ms
+(objects in memory, names listed in pages of 1,000). The table has the median seconds of a step, its requests, and the
+ratio of its time on the longest log to that on a log of 1,000 versions.
 
-What reads everything, a deep audit and a search for garbage, is measured on smaller runs whose objects are all there,
-by the version.
+A deep audit and a search for garbage read all objects. They are measured per version, on smaller runs with all objects.
 """
 
 from __future__ import annotations
@@ -85,14 +84,14 @@ WHOLE = (300, 3_000)  # versions of the runs that are read whole
 
 
 class Counting(ObjectStore):
-    """Counts the requests of another store's user."""
+    """A store that counts the requests to another store."""
 
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()
 
 
 class Distant(Counting):
-    """Objects in memory; each request takes its time."""
+    """A store in memory whose requests take a fixed time."""
 
     def __init__(self, seconds: float = LATENCY_SECONDS) -> None:
         super().__init__()
@@ -171,7 +170,7 @@ class Distant(Counting):
 
 @dataclass
 class Made:
-    """A log's objects, and the claims of its roles."""
+    """The objects of a log, and the claims of its roles."""
 
     objects: dict[str, bytes]
     state: RunState
@@ -179,7 +178,7 @@ class Made:
 
 
 def make(versions: int) -> Made:
-    """A log of so many versions."""
+    """Create a log with so many versions."""
     made, state, claims = {}, RunState(), dict[Role, int]()
 
     def add(role: Role, body: Body) -> None:
@@ -216,14 +215,14 @@ def make(versions: int) -> Made:
 
 
 def created() -> RunCreated:
-    """Entry 0: a config with all its keys."""
+    """Return entry 0, with a complete config."""
     config = RunConfig(async_ratio=1, groups=GROUPS, group_size=SIZE).model_dump(mode="json")
     sha256 = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
     return RunCreated("long", config, sha256, 1, format=FORMAT)
 
 
 def groups_of(state: RunState, groups: int = GROUPS, size: int = SIZE) -> tuple[TrajectoryGroup, ...]:
-    """Groups for the next prompts, with one token a response, all of the newest version."""
+    """Build groups for the next prompts, with one token per response, all of the newest version."""
     version, first = state.version, state.issued[0]
     mask, logprobs, versions = (False, True), (0.0, -0.5), (-1, version)
     made = [Trajectory(s, version, (1, 2), mask, logprobs, versions, 1.0, "", StopReason.STOP) for s in range(size)]
@@ -231,7 +230,7 @@ def groups_of(state: RunState, groups: int = GROUPS, size: int = SIZE) -> tuple[
 
 
 def batch_of(state: RunState) -> BatchCommitted:
-    """The next batch: the next prompts, all started under the version before."""
+    """Build the next batch from the next prompts, all started under the version before."""
     number, first = state.next_batch, state.issued[0]
     started = max(state.version - 1, 0)
     groups = tuple(TrainedGroup(prompt, 0, started, state.version, 600) for prompt in range(first, first + GROUPS))
@@ -240,7 +239,7 @@ def batch_of(state: RunState) -> BatchCommitted:
 
 
 def version_of(number: int, batch: int | None) -> VersionPublished:
-    """A version with tiny objects."""
+    """Build a version with tiny objects."""
     weights = StoredObject(f"policies/{number:08d}/3/weights/model.safetensors", 100, "0" * 64)
     state = StoredObject(f"policies/{number:08d}/3/state/state.safetensors", 100, "1" * 64)
     metrics = {f"metric_{one}": 0.25 for one in range(30)} | TOLD
@@ -248,14 +247,14 @@ def version_of(number: int, batch: int | None) -> VersionPublished:
 
 
 class Silent:
-    """In the place of a tracker: MLflow is not what is measured."""
+    """A tracker that does nothing, because MLflow is not measured."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *given: None
 
 
 class Seen:
-    """In the place of the stages: nothing runs."""
+    """Stages that do nothing."""
 
     usage, rollout, learner = CpuUsage(), RolloutStatus(), LearnerStatus()
 
@@ -264,7 +263,7 @@ class Seen:
 
 
 class Steps:
-    """What is done with a run, over and over."""
+    """The measured steps on a run."""
 
     def __init__(self, run: ObjectStore, made: Made, cache: Path) -> None:
         self.run, self.made, self.cache = run, made, cache
@@ -280,37 +279,37 @@ class Steps:
         self.restart()
 
     def start(self) -> None:
-        """Any process: the newest snapshot and what follows it."""
+        """Open the log as any process does: the newest snapshot and the entries after it."""
         Log(self.run)
 
     def begin(self) -> None:
-        """A scheduler: the log, its claim, and what it is to do."""
+        """Start a scheduler: open the log, claim the role, and find its work."""
         log = Log(self.run)
         self.scheduler = log.claim("scheduler")
         ResumePoint.of_state(log.state)
         self.batches = TrajectoryStore(log)
 
     def commit(self) -> None:
-        """The scheduler: a batch's file and its entry."""
+        """Commit a batch's file and its entry."""
         state = self.batches.log.state
         groups = groups_of(state)
         staged = StagedBatch(state.next_batch, groups, tuple(group.key.prompt for group in groups))
         self.batches.commit(self.scheduler, staged)
 
     def publish(self) -> None:
-        """The learner: two objects and a version's entry."""
+        """Publish a version: two objects and an entry."""
         publish_next(self.policies, self.learner)
 
     def follow(self) -> None:
-        """Anybody: what the two have appended."""
+        """Read the entries that both have appended."""
         self.follower.follow()
 
     def old_version(self) -> None:
-        """Anybody: an old version, by bisection."""
+        """Find an old version by bisection."""
         self.policies.find(self.made.state.version // 3)
 
     def restart(self) -> None:
-        """A supervisor: its claim, and all that it is to show."""
+        """Restart a supervisor: claim the role, and load all that it displays."""
         context = RunContext(self.run.uri, self.cache)
         context.__dict__["store"] = self.run
         context.log.claim("supervisor")
@@ -318,18 +317,18 @@ class Steps:
         self.writer.refresh()
 
     def tick(self) -> None:
-        """A supervisor, once a second: whether the run is its own, what is new, `status.json`."""
+        """Do a supervisor's work of each second: check its claim, read new entries, write `status.json`."""
         self.writer.context.log.follow()
         self.writer.refresh()
 
     def audit(self) -> None:
-        """Anybody: from where the last clean audit ended."""
+        """Audit from the end of the last clean audit."""
         report = audit(self.run)
         assert report.clean, report.violations
 
 
 def publish_next(policies: PolicyStore, learner: Writer) -> None:
-    """The next version, with tiny objects, of the batch that waits for it."""
+    """Publish the next version, with tiny objects, from the waiting batch."""
     policies.log.follow()
     state = policies.log.state
     version, metrics = state.version + 1, {f"metric_{one}": 0.25 for one in range(30)} | TOLD
@@ -341,7 +340,7 @@ def publish_next(policies: PolicyStore, learner: Writer) -> None:
 
 
 def measured(steps: Steps, requests: Counter[str] | None) -> dict[str, tuple[float, str]]:
-    """Step -> median seconds, and the requests of the last turn."""
+    """Return for each step its median seconds, and the requests of the last turn."""
     work: dict[str, Callable[[], None]] = {
         "start": steps.start,
         "scheduler's begin": steps.begin,
@@ -368,7 +367,7 @@ def measured(steps: Steps, requests: Counter[str] | None) -> dict[str, tuple[flo
 
 
 def written(made: Made, folder: Path) -> LocalStore:
-    """The log in a folder, without waiting for the disk."""
+    """Write the log to a folder, without waiting for the disk."""
     for path, data in made.objects.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -377,7 +376,7 @@ def written(made: Made, folder: Path) -> LocalStore:
 
 
 def rows(largest: int) -> Iterator[Row]:
-    """All of them."""
+    """Return all rows."""
     local: dict[int, dict[str, tuple[float, str]]] = {}
     distant: dict[int, dict[str, tuple[float, str]]] = {}
     sizes = [size for size in SIZES if size <= largest]
@@ -408,7 +407,7 @@ def rows(largest: int) -> Iterator[Row]:
 
 
 def whole(run: ObjectStore, versions: int) -> None:
-    """A run with all its objects: 2 groups of 2 trajectories a batch."""
+    """Create a run with all its objects: 2 groups of 2 trajectories per batch."""
     log = Log(run)
     few = created()
     config = {**few.config, "groups": 2, "group_size": 2}
@@ -427,7 +426,7 @@ def whole(run: ObjectStore, versions: int) -> None:
 
 
 def reading() -> Iterator[Row]:
-    """What reads everything, by the version."""
+    """Measure deep audit and garbage search per version."""
     for where in ("folder", "30 ms a request"):
         took: dict[str, list[float]] = {}
         for versions in WHOLE:

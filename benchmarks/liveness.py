@@ -1,19 +1,18 @@
-"""Whole runs under conditions that make others hang: two commands at once, a Ray head away, a busy machine, a stop.
+"""Tests whole runs under difficult conditions: two commands at once, a missing Ray head, a busy machine, an early stop.
 
-`python -m benchmarks.liveness` plays a number of rounds of each (`--resumes`, `--heads`, `--busy`, `--stops`), and
-prints a table: rounds, rounds that went right, seconds of a round (median, longest).
+`python -m benchmarks.liveness` executes several rounds of each (`--resumes`, `--heads`, `--busy`, `--stops`), and
+prints a table: rounds, successful rounds, and seconds per round (median, longest).
 
-- **two resumes**: everything of a run is killed, then two `rollflow resume` start at the same moment. Right: one is
-  refused (exit code 2, with the sentence that names the other), and the run publishes two versions more after the
-  refused one has ended.
+- **two resumes**: all processes of a run are killed, then two `rollflow resume` start at the same moment. Success: one
+  is refused (exit code 2, with a sentence that names the other), and the run publishes two more versions after that.
 - **head away**: GCS, raylet and runner of a run are killed at once, and the head stays away for `--away` seconds.
-  Right: two versions more, by the same command.
-- **busy machine**: a run starts beside four processes that only compute. Right: version 2 is published, and no restart
-  is on record.
-- **stop while it starts**: `rollflow stop` as soon as the status of a run says "starting". Right: both commands end in
-  order, with exit codes 0 and 130.
+  Success: the same command publishes two more versions.
+- **busy machine**: a run starts while four other processes compute. Success: version 2 is published, and no restart is
+  recorded.
+- **stop while it starts**: `rollflow stop` is called as soon as the status of a run is "starting". Success: both
+  commands end in order, with exit codes 0 and 130.
 
-The run of a row ends once its rounds are played, and must audit clean.
+The run of a row ends after its rounds, and its audit must be clean.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ SPIN = "while True: pass"
 
 @dataclass
 class Rounds:
-    """The result of one row: the seconds of each round that went right, and why others did not."""
+    """The result of one row: the seconds of each successful round, and the reasons of failed rounds."""
 
     what: str
     seconds: list[float] = field(default_factory=list)
@@ -71,7 +70,7 @@ class Rounds:
             print(f"  {self.what}: {self.seconds[-1]:.1f} s", flush=True)
 
     def record_audit(self, victim: Victim) -> None:
-        """Record the findings of the run's audit."""
+        """Record the violations of the run's audit."""
         self.wrong += [f"{one.kind}: {one.where}: {one.what}" for one in audit(victim.store, deep=True).violations]
 
 
@@ -82,17 +81,17 @@ def recipe(seed: int = 1) -> str:
 
 
 class Early(Victim):
-    """A run that is watched from its first second."""
+    """A run that is observed from its start."""
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start another command in the run's home."""
         return self._start(*arguments)
 
     def await_status(self, phase: str) -> None:
-        """Wait until the run has this status.
+        """Wait for this status of the run.
 
         Raises:
-            RuntimeError: the run does not get it.
+            RuntimeError: the run does not reach the status.
         """
         limit = time.monotonic() + ROUND_SECONDS
         while time.monotonic() < limit and self.process.poll() is None:
@@ -110,7 +109,7 @@ class TwoResumes(Victim):
         """Play one round; the winner is the run's process from then on.
 
         Raises:
-            RuntimeError: not exactly one was refused, or the other does not go on.
+            RuntimeError: not exactly one command was refused, or the other one does not continue.
         """
         kill_everything(self.home)
         self.process.wait()
@@ -126,13 +125,13 @@ class TwoResumes(Victim):
 
 
 class OnItsCluster(Victim):
-    """A run on a Ray cluster that another process holds."""
+    """A run on a Ray cluster that another process owns."""
 
     def play(self, head: RayHead, away: float) -> None:
         """Play one round: the head is killed with the runner, and comes back after `away` seconds.
 
         Raises:
-            RuntimeError: the run does not go on.
+            RuntimeError: the run does not continue.
         """
         victims = [psutil.Process(pid) for pid in head.processes]
         for process in [*find(self.home, "runner"), *victims]:
@@ -213,7 +212,7 @@ def _restarts(home: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _home() -> Iterator[Path]:
-    """Give a run home, and end everything in it afterwards."""
+    """Yield a run home, and end all its processes afterwards."""
     with tempfile.TemporaryDirectory(prefix="liveness-") as place:
         home = Path(place) / "home"
         try:

@@ -1,14 +1,16 @@
-"""Memory of publish and restore, and how long publishing holds a learner up: random weights, on 1 to 4 ranks.
+"""Measures the memory of publish and restore, and how long publishing delays a learner, on 1 to 4 ranks.
 
-Memory is the most that a process has while it publishes, or since it began to restore, above what it had after its
-imports; a row is that over the bytes of the weights and the state. Ranks of torch each hold all of them; those in parts
-(`sharded`, `deepspeed`) hold less.
-Publishing is measured after a step, so that whatever a step leaves is there. What the learner waits for is what it
-checks before it publishes, and what its next step waits until the version is stored; a row is that over a step that
-nothing is stored beside. Larger batches make steps longer, and these shares smaller.
+Memory is the peak of a process while it publishes, or since it began to restore, above its memory after imports; a row
+divides it by the bytes of weights and state. Unsharded ranks hold all of these bytes; sharded ranks (`sharded`,
+`deepspeed`) hold less.
 
-A process a side; the store is a folder, removed afterwards: see `publishing_sides`. Linux only. Run it as
-`python -m benchmarks.publishing`; 1B parameters in bfloat16 without masters take 10 GB of memory and 13 GB of disk.
+Publishing is measured after a step, so that leftovers of a step count. The delay consists of the checks before
+publishing, and the wait of the next step until the version is stored; a row divides it by a step without publishing.
+Larger batches make steps longer, and these fractions smaller.
+
+Each side is a process (see `publishing_sides`), and the store is a folder that is removed afterwards. Linux only. Run
+it as `python -m benchmarks.publishing`; 1B parameters in bfloat16 without masters take 10 GB of memory and 13 GB of
+disk.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ SHAPES: Mapping[str, Mapping[str, int]] = {  # heads are of 64
 
 
 def described(size: str, folder: Path) -> Path:
-    """A folder with the policy's config, tied as small policies are."""
+    """Write a folder with the policy's config, with tied embeddings as in small policies."""
     heads = SHAPES[size]["hidden_size"] // 64
     Qwen2Config(
         **SHAPES[size],
@@ -49,7 +51,7 @@ def described(size: str, folder: Path) -> Path:
 
 
 def side(name: str, folder: Path, setting: Setting) -> dict[str, Any]:
-    """What it found."""
+    """Execute one side and return its results."""
     command = [sys.executable, "-m", "benchmarks.publishing_sides", name, str(folder), json.dumps(asdict(setting))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -59,7 +61,7 @@ def side(name: str, folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def rows_of(size: str, setting: Setting, folder: Path) -> Iterator[Row]:
-    """Of one policy on so many ranks."""
+    """Return the rows of one policy on so many ranks."""
     policy = described(size, folder)
     made, again = side("publish", policy, setting), side("restore", policy, setting)
     ranks = setting.ranks

@@ -1,8 +1,8 @@
-"""The processes of `benchmarks.publishing`: one trains and publishes, the other restores what that one stored.
+"""The processes of `benchmarks.publishing`: one trains and publishes, the other restores the published version.
 
-Run as `python -m benchmarks.publishing_sides (publish|restore) FOLDER SETTING`, where FOLDER has a policy's
-`config.json`, and SETTING is a `Setting` as JSON. What it found it prints as a line of JSON: bytes are the most that
-the kernel counted of each rank while it lasted (VmHWM, set back before), the first rank first.
+Run it as `python -m benchmarks.publishing_sides (publish|restore) FOLDER SETTING`, where FOLDER has a policy's
+`config.json`, and SETTING is a `Setting` as JSON. The results are printed as a line of JSON. Bytes are the peak memory
+of each rank by the kernel (VmHWM, reset before), the first rank first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ VOCABULARY = 1000  # tokens that are chosen from
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is measured."""
+    """The measured setting."""
 
     dtype: str  # of the policy
     masters: str  # `train.master_dtype`
@@ -57,7 +57,7 @@ class Setting:
 
     @property
     def train(self) -> TrainConfig:
-        """`[train]`."""
+        """The keys of `[train]`."""
         given = {"ranks": self.ranks, "master_dtype": self.masters, "micro_tokens": 512, "warmup_versions": 0}
         if self.learner == "deepspeed":
             return DeepSpeedTrain.model_validate(given)
@@ -65,7 +65,7 @@ class Setting:
 
 
 class Memory:
-    """Of this process and of those that it started."""
+    """The memory of this process and of its children."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -73,7 +73,7 @@ class Memory:
 
     @contextmanager
     def peaks(self) -> Iterator[list[int]]:
-        """Afterwards, the most bytes of each rank above what this process had when this object was made."""
+        """Return the peak bytes of each rank, above the memory of this process when this object was created."""
         found: list[int] = []
         pids = _ranks()
         for pid in pids:
@@ -82,17 +82,17 @@ class Memory:
         found += [_of(pid, "VmHWM") - self._level for pid in pids]
 
     def whole_peaks(self) -> list[int]:
-        """The same since each process began."""
+        """Return the same since the start of each process."""
         return [_of(pid, "VmHWM") - self._level for pid in _ranks()]
 
     @property
     def level(self) -> int:
-        """Bytes of this process when this object was made: mostly imports."""
+        """The bytes of this process when this object was created, mostly imports."""
         return self._level
 
 
 def _ranks() -> list[int]:
-    """This process, and the ranks below it."""
+    """Return this process and its ranks."""
     below = psutil.Process().children(recursive=True)
     return [os.getpid(), *(one.pid for one in below if one.name().startswith("rank"))]
 
@@ -103,7 +103,7 @@ def _of(pid: int, what: str) -> int:
 
 
 def batch(seed: int, tokens: int, *, still: bool = False) -> TrajectoryBatch:
-    """Made-up responses of `tokens` tokens; all rewards of a `still` one are equal, so that there is no gradient."""
+    """Build a batch of random responses with `tokens` tokens; if `still`, all rewards are equal and gradients zero."""
     draw = random.Random(seed)
     known, likely = (False,) * PROMPT + (True,) * tokens, (0.0,) * PROMPT + (-math.log(VOCABULARY),) * tokens
     versions = (-1,) * PROMPT + (0,) * tokens
@@ -122,7 +122,7 @@ def batch(seed: int, tokens: int, *, still: bool = False) -> TrajectoryBatch:
 
 
 def published(folder: Path, setting: Setting) -> dict[str, Any]:
-    """Train, store version 0 with nothing beside it, and stage version 1 beside a step."""
+    """Train, publish version 0 alone, and stage version 1 during a step."""
     memory = Memory()
     learner = build_learner(setting.train, LearnerStart(folder, trained=False, dtype=setting.dtype, versions=9))
     first_step(learner, setting)
@@ -144,7 +144,7 @@ def published(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def first_step(learner: Learner, setting: Setting) -> None:
-    """After it there are moments; without tokens they come of gradients of zero."""
+    """Take a first step, which creates moments; without tokens they come from zero gradients."""
     if setting.tokens:
         learner.step(batch(0, setting.tokens), 0)
         return
@@ -156,7 +156,7 @@ def first_step(learner: Learner, setting: Setting) -> None:
 
 
 def beside(learner: Learner, policies: PolicyStore, writer: Writer, setting: Setting) -> dict[str, float]:
-    """Seconds of a step alone, of one beside the staging of a version, and what that one waited."""
+    """Return the seconds of a step alone, of a step during the staging of a version, and the wait of the latter."""
     began = time.monotonic()
     learner.step(batch(1, setting.tokens), 1)
     alone, waited = time.monotonic() - began, 0.0
@@ -180,18 +180,18 @@ def beside(learner: Learner, policies: PolicyStore, writer: Writer, setting: Set
 def all_staged(
     policies: PolicyStore, writer: Writer, version: int, made: Iterable[Mapping[str, Data]]
 ) -> list[tuple[StoredObject, ...]]:
-    """As a learner's actor does."""
+    """Stage all files as a learner's actor does."""
     return [stage_files(policies, writer, version, files) for files in made]
 
 
 def checked(learner: Learner) -> None:
-    """What a learner's actor asks before it publishes."""
+    """Make the checks of a learner's actor before publishing."""
     assert learner.first_nonfinite() is None
     learner.logprobs(list(range(3, 19)))
 
 
 def restored(folder: Path, setting: Setting) -> dict[str, Any]:
-    """A blank learner becomes version 0. Other whole ranks are told before the first step, here one of no gradient."""
+    """Restore version 0 into a blank learner; unsharded ranks get it before a first step without gradients."""
     memory = Memory()
     began = time.monotonic()
     start = LearnerStart(folder, trained=False, blank=True, dtype=setting.dtype, versions=9)

@@ -1,11 +1,12 @@
-"""Accuracy of the quick start, measured on exported folders: a run for each seed, judged by plain transformers.
+"""Measures the accuracy of the quick start on exported folders, with plain transformers: one run per seed.
 
     python -m benchmarks.quick_start [--seeds 0 1 2] [--home FOLDER] [--json FILE]
 
-There are two held-out sets. The run evaluates itself on the first. The second is the rest of what its source holds out;
-nothing was chosen on it. No key of either is asked or demonstrated in training: the benchmark counts such keys over all
-positions that the run may have used. Version 0 and the last version are exported with `rollflow export`, opened by
-`AutoModelForCausalLM` and `AutoTokenizer`, and asked greedily. Runs are kept in `--home`; an existing run is reused.
+There are two held-out sets. The run evaluates itself on the first set. The second set has the other held-out questions
+of the source, and no setting was chosen on it. Training asks and demonstrates no key of either set: the benchmark
+counts such keys over all positions that the run may have used. Version 0 and the last version are exported with
+`rollflow export`, loaded by `AutoModelForCausalLM` and `AutoTokenizer`, and decoded greedily. Runs are kept in
+`--home`; an existing run is reused.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def rows(seed: int, home: Path, recipe: Path, changes: Sequence[str]) -> Iterato
 
 
 def run(home: Path, recipe: Path, changes: Sequence[str]) -> dict[str, Any]:
-    """Return the summary of the run in `home`, made now if need be, with the minutes of the whole command."""
+    """Return the summary of the run in `home`, with the minutes of the command; execute the run if there is none."""
     kept = home / "quick_start.json"
     if not kept.exists():
         options = [word for change in changes for word in ("--set", change)]
@@ -82,7 +83,7 @@ def run(home: Path, recipe: Path, changes: Sequence[str]) -> dict[str, Any]:
 
 
 def rollflow(home: Path, *arguments: str) -> None:
-    """Run the command with a home of its own, and keep its output there."""
+    """Run the command with its own home, and keep its output there."""
     home.mkdir(parents=True, exist_ok=True)
     with open(home / "output.txt", "a") as output:
         command, environment = [str(ROLLFLOW), *arguments], {**os.environ, "ROLLFLOW_HOME": str(home)}
@@ -115,7 +116,7 @@ def count_shared_keys(context: RunContext, held: Sequence[Question]) -> int:
 
 @torch.no_grad()
 def measure_accuracy(folder: Path, asked: Asked, longest: int) -> float:
-    """Return the share of questions that the model in `folder` answers right greedily, read by transformers alone."""
+    """Return the greedy accuracy of the model in `folder`, loaded by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

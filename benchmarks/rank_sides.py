@@ -1,15 +1,15 @@
-"""The learners of `benchmarks.ranks`, each a process that takes a step whenever it is told to, with its other ranks.
+"""The learners of `benchmarks.ranks`. Each is a process with its other ranks, and takes a step on request.
 
 All minimise GRPO's clipped surrogate as in `learner_sides`, in float32: one optimizer step over the batch, with a
-fused AdamW, one thread a rank. All but the first run each response behind its own prompt.
+fused AdamW and one thread per rank. All but the first one compute each response with its own copy of the prompt.
 
-- `rollflow` is `build_learner(...).step(batch, version)`, from the stored Arrow batch on: it is sent to the ranks, read
-  and dealt in the step that is timed.
-- `rollflow-rows` is the same with `share_prompts = false`: the work of the others.
+- `rollflow` is `build_learner(...).step(batch, version)`, starting with the stored Arrow batch: the timed step includes
+  sending it to the ranks, reading it and distributing its rows.
+- `rollflow-rows` is the same with `share_prompts = false`, which is the work of the other sides.
 - `rollflow-sharded` is `rollflow-rows` with `sharded = true`.
-- `ddp` is torch's DistributedDataParallel as its user writes it. Each rank has every n-th row, as torch's
-  DistributedSampler gives them; it sorts its own by length, and runs them in padded micro-batches of as many tokens as
-  rollflow's. Gradients are added up once, beside the backward pass of the last micro-batch (`no_sync` before). The head
+- `ddp` is torch's DistributedDataParallel as users write it. Each rank has every n-th row, as from torch's
+  DistributedSampler. It sorts its rows by length, and runs them in padded micro-batches of as many tokens as
+  rollflow's. Gradients are summed once, during the backward pass of the last micro-batch (`no_sync` before). The head
   is run on the responses' tokens only, and there is no attention mask, as padding on the right needs none. Rows are
   tensors before the clock runs.
 - `ddp-dealt` is the same, with the rows dealt by their tokens as rollflow deals them.
@@ -19,10 +19,10 @@ fused AdamW, one thread a rank. All but the first run each response behind its o
 - `deepspeed` has ddp-same's rows and module in DeepSpeed's engine, ZeRO 2, which adds up gradients in every pass.
 - `rollflow-deepspeed` is `rollflow-rows` with `train.kind = "deepspeed"`, ZeRO 2.
 
-With one rank there is no wrapper: plain torch.
+With one rank all torch sides are plain torch.
 
-Run as `python -m benchmarks.rank_sides SIDE TOKENS FOLDER RANKS`; see `learner_sides.Turns` for what it reads and
-writes. When its input ends, the first rank writes its weights into the folder.
+Run it as `python -m benchmarks.rank_sides SIDE TOKENS FOLDER RANKS`; `learner_sides.Turns` describes its input and
+output. When its input ends, the first rank writes its weights into the folder.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ Micros = Sequence[Sequence[Row]]
 
 
 class Clock:
-    """Seconds of a step: of the clock, and of the processors that this process and those below it used."""
+    """The duration of a step: wall-clock seconds, and CPU seconds of this process and its children."""
 
     def __init__(self) -> None:
         self._below = psutil.Process().children(recursive=True)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start the clock of a step."""
         self._began = self._now()
 
     def read(self) -> tuple[float, float]:
-        """Since it began."""
+        """Return the seconds since the start of the step."""
         clock, processors = self._now()
         return clock - self._began[0], processors - self._began[1]
 
@@ -86,7 +86,7 @@ class Clock:
 
 
 def rollflow(folder: Path, ranks: int, tokens: int, turns: Turns, name: str = "rollflow") -> None:
-    """rollflow's learner, by its public functions."""
+    """Run rollflow's learner through its public functions."""
     chosen = {
         "learning_rate": RATE,
         "warmup_versions": 0,
@@ -121,7 +121,7 @@ class GroupLoss(nn.Module):
         self.model, self.same = model, same
 
     def forward(self, rows: Sequence[Row]) -> Tensor:
-        """() of rows that are padded here."""
+        """Pad the rows and return their loss, a scalar."""
         parts = [row[:3] for row in rows]
         tokens_RT, mask_RT, old_RT = (pad_sequence([part[n] for part in parts], batch_first=True) for n in range(3))
         row_M, place_M = mask_RT[:, 1:].nonzero(as_tuple=True)
@@ -138,7 +138,7 @@ class GroupLoss(nn.Module):
 
 
 def ddp(folder: Path, ranks: int, tokens: int, turns: Turns | None, name: str = "ddp") -> None:
-    """torch's DistributedDataParallel; of one rank, plain torch. `turns` are the first rank's."""
+    """Run torch's DistributedDataParallel, or plain torch on one rank. `turns` belong to the first rank."""
     inner = GroupLoss(load_model(folder, "float32", trained=True).eval(), same=name == "ddp-same")
     optimizer = torch.optim.AdamW(inner.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
     module: Any = DistributedDataParallel(inner, gradient_as_bucket_view=True) if ranks > 1 else inner
@@ -162,7 +162,7 @@ def ddp(folder: Path, ranks: int, tokens: int, turns: Turns | None, name: str = 
 
 
 def fsdp(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> None:
-    """torch's fully_shard, which adds up in each backward pass."""
+    """Run torch's fully_shard, which sums gradients in each backward pass."""
     inner: Any = GroupLoss(load_model(folder, "float32", trained=True).eval())
     for module in [*inner.model.model.layers, inner]:
         fully_shard(module).set_force_sum_reduction_for_comms(True)  # gloo has no mean
@@ -187,7 +187,7 @@ def fsdp(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> None:
 
 
 def deepspeed(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> None:
-    """ZeRO 2, which adds up in each backward pass: so every rank has as many of them as the one that has most."""
+    """Run DeepSpeed's ZeRO 2, which sums gradients in each backward pass, so all ranks run equally many passes."""
     library = importlib.import_module("deepspeed")
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for most of a minute
     library.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
@@ -219,7 +219,7 @@ def deepspeed(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> Non
 
 
 def as_many(micros: Micros, weight: float, ranks: int) -> list[tuple[Sequence[Row], float]]:
-    """These, and further ones that count nothing: as many as on the rank that has most."""
+    """Pad the micro-batches with ones of weight zero, to the largest number of any rank."""
     count = torch.tensor(len(micros))
     if ranks > 1:
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
@@ -227,14 +227,14 @@ def as_many(micros: Micros, weight: float, ranks: int) -> list[tuple[Sequence[Ro
 
 
 def own_rows(rows: Sequence[Row], ranks: int, *, dealt: bool) -> list[Row]:
-    """Those of this rank, the longest first."""
+    """Return the rows of this rank, the longest first."""
     lengths, rank = [len(row[0]) for row in rows], int(os.environ.get("RANK", 0))
     own = deal_pieces(lengths, ranks)[rank] if dealt else range(rank, len(rows), ranks)
     return [rows[number] for number in sorted(own, key=lambda number: -lengths[number])]
 
 
 def micro_batches(rows: Sequence[Row], tokens: int) -> Micros:
-    """Of at most so many padded tokens, but of one row at least; `rows` come with the longest first."""
+    """Split `rows` (longest first) into micro-batches of at most so many padded tokens, and at least one row."""
     found, begin = [], 0
     while begin < len(rows):
         end = begin + max(1, tokens // len(rows[begin][0]))
@@ -244,7 +244,7 @@ def micro_batches(rows: Sequence[Row], tokens: int) -> Micros:
 
 
 def steps(ranks: int, turns: Turns | None) -> Iterator[Clock]:
-    """One for each step that the first rank is told to take."""
+    """Yield once for each step that the first rank is requested to take."""
     if turns:
         turns.ready()
     go, clock = torch.zeros(1), Clock()
@@ -267,12 +267,12 @@ def _tell(ranks: int, turns: Turns | None, clock: Clock, loss: Tensor, norm: flo
 
 
 def means_of(model: Any, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """AdamW's running mean of each parameter's gradient, named as rollflow's state has it."""
+    """Return AdamW's first moment of each parameter, with the names of rollflow's state."""
     return {f"{MEAN}{name}": optimizer.state[given]["exp_avg"] for name, given in model.named_parameters()}
 
 
 def _write(folder: Path, name: str, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """The weights, and of the state the gradients' running means."""
+    """Write the weights and the first moments."""
     means = {key: tensor for key, tensor in state.items() if key.startswith(MEAN)}
     save_file({**weights, **means}, folder / f"{name}.weights")
 
@@ -307,7 +307,7 @@ def main() -> None:
 
 
 def _start_others(ranks: int, stack: ExitStack) -> None:
-    """This process is the first rank from now on; those behind it end with their group."""
+    """Start the other ranks; this process becomes the first rank, and the others end with their group."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}

@@ -1,16 +1,15 @@
-"""A learner of several ranks beside torch's DistributedDataParallel: trained tokens per second on 1 and 2 ranks.
+"""Compares a learner of several ranks with torch's DistributedDataParallel: tokens per second on 1 and 2 ranks.
 
-The same policy, the same ragged batch, the same loss (see `rank_sides`), one thread a rank. All sides step in turns,
-every second time in the other order; a ratio is that of two steps of one turn. Losses and gradient norms must agree in
-every step, and gradients after the last; weights are told, too (AdamW makes much of the rounding of a gradient that is
-nearly zero). Beside the clock there is the processors' time, of all ranks together, which other work on the machine
-changes less.
+All sides have the same policy, ragged batch and loss (see `rank_sides`), and one thread per rank. They step in turns,
+alternating their order, and a ratio is that of two steps of one turn. Losses and gradient norms must agree in every
+step, and gradients after the last one. Differences of weights are only reported, because AdamW amplifies the rounding
+of gradients near zero. The CPU time of all ranks together is reported, too, because other work on the machine changes
+it less.
 
-What is compared with the target is `rollflow-rows`: it has the rows of `ddp-dealt` on the same ranks, in the same
-micro-batches, and beside `ddp-same` nothing else differs than what the ranks do together. `rollflow` has what it has by
-itself: responses behind one copy of their prompt. `rollflow-sharded` and `fsdp` have the same rows, and on each rank a
-part of the weights. Tokens are those of the responses. DeepSpeed is measured where it is installed. Run it
-as `python -m benchmarks.ranks`.
+The target applies to `rollflow-rows`: it has the rows of `ddp-dealt` on the same ranks, in the same micro-batches, and
+differs from `ddp-same` only in the communication of the ranks. `rollflow` also shares prompts. `rollflow-sharded` and
+`fsdp` have the same rows, and a shard of the weights on each rank. Tokens are those of the responses. DeepSpeed is
+measured if it is installed. Run it as `python -m benchmarks.ranks`.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ Key = tuple[str, int]  # a side, and how many ranks it has
 
 
 class RanksSide(Side):
-    """Its `count` is of ranks."""
+    """A running side whose `count` is the number of ranks."""
 
     module = "benchmarks.rank_sides"
 
 
 def in_turns(case: Case, keys: Sequence[Key], tokens: int, turns: int) -> dict[Key, list[Step]]:
-    """The steps of each side; the first of each warms up."""
+    """Run the steps of all sides in turns; the first step of each side is a warm-up."""
     found: dict[Key, list[Step]] = {key: [] for key in keys}
     with ExitStack() as stack:
         sides = [stack.enter_context(RanksSide(name, str(tokens), case.folder, ranks)) for name, ranks in keys]
@@ -65,7 +64,7 @@ def in_turns(case: Case, keys: Sequence[Key], tokens: int, turns: int) -> dict[K
 
 
 def rows_of(case: str, case_tokens: int, found: Mapping[Key, list[Step]]) -> Iterator[Row]:
-    """Speed of each side; ours over theirs, on as many ranks; each side's own gain by ranks."""
+    """Return rows with the speed of each side, rollflow's over theirs on equal ranks, and each side's gain by ranks."""
     for (name, ranks), steps in found.items():
         side = f"{name}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
         yield Row(case, f"{side}: tokens/s", statistics.median(case_tokens / step.seconds for step in steps[1:]))
@@ -82,7 +81,7 @@ def rows_of(case: str, case_tokens: int, found: Mapping[Key, list[Step]]) -> Ite
 
 
 def _ratios(case: str, what: str, slow: Sequence[Step], fast: Sequence[Step], target: float = 0.0) -> Iterator[Row]:
-    """How often as fast the second is, by pairs."""
+    """Return the speed ratios of the pairs of steps, second side over first."""
     pairs = list(zip(slow[1:], fast[1:], strict=True))
     ratios = [one.seconds / other.seconds for one, other in pairs]
     middle = statistics.median(ratios)
@@ -93,7 +92,7 @@ def _ratios(case: str, what: str, slow: Sequence[Step], fast: Sequence[Step], ta
 
 
 def agreement(case: str, folder: Path, found: Mapping[Key, list[Step]]) -> Iterator[Row]:
-    """How far any two sides are apart; the gradients are AdamW's running means of them."""
+    """Return the largest differences between any two sides; gradients are compared by AdamW's first moments."""
     pairs = [pair for one, other in combinations(found, 2) for pair in zip(found[one], found[other], strict=True)]
     written = [load_file(folder / f"{name}-{ranks}.weights") for name, ranks in found]
     apart = {
@@ -108,7 +107,7 @@ def agreement(case: str, folder: Path, found: Mapping[Key, list[Step]]) -> Itera
 
 
 def _farthest(written: Sequence[Mapping[str, Tensor]], which: Callable[[str], bool]) -> float:
-    """The most that any two sides' tensors differ in."""
+    """Return the largest difference between any two sides' tensors."""
     names = [name for name in written[0] if which(name)]
     apart = (
         float((one[name] - other[name]).abs().max())
@@ -120,7 +119,7 @@ def _farthest(written: Sequence[Mapping[str, Tensor]], which: Callable[[str], bo
 
 
 def dealing(case: Case, counts: Sequence[int]) -> Iterator[Row]:
-    """Tokens of the fullest rank above the mean, of the batch's rows."""
+    """Return the excess of the fullest rank's tokens over the mean, for the batch's rows."""
     data = BatchRows.of(TrajectoryBatch.from_bytes((case.folder / BATCH).read_bytes()))
     lengths = [int(length) for length in data.lengths]
     for ranks in counts:
@@ -131,7 +130,7 @@ def dealing(case: Case, counts: Sequence[int]) -> Iterator[Row]:
 
 
 def sides_of(counts: Sequence[int], *, deepspeed: bool) -> list[Key]:
-    """All there are; on one rank nothing is dealt. Those that are compared stand beside each other."""
+    """Return all sides for so many ranks, with compared sides adjacent."""
     found = []
     for ranks in counts:
         several = ["ddp-dealt", "fsdp", "rollflow-sharded"] if ranks > 1 else []
