@@ -95,7 +95,7 @@ class Bandit:
         return -torch.autograd.grad(loss_R, self.logits, one, is_grads_batched=True)[0].flatten(1)
 
     def _kept(self, objective: Objective, logp: Tensor) -> Tensor:
-        """Return the objective's weights for a batch in which each response has its behaviour probability."""
+        """Return the tokens that the objective keeps in a batch with the behaviour policy's response frequencies."""
         copies_R = (self.behaviour.sum(1).exp() * COPIES).round().long().clamp(min=1)
         batch = (x.repeat_interleave(copies_R, 0).flatten() for x in (logp, self.behaviour))
         kept = objective.keep(*batch).view(-1, LENGTH)

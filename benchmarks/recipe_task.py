@@ -1,4 +1,4 @@
-"""A recipe's task without its actors: its prompts, its verifier, and a policy by its cold start."""
+"""A recipe's task without actors: its prompts, its verifier, and a policy from its cold start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollflow.tasks.verifiers.base import score_response
 
 
 class RecipeTask:
-    """The prompts of a run's config, as a policy's tokenizer reads them, and their verifier."""
+    """The prompts of a run's config, tokenized for a policy, and their verifier."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.config = config
@@ -35,15 +35,15 @@ class RecipeTask:
         self._verify = build_verifier(config.reward)
 
     def reward(self, response: list[int], prompt: Prompt) -> float:
-        """Of a response without its end token."""
+        """Return the reward of a response without its end token."""
         return self.score(self.tokenizer.decode_response(response), prompt.reference)
 
     def score(self, text: str, reference: Mapping[str, Any]) -> float:
-        """The reward of a response's text."""
+        """Return the reward of a response's text."""
         return score_response(self._verify, self.config.reward.answer, text, reference).reward
 
     def accuracy(self, model: Any) -> float:
-        """The share of held-out prompts that the model answers right when it chooses greedily."""
+        """Return the greedy accuracy of the model on held-out prompts."""
         made = generate_answers(
             model, [p.tokens for p in self.held], self.end, self.config.engine.max_new_tokens, 0.0, 0
         )
@@ -51,7 +51,7 @@ class RecipeTask:
 
 
 def start_policy(config: RunConfig, folder: Path) -> None:
-    """Write a policy folder with weights: the recipe's cold start."""
+    """Write a policy folder with weights from the recipe's cold start."""
     cold = config.policy.cold_start
     assert cold is not None
     folder.mkdir(parents=True)

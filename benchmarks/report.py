@@ -1,4 +1,4 @@
-"""What every benchmark shares: rows, the table, and `--json FILE`."""
+"""Shared helpers of all benchmarks: rows, the table, and `--json FILE`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured figure. `target` and `holds` are None where it is only reported."""
+    """One measured figure. `target` and `holds` are None if it has no target."""
 
     case: str
     metric: str
@@ -24,17 +24,17 @@ class Row:
 
 
 def at_least(case: str, metric: str, value: float, target: float) -> Row:
-    """A figure that should not lie below its target."""
+    """Create the row of a figure that should not be below its target."""
     return Row(case, metric, value, target, value >= target)
 
 
 def at_most(case: str, metric: str, value: float, target: float) -> Row:
-    """A figure that should not lie above its target."""
+    """Create the row of a figure that should not exceed its target."""
     return Row(case, metric, value, target, value <= target)
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """A parser with the option that all benchmarks have."""
+    """Return a parser with the option of all benchmarks."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
     return parser

@@ -1,9 +1,8 @@
-"""What both sides of `benchmarks.time_to_reward` learn: a recipe's prompts and reward, from the same weights.
+"""The task of both sides of `benchmarks.time_to_reward`: a recipe's prompts and reward, with the same initial weights.
 
-- `python -m benchmarks.reward_task start RECIPE FOLDER SEED` makes a policy by the recipe's cold start.
-- `python -m benchmarks.reward_task points RECIPE FOLDER SEED RUN` prints when a run began to sample, and for each
-  version that it has kept, when that was published and how many of the held-out prompts it answers right. Both sides
-  are judged by the same function.
+- `python -m benchmarks.reward_task start RECIPE FOLDER SEED` creates a policy with the recipe's cold start.
+- `python -m benchmarks.reward_task points RECIPE FOLDER SEED RUN` prints the time when a run began to sample, and for
+  each stored version its publication time and its accuracy on the held-out prompts. Both sides use the same function.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ THREADS = 2
 
 
 def task_of(recipe: str, folder: Path, seed: str) -> RecipeTask:
-    """The task of a recipe and a seed, as the policy in `folder` reads it."""
+    """Return the task of a recipe and a seed, tokenized for the policy in `folder`."""
     return RecipeTask(load_recipe(Path(recipe), [f"seed={seed}"]), folder)
 
 
 def sampling_began(log: Log) -> float:
-    """Seconds since the epoch: the scheduler takes its role when its engines are ready."""
+    """Return the time (since the epoch) when the scheduler claimed its role, after its engines were ready."""
     told = (one.entry for one in iterate_written(log, 0, log.state.n))
     return next(entry.at for entry in told if isinstance(entry.body, Claimed) and entry.role == "scheduler")
 
 
 def points(task: RecipeTask, folder: Path, run: str) -> tuple[float, list[tuple[int, float, float]]]:
-    """When sampling began, and (version, seconds since the epoch, accuracy) of each version whose weights are kept."""
+    """Return the start of sampling, and (version, time since the epoch, accuracy) of each stored version."""
     from safetensors.torch import load_file
 
     context = attach_run(run)

@@ -1,11 +1,12 @@
-"""TRL's side of `benchmarks.time_to_reward`: `GRPOTrainer` on a recipe's task, with its hyperparameters.
+"""TRL's side of `benchmarks.time_to_reward`: `GRPOTrainer` on a recipe's task, with the recipe's hyperparameters.
 
-A version is one generation, of as many groups as the recipe's, and as many optimizer steps as it has minibatches. Rate,
-warm-up, decay, clip, dual clip, betas and sampling are the recipe's. TRL has no weight of negative advantages, so they
-are weighted where it has made them. Every so many versions the clock stands still while the held-out prompts are asked.
+A version consists of one generation with the recipe's number of groups, and one optimizer step per minibatch. Learning
+rate, warm-up, decay, clip, dual clip, betas and sampling are the recipe's. TRL has no weight for negative advantages,
+so they are weighted after TRL has computed them. Every few versions the clock stops for an evaluation on held-out
+prompts.
 
-`python -m benchmarks.reward_trl RECIPE FOLDER SEED VERSIONS EVERY ROWS` prints when training began, in seconds since
-the epoch, and (version, training seconds, accuracy) of each look.
+`python -m benchmarks.reward_trl RECIPE FOLDER SEED VERSIONS EVERY ROWS` prints the start of training (since the epoch),
+and (version, training seconds, accuracy) of each evaluation.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Point = tuple[int, float, float]
 
 
 def train(task: RecipeTask, folder: Path, versions: int, every: int, rows: int) -> tuple[float, list[Point]]:
-    """When it began, and (version, training seconds, accuracy); micro-batches of `rows`."""
+    """Train with micro-batches of `rows`; return the start time, and (version, training seconds, accuracy)."""
     trl, datasets, transformers = map(importlib.import_module, ("trl", "datasets", "transformers"))
     config, model = task.config, load_model(folder, "float32", trained=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -95,7 +96,7 @@ def _settings(config: RunConfig, versions: int, rows: int) -> dict[str, Any]:
 
 
 def _optimizers(model: Any, config: RunConfig, versions: int) -> tuple[Any, Any]:
-    """AdamW and the recipe's rate, of which every minibatch of a version has the same."""
+    """Create AdamW and the recipe's learning-rate schedule, which is constant over the minibatches of a version."""
     train = config.train
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=train.learning_rate, betas=train.betas, weight_decay=train.weight_decay, fused=True
@@ -121,7 +122,7 @@ def _weigh(trainer: Any, negative: float) -> None:
 
 
 def _clock(task: RecipeTask, model: Any, every: int, steps: int, callback: Any) -> Any:
-    """A callback that asks the held-out prompts after every so many versions of `steps` optimizer steps."""
+    """Create a callback that evaluates on held-out prompts every few versions of `steps` optimizer steps."""
 
     class Clock(callback):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -1,13 +1,13 @@
-"""Tokens per second of the whole rollout path against vLLM's own offline `LLM.generate`, on the same prompts.
+"""Compares tokens per second of the whole rollout path with vLLM's offline `LLM.generate`, on the same prompts.
 
     ours: scheduler -> proxy -> Ray -> vLLM -> reward workers -> Arrow -> commit to disk -> Ray channel -> reader
     theirs: LLM.generate(all prompts)
 
-Same policy, prompts, sampling, slots, KV cache and threads, and both without vLLM's rank of the sampled token, which
-nobody reads here (it costs a third of the sampler's time); all else of theirs is vLLM's default: blocks of another
-size, and compiled where ours is eager. The two run by turns, each in processes of its own, and the median of the ratios
-of neighbouring turns is reported. Counted is what ours had begun of the measured batches when the first one was read: a
-response that ended early has left its slot to one of them. Where responses are long, that is one or two per cent.
+Both sides have the same policy, prompts, sampling, slots, KV cache and threads. Both leave out vLLM's rank of the
+sampled token, which is not used here and costs a third of the sampler's time. All other settings of `LLM.generate` are
+vLLM's defaults: another block size, and compiled instead of eager. The two run in turns, each in its own processes, and
+the median of the ratios of adjacent turns is reported. Our count includes tokens of the measured batches that were
+generated before the first batch was read, in slots that became free early: with long responses one or two per cent.
 
 Run it as `python -m benchmarks.rollout_overhead`.
 """
@@ -32,7 +32,7 @@ GROUP_SIZE = 8
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A workload: longest response, groups in a batch, batches measured (one more warms up)."""
+    """A workload: longest response, groups per batch, and measured batches (besides one warm-up batch)."""
 
     name: str
     max_new_tokens: int
@@ -44,7 +44,7 @@ CASES = (Case("answers of 6 tokens", 6, 64, 12), Case("responses of 64 tokens", 
 
 
 def recipe(case: Case, threads: int):  # type: ignore[no-untyped-def]
-    """The run: the quick start's policy, weights at random (so that responses use their full length)."""
+    """Return the recipe: the quick start's policy with random weights, so that responses use their full length."""
     from rollflow.flows.config import parse_config
 
     return parse_config(
@@ -63,7 +63,7 @@ def recipe(case: Case, threads: int):  # type: ignore[no-untyped-def]
 
 
 def prepared(case: Case, threads: int, home: Path, address: str = ""):  # type: ignore[no-untyped-def]
-    """A run whose version 0 is published, on the cluster at `address`."""
+    """Prepare a run with published version 0, on the cluster at `address`."""
     from rollflow.flows.prepare import prepare
     from rollflow.storage.log.entries import VersionPublished
     from rollflow.tasks.learners.config import TorchTrain
@@ -83,7 +83,7 @@ def prepared(case: Case, threads: int, home: Path, address: str = ""):  # type: 
 
 
 def ours(case: Case, threads: int, home: Path) -> float:
-    """Tokens per second through the whole path, from the first batch read to the last."""
+    """Measure tokens per second through the whole path, from the first batch read to the last."""
     import pyarrow.compute as pc
 
     from rollflow.flows.services.ray_head import RayHead
@@ -116,7 +116,7 @@ def ours(case: Case, threads: int, home: Path) -> float:
 
 
 def theirs(case: Case, threads: int, home: Path) -> float:
-    """Tokens per second of one `LLM.generate` over as many of the same prompts."""
+    """Measure tokens per second of one `LLM.generate` over as many of the same prompts."""
     context = prepared(case, threads, home)
     weights = context.weights(0)
     (context.policy_folder / "model.safetensors").write_bytes((weights / "model.safetensors").read_bytes())
@@ -132,7 +132,7 @@ def theirs(case: Case, threads: int, home: Path) -> float:
 
 
 def offline_llm(folder: str, slots: int, threads: int):  # type: ignore[no-untyped-def]
-    """vLLM as a user would open it for offline batches of this policy: its defaults, but for what the engine fixes, and
+    """Open vLLM as a user would for offline batches: its defaults except for the settings that the engine fixes, and
     without the rank of the sampled token."""
     os.environ |= {
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -159,14 +159,14 @@ def offline_llm(folder: str, slots: int, threads: int):  # type: ignore[no-untyp
 
 
 def sampling(max_new_tokens: int, stop_tokens: tuple[int, ...]):  # type: ignore[no-untyped-def]
-    """The same sampling as the engine's: temperature 1, the sampled token's log-prob, no text."""
+    """Return the engine's sampling parameters: temperature 1, the sampled token's log-prob, no text."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=max_new_tokens, logprobs=0, stop_token_ids=list(stop_tokens), detokenize=False)
 
 
 def turn(side: str, case: Case, threads: int, home: Path) -> float:
-    """One measurement in a process of its own."""
+    """Make one measurement in its own process."""
     arguments = [
         sys.executable,
         "-m",

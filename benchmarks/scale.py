@@ -1,14 +1,14 @@
-"""How the cost of scheduling grows with what is in flight, and a million trajectories on one core.
+"""Measures how the cost of scheduling grows with the requests in flight, and simulates a million trajectories.
 
     python -m benchmarks.scale [--json FILE]
 
-CPU seconds of one process, on the virtual clock. A simulation pays for its engines and its event loop, too, so the same
-number of requests is also run on the bare engines and verifiers, as many at a time; what is left is scheduler,
-dispatches, proxy, buffer and batches. Responses are lognormal; one of the engines' tokens stands for 500, and Python's
-collector of cycles is off.
+The figures are CPU seconds of one process on the virtual clock. A simulation also pays for its engines and its event
+loop. So the same number of requests is run on engines and verifiers alone, equally many at a time, and subtracted; the
+rest is the cost of scheduler, dispatches, proxy, buffer and batches. Response lengths are lognormal, one simulated
+token stands for 500, and Python's garbage collector is off.
 
-What tokens cost is measured apart, with every token there is, the collector on, each group packed into Arrow columns,
-each batch made a file, and requests and generations pickled on a wire, `ON_WIRE` at a time.
+The cost of tokens is measured separately, with all tokens and with the garbage collector. Each group is packed into
+Arrow columns, each batch is encoded as a file, and requests and generations are pickled, `ON_WIRE` at a time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TOKENS = {"median": 400, "cap": 8000, "tokens_per_tick": 1}
 
 
 class Whole(SimulatedRun):
-    """A simulation that also writes: Arrow columns for each group, a file's bytes for each batch."""
+    """A simulation that also encodes Arrow columns for each group, and a file for each batch."""
 
     tokens = 0
 
@@ -67,7 +67,7 @@ class Whole(SimulatedRun):
 
 
 def workload(engines: int, groups: int) -> tuple[RunConfig, Hardware]:
-    """Engines that are kept busy, and a learner that follows at once."""
+    """Return a workload with busy engines, and a learner that trains at once."""
     config = {"groups": groups, "group_size": GROUP, "async_ratio": 4, "policy": {"path": "simulated"}}
     hardware = {
         "engines": {
@@ -84,7 +84,7 @@ def workload(engines: int, groups: int) -> tuple[RunConfig, Hardware]:
 
 
 def simulated(engines: int, trajectories: int, groups: int) -> tuple[float, int]:
-    """CPU seconds of a whole simulation, and trajectories trained."""
+    """Return the CPU seconds of a whole simulation, and its trained trajectories."""
     config, hardware = workload(engines, groups)
     began = time.process_time()
     figures = simulate(config, hardware, versions=max(2, trajectories // (groups * GROUP))).figures
@@ -92,7 +92,7 @@ def simulated(engines: int, trajectories: int, groups: int) -> tuple[float, int]
 
 
 def bare(engines: int, trajectories: int) -> float:
-    """CPU seconds of as many requests on engines and verifiers alone, one after another in each slot."""
+    """Return the CPU seconds of as many requests on engines and verifiers alone, one after another in each slot."""
     config, hardware = workload(engines, 1)
     section = hardware.engine(config)
     assert isinstance(section, TimedEngineConfig)
@@ -119,7 +119,7 @@ def bare(engines: int, trajectories: int) -> float:
 
 
 def whole(engines: int, trajectories: int) -> float:
-    """CPU microseconds a trained token, engines and verifiers and all, with the collector on."""
+    """Return the CPU microseconds per trained token, including engines and verifiers, with the garbage collector."""
     config, hardware = workload(engines, engines * SLOTS // GROUP // 2)
     hardware = hardware.model_copy(update={"responses": ResponsesHardware(**TOKENS)})
     versions = max(2, trajectories // (config.groups * GROUP))
@@ -131,7 +131,7 @@ def whole(engines: int, trajectories: int) -> float:
 
 
 def wire(turns: int) -> float:
-    """CPU microseconds a token on its way to an engine's actor and back, both ends."""
+    """Return the CPU microseconds per token for pickling to an engine's actor and back, at both ends."""
     drawn = random.Random(0)
     took, tokens = 0.0, 0
     for _ in range(turns):
@@ -149,14 +149,14 @@ def wire(turns: int) -> float:
 
 
 def measured(engines: int) -> tuple[float, int, float]:
-    """Seconds of a simulation, trajectories it trained, and seconds one of them costs engines and verifiers alone."""
+    """Return a simulation's seconds, its trained trajectories, and the seconds per trajectory of engines alone."""
     flying = engines * SLOTS
     seconds, trained = simulated(engines, TURNS * flying, flying // GROUP // 2)
     return seconds, trained, bare(engines, TURNS * flying) / (TURNS * flying)
 
 
 def rows() -> Iterator[Row]:
-    """Microseconds a trajectory, by what is in flight."""
+    """Return rows with microseconds per trajectory, by the number in flight."""
     first = 0.0
     for engines in ENGINES:
         flying = engines * SLOTS
@@ -177,14 +177,14 @@ def rows() -> Iterator[Row]:
 
 
 def per_token() -> Iterator[Row]:
-    """Microseconds a token."""
+    """Return rows with microseconds per token."""
     case = f"{4 * SLOTS:,} in flight, every token"
     yield Row(case, "simulation with packing, Arrow and collector, µs a trained token", whole(4, 4 * SLOTS * TURNS))
     yield Row(case, "wire, both ways and ends, µs a token", wire(50))
 
 
 def main() -> None:
-    """Simulate and print."""
+    """Simulate and print the table."""
     chosen = arguments(__doc__.splitlines()[0]).parse_args()
     publish([*rows(), *per_token()], "scale, simulated", chosen.json)
 

@@ -1,9 +1,10 @@
-"""Scheduling on a virtual clock: each published result, ROLL's policy simulated, ours, the bound, and the bias.
+"""Simulates scheduling on a virtual clock: published results, ROLL's policy, ours, the lower bound, and the bias.
 
-Everything simulated is the shipped scheduler, proxy, controller and channel (`rollflow simulate`). ROLL's policy is a
-choice of it (`workloads.ROLL`): the batch waits for the groups that were started first, and an update costs what is in
-flight a prefill. Workloads are those of the papers as far as they are published. Ratios are baseline / ours in seconds
-of a step unless said. `alpha` is the bound on staleness; a row says where one side's is larger, or has more slots.
+All simulations use the shipped scheduler, proxy, controller and channel (`rollflow simulate`). ROLL's policy is a
+setting of them (`workloads.ROLL`): the batch waits for the groups that were started first, and an update costs a
+prefill for each running response. Workloads are those of the papers as far as they are published. Ratios are baseline /
+ours in seconds per step unless stated. `alpha` is the bound on staleness; a row says if one side has a larger one, or
+more slots.
 
     python -m benchmarks.scheduling [--only scaling ...] [--json FILE]
 """
@@ -44,7 +45,7 @@ TAIL: dict[str, Any] = {"tail_batching": True}
 
 
 def scaling() -> Iterator[Row]:
-    """ROLL Flash, RLVR: 2.24x (Base) and 2.12x (Think) over synchronous at 128 GPUs."""
+    """Simulate ROLL Flash's RLVR result: 2.24x (Base) and 2.12x (Think) over synchronous at 128 GPUs."""
     together = load_hardware(Path("rlvr-128-colocated"))
     for part in (8, 4, 2, 1):
         gpus = 128 // part
@@ -83,7 +84,7 @@ def scaling() -> Iterator[Row]:
 
 
 def staleness() -> Iterator[Row]:
-    """128 prompts, 32 slots, training 0.9 of generation: at an equal bound, and at an equal mean under a larger one."""
+    """Simulate 128 prompts on 32 slots, at an equal bound, and at an equal mean staleness with a larger bound."""
     case, hardware = "128 prompts, 32 slots", long_tailed()
     roll = {alpha: ran(recipe(alpha, 128, 1, **ROLL), hardware, 200) for alpha in (1, 4)}
     wait = {alpha: ran(recipe(alpha, 128, 1, on_stale="wait"), hardware, 200) for alpha in (1, 4)}
@@ -107,7 +108,7 @@ def staleness() -> Iterator[Row]:
 
 
 def sensitivity() -> Iterator[Row]:
-    """The headlines on engines of 10, 40 and 128 slots that slow down under load so that a full one gives the same."""
+    """Simulate the main results with 10, 40 and 128 slots per engine, slowed so that full engines are equally fast."""
     for slots, slowing in SLOWINGS.items():
         case = f"a quarter of 128 GPUs, {slots} slots, c = {slowing:g}"
         parts = of_128(4, max_concurrent_requests=slots, batch_slowdown=slowing)
@@ -137,7 +138,7 @@ def sensitivity() -> Iterator[Row]:
 def _compared(
     case: str, alpha: int, synchronous: float, hardware: Hardware, size: tuple[int, int], versions: int
 ) -> Iterator[Row]:
-    """Ours and ROLL's policy at one bound."""
+    """Compare our policy and ROLL's at one bound."""
     roll, ours = (ran(recipe(alpha, *size, **how), hardware, versions) for how in (ROLL, {}))
     yield Row(case, f"synchronous over ours at alpha {alpha}", synchronous / ours.step_seconds)
     yield Row(case, f"ROLL's policy over ours, both alpha {alpha}", roll.step_seconds / ours.step_seconds)
@@ -149,7 +150,7 @@ def _compared(
 
 
 def tail() -> Iterator[Row]:
-    """RollPacker, tail batching: 128 prompts x 8 responses on 2,048 slots, eta from 1 to 1.5."""
+    """Simulate RollPacker's tail batching: 128 prompts x 8 responses on 2,048 slots, eta from 1 to 1.5."""
     hardware = rollout_only(128, 16)
     plain = ran(recipe(0, 128, 8), hardware, 200)
     yield Row("tail batching, 128 x 8", "synchronous, s", plain.step_seconds)
@@ -173,10 +174,11 @@ def tail() -> Iterator[Row]:
 
 
 def queue() -> Iterator[Row]:
-    """ROLL Flash, queue scheduling: 8 x 8 with dynamic sampling: 125 s -> 58 s, and 37 s with 16 redundant prompts.
+    """Simulate ROLL Flash's queue scheduling, 8 x 8 with a filter: 125 s to 58 s, or 37 s with 16 extra prompts.
 
-    Half of the prompts are all right or all wrong, and filtered. A batch fills 64 slots; freed ones refill at once with
-    up to 4 groups beyond the batch. What is redundant is issued again: in a batch of its own where that is said.
+    Half of the prompts get only correct or only wrong responses, and are filtered. A batch fills 64 slots; free slots
+    are refilled at once with up to 4 groups beyond the batch. Redundant groups are issued again, in a separate batch if
+    a row says so.
     """
     verdicts = {"seconds": 1.0, "agreeing": 0.5, "accuracy": 0.5}
     narrow, wide = (changed(rollout_only(8, slots), reward=verdicts) for slots in (8, 24))
@@ -197,7 +199,7 @@ def queue() -> Iterator[Row]:
 
 
 def replication() -> Iterator[Row]:
-    """ROLL Flash, prompt replication: 1.30x, 1.84x and 1.95x for 32 x 16, 64 x 16 and 16 x 64."""
+    """Simulate ROLL Flash's prompt replication: 1.30x, 1.84x and 1.95x for 32 x 16, 64 x 16 and 16 x 64."""
     for groups, size, theirs, slots in ((32, 16, 1.30, 16), (64, 16, 1.84, 16), (16, 64, 1.95, 16)):
         case = f"prompt replication, {groups} x {size}"
         hardware = rollout_only(8, slots)
@@ -213,7 +215,7 @@ ALPHAS = (0, 1, 2, 4, 8)
 
 
 def needed(case: str, hardware: Hardware, groups: int, cap: int, theirs: int) -> Iterator[Row]:
-    """The smallest alpha within 5% of the throughput at alpha = 8."""
+    """Return the smallest alpha within 5% of the throughput at alpha = 8."""
     figures = {alpha: ran(recipe(alpha, groups, 16, cap=cap), hardware, 12 + 2 * alpha) for alpha in ALPHAS}
     seconds = {alpha: one.step_seconds for alpha, one in figures.items()}
     found = next(alpha for alpha in ALPHAS if seconds[alpha] <= seconds[8] / 0.95)
@@ -223,14 +225,14 @@ def needed(case: str, hardware: Hardware, groups: int, cap: int, theirs: int) ->
 
 
 def mean_length(cap: int) -> float:
-    """Of lognormal lengths that are cut at `cap` (closed form)."""
+    """Return the mean of lognormal lengths that are truncated at `cap` (closed form)."""
     z = math.log(cap / MEDIAN)
     cut = statistics.NormalDist().cdf
     return MEDIAN * math.exp(0.5) * cut(z - 1) + cap * (1 - cut(z))
 
 
 def ratio_needed() -> Iterator[Row]:
-    """ROLL Flash: 1 / 1 / 1 / 2 for 4K to 32K tokens, 4 / 2 / 2 / 2 for 32 to 256 prompts a step."""
+    """Simulate ROLL Flash's needed alpha: 1, 1, 1, 2 for 4K to 32K tokens, and 4, 2, 2, 2 for 32 to 256 prompts."""
     split = changed(load_hardware(Path("rlvr-128")), engines={"count": 15}, learner={"gpus": 17})
     for cap, theirs in ((4000, 1), (8000, 1), (16000, 1), (32000, 2)):
         shorter = mean_length(cap) / mean_length(CAP)  # the same answers, cut: training and verdicts follow the mean
@@ -254,7 +256,7 @@ CASES: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def main() -> None:
-    """Simulate and print."""
+    """Simulate and print the table."""
     options = arguments(__doc__.splitlines()[0])
     options.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     chosen = options.parse_args()

@@ -1,11 +1,11 @@
-"""How objectives take old samples: held-out accuracy by version, for each recipe, objective, alpha and seed.
+"""Measures the stability of objectives on stale samples: held-out accuracy by version, alpha and seed.
 
     python -m benchmarks.stability [--trainings FILE] [--figure FILE.svg] [--json FILE]
 
-Each preset stands as it is, with its own parts, in place of the recipe's objective; `RECIPES` says what else differs.
-Version v is trained on samples of version v - alpha, all of them (`benchmarks.stale` says how): a run at this alpha has
-younger ones, too. Each training is a line of `--trainings`, and one that is there is not made again: so the grid can be
-made in parts, by several processes. The table and the figure are over all lines of the file.
+Each unchanged preset replaces the recipe's objective; `RECIPES` lists the other differences. All samples for version v
+come from version v - alpha (see `benchmarks.stale`); a real run with this alpha has fresher samples, too. Each training
+is a line of `--trainings` and is not repeated, so several processes can compute the grid in parts. The table and the
+figure use all lines of the file.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class Training:
 
     @property
     def case(self) -> tuple[str, str, int]:
-        """What its seeds share."""
+        """The recipe, objective and alpha, without the seed."""
         return self.recipe, self.objective, self.alpha
 
     @property
     def end(self) -> float:
-        """The mean accuracy of its last looks."""
+        """The mean accuracy of the last evaluations."""
         return statistics.mean(point.accuracy for point in self.points[-LAST:])
 
 
 def train(recipe: str, objective: str, alpha: int, seed: int, place: Path) -> Training:
-    """One training, from the same cold start as all others of its recipe and seed."""
+    """Execute one training, from the same cold start as all others of its recipe and seed."""
     tree = tomllib.loads(Path(f"flows/recipes/{recipe}.toml").read_text())
     tree["train"]["objective"] = {"kind": objective}
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ def train(recipe: str, objective: str, alpha: int, seed: int, place: Path) -> Tr
 
 
 def made(file: Path) -> list[Training]:
-    """All that are there."""
+    """Return all stored trainings."""
     return [_of(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
@@ -83,7 +83,7 @@ def _of(tree: dict[str, Any]) -> Training:
 
 
 def rows_of(trainings: Sequence[Training]) -> Iterator[Row]:
-    """Mean over the seeds of where each case ends; below alpha 0 by so many points."""
+    """Return rows with each case's mean final accuracy over seeds, and the points lost against alpha 0."""
     ends: dict[tuple[str, str, int], list[float]] = {}
     for training in trainings:
         ends.setdefault(training.case, []).append(training.end)
@@ -104,7 +104,7 @@ def _lost(case: str, lost: float, *, judged: bool) -> Row:
 
 
 def draw(trainings: Sequence[Training], file: Path) -> None:
-    """One panel a recipe and objective, one line an alpha: the mean over its seeds, and from the least to the most."""
+    """Draw one panel per recipe and objective, with one line per alpha: the mean over seeds, and minimum to maximum."""
     from matplotlib.figure import Figure
 
     recipes = [recipe for recipe in RECIPES if any(t.recipe == recipe for t in trainings)]

@@ -1,9 +1,10 @@
-"""A recipe in one process, where every sample is as old as the bound allows.
+"""Trains a recipe in one process, with all samples as stale as the bound allows.
 
-The shipped learner, prompts, verifier and cold start; no actors, no engine. Version v is trained on samples of version
-max(0, v - alpha): in a run most samples are younger. Tokens are sampled by transformers, with their log-probs.
+It uses the shipped learner, prompts, verifier and cold start, without actors and engine. Version v is trained on
+samples of version max(0, v - alpha); in a real run most samples are fresher. transformers samples the tokens with
+log-probs.
 
-`python -m benchmarks.stale RECIPE --alpha 2 --set train.objective.kind=tis` trains one policy and prints how it went.
+`python -m benchmarks.stale RECIPE --alpha 2 --set train.objective.kind=tis` trains one policy and prints its progress.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TOLD = ("entropy", "grad_norm", "kl_behaviour", "explained_variance", "kl_refere
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A version that was looked at: held-out accuracy, mean reward of its batch, seconds of sampling and training."""
+    """An evaluated version: held-out accuracy, mean reward of its batch, seconds of sampling and training."""
 
     version: int
     accuracy: float
@@ -47,7 +48,7 @@ class Point:
 
 @torch.no_grad()
 def sample(model: Any, prompts: Sequence[Sequence[int]], config: RunConfig, draw: torch.Generator) -> list[Sampled]:
-    """`config.group_size` responses to each prompt. Prompts are padded on the left; ended rows are run no further."""
+    """Sample `config.group_size` responses per prompt, with left-padded prompts; finished rows are dropped."""
     size, end, width = config.group_size, model.config.eos_token_id, max(map(len, prompts))
     tokens = torch.tensor([[end] * (width - len(p)) + list(p) for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
@@ -76,7 +77,7 @@ def sample(model: Any, prompts: Sequence[Sequence[int]], config: RunConfig, draw
 
 
 class Stale:
-    """A policy, its learner, and the policies of the last versions."""
+    """A policy, its learner, and the policies of the last versions, from which it samples."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.config, self.task = config, RecipeTask(config, folder)
@@ -100,7 +101,7 @@ class Stale:
         self.held.append({name: tensor.clone() for name, tensor in from_files(self.learner.weights()).items()})
 
     def batch(self, version: int) -> TrajectoryBatch:
-        """Its samples are those of the oldest policy that is held."""
+        """Sample a batch from the oldest kept policy."""
         self._load(self.held[0])
         sampled_by = version + 1 - len(self.held)
         groups, size = self.config.groups, self.config.group_size
@@ -133,12 +134,12 @@ class Stale:
         )
 
     def accuracy(self) -> float:
-        """Of the newest policy, held out."""
+        """Return the held-out accuracy of the newest policy."""
         self._load(self.held[-1])
         return self.task.accuracy(self.sampler)
 
     def train(self, every: int) -> Iterator[tuple[Point, Mapping[str, float]]]:
-        """A point for each version that is looked at, with the learner's figures of the one before."""
+        """Train, and yield a point for each evaluated version, with the learner's metrics of the version before."""
         spent, reward = 0.0, 0.0
         told: Mapping[str, float] = {}
         for version in range(self.config.versions + 1):
@@ -155,7 +156,7 @@ class Stale:
 
 
 def policy_of(config: RunConfig, place: Path) -> Path:
-    """The folder of the cold start of a config, made if it is not there."""
+    """Return the folder with the config's cold start; create it if it is missing."""
     folder = place / f"start-{config.name}-{config.seed}"
     if not (folder / "model.safetensors").exists():
         start_policy(config, folder)
@@ -163,7 +164,7 @@ def policy_of(config: RunConfig, place: Path) -> Path:
 
 
 def points(config: RunConfig, place: Path, every: int, *, told: bool = False) -> list[Point]:
-    """A whole training; it ends early where a figure is not finite."""
+    """Execute a whole training; it ends early if a figure is not finite."""
     made: list[Point] = []
     try:
         for point, figures in Stale(config, policy_of(config, place)).train(every):

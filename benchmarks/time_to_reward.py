@@ -1,15 +1,15 @@
-"""Seconds to a held-out accuracy: `rollflow run` against TRL's GRPOTrainer, from the same weights, on two cores.
+"""Compares the time to a held-out accuracy of `rollflow run` and of TRL's GRPOTrainer, from the same weights.
 
-A recipe's prompts, reward and hyperparameters, for both. The policy comes out of the recipe's cold start once a seed.
-TRL generates by transformers, which is its way on a CPU (its releases support other versions of vLLM), on two threads.
-At alpha 0, engine and learner take turns: all of a version's responses run at once, and the learner has both cores.
-Seconds are those of training (TRL: of `train()`, less its evaluations; rollflow: from when its engines are ready to
-the version that has the accuracy). What comes before, imports, servers and engines, is told beside them. The accuracy
-is that of greedy answers to the held-out prompts, by one function for both, and costs neither of them time: a run's own
-evaluation, which is beside its training, is of one prompt.
+Both sides use a recipe's prompts, reward and hyperparameters. The policy comes from the recipe's cold start, once per
+seed. TRL generates with transformers on two threads, as it does on a CPU (its releases support other versions of vLLM).
+At alpha 0, engine and learner alternate: all responses of a version run at once, and the learner has both cores. Only
+training time counts (TRL: `train()` without evaluations; rollflow: from the time when its engines are ready to the
+version with the accuracy). The time before, for imports, servers and engines, is reported separately. The accuracy is
+that of greedy answers to held-out prompts, by the same function for both sides, outside of the measured time; the run's
+own evaluation during training uses only one prompt.
 
-Each run is kept as a file in `--runs`; one that is there is not made again, so a campaign can be made in parts:
-`python -m benchmarks.time_to_reward --runs FOLDER --systems trl --seeds 0 1`. The table is over all runs in the folder.
+Each run is stored as a file in `--runs` and is not repeated, so the measurement can be split:
+`python -m benchmarks.time_to_reward --runs FOLDER --systems trl --seeds 0 1`. The table covers all runs in the folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NO_TRL = "TRL is not measured: install it beside rollflow with `pip install trl=
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: (version, seconds of training, accuracy), and what the command took before its training began."""
+    """One run: (version, training seconds, accuracy), and the seconds before its training began."""
 
     system: str
     seed: int
@@ -46,13 +46,13 @@ class Run:
     before: float
 
     def seconds(self, accuracy: float) -> float | None:
-        """Of training, to the first version that was looked at and had it; None if none had."""
+        """Return the training seconds to the first evaluated version with this accuracy; None if there is none."""
         return next((seconds for _, seconds, found in self.points if found >= accuracy), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all runs share."""
+    """The settings that all runs share."""
 
     recipe: Path
     runs: Path
@@ -63,14 +63,14 @@ class Plan:
     engine: str
 
     def start(self, seed: int) -> Path:
-        """The policy that runs of a seed begin with."""
+        """Create the initial policy of a seed."""
         folder = self.runs / f"start-{seed}"
         if not (folder / "model.safetensors").exists():
             _child("benchmarks.reward_task", "start", str(self.recipe), str(folder), str(seed))
         return folder.absolute()
 
     def made(self, system: str, seed: int) -> Run:
-        """The run, from its file if it has one."""
+        """Return the run from its file, or execute it."""
         file = self.runs / f"{system}-{seed}.json"
         if not file.exists():
             run = self._trl(seed) if system == "trl" else self._rollflow(system, seed)
@@ -111,13 +111,13 @@ class Plan:
         return Run(system, seed, looks, first - began)
 
     def _in_turns(self) -> dict[str, int]:
-        """What is best where engine and learner never run at the same time."""
+        """Return the best settings for engine and learner if they never run at the same time."""
         config = load_recipe(self.recipe, [])
         return {"engine.max_concurrent_requests": config.groups * config.group_size, "train.threads": THREADS}
 
 
 def _child(module: str, *arguments: str, log: Path | None = None, home: Path | None = None) -> str:
-    """What a process of ours prints on standard output; the rest goes into `log`."""
+    """Run a process and return its standard output; other output goes to `log`."""
     environment = {**os.environ, **({"ROLLFLOW_HOME": str(home)} if home else {})}
     command = [sys.executable, "-m", module, *arguments]
     with open(log or os.devnull, "w") as errors:
@@ -132,7 +132,7 @@ def _read(file: Path) -> Run:
 
 
 def rows_of(runs: Sequence[Run], accuracies: Sequence[float]) -> Iterator[Row]:
-    """Medians over the seeds of each system, and how many of them got there; then TRL's over ours, seed by seed."""
+    """Return rows with each system's medians over seeds and its successful seeds, and TRL's time over ours per seed."""
     for system in SYSTEMS:
         own = [run for run in runs if run.system == system]
         if own:
@@ -148,9 +148,9 @@ def rows_of(runs: Sequence[Run], accuracies: Sequence[float]) -> Iterator[Row]:
 
 
 def _over(pairs: Sequence[tuple[Run, Run]], system: str, accuracy: float) -> Iterator[Row]:
-    """TRL's seconds over ours, seed by seed; where one never got there, the ratio to its last look is a bound.
+    """Return TRL's seconds over ours per seed; if one side never got there, its last evaluation gives a bound.
 
-    The median counts such a seed as more, or less, than all others; one where neither got there is left out.
+    The median counts such a seed as larger, or smaller, than all others. A seed where neither got there is left out.
     """
     what, found = f"TRL's seconds over ours to {accuracy:g}", list[float]()
     for mine, other in pairs:

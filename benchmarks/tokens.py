@@ -1,15 +1,15 @@
-"""What a token, and a response in flight, cost the process of the scheduler.
+"""Measures the cost of a token, and of a response in flight, in the scheduler's process.
 
     python -m benchmarks.tokens [--json FILE]
 
-The shipped scheduler, proxy, engine client, buffer and batches run as they do in a run. In the place of the engines'
-actor and of the verifier stand two that answer at once with bytes that were made before; requests and answers are
-pickled on the way, as Ray does. A batch is put together up to the bytes of its file, without the disk.
+The shipped scheduler, proxy, engine client, buffer and batches run as in a real run. The engines' actor and the
+verifier are replaced by ones that answer at once with prepared bytes; requests and answers are pickled, as by Ray. A
+batch is encoded as a file, but not written to disk.
 
-- A token: CPU time of long responses less that of short ones, by the tokens that these have more. What does not depend
-  on the length drops out. Half of the responses come with a report of half of their tokens first, as slow ones do.
-- A response in flight: memory that Python has handed out, by the requests that wait for an engine's answer. The second
-  row has a report of 1,000 tokens for each.
+- A token: the CPU time of long responses minus that of short ones, divided by the difference in tokens. So costs that
+  do not depend on the length cancel. Half of the responses first report half of their tokens, as slow ones do.
+- A response in flight: the memory that Python has allocated, divided by the requests that wait for an engine's answer.
+  In the second row each request has a report of 1,000 tokens.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ TOKEN_MICROSECONDS, FLYING_BYTES = 0.05, 2_048  # targets
 
 
 class Call:
-    """A method of the actor."""
+    """A remote method of the actor."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
 
     def remote(self, *arguments: Any) -> asyncio.Future[Any]:
-        """As Ray's: it begins at once."""
+        """Start the call at once, as Ray does."""
         return asyncio.ensure_future(self._called(*arguments))
 
     async def _called(self, *arguments: Any) -> Any:
-        """Both ways in bytes."""
+        """Call the method with pickled arguments and a pickled result."""
         found = await self._method(*pickle.loads(pickle.dumps(arguments, 5)))  # noqa: S301  made right here
         return pickle.loads(found) if isinstance(found, bytes) else found  # noqa: S301
 
 
 @dataclass
 class Actor:
-    """Stands for an `EngineActor`: each response has `tokens` tokens, of version 0; none ends if `hangs`."""
+    """A fake `EngineActor`: each response has `tokens` tokens of version 0; if `hangs`, no response ends."""
 
     tokens: int
     reported: int = 0
@@ -93,26 +93,26 @@ class Actor:
 
     @staticmethod
     def columns(ids: list[str], tokens: int) -> PackedPartials:
-        """So many tokens for each."""
+        """Return columns with so many tokens per response."""
         count = tokens * len(ids)
         columns = Int32s.same(7, count).data, Float32s.same(-1.5, count).data, Int32s.same(0, count).data
         return ids, *columns, [tokens] * len(ids)
 
 
 class Here:
-    """`WeightsSource`."""
+    """A `WeightsSource` without weights."""
 
     patience = None
 
     def weights(self, version: int) -> Path:
-        """There are none."""
+        """Return no weights."""
         return Path()
 
 
 async def scheduler_of(
     actor: Actor, batches: int, groups: int, commit: Callable[[StagedBatch], Awaitable[None]]
 ) -> RolloutScheduler:
-    """The scheduler of a run with one engine."""
+    """Create the scheduler of a run with one engine."""
     count = groups * GROUP_SIZE
     proxy = InferenceProxy([RayEngine(actor)], count)
     await proxy.update(0, Here(), WeightsProbe((), (), 0.0), "continue")
@@ -134,18 +134,18 @@ async def scheduler_of(
 
 
 async def judged(request: ScoreRequest) -> Score:
-    """A verdict, of whoever would have got the response."""
+    """Return a fixed score."""
     pickle.loads(pickle.dumps((Int32s.of(request.tokens).data, request.reference), 5))  # noqa: S301  made right here
     return Score(1.0, "")
 
 
 async def committed(staged: StagedBatch) -> None:
-    """The bytes of its file."""
+    """Encode a batch as the bytes of its file."""
     TrajectoryBatch.from_groups(staged.groups).to_bytes()
 
 
 def seconds(tokens: int) -> float:
-    """CPU seconds of a run of responses of so many tokens."""
+    """Return the CPU seconds of a run with responses of so many tokens."""
     gc.collect()
     began = time.process_time()
 
@@ -158,14 +158,14 @@ def seconds(tokens: int) -> float:
 
 
 def microseconds_a_token() -> float:
-    """The least of several turns: what else runs makes it longer, nothing makes it shorter."""
+    """Return the smallest of several measurements, because other work can only increase them."""
     seconds(SHORT)
     more = min(seconds(LONG) for _ in range(TURNS)) - min(seconds(SHORT) for _ in range(TURNS))
     return more / (BATCHES * GROUPS * GROUP_SIZE * (LONG - SHORT)) * 1e6
 
 
 def bytes_in_flight(reported: int) -> float:
-    """Memory of a response that an engine works on, with the tokens it has reported."""
+    """Return the memory of a running response, with its reported tokens."""
 
     async def main() -> float:
         actor = Actor(0, reported, hangs=True)
@@ -186,7 +186,7 @@ def bytes_in_flight(reported: int) -> float:
 
 
 def rows() -> Sequence[Row]:
-    """All figures."""
+    """Return all rows."""
     bare, with_tokens = bytes_in_flight(0), bytes_in_flight(REPORTED)
     return [
         at_most("scheduler's process", "µs a token", microseconds_a_token(), TOKEN_MICROSECONDS),
@@ -196,7 +196,7 @@ def rows() -> Sequence[Row]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the table."""
     chosen = arguments(__doc__.splitlines()[0] if __doc__ else "").parse_args()
     publish(rows(), "tokens in the scheduler's process", chosen.json)
 

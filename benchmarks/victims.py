@@ -1,4 +1,4 @@
-"""Where a run's processes are, by role: what chaos kills. Linux; finds only processes of one run home."""
+"""Finds and kills a run's processes by role, for `benchmarks.chaos`. Linux only; limited to one run home."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ RECORDED_AS = {  # how the run names a role's recovery; a reward worker's end is
 
 
 def is_record_of(role: str, recorded: str) -> bool:
-    """Whether a recovery is one of this role."""
+    """Return whether a recovery belongs to this role."""
     name = RECORDED_AS.get(role)
     return name is not None and (recorded.startswith(name) if name.endswith("-") else recorded == name)
 
 
 def mine(home: Path) -> Iterator[psutil.Process]:
-    """Living processes that were started with this run home."""
+    """List the living processes that were started with this run home."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and process.environ().get("ROLLFLOW_HOME") == str(home):
@@ -57,12 +57,12 @@ def mine(home: Path) -> Iterator[psutil.Process]:
 
 
 def find(home: Path, role: str) -> list[psutil.Process]:
-    """The processes of a role."""
+    """List the processes of a role."""
     return [process for process in mine(home) if _quietly(lambda one: _is(one, role), process)]
 
 
 def works(home: Path, role: str, process: psutil.Process) -> bool:
-    """Whether a process has come as far as doing its role's work (its imports take seconds)."""
+    """Return whether a process already does its role's work (its imports take seconds)."""
     if role == "prefect server":
         return any(_get(f"{api}/health") for api in _apis(home))
     if role == "runner":
@@ -73,7 +73,7 @@ def works(home: Path, role: str, process: psutil.Process) -> bool:
 
 
 def _apis(home: Path) -> set[str]:
-    """Addresses of the Prefect API that the home's processes were given."""
+    """Return the addresses of the Prefect API in the environment of the home's processes."""
     found = set()
     for process in mine(home):
         with contextlib.suppress(psutil.Error):
@@ -82,14 +82,14 @@ def _apis(home: Path) -> set[str]:
 
 
 def _flow_run(process: psutil.Process) -> Any:
-    """The flow run that a process executes, as its server knows it."""
+    """Return the flow run that a process executes, from its Prefect server."""
     environment = process.environ()
     url = f"{environment['PREFECT_API_URL']}/flow_runs/{flow_run_of(process)}"
     return _get(url, environment.get("PREFECT_API_AUTH_STRING", ""))
 
 
 def _get(url: str, auth: str = "") -> Any:
-    """What a URL answers (JSON), None if it does not."""
+    """Return the JSON answer of a URL; None if there is none."""
     header = {"Authorization": f"Basic {base64.b64encode(auth.encode()).decode()}"} if auth else {}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=header), timeout=5) as answer:
@@ -99,7 +99,7 @@ def _get(url: str, auth: str = "") -> Any:
 
 
 def kill(process: psutil.Process) -> bool:
-    """SIGKILL; whether there was still something to kill.
+    """Send SIGKILL; return whether there was a process to kill.
 
     Raises:
         RuntimeError: it lives on.
@@ -117,7 +117,7 @@ def kill(process: psutil.Process) -> bool:
 
 
 def _gone(process: psutil.Process) -> bool:
-    """Whether it runs no more; its parent may not have asked how it ended yet."""
+    """Return whether a process has ended; it may still be a zombie."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -125,7 +125,7 @@ def _gone(process: psutil.Process) -> bool:
 
 
 def kill_everything(home: Path) -> None:
-    """SIGKILL to all processes of the home, the guards first, so that nobody ends in order.
+    """Send SIGKILL to all processes of the home, to the guards first, so that no process shuts down in order.
 
     Raises:
         RuntimeError: one lives on.
@@ -162,7 +162,7 @@ def _is(process: psutil.Process, role: str) -> bool:
 
 
 def _flow_role(process: psutil.Process) -> str | None:
-    """The tag of the flow run that this process executes, if it is one; a supervisor gives itself its own, later."""
+    """Return the role tag of the flow run that this process executes, if any; a supervisor adds its tag later."""
     flow_run = flow_run_of(process)
     if not flow_run or not process.environ().get("PREFECT_API_URL"):
         return None
@@ -182,7 +182,7 @@ def _line(process: psutil.Process) -> str:
 
 
 def _quiet_line(process: psutil.Process) -> str:
-    """Empty if it has just ended."""
+    """Return the command line of a process; empty if it has just ended."""
     try:
         return _line(process)
     except psutil.Error:

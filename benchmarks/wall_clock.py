@@ -1,8 +1,8 @@
-"""The simulator against a clock on the wall: one small workload, simulated, and run on timed engines in Ray actors.
+"""Compares the simulator with real time: one small workload, simulated and run on timed engines in Ray actors.
 
-What runs is the same world as in the simulator: scheduler, proxy, controller, channel, timed rewards and learner. Only
-the engines live in actors, behind real calls, and time is real. Compared are the ratios of step times between ways to
-schedule, of runs that take turns. Run it as `python -m benchmarks.wall_clock`; it takes about four minutes.
+Both use the same scheduler, proxy, controller, channel, timed rewards and learner. In the measured runs the engines are
+Ray actors with real calls, and time is real. The benchmark compares the ratios of step times between scheduling
+policies, with runs in turns. Run it as `python -m benchmarks.wall_clock`; it takes about four minutes.
 """
 
 from __future__ import annotations
@@ -58,51 +58,51 @@ Steps = Mapping[str, Sequence[float]]  # case -> seconds of each step after the 
 
 
 class NoWeights:
-    """A `WeightsSource` for engines that read none."""
+    """A `WeightsSource` for engines that read no weights."""
 
     patience = None
 
     def weights(self, version: int) -> Path:
-        """See `WeightsSource`."""
+        """Return no weights."""
         return Path()
 
 
 class WallWorld(SimulatedRun):
-    """The simulated world with its engines in actors, which outlive it."""
+    """The simulated world with its engines in actors, which survive it."""
 
     def __init__(self, config: RunConfig, actors: Sequence[Any]) -> None:
         self._actors = actors
         super().__init__(config, HARDWARE, config, timeline=False)
 
     async def fetch(self, version: int) -> tuple[Any, WeightsProbe]:
-        """See `VersionFeed`."""
+        """Fetch a version without weights."""
         return NoWeights(), (await super().fetch(version))[1]
 
     def _engine(self, place: int) -> Any:
         return RayEngine(self._actors[place], name=f"engine-{place}")
 
     def _snapshot(self) -> Snapshot:
-        """What the engines did is their own affair."""
+        """Take no snapshot of the engines, which are in actors."""
         return Snapshot(asyncio.get_running_loop().time(), 0.0, 0.0, 0, 0.0)
 
     async def _close(self) -> None:
-        """Let nothing more begin; the next world takes the actors over."""
+        """Stop starting requests; the next world uses the actors again."""
         for engine in self.engines.values():
             await engine.suspend("restart")
 
 
 def recipe(case: str, seed: int) -> RunConfig:
-    """12 responses a step, on 8 slots."""
+    """Return a recipe with 12 responses per step, on 8 slots."""
     return RunConfig(groups=6, group_size=2, seed=seed, policy=PolicyConfig(path="none"), **CASES[case])
 
 
 def simulated(config: RunConfig, versions: int) -> list[float]:
-    """Seconds of each step, on the virtual clock."""
+    """Return the seconds of each step on the virtual clock."""
     return list(simulate(config, HARDWARE, versions=versions).figures.steps)
 
 
 async def measured(config: RunConfig, versions: int, actors: Sequence[Any]) -> list[float]:
-    """Seconds of each step, on the wall."""
+    """Return the seconds of each step in real time."""
     planned = {"engine": HARDWARE.engine(config), "versions": versions + config.capacity + 1}
     world = WallWorld(config.model_copy(update=planned), actors)
     began = asyncio.get_running_loop().time()
@@ -113,7 +113,7 @@ async def measured(config: RunConfig, versions: int, actors: Sequence[Any]) -> l
 
 @contextmanager
 def engine_actors() -> Iterator[list[Any]]:
-    """Timed engines, each in an actor of its own; Ray must be running."""
+    """Create timed engines, each in its own actor; Ray must be running."""
     config = HARDWARE.engine(recipe("queue, alpha = 0", 0))
     actors = [RayEngine.spawn(config, None).actor for _ in range(ENGINES)]
     try:
@@ -125,7 +125,7 @@ def engine_actors() -> Iterator[list[Any]]:
 
 
 async def by_turns(versions: int, seeds: Sequence[int], actors: Sequence[Any]) -> tuple[Steps, Steps]:
-    """All cases, one after another, once for each seed: on the wall, and simulated."""
+    """Run all cases in turns, once per seed, in real time and simulated."""
     wall: dict[str, list[float]] = {case: [] for case in CASES}
     virtual: dict[str, list[float]] = {case: [] for case in CASES}
     for seed in seeds:
@@ -138,13 +138,13 @@ async def by_turns(versions: int, seeds: Sequence[int], actors: Sequence[Any]) -
 
 
 def ratios(steps: Steps) -> dict[str, float]:
-    """By their names in `RATIOS`."""
+    """Return the ratios by their names in `RATIOS`."""
     mean = {case: statistics.fmean(seconds) for case, seconds in steps.items()}
     return {name: mean[one] / mean[other] for name, (one, other) in RATIOS.items()}
 
 
 def rows(wall: Steps, virtual: Steps) -> list[Row]:
-    """Step times and their ratios, with how far wall and simulation are apart."""
+    """Return rows with step times, their ratios, and the differences between real time and simulation."""
     found = []
     for case in CASES:
         on_wall, in_simulation = statistics.fmean(wall[case]), statistics.fmean(virtual[case])

@@ -1,6 +1,6 @@
-"""The workloads that scheduling is measured on, and what every section of it shares.
+"""The workloads of `benchmarks.scheduling`, and helpers that its sections share.
 
-Lengths are lognormal (sigma 1, cap 20 times the median unless said), 0.7 correlated within a prompt.
+Lengths are lognormal (sigma 1, truncated at 20 times the median unless stated), with correlation 0.7 within a prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEAN = MEDIAN * 1.6487  # of lognormal lengths that are not cut
 
 
 def recipe(alpha: float, groups: int, size: int, *, cap: int = CAP, **rollout: Any) -> RunConfig:
-    """A recipe to simulate: N groups of G responses a step, and no evaluations: rivals' figures have none either."""
+    """Return a recipe with N groups of G responses per step, without evaluations, as in the published figures."""
     return RunConfig.model_validate(
         {
             "async_ratio": alpha,
@@ -43,20 +43,20 @@ def recipe(alpha: float, groups: int, size: int, *, cap: int = CAP, **rollout: A
 
 
 def changed(hardware: Hardware, **sections: dict[str, Any]) -> Hardware:
-    """A hardware file with some keys changed."""
+    """Return a hardware file with some keys changed."""
     return hardware.model_copy(
         update={name: getattr(hardware, name).model_copy(update=keys) for name, keys in sections.items()}
     )
 
 
 def ran(config: RunConfig, hardware: Hardware, versions: int) -> Figures:
-    """Simulate; a dot on standard error for each simulation."""
+    """Run a simulation, and print a dot on standard error."""
     print(".", end="", file=sys.stderr, flush=True)
     return simulate(config, hardware, versions=versions).figures
 
 
 def bias(case: str, figures: Figures, *, limit: float | None = None) -> Iterator[Row]:
-    """The bias rows of a speed-up: trained lengths against the population's."""
+    """Return the bias rows of a speed-up: trained lengths against those of all prompts."""
     mean, p99 = figures.bias.mean_difference, figures.bias.p99_difference
     yield (
         Row(case, "bias: mean trained length, %", 100 * mean)
@@ -67,7 +67,7 @@ def bias(case: str, figures: Figures, *, limit: float | None = None) -> Iterator
 
 
 def rollout_only(engines: int, slots: int, **responses: Any) -> Hardware:
-    """Engines, and a learner that takes no time."""
+    """Return hardware with engines, and a learner that takes no time."""
     lengths = {"median": MEDIAN, "cap": CAP} | responses
     return changed(
         Hardware(),
@@ -77,8 +77,8 @@ def rollout_only(engines: int, slots: int, **responses: Any) -> Hardware:
 
 
 def long_tailed(slots: int = 32, slowing: float = 0.0) -> Hardware:
-    """128 prompts of one response a step: one engine without slowing is `slots` that are all alike; training takes
-    0.9 of what 32 slots take to generate."""
+    """Return a workload of 128 prompts with one response per step, on one engine with `slots` equal slots; training
+    takes 0.9 of the time that 32 slots need to generate."""
     return changed(
         rollout_only(32, 1) if slots == 32 and not slowing else rollout_only(1, slots),
         engines={"batch_slowdown": slowing},
@@ -87,7 +87,7 @@ def long_tailed(slots: int = 32, slowing: float = 0.0) -> Hardware:
 
 
 def of_128(part: int = 1, **engines: Any) -> Hardware:
-    """128 GPUs for 256 prompts x 16 responses a step, 59 : 69, or a part of them: 59 / part engines, rounded."""
+    """Return a workload for 128 GPUs (59 : 69) with 256 prompts x 16 responses per step, or for 1 / part of them."""
     count = round(59 / part)
     return changed(
         load_hardware(Path("rlvr-128")), engines={"count": count} | engines, learner={"gpus": 128 // part - count}
@@ -100,7 +100,7 @@ SLOWINGS = {10: 0.005, 40: 0.0815, 128: 0.0975}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One of the table of defaults."""
+    """A workload in the table of defaults."""
 
     name: str
     hardware: Hardware
@@ -111,12 +111,12 @@ class Workload:
     rollout: Mapping[str, Any] = field(default_factory=dict)
 
     def recipe(self, alpha: float, **rollout: Any) -> RunConfig:
-        """Its recipe, with choices."""
+        """Return the workload's recipe with changed keys."""
         return recipe(alpha, self.groups, self.size, cap=self.cap, **{**self.rollout, **rollout})
 
 
 def workloads() -> Iterator[Workload]:
-    """Those of the scheduling benchmark, the largest at a quarter of its size."""
+    """Return the workloads of the scheduling benchmark, the largest one at a quarter of its size."""
     for slots, slowing in SLOWINGS.items():
         quarter = of_128(4, max_concurrent_requests=slots, batch_slowdown=slowing)
         yield Workload(f"a quarter of 128 GPUs, {slots} slots, c = {slowing:g}", quarter, 64, 16, 24)

@@ -1,4 +1,4 @@
-"""Stores for a run: a folder and memory."""
+"""Fixtures: stores for a run, in a folder and in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a commit costs, counted: how often it is decided, and what waits for the disk."""
+"""Tests of the cost of a commit, as counts: decisions, hashes and disk syncs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_batch_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_long_columns_equal_the_groups_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Joined in Arrow's memory or in Python's, a batch is the same file; some groups add nothing to a column."""
+    """Columns joined in Arrow's memory or in Python's give the same file, also if a group adds nothing to a column."""
     one = group(0).trajectories[0]
     silent = replace(one, tokens=(), loss_mask=(), logprobs=(), versions=(), reason="")
     long = replace(one, tokens=(7,) * 3000, loss_mask=(True,) * 3000, logprobs=(-1.0,) * 3000, versions=(0,) * 3000)
@@ -75,7 +75,7 @@ def test_long_columns_equal_the_groups_columns(monkeypatch: pytest.MonkeyPatch) 
 
 
 def synced_by(work: Callable[[], object], root: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What `work` waited for, in order, as names below `root`."""
+    """Return the names below `root` that `work` synced, in order."""
     synced, fsync = list[str](), os.fsync
 
     def noted(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""An entry of the log as bytes: its JSON, its index object, and what is not an entry."""
+"""Tests of encoded log entries: JSON, index objects, and malformed entries."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_entry_above_the_size_limit_has_an_index(monkeypatch: pytest.MonkeyPatch
 
 
 def test_entry_json_is_stable() -> None:
-    """Every field stands in it, also one that has its default: a reader of its own needs no defaults."""
+    """The JSON contains every field, also those with default values, so that other readers need no defaults."""
     tree = json.loads(encode(entry(BatchCommitted(3, FILE, 6, (TrainedGroup(4, 1, 2, 3, 9),), (8,)))).data)
     tree.pop("seal")
     assert tree == {
@@ -109,7 +109,7 @@ def resealed(change: Callable[[dict[str, Any]], None]) -> bytes:
 
 
 def test_old_void_without_a_cause_means_damaged() -> None:
-    """And a reader passes over what it does not know, so that one of then reads what is written now."""
+    """Readers ignore unknown fields, so that an older reader can read newer entries."""
     older, newer = (resealed(lambda tree, at=at: at(tree["body"])) for at in (lambda b: b.pop("cause"), knows_more))
     for data in (older, newer):
         assert decode(data, 7, dict[str, bytes]().__getitem__).entry.body == BatchVoided(1, 5, "damaged", "damaged")
@@ -149,7 +149,7 @@ WHOLE = encode(entry(BatchCommitted(3, FILE, 8, (TrainedGroup(1, 0, 2, 3, 11),),
 @settings(max_examples=500, deadline=None)
 @given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
 def test_every_changed_byte_of_an_entry_is_detected(place: int, value: int) -> None:
-    """Neither a count nor a prompt: an altered entry is corrupt, and never another error."""
+    """Any altered byte makes an entry corrupt, and never raises another error."""
     data = bytearray(WHOLE)
     data[place] = value
     try:

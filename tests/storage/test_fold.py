@@ -1,8 +1,8 @@
-"""The rules of the log: any number of writers, each with a view as old as chance has it, against a plain model.
+"""Tests of the log's rules with random histories: several writers with views of random age, against a plain model.
 
-The model (`tests/support/log_model`) knows the entries alone and keeps all that ever happened. After every step the
-fold must say what it says; whoever is refused must be refused by it, too; and whatever entry is drawn, from legal ones
-by small changes, must be taken by both or by neither.
+The model (`tests/support/log_model`) knows only the entries and keeps the whole history. After every step the fold and
+the model must agree. An entry that the fold refuses must be refused by the model, too. Random entries, made from legal
+ones by small changes, must be accepted by both or by neither.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Actor = Supervisor | Scheduler | Learner
 
 
 class Killed(BaseException):
-    """The process is gone, in the middle of a write."""
+    """The process was killed during a write."""
 
 
 class Lossy(MemoryStore):
-    """Its next writes of entries go as `faults` says: the answer is lost, or the writer is killed."""
+    """A store whose next writes of entries fail as `faults` says: the answer is lost, or the writer is killed."""
 
     faults: ClassVar[deque[str]] = deque()  # of the one store that there is at a time
 
@@ -65,7 +65,7 @@ def same(one: RunState, other: RunState) -> bool:
 
 
 class Run(RuleBasedStateMachine):
-    """One run's log, with up to three writers of each role. Those that were deposed go on until they notice."""
+    """One run's log, with up to three writers of each role. Deposed writers continue until they notice."""
 
     @initialize(
         alpha=st.sampled_from([0, 0.5, 1, 2.5]),
@@ -319,7 +319,7 @@ TestRun = pytest.mark.many(Run.TestCase)
 
 
 def refusal(state: RunState, role: Role, claim: int, body: Json) -> str:
-    """Why the fold does not take an entry; "" if it does."""
+    """Return why the fold refuses an entry; "" if it accepts it."""
     try:
         decide(state, state.n + 1, role, claim, BODY.validate_python(body))
     except EntryRefused as error:

@@ -1,4 +1,4 @@
-"""What is garbage by a log: what nobody will name any more, and nothing else."""
+"""Tests of garbage collection: exactly the objects that no entry can name any more are garbage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def age(run: LocalStore, path: str, days: float) -> None:
 
 
 def left_by(actors: Actors, run: LocalStore) -> list[str]:
-    """What a learner and a scheduler wrote, and never named."""
+    """Return the objects that a learner and a scheduler wrote without an entry."""
     learner, scheduler = actors.learner.writer.claim, actors.scheduler.writer.claim
     paths = [
         f"policies/00000009/{learner}/weights.safetensors",
@@ -89,7 +89,7 @@ def test_younger_orphans_are_not_listed(run: LocalStore) -> None:
 
 
 def test_pruned_object_that_still_exists_is_garbage(run: LocalStore) -> None:
-    """Killed between the entry and the deletion, as often as there are versions."""
+    """The learner is killed between the entry and the deletion, once per version."""
     actors = Actors.begin(run)
     for _ in range(9):
         actors.train(1, prune=False)
@@ -115,7 +115,7 @@ def test_pruned_object_that_still_exists_is_garbage(run: LocalStore) -> None:
 @given(st.lists(st.sampled_from(["lives", "before", "after"]), min_size=1, max_size=12))
 @settings(deadline=None, max_examples=50)
 def test_leftovers_of_killed_learners_are_pruned_or_garbage(ends: list[str]) -> None:
-    """Killed before the entry that gives objects up, or after it: in the end what is needed is there, and no more."""
+    """The learner is killed before or after the pruning entry; in the end exactly the needed objects exist."""
     store = MemoryStore(uuid.uuid4().hex)
     begin(store, keep_last=2, keep_every=4, state_every=2)
     for end in [*ends, "lives"]:
@@ -135,7 +135,7 @@ def test_leftovers_of_killed_learners_are_pruned_or_garbage(ends: list[str]) -> 
 
 
 def needed(store: ObjectStore) -> set[str]:
-    """The objects of versions that must be there."""
+    """Return the objects of versions that must exist."""
     state, found = Log(store).state, set()
     for entry in of_kind(store, VersionPublished):
         assert isinstance(entry.body, VersionPublished)
@@ -145,7 +145,7 @@ def needed(store: ObjectStore) -> set[str]:
 
 
 def test_version_in_evaluation_is_no_garbage(run: LocalStore) -> None:
-    """A learner that put a version's pruning off, and died, leaves it to the next one."""
+    """If a learner has postponed a pruning and dies, the next learner prunes."""
     begin(run, keep_last=2, keep_every=100)
     policies, writer = train(run, 8)
     weights = policies.find(3).weights[0].path
@@ -174,7 +174,7 @@ def test_voided_batch_file_is_no_garbage(run: LocalStore) -> None:
 
 
 def test_object_of_unknown_origin_is_no_garbage(run: LocalStore) -> None:
-    """No claim, a claim that no entry is, and an entry that is no claim."""
+    """The path has no claim, a claim without an entry, or an entry that is no claim."""
     actors = Actors.begin(run).train(1)
     published = actors.learner.log.state.published
     strange = [
@@ -216,7 +216,7 @@ def test_unnamed_index_object_is_garbage_after_a_week(run: LocalStore) -> None:
 
 @pytest.mark.parametrize("segments", [True, False])
 def test_damaged_log_has_no_garbage(run: LocalStore, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless its segments have all that was damaged."""
+    """A log whose segments have all damaged entries still has garbage."""
     monkeypatch.setattr("rollflow.storage.log.snapshots.EVERY", 4)
     actors = Actors.begin(run).train(4)
     left = left_by(actors, run)
@@ -249,7 +249,7 @@ def test_log_with_a_refused_entry_has_no_garbage(run: LocalStore) -> None:
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_log_with_a_misplaced_entry_has_no_garbage(run: LocalStore, follows: bool) -> None:
-    """Under its supervisor a learner's claim deposes the one before it; under none it is refused."""
+    """A learner's claim under its supervisor deposes the learner before; without a supervisor it is refused."""
     actors = Actors.begin(run).train(2)
     left_by(actors, run)
     state, at = Log(run).state, store_clock(run)
@@ -264,7 +264,7 @@ def test_log_with_a_misplaced_entry_has_no_garbage(run: LocalStore, follows: boo
 
 
 class Listed(MemoryStore):
-    """Calls `after` once the folder `trajectories` was listed."""
+    """A store that calls `after` once the folder `trajectories` was listed."""
 
     after: Callable[[], object] = staticmethod(lambda: None)
 
@@ -276,7 +276,7 @@ class Listed(MemoryStore):
 
 
 def test_object_named_after_the_listing_is_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer named it, and was superseded, both after its file was listed."""
+    """The writer appended the entry and was superseded after the listing."""
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store).train(1)
     entry = actors.scheduler.commit()
@@ -295,7 +295,7 @@ def test_object_named_after_the_listing_is_no_garbage(monkeypatch: pytest.Monkey
 
 
 def test_collection_during_depositions_keeps_needed_objects() -> None:
-    """What deposed roles left is gone in the end, and all that an entry needs is there."""
+    """In the end the leftovers of deposed roles are removed, and all objects that an entry needs exist."""
     store, stop, freed = MemoryStore(uuid.uuid4().hex), threading.Event(), list[int]()
     actors = Actors.begin(store)
 
@@ -359,7 +359,7 @@ def test_abandoned_upload_is_removed_and_a_live_one_completes(monkeypatch: pytes
 
 @pytest.mark.slow
 def test_on_s3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stale upload, what a superseded claim left; a live upload ends well."""
+    """A stale upload and leftovers of a superseded claim are removed; a live upload completes."""
     with s3_server(BUCKET) as endpoint:
         use(endpoint, monkeypatch)
         run = S3Store(f"{BUCKET}/runs/mine")

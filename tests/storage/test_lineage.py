@@ -1,4 +1,4 @@
-"""What the log says of a prompt's dispatches, against the state; and versions found by bisection."""
+"""Tests of the fates of a prompt's dispatches against the state, and of finding versions by bisection."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def groups_of(store: MemoryStore, number: int) -> list[GroupKey]:
 
 
 def test_fates_names_each_fate_of_a_dispatch(store: MemoryStore) -> None:
-    """Left behind, then in a batch that was voided, then open, and trained on at last; and one that was filtered."""
+    """A dispatch is left behind, then in a voided batch, then open, then trained on; another one is filtered."""
     actors = Actors.begin(store).train(2)
     stale, gone = actors.scheduler.dispatch(2), actors.scheduler.dispatch(2)
     actors.scheduler.discard(0, DiscardReason.STALE)
@@ -74,7 +74,7 @@ def test_fates_names_each_fate_of_a_dispatch(store: MemoryStore) -> None:
 
 
 def test_in_flight_fate_names_the_newest_batch(store: MemoryStore) -> None:
-    """Batch 0 is damaged, and formed last; two batches that wait are newer."""
+    """Batch 0 is damaged and formed last, while two newer batches wait."""
     actors = Actors.begin(store)
     actors.ahead(3)
     actors.learner.log.follow()
@@ -114,7 +114,7 @@ def test_fates_agree_with_the_states_counts(store: MemoryStore) -> None:
 
 
 class Watched(MemoryStore):
-    """Calls `before` with the path of every read."""
+    """A store that calls `before` with the path of every read."""
 
     before: Callable[[str], object] = staticmethod(lambda path: None)
 
@@ -139,7 +139,7 @@ def test_written_yields_the_whole_range_of_entries(store: MemoryStore, first: in
 
 @pytest.mark.parametrize("reason", [DiscardReason.FILTERED, DiscardReason.STALE])
 def test_fates_reads_no_further_than_the_last_fate(store: MemoryStore, read: list[str], reason: DiscardReason) -> None:
-    """In vain, or trained on at its second attempt: nothing can come behind."""
+    """No fate can follow if the prompt was filtered, or trained on at its second attempt."""
     actors = Actors.begin(store)
     key = actors.scheduler.dispatch(0)
     actors.scheduler.discard(0, reason)

@@ -1,4 +1,4 @@
-"""The log: appending, following, damage, snapshots. Its rules have a test of their own (`test_fold`)."""
+"""Tests of the log: appending, following, damage, snapshots. `test_fold` tests its rules."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(store: MemoryStore | LocalStore, versions: int) -> tuple[Supervisor, Scheduler, Learner]:
-    """A run with so many versions."""
+    """Train a run with so many versions."""
     create_run(store)
     supervisor = Supervisor(store)
     scheduler, learner = Scheduler(store, supervisor.writer.claim), Learner(store, supervisor.writer.claim)
@@ -162,7 +162,7 @@ def test_supervisor_restart_deposes_no_healthy_role(store: MemoryStore) -> None:
 
 
 class Failing(MemoryStore):
-    """Raises before or after a write, as `fault` says of each path."""
+    """A store that raises before or after a write, as `fault` says for each path."""
 
     fault: Callable[[str], str] = staticmethod(lambda path: "")
 
@@ -219,7 +219,7 @@ def test_append_with_a_lost_answer_is_stored_once(failing: Failing, fault: str) 
 
 
 def test_successor_continues_after_a_kill_at_any_write(failing: Failing) -> None:
-    """Whatever write was the last one: what was committed counts once, what was not, never."""
+    """Whichever write was the last one, a committed entry counts once, and an uncommitted one never."""
     create_run(failing)
     supervisor = Supervisor(failing)
     writes = 0
@@ -257,7 +257,7 @@ def test_successor_continues_after_a_kill_at_any_write(failing: Failing) -> None
 
 
 def replayed(store: MemoryStore) -> object:
-    """The state by the entries alone, without any snapshot."""
+    """Return the state from the entries alone, without any snapshot."""
     copy = MemoryStore(uuid.uuid4().hex)
     for prefix in ("log", "log_index"):
         for path in store.list(prefix):
@@ -270,7 +270,7 @@ def replayed(store: MemoryStore) -> object:
 
 @pytest.mark.many
 def test_many_writers_and_readers_agree_and_none_starves(tmp_path: Path) -> None:
-    """Two of each role and ten readers, on a folder: the roles of each pair depose each other all the time."""
+    """Two writers of each role and ten readers use a folder; the two writers of a role keep deposing each other."""
     store = LocalStore(tmp_path)
     create_run(store)
     supervisor = Supervisor(store)
@@ -378,7 +378,7 @@ def test_missing_entry_without_a_segment_stops_all_readers(store: MemoryStore) -
 
 @pytest.mark.parametrize("how", ["altered", "cut", "forged"])
 def test_damaged_newest_entry_stops_all_readers(store: MemoryStore, how: str) -> None:
-    """Nothing vouches for the newest entry but its own seal, and the fold."""
+    """Only the seal and the fold can verify the newest entry."""
     *_, learner = train(store, 3)
     n = learner.log.claim("supervisor", who="the last").claim
     data = store.get(entry_path(n))
@@ -592,7 +592,7 @@ def test_damage_without_an_intact_copy_cannot_be_repaired(store: MemoryStore) ->
 
 
 def test_repair_counts_the_entries_that_follow(store: MemoryStore) -> None:
-    """Not the numbers up to a stray one."""
+    """Missing numbers before a stray entry do not count."""
     create_run(store)
     supervisor = Supervisor(store)
     Scheduler(store, supervisor.writer.claim), Learner(store, supervisor.writer.claim)

@@ -1,4 +1,4 @@
-"""The edges of the log: what a retry waits and writes, what stands behind a hole, which snapshots are there."""
+"""Tests of edge cases of the log: retries, entries after a gap, snapshots."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Instead of waiting: how long it would have been, at the longest draw."""
+    """Replace waits by a list of their longest possible durations."""
     found: list[float] = []
     monkeypatch.setattr("rollflow.storage.log.run_log.random.uniform", lambda low, high: high)
     monkeypatch.setattr("rollflow.storage.log.run_log.time.sleep", found.append)
@@ -45,7 +45,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_append_gives_up_if_the_store_answers_no_writes(store: Counting, pauses: list[float]) -> None:
-    """Each try has taken the store's own patience already."""
+    """Each try takes the store's whole patience."""
     log = claims(store, 2)
     Counting.broken["log"] = [Unreachable("no answer") for _ in range(99)]
     with pytest.raises(Unreachable, match=r"^no answer$"):
@@ -106,7 +106,7 @@ def test_refused_append_writes_nothing_and_is_not_retried(store: Counting, pause
 
 
 def test_data_is_written_once_over_all_tries(store: Counting, pauses: list[float]) -> None:
-    """Where the view was too old, where another was first, and where nobody answered."""
+    """The view was too old, another writer was first, or the store did not answer."""
     create_run(store)
     supervisor = Supervisor(store)
     learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
@@ -135,7 +135,7 @@ def test_refused_batch_is_not_written(store: Counting) -> None:
 
 
 def test_batch_that_lost_a_race_is_kept_on_a_local_disk(tmp_path: Path) -> None:
-    """There a name that is taken is seen before anything is written."""
+    """On a local disk an existing name is noticed before the write."""
     run = LocalStore(tmp_path)
     create_run(run)
     supervisor = Supervisor(run)
@@ -256,7 +256,7 @@ def test_start_reads_all_entries_after_a_snapshot(where: str, store: Counting, t
 def test_lost_race_retries_only_the_entry(
     kind: type[MemoryStore] | type[LocalStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another entry came once the data was written, which stays."""
+    """Another entry is appended after the data was written; the data stays."""
     run = MemoryStore(uuid.uuid4().hex) if kind is MemoryStore else LocalStore(tmp_path)
     named: list[str] = []
     create_naming = kind.create_naming
@@ -280,7 +280,7 @@ def test_lost_race_retries_only_the_entry(
 
 
 class Answerless(MemoryStore):
-    """Writes an entry the twentieth time it is asked, and never says so."""
+    """A store that writes an entry at the twentieth request, without an answer."""
 
     asked = 0
 
@@ -300,7 +300,7 @@ def test_entry_found_at_the_last_try_counts_as_appended(monkeypatch: pytest.Monk
 
 
 class Late(LocalStore):
-    """Entry 4 is not there when it is first asked for."""
+    """A store in which entry 4 is missing at its first read."""
 
     asked = 0
 

@@ -1,4 +1,4 @@
-"""Answers that come late or never: what was appended stands once, is known to who appended it, and stays."""
+"""Tests of late and lost answers: an appended entry is stored once, its writer gets it, and it stays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.log_runs import Actors
 
 
 class Late(MemoryStore):
-    """A request that it does not answer arrives while its sender waits."""
+    """A store in which an unanswered request arrives while its sender waits."""
 
     def __init__(self) -> None:
         super().__init__(uuid.uuid4().hex)
@@ -68,7 +68,7 @@ def test_append_read_by_another_thread_returns_its_entry(monkeypatch: pytest.Mon
 
 
 def test_unsynced_entry_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader's look at an entry proves nothing of its disk."""
+    """Reading an entry does not prove that it is durable."""
     store = LocalStore(tmp_path / "store")
     create_run(store)
     claim = Supervisor(store).writer.claim

@@ -1,4 +1,4 @@
-"""A node's cache: made once for all its processes, whole or not there, bounded, and nothing in use goes."""
+"""Tests of a node's cache: one fetch for all processes, complete folders only, bounded, held folders stay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HALVES = ("first", "second")
 
 
 def fill(folder: Path) -> None:
-    """What it held is counted beside the cache."""
+    """Fill a folder, and count the fill outside of the cache."""
     for half in HALVES:
         (folder / half).write_text(half)
         time.sleep(0.05)
@@ -48,19 +48,19 @@ def fills(cache: Path) -> int:
 
 
 def names(cache: Path) -> set[str]:
-    """Everything that lies in the cache but its locks."""
+    """List all names in the cache except the locks."""
     return {path.name for path in cache.glob("*/*") if path.name != ".lock"}
 
 
 def holder(cache: Path, name: str, told: Connection) -> None:
-    """A process that holds a folder until it is killed."""
+    """Run as a process that holds a folder until it is killed."""
     held = hold(cache, name)
     told.send(whole(held.folder))
     time.sleep(600)
 
 
 def half_filler(cache: Path, store: str, told: Connection) -> None:
-    """A process that is killed half way."""
+    """Run as a process that is killed while it fills a folder."""
 
     def half(folder: Path) -> None:
         (folder / HALVES[0]).write_text("")
@@ -117,7 +117,7 @@ def test_half_fetched_folder_is_never_used(cache: Path, processes: list[multipro
 def test_half_fetched_folder_is_removed_by_the_next_fetch(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
-    """Its own run may have ended: nobody would fetch for that one again."""
+    """Any run's fetch removes it, because its own run may have ended."""
     for store in ("s3://ended", "s3://one"):
         assert answered(start(processes, half_filler, cache, store))
     os.kill(processes[0].pid or 0, signal.SIGKILL)
@@ -168,7 +168,7 @@ def test_failed_fetch_leaves_nothing(cache: Path) -> None:
 
 
 def test_full_disk_drops_kept_folders_for_a_new_one(cache: Path) -> None:
-    """What nobody holds goes before a fetch fails for want of room; what is held stays."""
+    """Folders that are not held are removed before a fetch fails on a full disk; held folders stay."""
     held = hold(cache, "held")
     hold(cache, "unused")
 
@@ -196,7 +196,7 @@ def test_incomplete_folder_is_filled_again_even_if_held(cache: Path) -> None:
 def test_folder_from_before_the_last_boot_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it was synced."""
+    """Its files were never synced."""
     before = hold(cache).folder
     (tmp_path / "boot").write_text("another")
     monkeypatch.setattr(cache_of_a_node, "BOOT", tmp_path / "boot")

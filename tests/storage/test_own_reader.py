@@ -1,4 +1,4 @@
-"""A reader of sixty lines that knows nothing of rollflow proves alpha and exactly once from a run's folder alone."""
+"""Tests of an independent reader of sixty lines, which proves alpha and exactly-once from a run's folder alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALPHA = 2.5
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run at alpha 2.5 with discards of each reason, a voided batch that was formed again, and one that waits."""
+    """Create a run at alpha 2.5 with discards of each reason, a voided and reformed batch, and a waiting batch."""
     run = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(entries_module, "LARGEST", 1_000)  # of a batch that gives up many, the lists lie elsewhere
@@ -60,7 +60,7 @@ def write(store: LocalStore) -> None:
 
 @pytest.fixture
 def run(whole: Path, tmp_path: Path) -> Path:
-    """A copy to plant a fault in."""
+    """Copy the run, to plant a fault in the copy."""
     shutil.copytree(whole, tmp_path / "run")
     return tmp_path / "run"
 
@@ -72,13 +72,13 @@ def tree(run: Path, n: int) -> dict[str, Any]:
 
 
 def numbers(run: Path, kind: str) -> list[int]:
-    """The entries of a kind, without those whose lists lie elsewhere."""
+    """Return the numbers of entries of a kind, without those that have an index object."""
     found = (tree(run, n) for n in range(len(list((run / "log").iterdir()))))
     return [one["n"] for one in found if one["body"]["kind"] == kind and "index" not in one]
 
 
 def forge(run: Path, n: int, change: Callable[[Any], None]) -> None:
-    """Entry `n` with another body, and a chain of hashes that fits again: as whoever writes the whole log could."""
+    """Replace the body of entry `n`, and recompute the hash chain, as a writer of the whole log could."""
     one = tree(run, n)
     change(one["body"])
     data = seal_tree(one)
@@ -120,7 +120,7 @@ def test_alpha_altered_and_resealed_is_found(run: Path) -> None:
 
 
 def test_wrong_alpha_is_found_by_the_trained_groups(run: Path) -> None:
-    """With a chain that fits: some batch was started earlier than no asynchrony allows."""
+    """The hash chain is valid, but a batch was started earlier than the synchronous mode allows."""
     forge(run, 0, lambda body: body["config"].update(async_ratio=0))
     found = violations(run)
     assert found
@@ -246,7 +246,7 @@ def test_skipped_version_is_found(run: Path) -> None:
 
 
 def with_rows(run: Path, change: Callable[[TrajectoryBatch], TrajectoryBatch]) -> int:
-    """The newest batch with other rows than its entry says, under a hash that fits; returns its number."""
+    """Replace the rows of the newest batch, with a matching hash; return the batch's number."""
     n = numbers(run, "batch-committed")[-1]
     path = run / tree(run, n)["body"]["file"]["path"]
     data = bytes(change(TrajectoryBatch.from_bytes(path.read_bytes())).to_bytes())

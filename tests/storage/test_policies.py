@@ -1,4 +1,4 @@
-"""The policy store: what a published version promises, and what stays of it, on every store without a server."""
+"""Tests of the policy store's guarantees: published versions and pruning, on every store without a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.together import together
 
 
 def test_one_of_two_learners_publishes(run: ObjectStore) -> None:
-    """Two learners race for every version: exactly one publishes it, and its own objects are the ones named."""
+    """Two learners race for every version: exactly one publishes it, and the entry names that learner's objects."""
     batches, scheduler = ready(run)
     for version in range(1, 21):
         batches.waiting(version - 1)
@@ -96,7 +96,7 @@ def test_version_of_a_voided_batch_is_refused(run: ObjectStore) -> None:
 
 
 def present(policies: PolicyStore) -> dict[Kind, set[int]]:
-    """The versions whose objects are all in storage, by kind; of the others there is none."""
+    """Return by kind the versions whose objects are all in storage; other versions must have none."""
     found: dict[Kind, set[int]] = {kind: set() for kind in KINDS}
     for number in range(policies.newest() + 1):
         version = policies.find(number)
@@ -108,7 +108,7 @@ def present(policies: PolicyStore) -> dict[Kind, set[int]]:
 
 
 def required(rules: Retention, latest: int) -> dict[Kind, set[int]]:
-    """Word by word: what is kept, the newest, version 0, and from where each kept version is trained again."""
+    """Return the required versions by definition: kept versions, the newest, version 0, and all bases."""
     versions = range(latest + 1)
     kept = {v for v in versions if v > latest - rules.keep_last or v % rules.keep_every == 0}
     bases = {max(range(0, v, rules.state_every)) for v in kept if v}
@@ -125,7 +125,7 @@ RULES = st.fixed_dictionaries(
 @given(RULES, st.integers(1, 20))
 @settings(deadline=None, max_examples=50)
 def test_prune_keeps_exactly_the_needed_objects(rules: dict[str, int], versions: int) -> None:
-    """After every version: no more, and no less."""
+    """The check is made after every version."""
     run = MemoryStore(uuid.uuid4().hex)
     begin(run, **rules)
     (batches, scheduler), (policies, learner) = scheduling(run), learning(run)
@@ -164,7 +164,7 @@ def test_prune_appends_its_entry_before_deleting(memory: MemoryStore, monkeypatc
 
 
 def test_version_in_evaluation_is_not_pruned(memory: MemoryStore) -> None:
-    """Whoever learns next must wait as well."""
+    """The next learner must wait, too."""
     begin(memory, keep_last=2, keep_every=100)
     train(memory, 8)
     evaluated = False
@@ -179,7 +179,7 @@ def test_version_in_evaluation_is_not_pruned(memory: MemoryStore) -> None:
 
 
 def test_evaluated_version_is_pruned_at_the_runs_end(run: ObjectStore) -> None:
-    """The learner has ended by then: its supervisor prunes."""
+    """The supervisor prunes, because the learner has ended by then."""
     begin(run, keep_last=1, keep_every=100)
     policies, learner = train(run, 6)
     PolicyStore(policies.log, in_use=lambda version: True).prune(learner)
@@ -195,7 +195,7 @@ def test_evaluated_version_is_pruned_at_the_runs_end(run: ObjectStore) -> None:
 
 
 def test_in_use_is_called_once_per_version(memory: MemoryStore) -> None:
-    """Each question is requests of the store, and the learner waits for the answers."""
+    """Each call makes requests to the store, and the learner waits for them."""
     begin(memory, keep_last=1, keep_every=100)
     _, writer = train(memory, 8)
     asked: list[int] = []
@@ -211,7 +211,7 @@ def test_in_use_is_called_once_per_version(memory: MemoryStore) -> None:
 
 @pytest.mark.parametrize("damage", [b"rotten", None], ids=["damaged", "missing"])
 def test_unreadable_entry_does_not_block_other_prunings(memory: MemoryStore, damage: bytes | None) -> None:
-    """Its own objects stay until it can be read again."""
+    """The objects of the unreadable entry stay until it can be read again."""
     begin(memory, keep_last=1, keep_every=100)
     policies, writer = train(memory, 8)
     path = entry_path(policies.find(3).entry)

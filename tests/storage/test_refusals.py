@@ -1,4 +1,4 @@
-"""Each refusal of the fold, once: an entry that is legal but for one thing is refused for it, and changes nothing."""
+"""Tests of each refusal of the fold: an entry with a single fault is refused for it, and changes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.log_model import Model
 
 @dataclass
 class Rich:
-    """A run in which everything has happened: alpha 2, version 6, batches 6 and 8 wait, 7 was voided."""
+    """A run with all kinds of entries: alpha 2, version 6, batches 6 and 8 wait, batch 7 was voided."""
 
     store: MemoryStore = field(default_factory=lambda: MemoryStore(uuid.uuid4().hex))
     model: Model = field(default_factory=Model)
@@ -53,7 +53,7 @@ class Rich:
             learner.prune()
 
     def entry(self, kind: str, **fields: object) -> tuple[Role, int, Json]:
-        """A legal entry of a kind, and with these fields in its body."""
+        """Return a legal entry of a kind, with these fields in its body."""
         found = (entry for entry in legal(self.model) if entry[2]["kind"] == kind)
         return next(entry for entry in found if all(entry[2][name] == value for name, value in fields.items()))
 
@@ -92,17 +92,17 @@ Change = Callable[[Rich], tuple[Role, int, Json]]
 
 
 def by(role: Role, kind: str, under: Role | None = None) -> Change:
-    """A legal entry of a kind, but by this role, or under that one's claim."""
+    """Return a legal entry of a kind, but by another role or under another claim."""
     return lambda rich: (role, rich.state.newest_claim(under or role), rich.entry(kind)[2])
 
 
 def claimed(role: Role, under: Callable[[Rich], int | None], shift: int = 0) -> Change:
-    """A claim of `role` under another one, or one that names another entry."""
+    """Return a claim of `role` under another claim, or one that names another entry."""
     return lambda rich: (role, rich.state.n + 1 + shift, rich.entry("claimed")[2] | {"under": under(rich)})
 
 
 def with_body(kind: str, change: Callable[[Rich, Json], Json], **fields: object) -> Change:
-    """A legal entry of a kind, but for what `change` puts into its body."""
+    """Return a legal entry of a kind, with the changes of `change` in its body."""
 
     def made(rich: Rich) -> tuple[Role, int, Json]:
         role, claim, body = rich.entry(kind, **fields)
@@ -116,12 +116,12 @@ def batch(change: Callable[[Json], Json]) -> Change:
 
 
 def issued(change: Callable[[int, int], list[int]]) -> Change:
-    """Batch 7, with other prompts than the next one of each source."""
+    """Return batch 7 with other prompts than the next one of each source."""
     return batch(lambda body: {"issued": change(*body["issued"])})
 
 
 def given_up(change: Callable[[int, int], list[list[int]]]) -> Change:
-    """Batch 7, which gives up other dispatches than its first one, which is open."""
+    """Return batch 7 with discards of other dispatches than its first one, which is open."""
 
     def changed(body: Json) -> Json:
         assert body["discards"]
@@ -131,7 +131,7 @@ def given_up(change: Callable[[int, int], list[list[int]]]) -> Change:
 
 
 def instead(key: Callable[[Rich], tuple[int, int]]) -> Change:
-    """Batch 7 with another dispatch in its first group."""
+    """Return batch 7 with another dispatch in its first group."""
     found = lambda rich, body: {"groups": [[*key(rich), 6, 6, 7], body["groups"][1]]}  # noqa: E731
     return with_body("batch-committed", found, number=7)
 
@@ -141,7 +141,7 @@ def fated(fate: str) -> Callable[[Rich], tuple[int, int]]:
 
 
 def group(place: int, by: int) -> Change:
-    """Batch 7, in whose first group one figure is another."""
+    """Return batch 7 with a changed figure in its first group."""
 
     def changed(body: Json) -> Json:
         one = list(body["groups"][0])
@@ -253,7 +253,7 @@ def test_refused_entry_changes_nothing(rich: Rich, name: str) -> None:
 
 
 def test_refusal_has_the_type_for_its_catcher(rich: Rich) -> None:
-    """A deposed role stops, a group that is too old is issued again, and anything else is an error."""
+    """A deposed role must stop, a group that is too old is issued again, and any other refusal is an error."""
     kinds = {name: type(refused(rich, change)) for name, (change, _) in REFUSALS.items()}
     assert {name for name, kind in kinds.items() if kind is GroupTooOld} == {"a group that is too old"}
     assert {name for name, kind in kinds.items() if kind is Superseded} == {
@@ -361,7 +361,7 @@ def test_retention_follows_config_and_alpha(alpha: float, store: dict[str, Any],
     (2.5, 2, True), (2.5, 3, False),
 ])  # fmt: skip
 def test_group_older_than_alpha_is_refused(alpha: float, ahead: int, taken: bool) -> None:
-    """Version 0 is the newest one: batch `ahead` is so many versions behind what it trains."""
+    """Version 0 is the newest one, so the groups of batch `ahead` have the staleness `ahead`."""
     store = MemoryStore(uuid.uuid4().hex)
     create_run(store, 9, keep_last=1)
     supervisor = Supervisor(store)

@@ -1,4 +1,4 @@
-"""What must stay of a run, against its definition: for all rules that are small enough to be tried out."""
+"""Tests of retention against its definition, for all small rules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ RULES = [Retention(*rules) for rules in product((1, 2, 3, 5), (1, 2, 3, 4, 7), (
 
 
 def kept(rules: Retention, latest: int) -> set[int]:
-    """The versions whose weights a person may count on."""
+    """Return the versions whose weights a user can rely on."""
     newest = set(range(max(0, latest - rules.keep_last + 1), latest + 1))
     return newest | set(range(0, latest + 1, rules.keep_every))
 
 
 def bases(rules: Retention, latest: int) -> set[int]:
-    """From where every kept version can be trained again: the newest one before it that stored its state."""
+    """Return the base of every kept version: the newest version before it that stored its state."""
     return {max(range(0, version, rules.state_every)) for version in kept(rules, latest) if version}
 
 

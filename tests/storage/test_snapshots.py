@@ -1,4 +1,4 @@
-"""Which snapshots and segments are there, which of them are read, and who waits for them."""
+"""Tests of snapshots and segments: which exist, which are read, and what waits for them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_snapshot_is_written_by_a_daemon_thread(store: Counting, monkeypatch: py
 
 
 def test_settle_waits_for_all_pending_snapshots(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of two is the slower one."""
+    """The first of two snapshots is the slower one."""
     done: list[int] = []
     gate = threading.Event()
 
@@ -87,7 +87,7 @@ def test_existing_segment_is_not_rewritten(store: Counting) -> None:
 
 
 def test_missing_segment_is_written_with_the_next_one(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But where one of its entries is lost: that holds up no other."""
+    """A segment with a lost entry is skipped, and blocks no other segment."""
     monkeypatch.setitem(Counting.broken, "log_segments", [StoreFailed("full") for _ in range(3)])
     log = claims(store, 9)
     assert list(store.list("log_segments")) == []
@@ -151,7 +151,7 @@ def test_unclaimed_role_has_the_claim_nobody(store: Counting) -> None:
 
 
 class Crowded(MemoryStore):
-    """An entry that is read waits until so many are read at the same moment."""
+    """A store whose reads of entries wait until so many reads are pending."""
 
     crowd: ClassVar[threading.Barrier | None] = None
 
@@ -163,7 +163,7 @@ class Crowded(MemoryStore):
 
 @pytest.mark.parametrize("window", [4, 1_024])
 def test_entries_after_a_snapshot_are_read_in_parallel(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    """As far as it is held: a log that no snapshot stands for is read in parts."""
+    """A log without a snapshot is read in windows of limited size."""
     store = Crowded(uuid.uuid4().hex)
     create_run(store)
     learner = Learner(store, Supervisor(store).writer.claim)

@@ -1,8 +1,8 @@
-"""Any order of commits, publications, deaths, damage and repeated calls, on the stores and the channel.
+"""Tests of stores and channel with random sequences of commits, publications, deaths, damage and repeated calls.
 
-What is remembered is what was committed, by its entry, and what was trained. The channel may hand out nothing but what
-waits by the log; whoever has its role is never refused; and at the end the audit, from storage alone, must find every
-dispatch with one fate. The rules of the log itself have a machine of their own (`test_fold`).
+The test remembers which entry committed each batch, and what was trained on. The channel may lease only batches that
+wait by the log, and the owner of a role is never refused. At the end the audit, from storage alone, must find every
+dispatch with one fate. `test_fold` tests the rules of the log in the same way.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARES = (0.5, 0.3, 0.2)
 
 
 class Scheduler:
-    """What the real one keeps in its head, without the engines: it dies by being forgotten."""
+    """The in-memory state of a scheduler, without engines; dropping the object simulates its death."""
 
     def __init__(self, run: MemoryStore) -> None:
         self.batches = TrajectoryStore(Log(run))
@@ -98,7 +98,7 @@ class Scheduler:
 
 
 class Learner:
-    """Its view of the run."""
+    """A learner's view of the run."""
 
     def __init__(self, run: MemoryStore) -> None:
         log = Log(run)
@@ -114,7 +114,7 @@ class Learner:
 
 
 class Run(RuleBasedStateMachine):
-    """One run's storage and channel, with as many schedulers and learners as chance will have."""
+    """One run's storage and channel, with random numbers of schedulers and learners."""
 
     @initialize()
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Numbers as bytes: they read like the tuple they were made of, and are what Arrow keeps."""
+"""Tests of token arrays: they read like tuples, and have the bytes of Arrow."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_same_repeats_a_number() -> None:
 
 
 def test_index_may_be_a_numpy_integer() -> None:
-    """An environment of one's own looks into its response with what it has found there."""
+    """A user-defined environment may index its response with NumPy integers."""
     flat = Int32s.of([4, 9, 7])
     assert flat[np.argmax(flat.array)] == 9
     assert flat[np.int64(1) :] == (9, 7)

@@ -1,4 +1,4 @@
-"""The trajectory store: what a commit and a void promise, on every object store that runs without a server."""
+"""Tests of the trajectory store's guarantees: commits and voids, on every object store without a server."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.support.together import together
 
 
 def content(committed: Path | pa.Buffer) -> pa.Buffer:
-    """The bytes of what a commit hands on."""
+    """Return the bytes of a commit's result."""
     return pa.py_buffer(committed.read_bytes()) if isinstance(committed, Path) else committed
 
 
 def again(run: ObjectStore, writer: Writer) -> tuple[TrajectoryStore, Writer]:
-    """The same claim, with a view of the run of its own."""
+    """Return a writer with the same claim and its own view of the run."""
     log = Log(run)
     return TrajectoryStore(log), Writer(log, writer.role, writer.claim)
 
@@ -57,7 +57,7 @@ def test_batch_is_read_as_committed(run: ObjectStore) -> None:
 
 
 def test_batch_number_is_committed_once(run: ObjectStore) -> None:
-    """Whoever commits it again has changed nothing: not the one who did, nor one who has another claim."""
+    """A second commit changes nothing, with the same claim or with another one."""
     first, writer = ready(run)
     entry, data = first.commit(writer, staged())
     before = run.get(entry_path(entry.n))
@@ -74,7 +74,7 @@ def test_batch_number_is_committed_once(run: ObjectStore) -> None:
 
 
 def test_file_without_an_entry_is_no_batch(run: ObjectStore) -> None:
-    """Killed between the two writes: nothing happened, and the next commit goes through."""
+    """After a kill between the two writes there is no batch, and the next commit succeeds."""
     first, writer = ready(run)
     run.put(f"trajectories/00000000-{writer.claim}-0a1b2c3d.arrow", b"half a fi")
     assert first.waiting(0) is None
@@ -93,7 +93,7 @@ def test_entry_of_another_kind_commits_no_batch(run: ObjectStore) -> None:
 
 
 def test_stale_groups_are_refused_before_anything_is_written(run: ObjectStore) -> None:
-    """At alpha 1, batch 2 takes what was started under version 1, and not what was started under version 0."""
+    """At alpha 1, batch 2 accepts groups that were started under version 1, but not under version 0."""
     begin(run, 1.0)
     train(run, 3)
     batches, writer = scheduling(run)
@@ -158,7 +158,7 @@ def test_foreign_file_is_corrupt(data: bytes | pa.Buffer, message: str) -> None:
     st.integers(0, 4000),
 )
 def test_any_damage_is_detected_or_harmless(flips: list[tuple[int, int]], start: int, cut: int) -> None:
-    """Whatever bytes arrive, the answer is a batch that can be read through or `Corrupt`; never another error."""
+    """Any bytes give a readable batch or `Corrupt`, and never another error."""
     data = bytearray(arrow_file(GOOD).to_pybytes())
     for place, value in flips:
         data[place % len(data)] = value
@@ -209,7 +209,7 @@ def test_rejected_batch_is_voided_although_intact(run: ObjectStore) -> None:
 
 
 def test_state_counts_the_redraws_of_a_prompt(memory: MemoryStore) -> None:
-    """Until it is trained on or filtered; and how many batches of one version were rejected."""
+    """The count ends when the prompt is trained on or filtered; rejected batches of a version are counted, too."""
     batches, writer = ready(memory)
     policies, learner = learning(memory)
 
@@ -240,7 +240,7 @@ def test_state_counts_the_redraws_of_a_prompt(memory: MemoryStore) -> None:
 
 
 def test_discards_include_those_of_voided_commits(run: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch 1 of three is damaged twice; each time there is more that was given up for it."""
+    """Batch 1 of three is damaged twice; each commit has further discards."""
     batches, writer = ready(run, async_ratio=2)
     for number in range(3):
         batches.commit(writer, staged(number))
@@ -301,7 +301,7 @@ def test_trained_batch_is_not_voided(run: ObjectStore) -> None:
 
 
 def test_void_that_loses_a_race_changes_nothing(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learner trains on the batch between the look at its file and the entry."""
+    """The learner trains on the batch between the check of its file and the entry."""
     batches, writer = ready(memory)
     batches.commit(writer, staged())
     policies, learner = learning(memory)
@@ -328,7 +328,7 @@ def test_verify_compares_bytes_with_the_commit(run: ObjectStore) -> None:
 
 
 def test_unseen_void_gives_no_dispatch_two_fates(run: ObjectStore) -> None:
-    """Its own groups are open as before, and count; those of the voided batch are open again."""
+    """The scheduler's own groups stay open and count; those of the voided batch are open again."""
     batches, writer = ready(run, async_ratio=2)
     _, learner = learning(run)
     for number in range(2):
@@ -348,7 +348,7 @@ def test_unseen_void_gives_no_dispatch_two_fates(run: ObjectStore) -> None:
 
 
 def test_void_keeps_the_cursor(run: ObjectStore) -> None:
-    """Two sources, batch 1 of three is lost: its group and what was in flight is open, the filtered ones are not."""
+    """With two sources, batch 1 of three is lost: its group and those in flight are open, but not the filtered ones."""
     batches, writer = ready(run, async_ratio=2, sources=2)
     groups, filtered = ((0, 1), (2,), (6,)), ((3,), (4, 5), (8,))  # by batch
     issued = (0, 1, 2, 3), (4, 5, 6), (8, 10)

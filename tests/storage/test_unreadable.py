@@ -1,4 +1,4 @@
-"""Only what is truly not there is missing: a process out of descriptors, or a stale mount, condemns nothing."""
+"""Tests that unreadable files do not count as missing, for a process out of descriptors or a stale mount."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ for name, what in found.items():
 
 
 def committed(run: ObjectStore) -> tuple[TrajectoryStore, Writer, PolicyVersion]:
-    """A run with a version of two shards, and a batch that waits; and the scheduler's view of it."""
+    """Create a run with a version of two shards and a waiting batch, and the scheduler's view of it."""
     begin(run)
     policies, learner = learning(run)
     weights = policies.stage(learner, 0, WEIGHTS)
@@ -98,7 +98,7 @@ def test_process_out_of_descriptors_quarantines_nothing(tmp_path: Path) -> None:
 
 
 def is_whole(batches: TrajectoryStore) -> None:
-    """Nothing was voided, and the batch can be read."""
+    """Return whether nothing was voided and the batch can be read."""
     assert batches.read(file_of(batches, 0)).size > 0
     assert batches.log.state.voids == 0
 
@@ -154,7 +154,7 @@ def test_missing_batch_file_is_quarantined(damage: str, tmp_path: Path) -> None:
 
 
 def test_full_disk_and_bad_source_give_different_errors(tmp_path: Path) -> None:
-    """`fetch` reads one file and writes another: which one fails says what to do."""
+    """`fetch` reads one file and writes another; the error depends on which one fails."""
     run = open_store(str(tmp_path / "run"))
     run.put("a", b"x" * 10)
     with pytest.raises(StoreFailed, match="No space left"):
@@ -182,7 +182,7 @@ def run_fetch_to_full(run: ObjectStore) -> None:
 
 
 def test_local_file_error_is_not_an_s3_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Certificates that cannot be read on the way to S3 do not make an object missing."""
+    """An unreadable certificate file does not make an object missing."""
     store = S3Store("bucket/run")
     monkeypatch.setattr(S3Store, "_call", failing(errno.ENOENT))
     with pytest.raises(Unreachable, match="No such file"):

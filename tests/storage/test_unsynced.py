@@ -1,4 +1,4 @@
-"""A disk that fails once an object has its name: what was committed is not told as nothing."""
+"""Tests of a disk that fails after an object has its name: a committed object is not reported as unwritten."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def local(tmp_path: Path) -> LocalStore:
 
 @pytest.fixture
 def break_next(monkeypatch: pytest.MonkeyPatch) -> Break:
-    """After this, the first folder that is synced after a link is not: that disk failed."""
+    """Make the first folder sync after the next link fail."""
     fsync, link, state = os.fsync, os.link, {"armed": False, "linked": False}
 
     def failing(descriptor: int) -> None:
@@ -88,7 +88,7 @@ def test_unsynced_append_is_read_again_and_stored_once(local: LocalStore, break_
 
 
 class Losing(LocalStore):
-    """Its disk fails once, when the entry is made and nothing of the file is there yet."""
+    """A store whose disk fails once, when the entry is created and the file is not durable yet."""
 
     failures = 1
 
@@ -101,7 +101,7 @@ class Losing(LocalStore):
 
 
 def test_lost_file_is_written_again_with_its_entry(tmp_path: Path) -> None:
-    """An entry of a second try must not name what the first one never wrote."""
+    """The entry of a second try must not name a file that the first try never wrote."""
     sound = LocalStore(tmp_path / "store")
     create_run(sound)
     claim = Supervisor(sound).writer.claim
@@ -118,7 +118,7 @@ def test_lost_file_is_written_again_with_its_entry(tmp_path: Path) -> None:
 
 
 def lost_answers(monkeypatch: pytest.MonkeyPatch, call: str, *, done: bool = True) -> None:
-    """From here on `os.link` (or another) reports that the disk failed, having done its work or not."""
+    """Make `os.link` (or another function) report a disk failure, after doing its work or without it."""
     real = getattr(os, call)
 
     def failing(*names: Path) -> None:
@@ -130,7 +130,7 @@ def lost_answers(monkeypatch: pytest.MonkeyPatch, call: str, *, done: bool = Tru
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
-    """From here on nobody can look at what lies under a name."""
+    """Make a path unreadable."""
     real = os.stat
 
     def failing(path: Path, **more: bool) -> os.stat_result:
@@ -185,7 +185,7 @@ def test_create_that_cannot_be_checked_is_unreachable(
 
 
 def test_own_rename_counts_despite_an_error(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a file system has no hard links, creators take turns and rename."""
+    """On a file system without hard links, creators rename under a lock."""
 
     def unsupported(source: Path, target: Path) -> None:
         raise OSError(errno.ENOTSUP, "Operation not supported")
@@ -222,7 +222,7 @@ def test_put_that_cannot_be_checked_is_unreachable(local: LocalStore, monkeypatc
 
 
 def test_named_put_is_not_reported_as_unwritten(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder cannot be synced: it is there, and nobody can say for how long."""
+    """The folder cannot be synced: the object exists, but may not survive a power cut."""
     local.put("a/object", b"old")
     with monkeypatch.context() as patch:
         failing_folder(patch, local.root / "a")
@@ -240,7 +240,7 @@ def test_put_with_an_unsyncable_folder_changes_nothing(local: LocalStore, monkey
 
 
 def failing_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """From here on this folder cannot be synced."""
+    """Make the sync of this folder fail."""
     fsync = os.fsync
 
     def failing(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""CPU seconds by role: what is counted once, and what goes on when a process or who looks at it is replaced."""
+"""Tests of CPU seconds by role: each process counts once, and sums survive replaced processes and observers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_vanished_service_adds_no_usage(tmp_path: Path) -> None:
 
 
 def test_process_id_survives_a_clock_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When it began is told by a clock that may be set; it would count twice."""
+    """A process id with the start time by the wall clock would count twice after a clock step."""
     seen, booted = CpuUsage(), psutil.boot_time()
     for step in (0.0, 3600.0, -3600.0):
         monkeypatch.setattr("psutil._pslinux.boot_time", lambda step=step: booted + step)
@@ -92,7 +92,7 @@ def test_process_id_survives_a_clock_step(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_ending_process_has_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel takes its memory away before it counts as ended, which lasts where it had much."""
+    """The kernel frees a process's memory before it counts as ended, which takes time for a large process."""
     monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [])
     with Runner(tmp_path / "log", {}, module="http.server", arguments=["0", "--bind", "127.0.0.1"]) as service:
         until(lambda: service.processes)

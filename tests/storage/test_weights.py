@@ -1,4 +1,4 @@
-"""Weights on their way to engines: checked before they serve, whole or not there, whoever else fetches them."""
+"""Tests of fetching weights for engines: checked before use, complete or absent, also with concurrent fetches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def version(run: ObjectStore) -> PolicyVersion:
 
 
 def published(run: ObjectStore) -> PolicyVersion:
-    """Version 0 of a run, of several shards."""
+    """Publish version 0 of a run with several shards."""
     begin(run)
     store, writer = learning(run)
     state = store.stage(writer, 0, {"learner/state.safetensors": b"s"})
@@ -45,12 +45,12 @@ def published(run: ObjectStore) -> PolicyVersion:
 
 
 def opened(run: ObjectStore) -> PolicyStore:
-    """As another process sees it."""
+    """Open the run as another process does."""
     return PolicyStore(Log(run))
 
 
 def lying(cache: Path) -> list[str]:
-    """The folders in a node's cache."""
+    """List the folders in a node's cache."""
     return sorted(path.name for path in cache.glob("*/*") if path.name != ".lock")
 
 
@@ -59,7 +59,7 @@ def whole(folder: Path) -> bool:
 
 
 def test_several_engines_fetch_concurrently(run: ObjectStore, version: PolicyVersion, tmp_path: Path) -> None:
-    """Each gets whole weights at any moment, and nothing else stays in the cache."""
+    """Each engine always gets complete weights, and nothing else stays in the cache."""
     barrier, right = threading.Barrier(6), []
 
     def fetch() -> None:
@@ -95,7 +95,7 @@ def test_a_damaged_cache_is_fetched_again(tmp_path: Path) -> None:
 
 
 def test_bytes_are_read_once_per_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hashed on their way, not afterwards; whoever else asks finds them checked. So it is with a store's own files."""
+    """Bytes are hashed during the fetch, and later callers find them checked; so it is with a store's own files."""
     hashed = []
     check = policies._check
     monkeypatch.setattr(policies, "_check", lambda *of: (hashed.append(of[0].path), check(*of)))
@@ -108,7 +108,7 @@ def test_bytes_are_read_once_per_node(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_next_version_releases_the_last_one(tmp_path: Path) -> None:
-    """What was asked for last stays, however much others fetch meanwhile."""
+    """The last requested version stays, however many versions others fetch."""
     run = open_store(f"memory://{uuid.uuid4().hex}")
     version = published(run)
     store, other = opened(run), opened(run)
@@ -124,7 +124,7 @@ def test_next_version_releases_the_last_one(tmp_path: Path) -> None:
 
 
 def test_other_weights_of_a_number_have_their_own_folder(tmp_path: Path) -> None:
-    """A run that was removed and begun again under its name has other weights under the same numbers."""
+    """A run that was deleted and created again with the same name has other weights for the same versions."""
     run = open_store(f"memory://{uuid.uuid4().hex}")
     version = published(run)
     opened(run).weights_folder(version, tmp_path)
@@ -140,14 +140,14 @@ def test_other_weights_of_a_number_have_their_own_folder(tmp_path: Path) -> None
 
 
 def fetched(run: ObjectStore, version: PolicyVersion, cache: Path, start: Barrier) -> Path:
-    """In a process of its own."""
+    """Fetch in a separate process."""
     start.wait(60)
     return opened(run).weights_folder(version, cache)
 
 
 @pytest.mark.slow
 def test_node_requests_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many of its processes want them at once."""
+    """Any number of processes of the node may request the files at once."""
     reads: Counter[str] = Counter()
     with s3_server("once", reads=reads) as endpoint, multiprocessing.get_context("spawn").Manager() as manager:
         use(endpoint, monkeypatch)

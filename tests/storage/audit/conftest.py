@@ -1,4 +1,4 @@
-"""Runs to be audited, in memory."""
+"""Fixtures: runs to be audited, in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(store: MemoryStore) -> MemoryStore:
-    """As `lagging`; nothing but its entries tells what its log was."""
+    """Return a run as `lagging`, without snapshots and stored audits."""
     lagging(store)
     assert audit(store).clean
     forget(store)

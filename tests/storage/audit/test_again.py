@@ -1,4 +1,4 @@
-"""What an audit leaves, what the next one reads, and how it is told of its progress."""
+"""Tests of repeated audits: stored results, what the next audit reads, and progress reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.log_runs import Actors, G, read
 
 
 class Counted:
-    """Reads of a store, by folder."""
+    """A store that counts its reads by folder."""
 
     def __init__(self, watched: Watched) -> None:
         self.name = watched.name
@@ -35,7 +35,7 @@ class Counted:
 
 @pytest.mark.parametrize("length", [5, 50])
 def test_second_audit_reads_only_new_entries(store: MemoryStore, watched: Watched, length: int) -> None:
-    """The same reads after fifty versions as after five."""
+    """The number of reads is the same after fifty versions as after five."""
     actors = Actors.begin(store).train(length)
     with Counted(watched) as whole:
         first = audit(watched)
@@ -64,7 +64,7 @@ def test_second_audit_reads_only_new_entries(store: MemoryStore, watched: Watche
 
 
 def test_new_entries_must_follow_the_audited_ones(store: MemoryStore) -> None:
-    """Chained in itself, it follows another entry than the one at which the audit ended."""
+    """The new entries form a valid chain, but do not follow the entry at which the audit ended."""
     actors = Actors.begin(store).train(1)
     assert audit(store).clean
     n, prev = len(read(store)), "0" * 64
@@ -105,7 +105,7 @@ def test_audit_with_violations_stores_nothing(store: MemoryStore, watched: Watch
 
 
 def test_plain_audit_withdraws_no_other_audit(store: MemoryStore) -> None:
-    """It is new: what was audited before was found whole. The next one begins there again."""
+    """The violation is in a new entry, so the next audit begins at the earlier result again."""
     actors = Actors.begin(store).train(2)
     assert audit(store).clean
     kept, end = list(store.list("audits")), len(read(store))

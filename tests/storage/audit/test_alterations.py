@@ -1,7 +1,7 @@
-"""Alterations of a finished run by an attacker who can write to its storage, and what finds each: `docs/audit.md`.
+"""Tests of alterations of a finished run by an attacker with write access, and of the checks that find them.
 
 All hashes and chains that depend on the altered part are recomputed, and the results of earlier audits are removed.
-The run is a real one, with its prompts, its log and its learner; only its responses are made up.
+The run is real, with prompts, log and learner; only its responses are made up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNSEEN = [  # a replay takes seconds
 
 @dataclass
 class Finished:
-    """A run that has ended, and two hashes of its log that are kept elsewhere."""
+    """A finished run, and two hashes of its log that are kept elsewhere."""
 
     context: RunContext
     anchors: tuple[Anchor, Anchor]
@@ -66,7 +66,7 @@ def forger(finished: Finished, tmp_path: Path) -> Forger:
 
 
 def audited(context: RunContext) -> AuditReport:
-    """Return the report of a deep audit that has read nothing of the run before."""
+    """Return the report of a deep audit without stored results."""
     fresh = RunContext(context.uri, context.cache)
     return audit(fresh.store, deep=True, expected=expected_of(fresh))
 
@@ -92,7 +92,7 @@ def test_alteration_is_found_as_documented(one: Alteration, forger: Forger, fini
 
 @pytest.mark.parametrize("one", UNSEEN)
 def test_replay_finds_alterations_as_documented(one: Alteration, forger: Forger) -> None:
-    """Replay what the audit does not find; a run that a replay cannot read counts as found."""
+    """Alterations that the audit does not find are replayed; a run that a replay cannot read counts as found."""
     one.forge(forger)
     forget(forger.store)
     context = RunContext(forger.context.uri, forger.context.cache)
@@ -108,5 +108,5 @@ def test_number_of_alterations_does_not_shrink() -> None:
 
 
 def test_documentation_has_the_alterations_table() -> None:
-    """See `alterations_of_log`: `python -m tests.support.alterations_of_log` prints it."""
+    """`python -m tests.support.alterations_of_log` prints the table."""
     assert table() in PAGE.read_text()

@@ -1,4 +1,4 @@
-"""Each fault in a batch is named, by kind and path: in its file, in its entry, or between the two."""
+"""Tests that each fault of a batch (in its file, in its entry, or between them) is reported by kind and path."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_additional_sample_is_found(run: MemoryStore) -> None:
 
 
 def all_five(group: TrajectoryGroup) -> TrajectoryGroup:
-    """The group with one sample more."""
+    """Return the group with one more sample."""
     first, *others = group.trajectories
     return replace(group, trajectories=(replace(first, sample=0), *others, replace(first, sample=4)))
 
@@ -83,7 +83,7 @@ def test_wrong_counts_and_versions_in_an_entry_are_found(
 
 
 def test_wrong_started_version_in_a_file_is_found(run: MemoryStore) -> None:
-    """Later than its tokens, and than its entry says; then earlier than that."""
+    """The start is later than its tokens and its entry; then it is earlier."""
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
     assert found(run) == {("lineage", path), ("stale", path)}
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=0)])
@@ -91,31 +91,31 @@ def test_wrong_started_version_in_a_file_is_found(run: MemoryStore) -> None:
 
 
 def test_single_stale_trajectory_is_found(run: MemoryStore) -> None:
-    """Its entry says nothing of it."""
+    """Only the file shows the fault, not the entry."""
     path = rebatched(run, 5, lambda groups: [of_first(groups[0], started_version=1), groups[1]])
     assert found(run) == {("lineage", path), ("stale", path)}
     assert "batch 5 has a trajectory of staleness 4, async_ratio is 3" in {v.what for v in audit(run).violations}
 
 
 def test_wrong_start_in_file_and_entry_is_found(run: MemoryStore) -> None:
-    """Both say the same; the tokens are older."""
+    """File and entry agree, but the tokens are older."""
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
     changed(run, committed(run, 3).n, lambda body: replace(body, groups=(body.groups[0], said(body, started=2))))
     assert found(run) == {("stale", path)}
 
 
 def said(body: BatchCommitted, **change: int) -> TrainedGroup:
-    """The second group of a commit, with something else said of it."""
+    """Return the commit with changed fields of its second group."""
     return body.groups[1]._replace(**change)
 
 
 def of_all(group: TrajectoryGroup, **change: object) -> TrajectoryGroup:
-    """The group with all its trajectories changed."""
+    """Return the group with all trajectories changed."""
     return replace(group, trajectories=tuple(replace(t, **change) for t in group.trajectories))  # type: ignore[arg-type]
 
 
 def test_tokens_of_a_future_version_are_stale(run: MemoryStore) -> None:
-    """In the file; then in the entry, too."""
+    """The fault is in the file, then in the entry, too."""
 
     def later(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
         return [groups[0], of_first(groups[1], versions=(-1, 2, 4))]
@@ -159,7 +159,7 @@ def test_altered_loss_mask_is_found(run: MemoryStore) -> None:
 
 
 def test_group_without_tokens_has_its_start_as_newest(run: MemoryStore) -> None:
-    """The last one of its batch."""
+    """The group is the last one of its batch."""
     none = {"tokens": (1, 2), "loss_mask": (False, False), "logprobs": (0.0, 0.0), "versions": (-1, -1)}
     rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], **none)])
     body = committed(run, 3).body
@@ -178,7 +178,7 @@ def test_swapped_batch_files_are_found(run: MemoryStore) -> None:
 
 
 def test_entries_with_swapped_files_are_found(run: MemoryStore) -> None:
-    """Size and hash are right; what is in them is not what the entries say."""
+    """Size and hash match, but the contents differ from the entries."""
     second, third = committed(run, 2), committed(run, 3)
     assert isinstance(second.body, BatchCommitted)
     assert isinstance(third.body, BatchCommitted)

@@ -1,4 +1,4 @@
-"""An audit beside a run that goes on accuses nobody."""
+"""Tests that an audit during a run reports no false violations."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_leftovers_of_deposed_writers_are_clean(store: MemoryStore) -> None:
 
 
 def test_pruning_during_an_audit_is_clean(store: MemoryStore, watched: Watched) -> None:
-    """What was needed when the log was read is pruned and gone when it is looked for."""
+    """An object that was needed when the log was read is pruned before the audit reads it."""
     actors = Actors.begin(store).train(3)
     gone = weights_of(store, 2)
 
@@ -122,7 +122,7 @@ def test_void_during_an_audit_is_clean(store: MemoryStore, watched: Watched) -> 
 
 
 def appended(store: MemoryStore, entry: Entry) -> None:
-    """One entry more, whatever the rules say of it."""
+    """Append one more entry, without applying the rules."""
     entries = read(store)
     state = Log(store).state
     one = replace(entry, n=len(entries), prev=state.sha256, version=state.version, batch=state.next_batch)
@@ -131,7 +131,7 @@ def appended(store: MemoryStore, entry: Entry) -> None:
 
 @pytest.mark.parametrize("of", ["batch", "weights"])
 def test_refused_entry_during_an_audit_excuses_nothing(store: MemoryStore, watched: Watched, of: str) -> None:
-    """Neither a void of a batch that was trained on, nor a pruning of what is needed."""
+    """The entry is a void of a trained batch, or a pruning of a needed object."""
     Actors.begin(store).train(2)
     last, batch = published(store, 2), committed(store, 1).n
     path = file_of(store, 1) if of == "batch" else weights_of(store, 2)
@@ -148,7 +148,7 @@ def test_refused_entry_during_an_audit_excuses_nothing(store: MemoryStore, watch
 
 
 def test_void_during_an_audit_counts_after_a_lost_entry(store: MemoryStore, watched: Watched) -> None:
-    """By what was folded there is no such batch."""
+    """The folded state does not contain the batch."""
     actors = Actors.begin(store).train(2)
     actors.ahead()
     actors.learner.log.follow()
@@ -167,7 +167,7 @@ def test_void_during_an_audit_counts_after_a_lost_entry(store: MemoryStore, watc
 
 
 def test_intact_voided_batch_is_not_counted(store: MemoryStore) -> None:
-    """Who voided it could not read it then."""
+    """The batch was unreadable when it was voided."""
     actors = Actors.begin(store).train(2)
     actors.ahead()
     actors.learner.log.follow()
@@ -178,7 +178,7 @@ def test_intact_voided_batch_is_not_counted(store: MemoryStore) -> None:
 
 
 def test_object_restored_during_an_audit_is_clean(store: MemoryStore, watched: Watched) -> None:
-    """Who holds bytes with the committed hash puts them back: looked at again, the batch counts."""
+    """Bytes with the committed hash are restored, so the batch counts at the second check."""
     Actors.begin(store).train(2)
     path = file_of(store, 1)
     data, reads = store.get(path), 0
@@ -197,7 +197,7 @@ def test_object_restored_during_an_audit_is_clean(store: MemoryStore, watched: W
 
 
 def test_entry_written_during_an_audit_is_no_gap(store: MemoryStore, watched: Watched) -> None:
-    """It was not there when it was asked for, the one behind it was: it is asked for again."""
+    """The entry was missing at its first read while the next one existed, so it is read again."""
     Actors.begin(store).train(4)
     forget(store)
     missed: list[str] = []

@@ -23,7 +23,7 @@ from tests.support.log_runs import Actors, RealScheduler, changed, of_kind, read
 
 
 def changed_run(alpha: float = 2.0, count: int = 3, /, **given: Any) -> tuple[MemoryStore, Actors]:
-    """Make a run that goes on under another config for as many versions."""
+    """Create a run that continues under another config for as many versions."""
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, alpha, versions=9)
     actors.train(count)
@@ -31,7 +31,7 @@ def changed_run(alpha: float = 2.0, count: int = 3, /, **given: Any) -> tuple[Me
 
 
 def resumed(store: MemoryStore, /, **given: Any) -> Actors:
-    """Let another supervisor change the config and start the roles again."""
+    """Let another supervisor change the config and restart the roles."""
     supervisor = Supervisor(store)
     supervisor.change(**given)
     claim = supervisor.writer.claim
@@ -58,7 +58,7 @@ def _bodies(store: MemoryStore) -> list[ConfigChanged]:
 
 
 def test_batch_is_audited_against_the_config_of_its_entry() -> None:
-    """A batch of before is two versions old; then alpha is 0, and what is looked at again goes by its own alpha."""
+    """An earlier batch is two versions old, then alpha becomes 0; a second check uses the batch's own alpha."""
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, 2.0, versions=9)
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_forged_change_is_found(forge: Any, kinds: set[str]) -> None:
 
 
 def test_removed_change_is_found() -> None:
-    """Without the change, the roles that it ended would go on, but new claims follow and nobody was deposed."""
+    """Without the change the roles would continue, but new claims follow although no role was deposed."""
     store, _ = changed_run(2.0, 2, async_ratio=0, rollout={"redundant_responses": 2})
     entries = [entry for entry in read(store) if not isinstance(entry.body, ConfigChanged)]
     rewritten(store, entries)
@@ -176,7 +176,7 @@ def test_random_runs_audit_clean(steps: list[tuple[str, int]]) -> None:
 
 
 def train(actors: Actors, count: int) -> None:
-    """So many versions, on what waits or on a batch more."""
+    """Train so many versions, on the waiting batch or on one more batch."""
     for _ in range(count):
         actors.learner.log.follow()
         if actors.learner.log.state.version not in actors.learner.log.state.waiting:
@@ -188,7 +188,7 @@ def train(actors: Actors, count: int) -> None:
 
 
 def _changed(store: MemoryStore, actors: Actors, what: str, value: int) -> Actors:
-    """The run under another config, unless the log refuses it: then as it was."""
+    """Return the run under another config, or unchanged if the log refuses the config."""
     before = recorded_configs(Log(store))[-1].config
     values = {"versions": 50 + value, "store": {**before["store"], "keep_last": 1 + value}}
     key = what.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Each fault in the log's entries is named, by kind and path, and what follows is judged as far as it can be."""
+"""Tests that each fault of log entries is reported by kind and path, and later entries are still checked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.log_runs import (
 @pytest.mark.parametrize("segments", [True, False])
 @pytest.mark.parametrize("how", ["missing", "altered", "cut"])
 def test_damaged_entry_is_found(store: MemoryStore, how: str, segments: bool) -> None:
-    """It is named; with its segment the rest is judged as ever, without it, as far as that goes."""
+    """With the entry's segment all later entries are checked; without it, as far as possible."""
     Actors.begin(store).train(VERSIONS)
     if not segments:
         forget(store)
@@ -66,7 +66,7 @@ def test_several_missing_entries_are_read_from_their_segments(store: MemoryStore
 
 
 def test_segment_with_another_entry_repairs_nothing(store: MemoryStore) -> None:
-    """It is whole, and follows the one before; the entry behind it does not know it."""
+    """The segment's entry is intact and follows the entry before, but the next entry names another hash."""
     Actors.begin(store).train(VERSIONS)
     lines = store.get("log_segments/0000000004.jsonl").split(b"\n")
     lines[2] = encode(replace(read(store)[6], at=0.0)).data
@@ -95,7 +95,7 @@ def test_several_missing_entries_are_one_gap(run: MemoryStore) -> None:
 
 @pytest.mark.parametrize("end", [9, 10])
 def test_long_hole_in_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
-    """A plain audit lists the log, too: stray entries lie behind a hole that other readers take for the log's end."""
+    """A plain audit lists the log, too, and finds stray entries after a gap that readers take for the end."""
     monkeypatch.setattr("rollflow.storage.log.reading.AHEAD", 4)
     store = LocalStore(tmp_path)
     Actors.begin(store).train(VERSIONS)
@@ -158,7 +158,7 @@ def test_swapped_and_resealed_entries_are_found(run: MemoryStore) -> None:
 
 
 def test_swapped_entries_in_a_new_chain_are_found(run: MemoryStore) -> None:
-    """A version before the batch that it was trained on."""
+    """A version is published before the batch that it was trained on."""
     entries = read(run)
     n = committed(run, 2).n
     after = published(run, 3).n
@@ -224,7 +224,7 @@ def test_damaged_index_object_is_found(store: MemoryStore, how: str, kind: str) 
 
 
 def test_entries_after_a_lost_one_are_not_folded(store: MemoryStore) -> None:
-    """Without a pruning all that follows can follow; it is not known that it is right."""
+    """If the lost entry was a pruning, all later entries could be folded, but may be wrong."""
     Actors.begin(store).train(9)
     forget(store)
     lost = of_kind(store, Pruned)[0]
@@ -240,7 +240,7 @@ def test_hash_chain_is_checked_after_a_lost_entry(run: MemoryStore) -> None:
 
 
 def test_damaged_newest_entry_is_reported(store: MemoryStore) -> None:
-    """It is damaged, and not gone besides."""
+    """The entry is reported as damaged, and not as missing, too."""
     actors = Actors.begin(store).train(1)
     actors.ahead()
     actors.scheduler.log.settle()
@@ -260,7 +260,7 @@ def test_retention_is_checked_after_a_lost_entry(run: MemoryStore) -> None:
 
 @pytest.mark.parametrize("how", ["flipped", "gone"])
 def test_each_damaged_object_is_named(run: MemoryStore, how: str) -> None:
-    """But for the newest entry, when it is gone, and nobody else has seen it."""
+    """Only a missing newest entry that no witness has seen is not found."""
     newest = len(read(run)) - 1
     for path in list(run.list()):
         data = run.get(path)
@@ -287,7 +287,7 @@ def test_each_damaged_object_is_named(run: MemoryStore, how: str) -> None:
     ids=str,
 )
 def test_config_without_extra_responses_is_one_violation(run: MemoryStore, rollout: object) -> None:
-    """All else is judged as if a group had none to spare."""
+    """All other checks assume no extra responses."""
     changed_config(run, rollout=rollout)
     assert found(run) == {("lineage", entry_path(0))}
     [violation] = audit(run).violations
@@ -301,7 +301,7 @@ def test_undescribed_prompt_file_is_one_violation(run: MemoryStore, pin: dict[st
 
 
 def changed_config(run: MemoryStore, **other: object) -> None:
-    """The log with another config in its first entry, hashed and chained anew."""
+    """Return the log with another config in entry 0, with recomputed hashes."""
 
     def body(before: RunCreated) -> RunCreated:
         config = {**before.config, **other}

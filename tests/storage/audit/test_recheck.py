@@ -1,4 +1,4 @@
-"""What a plain audit checks again although an earlier one found it clean: entry 0, the newest entries, strays."""
+"""Tests of the entries that a plain audit checks again: entry 0, the newest entries, stray entries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.log_runs import Actors, changed, read, resealed, sha256_of
 
 @pytest.fixture
 def audited(store: MemoryStore) -> MemoryStore:
-    """Audited to its end, and nothing new since; only the audit's own word is left."""
+    """Return a run that was audited to its end, with only the audit's stored result left."""
     Actors.begin(store).train(8)
     assert audit(store).clean
     for folder in ("log_snapshots", "log_segments"):
@@ -31,7 +31,7 @@ def audited(store: MemoryStore) -> MemoryStore:
 
 
 def whole(body: object, alpha: float) -> object:
-    """Entry 0 with another alpha and the hash of that config."""
+    """Return entry 0 with another alpha and the hash of that config."""
     other = other_alpha(body, alpha)  # type: ignore[arg-type]
     return replace(other, config_sha256=sha256_of(other.config))
 
@@ -96,7 +96,7 @@ def test_plain_audit_finds_a_stray_entry(tmp_path: Path) -> None:
 
 
 def test_anchors_hold_as_the_run_goes_on(store: MemoryStore) -> None:
-    """So do those of a run that was killed between two anchors."""
+    """The anchors of a run that was killed between two anchors stay valid, too."""
     actors = Actors.begin(store).train(1)
     anchors = [first_anchor(store), newest_anchor(Log(store).state)]
     assert check_anchors(store, anchors) == []

@@ -1,4 +1,4 @@
-"""Each entry that cannot follow is named, by kind and path, and all else is judged as ever."""
+"""Tests that each refused entry is reported by kind and path, and everything else is still checked."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_commit_with_a_second_fate_is_a_duplicate(
     ],
 )
 def test_commit_of_future_versions_is_folded_as_fresh(run: MemoryStore, number: int, said: dict[str, int]) -> None:
-    """Its entry is named, and its file, which has others; nothing that follows is."""
+    """Its entry and its file (with other versions) are reported, but no later entry."""
     n, whole = committed(run, number).n, audit(run)
     changed(run, n, lambda body: replace(body, groups=(body.groups[0], body.groups[1]._replace(**said))))
     assert found(run) == {("stale", entry_path(n)), ("lineage", file_of(run, number))}
@@ -79,7 +79,7 @@ def test_commit_of_future_versions_is_folded_as_fresh(run: MemoryStore, number: 
 
 
 def test_commit_with_a_wrong_count_is_not_stale(run: MemoryStore) -> None:
-    """Its groups were begun and ended under version 0, the newest of then."""
+    """Its groups started and ended under version 0, the newest at that time."""
     n = committed(run, 0).n
     changed(run, n, lambda body: replace(body, rows=body.rows + 1))
     assert audit(run).violations[0].kind == "lineage"
@@ -87,7 +87,7 @@ def test_commit_with_a_wrong_count_is_not_stale(run: MemoryStore) -> None:
 
 
 def test_batch_committed_twice_is_a_duplicate(run: MemoryStore) -> None:
-    """Its number is taken, though every dispatch in it is a new one."""
+    """The batch number exists already, although all dispatches are new."""
     last, at, state = committed(run, VERSIONS), len(read(run)), Log(run).state
     assert isinstance(last.body, BatchCommitted)
     prompts = [state.cursor.upcoming[0], state.cursor.upcoming[1]]
@@ -125,7 +125,7 @@ def test_attempt_trained_on_twice_is_a_duplicate(store: MemoryStore) -> None:
 
 
 def test_inserted_commit_in_the_middle_is_found(run: MemoryStore) -> None:
-    """The very same commit once more: its number is taken. What follows folds as ever."""
+    """The same commit is inserted again: its number exists already. Later entries are folded."""
     again = committed(run, 2)
     inserted(run, again.n + 1, again)
     assert found(run) == {("duplicate", entry_path(again.n + 1))}
@@ -146,7 +146,7 @@ def test_inserted_commit_with_a_skipped_number_is_found(run: MemoryStore) -> Non
 
 
 def test_first_few_refused_entries_are_named(run: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without version 1 there is none that can follow."""
+    """Without version 1 no later version can follow."""
     monkeypatch.setattr("rollflow.storage.log.tolerant_fold.MOST", 3)
     n = published(run, 1).n
     rewritten(run, [one for one in read(run) if one.n != n])
@@ -169,7 +169,7 @@ def test_first_few_refused_entries_are_named(run: MemoryStore, monkeypatch: pyte
 
 
 def test_object_pruned_after_a_skipped_entry_is_not_missing(store: MemoryStore) -> None:
-    """It is refused, too: version 1 is not there, so that no other one is."""
+    """The pruning is refused, too, because version 1 and all later ones are missing."""
     Actors.begin(store).train(9)
     n = published(store, 1).n
     rewritten(store, [one for one in read(store) if one.n != n])
@@ -179,7 +179,7 @@ def test_object_pruned_after_a_skipped_entry_is_not_missing(store: MemoryStore) 
 
 
 def test_each_stale_commit_is_named(store: MemoryStore) -> None:
-    """They stop nothing that follows."""
+    """Stale commits do not stop later entries."""
     lagging(store)
     changed(store, 0, lambda body: other_alpha(body, 0.5))
     stale = {where for kind, where in found(store) if (kind, where[:4]) == ("stale", "log/")}
@@ -200,7 +200,7 @@ def test_inserted_version_is_found(run: MemoryStore) -> None:
 
 
 def test_version_published_twice_replaces_no_other(run: MemoryStore) -> None:
-    """The weights of the one that counts are gone; another entry names some that are there."""
+    """The weights of the valid version are missing; another entry names existing ones."""
     entry, lost, there = published(run, VERSIONS), weights_of(run, VERSIONS), weights_of(run, VERSIONS - 1)
     inserted(run, entry.n + 1, replace(entry, body=replace(entry.body, weights=(stored(run, there),))))  # type: ignore[arg-type]
     assert found(run) == {("lineage", entry_path(entry.n + 1))}
@@ -209,13 +209,13 @@ def test_version_published_twice_replaces_no_other(run: MemoryStore) -> None:
 
 
 def stored(run: ObjectStore, path: str) -> StoredObject:
-    """What is there, as an entry names it."""
+    """Return an existing object as an entry names it."""
     data = run.get(path)
     return StoredObject(path, len(data), hashlib.sha256(data).hexdigest())
 
 
 def test_inserted_void_of_a_trained_batch_is_found(run: MemoryStore) -> None:
-    """It excuses nothing of the batch, which is counted as ever."""
+    """The void excuses nothing, and the batch is still counted."""
     entry, path = committed(run, 2), file_of(run, 2)
     whole, at = audit(run), published(run, 3).n + 1
     body = BatchVoided(2, entry.n, "never")
@@ -229,7 +229,7 @@ def test_inserted_void_of_a_trained_batch_is_found(run: MemoryStore) -> None:
 
 @pytest.mark.parametrize("head", [{"version": 99}, {"version": 0}, {"batch": 99}])
 def test_wrong_head_of_an_entry_is_one_violation(run: MemoryStore, head: dict[str, int]) -> None:
-    """What is needed, too: a version that is not there makes none superfluous."""
+    """The needed objects do not change: a version that does not exist makes no other one superfluous."""
     entries, lost, damaged = read(run), weights_of(run, VERSIONS), file_of(run, 5)
     run.delete(lost)
     run.put(damaged, b"damaged")
@@ -243,7 +243,7 @@ def test_wrong_head_of_an_entry_is_one_violation(run: MemoryStore, head: dict[st
 
 
 def test_skipped_entry_does_not_set_the_newest_version(run: MemoryStore) -> None:
-    """Nor does its file stand for more than its own commit could have seen."""
+    """The entry's file is compared with the newest version at its commit."""
     entry, lost = committed(run, 2), weights_of(run, VERSIONS)
     at = entry.n + 1
     inserted(run, at, replace(entry, version=99))  # once more
@@ -260,7 +260,7 @@ def test_objects_of_a_skipped_version_are_checked(run: MemoryStore) -> None:
 
 
 def test_entry_of_a_deposed_role_is_found(run: MemoryStore) -> None:
-    """Whole, chained, and by a claim that holds no more."""
+    """The entry is intact and chained, but its claim is superseded."""
     Scheduler(run, Log(run).state.newest_claim("supervisor"))
     forget(run)
     last, at = committed(run, VERSIONS), len(read(run))
@@ -269,7 +269,7 @@ def test_entry_of_a_deposed_role_is_found(run: MemoryStore) -> None:
 
 
 def test_second_creation_is_ignored(run: MemoryStore) -> None:
-    """It would have a sample pass that was not asked for."""
+    """A second creation would allow an unrequested sample."""
     path = rebatched(run, 3, lambda groups: [of_first(groups[0], sample=4), groups[1]])
     first = read(run)[0]
     assert isinstance(first.body, RunCreated)
@@ -279,7 +279,7 @@ def test_second_creation_is_ignored(run: MemoryStore) -> None:
 
 
 def test_empty_batch_is_found(run: MemoryStore) -> None:
-    """Its entry and its file agree; the fold refuses it."""
+    """Entry and file agree, but the fold refuses the batch."""
     entry = committed(run, VERSIONS)
     path = file_of(run, VERSIONS)
     data = TrajectoryBatch.from_groups([]).to_bytes().to_pybytes()
@@ -289,7 +289,7 @@ def test_empty_batch_is_found(run: MemoryStore) -> None:
 
 
 def test_entry_after_a_skipped_one_sets_no_newest_version(run: MemoryStore) -> None:
-    """Under version 10**6 no other one would be needed."""
+    """With the claimed version 10**6, no other version would be needed."""
     entry, lost = committed(run, 2), weights_of(run, VERSIONS)
     at = entry.n + 1
     inserted(run, at, entry)

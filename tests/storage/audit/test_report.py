@@ -1,4 +1,4 @@
-"""What an audit counts; the run's config, the objects of its versions, and what others have seen of its log."""
+"""Tests of an audit's counts, of the run's config, of the objects of versions, and of witnesses of the log."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_audit_without_a_run_is_refused(store: MemoryStore) -> None:
 
 
 def test_config_hash_equals_that_of_the_log(store: MemoryStore) -> None:
-    """As JSON comes back, the config has the hash that the settings gave it."""
+    """The config read back from JSON has the hash of the original settings."""
     options = {"min_digits": 2, "rate": 1e-30, "names": ["ä", "b"]}
     prompts = (ReasoningGymPrompts(share=1 / 3), ReasoningGymPrompts(family="basic_arithmetic", options=options))
     config = RunConfig(async_ratio=0.1 + 0.2, prompts=prompts)
@@ -123,7 +123,7 @@ def test_edited_alpha_in_a_new_chain_is_found(run: MemoryStore) -> None:
 
 
 def test_edited_alpha_with_new_hashes_is_found(run: MemoryStore) -> None:
-    """The fold and the rows tell: the bound comes from storage, and the trajectories are older than it allows."""
+    """Fold and rows show the fault: the trajectories are older than the stored bound allows."""
 
     def stricter(body: RunCreated) -> RunCreated:
         body = other_alpha(body, 0.0)
@@ -223,7 +223,7 @@ def test_newest_witness_of_a_truncated_log_is_named(store: MemoryStore) -> None:
 
 @pytest.mark.parametrize("seen_by", ["audits", "log_snapshots"])
 def test_rewritten_log_is_found(run: MemoryStore, seen_by: str) -> None:
-    """Every hash is right, and the fold finds nothing: but for those who have seen it before."""
+    """All hashes match and the fold finds nothing; only witnesses show the fault."""
     if seen_by == "audits":
         assert audit(run).clean
     else:
@@ -256,7 +256,7 @@ def test_unreadable_witness_proves_nothing(run: MemoryStore, junk: bytes) -> Non
 
 @pytest.mark.parametrize("error", [Missing, Corrupt])
 def test_unreachable_witness_proves_nothing(store: MemoryStore, watched: Watched, error: type[Exception]) -> None:
-    """It is gone since it was listed, or its bytes are wrong."""
+    """The witness was deleted after the listing, or its bytes are wrong."""
     Actors.begin(store).train(1)
     assert audit(store).clean
     store.put(snapshots.snapshot_path(9_000, "f" * 64), b"")
@@ -271,7 +271,7 @@ def test_unreachable_witness_proves_nothing(store: MemoryStore, watched: Watched
 
 
 def test_witness_with_a_wrong_name_proves_nothing(store: MemoryStore) -> None:
-    """Neither one of a later entry, nor one of another hash."""
+    """The name has a later entry, or another hash."""
     Actors.begin(store).train(2)
     [*_, path] = store.list("log_snapshots")
     state = snapshots.from_bytes(store.get(path))

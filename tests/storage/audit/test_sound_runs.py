@@ -1,4 +1,4 @@
-"""A sound run has no violation: control paths on a virtual clock, with the shipping scheduler and the real log.
+"""Tests that valid runs have no violations: control paths on a virtual clock, with the shipped scheduler and log.
 
 Engines and verifier are timed, so a run takes a fraction of a second. None of these is a violation: the death of an
 engine, voids, restarts under a newer version, and the effects of alpha, filters, extra groups and responses, sources
@@ -24,7 +24,7 @@ from tests.support.pipeline import Pipeline
 
 
 class TwoTurns(Environment):
-    """A hint before the first generation, an answer to it, and tokens behind the last."""
+    """An environment with a hint before the first generation, a reply to it, and tokens after the last one."""
 
     async def play(self, episode: Episode) -> Score | None:
         """See `Environment`."""
