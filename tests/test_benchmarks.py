@@ -1,7 +1,7 @@
-"""Each benchmark still runs: with the smallest work that there is, in a process of its own, for its table of figures.
+"""Tests that each benchmark runs, at its smallest size, in its own process, and prints its table.
 
-What is short is in `make test`; whole runs and servers are in `make soak`. A module of `benchmarks/` without a row here
-is an error.
+Short benchmarks are in `make test`; whole runs and servers are in `make soak`. Every module of `benchmarks/` must have
+a row here.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SORTING = str(ROOT / "flows/recipes/sorting.toml")
 
 @dataclass(frozen=True)
 class Smoke:
-    """The smallest work of a benchmark: its options (`{}` is an empty folder), and constants of its module.
+    """The smallest size of a benchmark: its options (`{}` is an empty folder), and constants of its module.
 
-    `table`: whether it writes its rows with `--json`.
+    `table`: true if the benchmark writes its rows with `--json`.
     """
 
     options: str = ""

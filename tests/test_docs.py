@@ -1,4 +1,4 @@
-"""The docs name what is there: links, headings, paths, commands and options; and the configuration page is current."""
+"""Tests of the docs: links, headings, paths, commands and options exist, and the configuration page is current."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def code(page: Path) -> Iterator[str]:
-    """What stands in backticks: inline code, and the lines of fenced blocks."""
+    """Yield the code of a page: inline code, and the lines of fenced blocks."""
     text = page.read_text()
     for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
         yield from block.splitlines()
@@ -36,13 +36,13 @@ def code(page: Path) -> Iterator[str]:
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page, as GitHub makes them from its headings."""
+    """Return the anchors of a page, as GitHub creates them from its headings."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def broken_link(page: Path, link: str) -> str | None:
-    """What is wrong with a link; None if it leads somewhere, or out of the repository."""
+    """Return the fault of a link; None if its target exists, or is outside of the repository."""
     if link.startswith(("http://", "https://")):
         return None
     path, _, anchor = link.partition("#")
@@ -53,13 +53,13 @@ def broken_link(page: Path, link: str) -> str | None:
 
 
 def verbs() -> dict[str, argparse.ArgumentParser]:
-    """Each verb of the command line and its options."""
+    """Return the verbs of the command line with their options."""
     (found,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     return dict(found.choices)
 
 
 def wrong_command(verb: str, rest: str) -> str | None:
-    """What is wrong with `rollflow VERB ...`; None if it has that verb, and the verb these options."""
+    """Return the fault of `rollflow VERB ...`; None if verb and options exist."""
     known = verbs()
     if verb not in known:
         return f"rollflow {verb}: there is no such verb"

@@ -1,6 +1,6 @@
-"""The GPU kit without a GPU: what becomes of a part that fails, hangs or dies, and what the kit imports.
+"""Tests `benchmarks.gpu` without a GPU: parts that fail, hang or die, and its imports.
 
-The whole kit at a small size is in `tests/test_benchmarks.py`.
+`tests/test_benchmarks.py` runs all parts at a small size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tests of a group run in one process: else two engines fight for the cores, and a shared server is none."""
+"""Tests that the tests of a group run in one process, so that engines do not compete and servers are shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `infra/` offers beside Terraform and Kubernetes: the compose file, the image, the scripts."""
+"""Tests of the compose file, the image and the scripts of `infra/`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_secrets_are_new_each_time() -> None:
 
 
 def test_secrets_are_readable_by_their_owner_only(tmp_path: Path) -> None:
-    """And a file of secrets is never replaced: the databases were made with them."""
+    """An existing file of secrets is never replaced, because the databases use its secrets."""
     file = tmp_path / "env"
     first = subprocess.run([INFRA / "secrets.sh", file], umask=0o022)
     kept = file.read_text()
@@ -62,7 +62,7 @@ def test_secrets_are_readable_by_their_owner_only(tmp_path: Path) -> None:
 
 
 def test_compose_accepts_the_file() -> None:
-    """`docker compose config`, where there is a compose plugin."""
+    """The test runs `docker compose config` if the compose plugin is installed."""
     if (
         shutil.which("docker") is None
         or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
@@ -120,7 +120,7 @@ def test_bucket_is_created_once_and_versioned(bucket: ModuleType, capsys: pytest
 
 @contextmanager
 def slow_writes(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A server that checks in one step and writes in another, as several real ones did."""
+    """Start a server that checks and writes in separate steps, as several real servers did."""
     import moto.s3.responses as responses
 
     unlocked = responses.S3Response.put_object.__wrapped__  # type: ignore[attr-defined]
@@ -190,7 +190,7 @@ def test_stages_have_parents() -> None:
 
 
 def test_image_context_has_the_wheels_files() -> None:
-    """Nothing of a clone gets into the image by chance: no secrets, no environment, no runs."""
+    """No secrets, environments or runs of a clone get into the image."""
     lines = (REPOSITORY / ".dockerignore").read_text().split()
     assert lines[0] == "*"
     let = {line.removeprefix("!") for line in lines if line.startswith("!")}
@@ -212,7 +212,7 @@ def test_shell_scripts_parse(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 def test_wheelhouse_serves_a_machine_without_registry(tmp_path: Path) -> None:
-    """With two small pins: what it collects, its own script installs with the registry off."""
+    """With two small pins, the script installs from the collected wheels without a registry."""
     infra = tmp_path / "infra"
     infra.mkdir()
     for name in ("wheelhouse.sh", "constraints-build.txt"):

@@ -1,7 +1,7 @@
-"""The manifests of `infra/`: kustomize builds them, each object fits its schema, and what they name is there.
+"""Tests of the manifests of `infra/`: kustomize builds them, objects match their schemas, and references exist.
 
-Kubernetes' own schemas come with the package kubernetes-validate. KubeRay's is not in this repository: name the file
-`ray.io_rayclusters.yaml` of its release in ROLLFLOW_KUBERAY_CRD, and the Ray cluster is checked as well.
+Kubernetes' schemas come from the package kubernetes-validate. KubeRay's schema is not in this repository: to check the
+Ray cluster, too, set ROLLFLOW_KUBERAY_CRD to the file `ray.io_rayclusters.yaml` of its release.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", params=OVERLAYS)
 def objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What an overlay makes, with secrets of `infra/secrets.sh`."""
+    """Return the objects of an overlay, with secrets of `infra/secrets.sh`."""
     folder = tmp_path_factory.mktemp("kuberay") / "kuberay"
     shutil.copytree(KUBERAY, folder)
     lines = [f"{name}={value}\n" for name, value in {**secrets(), "RAY_TOKEN": "the token"}.items()]
@@ -66,7 +66,7 @@ def test_objects_match_kubernetes_schemas(objects: list[dict[str, Any]]) -> None
 
 
 def test_ray_cluster_pods_match_kubernetes_schemas(objects: list[dict[str, Any]]) -> None:
-    """The pods of a RayCluster are Kubernetes' own, whoever makes them."""
+    """The pods of a RayCluster must match Kubernetes' pod schema."""
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed (make install)")
     for spec in pods(objects):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
@@ -85,7 +85,7 @@ def test_ray_cluster_matches_its_schema(objects: list[dict[str, Any]]) -> None:
 
 
 def test_secrets_and_settings_exist(objects: list[dict[str, Any]]) -> None:
-    """Every key that a container reads is in a secret or map of the overlay, and no secret stands in a container."""
+    """Every key that a container reads is in a secret or map of the overlay, and no container contains a secret."""
     kept = {one["metadata"]["name"]: {*one["data"]} for one in objects if one["kind"] in ("Secret", "ConfigMap")}
     asked = set()
     for container in (container for pod in pods(objects) for container in pod["containers"]):
@@ -147,7 +147,7 @@ def test_ray_version_is_the_pinned_one(objects: list[dict[str, Any]]) -> None:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema as a server applies it with strict validation: what it does not name is refused."""
+    """Return the schema with strict validation, as a server applies it: unknown fields are refused."""
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""The wheel holds what the tree holds, under `rollflow` and nowhere else, and the CLI starts light."""
+"""Tests that the wheel has the tree's modules below `rollflow` only, and that the CLI imports no heavy package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAVY = ("torch", "ray", "vllm", "prefect", "mlflow", "transformers", "s3fs", "p
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The names in a wheel that is built from the tree."""
+    """Return the names in a wheel that is built from the tree."""
     built = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(built)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def in_tree(pattern: str) -> set[str]:
-    """Files of the three folders, by the names that they are to have in the wheel."""
+    """Return the files of the three folders, by their names in the wheel."""
     files = (file for folder in FOLDERS for file in (ROOT / folder).rglob(pattern))
     return {f"rollflow/{file.relative_to(ROOT).as_posix()}" for file in files}
 
@@ -67,7 +67,7 @@ def test_cli_loads_no_heavy_package() -> None:
 
 @pytest.mark.parametrize("python", ["3.11.0", "3.11.2", "3.11.99"])
 def test_pins_are_complete_on_every_supported_python(python: str) -> None:
-    """They are installed without what they ask for. Debian 12 has 3.11.2, where redis asks for one package more."""
+    """Pins are installed without dependencies. Debian 12 has 3.11.2, for which redis needs one more package."""
     lines = (ROOT / "infra/constraints-cpu.txt").read_text().splitlines()
     pins = [Requirement(line.partition("#")[0]) for line in lines if line.partition("#")[0].strip()]
     here = {"python_full_version": python, "extra": ""}
@@ -84,7 +84,7 @@ def test_pins_are_complete_on_every_supported_python(python: str) -> None:
 
 
 def test_gpu_pins_equal_the_cpu_pins() -> None:
-    """One set of versions runs everywhere; what differs is what vLLM and torch for CUDA name themselves."""
+    """All platforms use the same versions, except for the packages that vLLM and torch for CUDA require."""
 
     def pins(kind: str) -> dict[str, str]:
         lines = (ROOT / f"infra/constraints-{kind}.txt").read_text().splitlines()

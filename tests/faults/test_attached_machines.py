@@ -1,8 +1,8 @@
-"""A Ray cluster that is there already, with a token and TLS: wherever its supervisor is, a run trains on the nodes.
+"""Tests of runs on an existing Ray cluster with a token and TLS, with the supervisor on different machines.
 
     left: head, 1 CPU        right: 1 CPU        desk: joined without CPUs        stranger: no node
 
-The clusters are started as people do, by `ray start`, with the dashboard that takes jobs.
+The clusters are started by `ray start`, as users do, with the dashboard that accepts jobs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = ("left", "right", "desk", "stranger")
 
 
 class Attached:
-    """The machines, their cluster, and what a process needs to use it."""
+    """The machines, their cluster, and the environment of a process that uses it."""
 
     def __init__(self, machines: Machines, database: Path) -> None:
         every = [machines.machine(name, own_processes=True) for name in NAMES]
@@ -119,7 +119,7 @@ def test_attached_run_trains_on_the_nodes(attached: Attached, name: str) -> None
 
 
 def test_refused_cluster_gives_one_sentence(attached: Attached) -> None:
-    """Within seconds, by `check` as by `run`; without token, with another one, without TLS, and from no node."""
+    """`check` and `run` refuse within seconds: without token, with another one, without TLS, and outside the nodes."""
     desk, address = attached.desk, attached.address
     own = attached.environments["desk"]
     without_token = {name: value for name, value in own.items() if not name.startswith("RAY_AUTH")}

@@ -1,6 +1,6 @@
-"""The drill of `docs/recovery.md`, "Backup and restore": Postgres is lost while a run is under way, on real services.
+"""Tests the backup and restore of `docs/recovery.md`: Postgres is lost during a run, on real services.
 
-The databases that are restored are older than the run: neither Prefect nor MLflow knows its newest versions.
+The restored databases are older than the run, so neither Prefect nor MLflow knows its newest versions.
 """
 
 from __future__ import annotations

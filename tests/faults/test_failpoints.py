@@ -1,8 +1,8 @@
-"""SIGKILL just before and just after every single store write of a run: it goes on, and nothing is lost or doubled.
+"""Tests SIGKILL before and after every store write of a run: the run continues, and nothing is lost or duplicated.
 
-A child process runs the whole control path on a folder and kills itself at its n-th write; the parent walks n over
-all writes there are, until a run gets through. Each killed run is killed once more on its way back. What is between two
-writes is left to chance: roles that go on until somebody kills them.
+A child process runs the whole control path on a folder and kills itself at its n-th write. The parent increases n until
+a run ends without a kill. Each killed run is killed once more during its recovery. Kills between two writes happen at
+random times: roles run until they are killed.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ FORK = multiprocessing.get_context("fork")  # a fresh interpreter for each of so
 
 @pytest.fixture(autouse=True)
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed process wrote, the kernel has. Syncs are for a power cut, and half of the time here on a disk."""
+    """Turn off syncs, which take half of the time here: the kernel keeps the writes of a killed process."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @dataclass(frozen=True)
 class KillingStore(LocalStore):
-    """A folder whose writer dies at the `at`-th write, before or after it is tried. Some are written at a time."""
+    """A local store whose process dies at the `at`-th write, before or after it; some writes are concurrent."""
 
     at: int = 0
     after: bool = False
@@ -62,7 +62,7 @@ class KillingStore(LocalStore):
             super().create(path, data)
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
-        """Two writes, and what lies between them: the file has its name, the object that names it is not there."""
+        """Count both writes, and the moment between them, when the file exists but not the object that names it."""
         with ExitStack() as writes:
             writes.enter_context(self._write())
 
@@ -90,13 +90,13 @@ class KillingStore(LocalStore):
 
 
 def run_once(store: LocalStore, damage: Mapping[tuple[int, int], Damage]) -> None:
-    """A run of the whole control path, or what is left of it."""
+    """Execute the whole control path, or the rest of it after a kill."""
     pipeline = Pipeline(store, versions=VERSIONS, groups=GROUPS, group_size=1, keep_last=2, damage=damage)
     run_virtual(pipeline.run())
 
 
 def killed(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, after: bool) -> bool:
-    """Run in a child process; whether it died of its failpoint (else it ended well)."""
+    """Run in a child process; return whether it died at its failpoint instead of ending well."""
     child = FORK.Process(target=alone, args=(run_once, KillingStore(root, at=at, after=after), damage))
     child.start()
     child.join()
@@ -118,7 +118,7 @@ def test_kill_around_every_write_is_survived(tmp_path: Path, damage: Mapping[tup
 
 
 def survives(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, after: bool) -> bool:
-    """Kill a run at a write, kill its successor at some write of its own, let the third end; whether `at` was met."""
+    """Kill a run at a write and its successor at another write, let the third end; return whether `at` was reached."""
     met = killed(root, at, damage, after=after)
     if not met:
         return False
@@ -133,7 +133,7 @@ def survives(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, a
 
 
 def work(root: Path, role: Literal["scheduler", "learner"]) -> None:
-    """One role's process: begins from storage, and goes on until somebody kills it."""
+    """Run one role's process: start from storage, and work until it is killed."""
     store = LocalStore(root)
     under = Log(store).state.newest_claim("supervisor")
     actor = Scheduler(store, under) if role == "scheduler" else Learner(store, under)

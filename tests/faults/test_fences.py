@@ -1,4 +1,4 @@
-"""Two supervisors for one run: the older one learns that it was deposed, and stops, and the run loses nothing by it."""
+"""Tests two supervisors of one run: the older one is deposed and stops, and the run loses nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSIONS = 600  # enough for the second supervisor to begin before the first one
 
 
 def test_run_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
-    """As after a partition: the old supervisor, its learner and its scheduler are alive when the new ones begin."""
+    """As after a network partition, the old supervisor, learner and scheduler are alive when the new ones start."""
     recipe = RECIPE.format(seed=3, versions=VERSIONS, engine="timed", timing=TIMING["timed"])
     old = Victim(tmp_path / "old", recipe)
     elsewhere = tmp_path / "elsewhere"

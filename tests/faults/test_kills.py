@@ -1,4 +1,4 @@
-"""SIGKILL of anything, at random, on whole runs: they go on by themselves and nothing is lost."""
+"""Tests random SIGKILL of all roles of whole runs: they recover by themselves and nothing is lost."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_run_survives_kills_of_every_role(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def assert_in_mlflow(home: Path, recoveries: int, versions: int) -> None:
-    """Each recovery is counted, each version logged once."""
+    """Check that each recovery is counted, and each version is logged once."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{home}/mlflow/mlflow.db")
@@ -115,7 +115,7 @@ def assert_in_mlflow(home: Path, recoveries: int, versions: int) -> None:
 
 
 def sampled(run: Path, versions: int) -> tuple[list[list[str]], list[object]]:
-    """What a run trained on and what came of it: hashes of all weights, every trajectory but for its times."""
+    """Return the hashes of all weights of a run, and all trajectories without their times."""
     store = open_store(str(run))
     assert audit(store, deep=True).clean
     log = Log(store)

@@ -1,4 +1,4 @@
-"""A run on a cluster of others loses everything but its actors: these free what they hold, and the run can go on."""
+"""Tests leases: a run on a foreign cluster loses all processes but its actors, which then end and free resources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIVED_SECONDS = 10.0  # that the actors live on, at least: a supervisor may come
 
 @pytest.fixture
 def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]:
-    """A cluster that is not the run's: nobody ends it, or what is on it."""
+    """Start a cluster that the run does not own, so that the run ends neither it nor its actors."""
     head = RayHead(tmp_path / "elsewhere", cpus=2)
     for name, value in head.env.items():
         monkeypatch.setenv(name, value)
@@ -32,7 +32,7 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]
 
 
 def actors_on(head: RayHead) -> list[str]:
-    """The run's actors on the cluster, and the processes that these started."""
+    """Return the run's actors on the cluster, and their child processes."""
     titles = []
     for pid in head.processes:
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Two machines that share no disk: the run trains with an engine on each, loses one of them, goes on, audits clean."""
+"""Tests a run on two machines without a shared disk: it loses one machine, continues, and its audit is clean."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def machines() -> Iterator[Machines]:
 
 
 def join(machine: Machine, head: Machine | None) -> str:
-    """Start Ray on a machine: the head, or one more node; returns the head's address."""
+    """Start Ray on a machine, as the head or as one more node; return the head's address."""
     address = f"{(head or machine).address}:{PORT}"
     role = ["--join", address] if head else ["--port", str(PORT)]
     place = ["--ip", machine.address, "--temp", "/tmp/ray", "--ready", str(machine.home / "ready")]
@@ -92,14 +92,14 @@ def rollflow(*arguments: str) -> list[str]:
 
 
 def cached(machine: Machine) -> set[int]:
-    """The versions whose weights lie on a machine, in any folder that is its own."""
+    """Return the versions whose weights are cached on a machine, in any of its own folders."""
     top = machine.path("/home")
     found = (re.match(r"(\d{8})-", path.parent.name) for path in top.rglob("*.safetensors"))
     return {int(one[1]) for one in found if one}
 
 
 def actors(machine: Machine) -> set[str]:
-    """The kinds of actors that run on a machine."""
+    """Return the kinds of actors that run on a machine."""
     titles = []
     for process in machine.processes():
         with contextlib.suppress(psutil.Error):
@@ -110,7 +110,7 @@ def actors(machine: Machine) -> set[str]:
 @pytest.mark.soak
 @pytest.mark.parametrize("train", [ALONE, SPREAD], ids=["alone", "spread"])
 def test_run_on_machines_without_a_shared_disk(machines: Machines, prefect_database: Path, train: str) -> None:
-    """The engine on the machine without the learner proves its weights at every update: its log-probs are probed.
+    """The engine on the machine without the learner is probed at every weight update.
 
     A learner whose ranks are spread loses one of them with that machine.
     """
@@ -149,7 +149,7 @@ def test_run_on_machines_without_a_shared_disk(machines: Machines, prefect_datab
 
 
 def said(machine: Machine) -> str:
-    """The end of what the run's flows logged there."""
+    """Return the end of the flow logs on a machine."""
     logs = sorted((machine.path(machine.home) / "own/logs").rglob("*.log"))
     return "\n".join(line for log in logs for line in log.read_text(errors="replace").splitlines()[-60:])
 

@@ -1,4 +1,4 @@
-"""Two runs of one name, from two stores, on one cluster: neither takes the other's actors for its own."""
+"""Tests two runs with one name, from two stores, on one cluster: neither uses the other's actors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSIONS = 40
 
 @pytest.fixture
 def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]:
-    """A cluster that somebody else runs."""
+    """Start a cluster that the runs do not own."""
     head = RayHead(tmp_path / "elsewhere", cpus=2)
     for name, value in head.env.items():
         monkeypatch.setenv(name, value)
@@ -27,7 +27,7 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]:
 
 
 def test_runs_with_one_name_both_end_well(tmp_path: Path, head: RayHead) -> None:
-    """The second begins while the first trains, and goes on after the first has ended its actors."""
+    """The second run starts while the first one trains, and continues after the first has ended its actors."""
     options = "--set", f"cluster.address={head.address}"
     recipes = [
         RECIPE.format(seed=seed, versions=versions, engine="timed", timing=TIMING["timed"])

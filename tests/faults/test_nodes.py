@@ -1,4 +1,4 @@
-"""One node of a two-node Ray cluster dies, as a machine that loses power: the run goes on with what is left."""
+"""Tests the sudden death of one node of a two-node Ray cluster: the run continues on the other node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
 
 
 def actors_on(node: RayNode) -> list[str]:
-    """The run's actors on a node."""
+    """Return the run's actors on a node."""
     titles = []
     for pid in node.processes:
         with contextlib.suppress(psutil.NoSuchProcess):

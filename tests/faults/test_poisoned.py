@@ -1,4 +1,4 @@
-"""Whole runs in which some batches give a NaN: each is quarantined by name, and a learner may be killed behind it."""
+"""Tests whole runs in which some batches give a NaN: each is quarantined, also if a learner is killed after it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Poisoned(Objective):
 
 @pytest.fixture(autouse=True)
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An objective of somebody's own, which every process of a run can import."""
+    """Create a user-defined objective, which every process of a run can import."""
     folder = tmp_path / "own" / "poison"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
@@ -77,7 +77,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quarantined(run: Path) -> list[tuple[int, str, str]]:
-    """Of each voided batch its number, why, and the cause; after the run was looked at from all sides."""
+    """Check a run from all sides, and return the number, reason and cause of each voided batch."""
     store = open_store(str(run))
     report = audit(store, deep=True)
     assert report.violations == []
@@ -93,7 +93,7 @@ def quarantined(run: Path) -> list[tuple[int, str, str]]:
 
 
 def killed_behind_voids(home: Path, recipe: str, kills: int) -> Path:
-    """A run whose learner is killed as soon as the log has its next void, so many times."""
+    """Execute a run whose learner is killed several times, each time when the log has a new void."""
     victim = Victim(home, recipe)
     try:
         for _ in range(kills):
@@ -112,7 +112,7 @@ def killed_behind_voids(home: Path, recipe: str, kills: int) -> Path:
 
 
 def test_killed_synchronous_run_quarantines_the_same_batches(tmp_path: Path) -> None:
-    """Bit for bit: the same batches, the same prompts drawn again, the same versions."""
+    """Batches, repeated prompts and versions are the same, bit for bit."""
     recipe = RECIPE.format(alpha=0)
     whole, broken = (killed_behind_voids(tmp_path / name, recipe, n) for name, n in (("whole", 0), ("broken", 2)))
     assert quarantined(broken) == quarantined(whole)

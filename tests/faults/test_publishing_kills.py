@@ -1,7 +1,7 @@
-"""SIGKILL around every store write of a learner that publishes beside training: the next one ends at the same bits.
+"""Tests SIGKILL around every store write of a learner that publishes in the background: the result has the same bits.
 
-Each batch is there while the version that it trains is still on its way. What lies between two writes is what the step
-did meanwhile: a child dies with its next step anywhere between its beginning and its optimizer's step.
+Each batch exists while the version that it trains is still being published. So a child dies while its next step is
+anywhere between its start and its optimizer step.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ VERSIONS = 3
 
 
 def run_once(context: RunContext, store: KillingStore) -> None:
-    """The run, on that store, or what is left of it."""
+    """Execute the run on that store, or the rest of it after a kill."""
     vars(context)["store"] = store
     train(context, StoreFeed(context, ahead=True))
 
 
 def killed(run: tuple[Path, str], at: int, *, after: bool) -> bool:
-    """Whether a child process died at its `at`-th write (else it ended well)."""
+    """Return whether a child process died at its `at`-th write (otherwise it ended well)."""
     uri, cache = run[0], run[1]
     context = RunContext(str(uri), Path(cache))
     child = FORK.Process(target=alone, args=(run_once, context, KillingStore(uri, at=at, after=after)))
@@ -44,7 +44,7 @@ def killed(run: tuple[Path, str], at: int, *, after: bool) -> bool:
 
 
 def shas(context: RunContext) -> list[list[str]]:
-    """Of every version's objects."""
+    """Return the hashes of every version's objects."""
     return [[stored.sha256 for stored in context.policies.find(v).objects] for v in range(VERSIONS + 1)]
 
 

@@ -1,4 +1,4 @@
-"""Writers that want the same thing at the same moment: the log decides, one gets it, and the others stop."""
+"""Tests races of writers for the same entry: the log decides, one writer succeeds, and the others stop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Step = Callable[[Path, int, int], str]  # (root, round, racer) -> what it wrote;
 
 
 def race(root: Path, step: Step, rounds: int, racers: int = 2) -> list[list[str]]:
-    """Take each round at the same moment in several processes; returns what each round's winners wrote."""
+    """Start each round at the same moment in several processes; return the entries of each round's winners."""
     barrier, results = FORK.Barrier(racers), FORK.Queue()
     children = [FORK.Process(target=_racer, args=(root, step, rounds, n, barrier, results)) for n in range(racers)]
     for child in children:
@@ -60,7 +60,7 @@ def _racer(root: Path, step: Step, rounds: int, racer: int, barrier: Barrier, re
 
 
 def check_story(store: LocalStore) -> Model:
-    """The log by rules of its own: chained, one fate for each dispatch, each version on its batch."""
+    """Check the log independently of the fold: its chain, one fate per dispatch, each version's batch."""
     model = Model()
     for path in store.list("log"):
         model.take(store.get(path), store.get)
@@ -123,7 +123,7 @@ def test_only_the_newest_supervisor_continues(tmp_path: Path) -> None:
 
 
 def void_begin_or_commit(root: Path, number: int, racer: int) -> str:
-    """A learner voids batch 0, another scheduler begins, and the one that was there commits batch 1."""
+    """Void batch 0 as a learner, start another scheduler, or commit batch 1 as the old scheduler, by racer."""
     store = LocalStore(root / str(number))
     if racer == 0:
         batches = TrajectoryStore(Log(store))
@@ -137,13 +137,13 @@ def void_begin_or_commit(root: Path, number: int, racer: int) -> str:
 
 
 def _holder(store: LocalStore, role: str) -> Writer:
-    """Who was the first to claim a role, with a view of the log of its own."""
+    """Return the first owner of a role, with its own view of the log."""
     claim = next(entry for entry in of_kind(store, Claimed) if entry.role == role)
     return Writer(Log(store), claim.role, claim.claim)
 
 
 def test_racing_void_start_and_commit_stay_consistent(tmp_path: Path) -> None:
-    """Either the commit comes before the claim, and who begins counts it in, or it fails: no dispatch has two fates."""
+    """The commit comes before the claim and the new scheduler sees it, or it fails: no dispatch has two fates."""
     for number in range(20):
         store = LocalStore(tmp_path / str(number))
         begin(store, async_ratio=1)

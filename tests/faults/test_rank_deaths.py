@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: how one that dies, hangs or fails is named, and that none outlives its owner."""
+"""Tests ranks in separate processes: a rank that dies, hangs or fails is named, and none outlives its owner."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def ranked(folder: Path, ranks: int, seconds: float) -> MultiRankLearner:
 
 
 def pids(made: MultiRankLearner) -> list[int]:
-    """Of the ranks behind the first."""
+    """Return the process ids of all ranks but the first."""
     found = [one.process.pid for one in made._others._started.values()]
     return [pid for pid in found if pid is not None]
 
@@ -78,7 +78,7 @@ def wait_for_ends(of: list[int]) -> None:
 
 
 def _warns(*given: Any) -> None:
-    """A rank that warns of something while it starts."""
+    """Log a warning while a rank starts."""
     rank_process.take_gpu = lambda rank: logging.getLogger("cards").warning("card %d is hot", rank)
     run_rank(*given)
 
@@ -136,7 +136,7 @@ def _exit(*_: object) -> None:
 
 
 class Killing(StoreFeed):
-    """Kills a rank of its learner when batch 1 is asked for."""
+    """A feed that kills a rank of its learner when batch 1 is requested."""
 
     actor: LearnerActor
 
@@ -151,7 +151,7 @@ class Killing(StoreFeed):
 
 @pytest.mark.parametrize("learner", ["torch", pytest.param("deepspeed", marks=pytest.mark.soak)])
 def test_run_with_a_killed_rank_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str) -> None:
-    """The learner's actor raises, and its keeper starts another one."""
+    """The learner's actor raises, and its keeper starts a new actor."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     train = {"kind": learner, "ranks": 2}
     whole, broken = (prepare_small(tmp_path, name, versions=2, train=train) for name in ("whole", "broken"))
@@ -168,7 +168,7 @@ def test_run_with_a_killed_rank_is_bit_identical(tmp_path: Path, monkeypatch: py
 
 
 class Waiting(Killing):
-    """Has no batch 1, and kills a rank when it is asked for one."""
+    """A feed without batch 1, which kills a rank when this batch is requested."""
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
         """See `StoreFeed`."""
@@ -182,7 +182,7 @@ class Waiting(Killing):
 
 
 def test_rank_that_dies_during_a_wait_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was on its way is published all the same."""
+    """The pending version is still published."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     run = prepare_small(tmp_path, versions=2, train={"ranks": 2})
     feed = Waiting(run)
@@ -199,7 +199,7 @@ def test_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytest.
 
 
 def test_ranks_wait_while_the_first_one_loads_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ranks do together has a bound, which must not count that: of a large policy it takes minutes."""
+    """The time limit of collective operations must not include loading, which takes minutes for a large policy."""
     met, store = Event(), serve_store()
 
     class Met(EOFError):
@@ -233,7 +233,7 @@ def test_more_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_ranks_on_several_machines_see_one_gpu_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the first rank's machine are not counted; here nothing comes of it, as the starter fails."""
+    """GPUs of the first rank's machine are not counted; no rank starts here, because the starter fails."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     far = RankHosts(start=_never)
     with pytest.raises(NotImplementedError):
@@ -254,7 +254,7 @@ def test_ranks_end_with_a_deleted_learner(folder: Path) -> None:
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_no_rank_outlives_its_owner(folder: Path, stopped: bool) -> None:
-    """One that is stopped neither."""
+    """A stopped rank does not outlive its owner either."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], stdin=pipe, stdout=pipe, text=True) as owner:
         assert owner.stdout is not None

@@ -1,4 +1,4 @@
-"""SIGKILL of ranks and of the learner that they are of, on a whole run: it goes on by itself, to the same bits."""
+"""Tests SIGKILL of ranks and of their learner on a whole run: it recovers by itself, with the same bits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STOPPED = f"did not come to the others within {RANK_SECONDS:g} s"
 
 @pytest.mark.parametrize(("keys", "kills"), KINDS.values(), ids=KINDS)
 def test_run_with_killed_ranks_and_learner_is_bit_identical(tmp_path: Path, keys: str, kills: Counter[str]) -> None:
-    """In parts each rank stores files of every version; some are killed in the middle of that."""
+    """With sharding each rank stores files of every version; some ranks are killed during a write."""
     versions = 8 * kills.total()  # some four pass from one kill to the next
     recipe = RECIPE.replace("versions = 100", f"versions = {versions}") + keys
     draw, killed = random.Random(), Victim(tmp_path / "killed", recipe)
@@ -64,7 +64,7 @@ def test_run_with_killed_ranks_and_learner_is_bit_identical(tmp_path: Path, keys
 
 
 def strike(victim: Victim, role: str, draw: random.Random) -> None:
-    """Kill one process of a role; all ranks that were there end with it."""
+    """Kill one process of a role; all existing ranks end with it."""
     ranks = find(victim.home, "rank")
     kill = victim.strike(role, draw)
     print(f"at version {victim.newest}: {kill}")
@@ -73,7 +73,7 @@ def strike(victim: Victim, role: str, draw: random.Random) -> None:
 
 
 def stop(victim: Victim, draw: random.Random) -> None:
-    """Stop a rank as SIGSTOP does, and wait until the run has gone on from that."""
+    """Stop a rank with SIGSTOP, and wait until the run has recovered."""
     ranks = until(lambda: len(found := find(victim.home, "rank")) == RANKS - 1 and found)
     began = time.time()
     draw.choice(ranks).suspend()
@@ -83,7 +83,7 @@ def stop(victim: Victim, draw: random.Random) -> None:
 
 
 def causes(run: Path) -> Counter[str]:
-    """How often the learner's recoveries name whom."""
+    """Count the processes that the learner's recoveries name."""
 
     def cause(reason: str) -> str:
         if STOPPED in reason:

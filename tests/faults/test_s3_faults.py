@@ -1,4 +1,4 @@
-"""S3 as it is: whole runs and the store's operations while six requests of ten go wrong, each kind one in ten."""
+"""Tests whole runs and store operations on an S3 service with six kinds of faults, each in one of ten requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """Between two tries stores wait little here; they try longer than by default, for six kinds come together."""
+    """Start the faulty proxy; stores pause only briefly, but retry for longer than by default."""
     monkeypatch.setattr(s3_requests, "PATIENT", RetryLimits(tries=25, pause_seconds=0.01, longest_pause_seconds=0.1))
     with FaultyProxy(server, dict.fromkeys(KINDS, 0.1), seed=7) as made:
         use(made.endpoint, monkeypatch)
@@ -71,7 +71,7 @@ def test_operations_succeed_despite_faults(store: S3Store, proxy: FaultyProxy, t
 
 
 def test_one_of_racing_writers_creates(store: S3Store, proxy: FaultyProxy) -> None:
-    """Whatever is lost on the way: one writer knows that it won, and what is read is what it wrote."""
+    """Despite lost answers one writer knows that it won, and its bytes are read."""
 
     def won(path: str, me: bytes) -> bool:
         try:
@@ -88,7 +88,7 @@ def test_one_of_racing_writers_creates(store: S3Store, proxy: FaultyProxy) -> No
 
 
 class Fetching(Pipeline):
-    """A pipeline whose engines fetch the weights of each version, as real ones do."""
+    """A pipeline whose engines fetch the weights of each version."""
 
     cache: Path
 
@@ -100,7 +100,7 @@ class Fetching(Pipeline):
 
 
 def test_run_on_a_faulty_s3_ends_with_a_clean_audit(store: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
-    """A lost answer is not a lost entry, and never two."""
+    """A lost answer neither loses nor duplicates an entry."""
     pipeline = Fetching(store, versions=8, train_seconds=0.05)  # type: ignore[arg-type]
     pipeline.cache = tmp_path
     asyncio.run(pipeline.run())

@@ -1,6 +1,6 @@
-"""`infra/slurm/rollflow.sbatch` on two nodes of a real Slurm: whatever ends the job, its run goes on.
+"""Tests `infra/slurm/rollflow.sbatch` on two nodes of a real Slurm: however the job ends, its run continues.
 
-The nodes are machines in namespaces; they share a folder, as a cluster's do, and the run's store is S3.
+The nodes are simulated machines in namespaces with a shared folder, and the run's store is S3.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ every = 0
 
 
 class Job:
-    """A job of the script, and the run that is its own."""
+    """A job of the script, and its run."""
 
     def __init__(self, machines: Machines, slurm: Slurm, number: str, run: str = "") -> None:
         self.machines, self.slurm, self.number, self.run = machines, slurm, number, run or f"rollflow-{number}"
@@ -69,7 +69,7 @@ class Job:
         self._wait(reached, f"version {version}")
 
     def restarted(self, times: int) -> None:
-        """Wait until Slurm has started the job again, for the time that is given."""
+        """Wait until Slurm has restarted the job so many times."""
 
         def running() -> bool:
             now = self.slurm.job(self.number)
@@ -79,7 +79,7 @@ class Job:
         self._wait(running, f"restart {times}")
 
     def ended(self, state: str) -> None:
-        """Wait until the job is over, in a state."""
+        """Wait until the job has ended in a state."""
         self._wait(lambda: self.slurm.job(self.number)["JobState"] == state, state)
 
     def _wait(self, reached: object, what: str) -> None:
@@ -101,7 +101,7 @@ def cluster(prefect_database: Path) -> Iterator[tuple[Machines, Slurm]]:
 
 
 def test_requeued_job_continues_its_run(cluster: tuple[Machines, Slurm]) -> None:
-    """It is preempted, queued again by an operator, and cancelled; then another job takes up the run."""
+    """The job is preempted, requeued by an operator, and cancelled; then another job continues the run."""
     machines, slurm = cluster
     job = Job(machines, slurm, slurm.submit(SCRIPT, "recipe.toml", **STORE))
     job.reach(2)

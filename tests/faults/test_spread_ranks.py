@@ -1,4 +1,4 @@
-"""Ranks that are actors of Ray's: they train what forked ones train, and one that ends, hangs or fails is named."""
+"""Tests ranks that are Ray actors: they train the same as forked ranks, and a failed rank is named."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_node: None) -> Pa
 
 
 def processes() -> list[psutil.Process]:
-    """Of all ranks that are actors."""
+    """Return the processes of all ranks that are actors."""
     found = []
     for process in psutil.Process().children(recursive=True):  # Ray's node is this process's
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -75,7 +75,7 @@ def test_spread_ranks_equal_forked_ranks(place: Path, train: dict[str, Any]) -> 
 
 
 class Troubled(StoreFeed):
-    """Does something to the ranks before batch 1."""
+    """A feed that disturbs the ranks before batch 1."""
 
     actor: LearnerActor
 
@@ -135,7 +135,7 @@ def test_dead_spread_rank_is_named_and_the_run_continues(
 
 
 class Owner:
-    """Has a learner."""
+    """An actor that owns a learner."""
 
     def begin(self, run: RunContext) -> int:
         """Returns this process's id."""
@@ -153,7 +153,7 @@ def test_no_spread_rank_outlives_its_owner(place: Path) -> None:
 
 
 def test_caller_without_the_secret_is_refused(place: Path) -> None:
-    """Who calls where a rank should is asked for a secret."""
+    """A caller on a rank's port must know the secret."""
     run = prepare_small(place, versions=2, train={"ranks": 2, "multi_node": True})
     started = SpreadRank(run, partial(place_in_turn, run.config), 1, Meeting("127.0.0.1", serve_store().port))
     try:
@@ -206,6 +206,6 @@ print("right")
 
 
 def test_gpus_of_ranks_are_reserved_together() -> None:
-    """On GPUs that Ray only counts: ranks of a second learner get all of theirs, or a sentence."""
+    """With GPUs that Ray only counts, the ranks of a second learner get all their GPUs, or an error."""
     done = subprocess.run([sys.executable, "-c", WITH_GPUS], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.stdout.strip().endswith("right"), done.stderr[-2000:]

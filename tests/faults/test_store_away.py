@@ -1,4 +1,4 @@
-"""A store that is away for longer than every other time-out of a run costs the run that time, and nothing else."""
+"""Tests a store that is unreachable for longer than all other time-outs: the run loses only that time."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_run_continues_when_the_store_is_back(
 
 
 async def call(method: Callable[[], Any]) -> Any:
-    """The result of an actor's method, as Ray would call it."""
+    """Call an actor's method as Ray does, and return the result."""
     if asyncio.iscoroutinefunction(method):
         return await method()
     return await asyncio.to_thread(method)
@@ -90,7 +90,7 @@ async def call(method: Callable[[], Any]) -> Any:
     "kind", [partial(RolloutActor, address=""), LearnerActor, RewardActor], ids=["rollout", "learner", "reward"]
 )
 async def test_actor_reports_what_it_waits_for(kind: Any, proxy: FaultyProxy, tmp_path: Path) -> None:
-    """It was started while storage is away; its flow takes one that does not answer for stuck."""
+    """The actor is started while the store is unreachable; its flow would treat a silent actor as stuck."""
     proxy.fall_silent()
     actor = kind(RunContext(f"s3://{BUCKET}/none", tmp_path, patience=60.0))
     running: Awaitable[Any] = asyncio.create_task(call(actor.run))
@@ -105,7 +105,7 @@ async def test_actor_reports_what_it_waits_for(kind: Any, proxy: FaultyProxy, tm
 
 
 class Away(MemoryStore):
-    """A store whose next writes fail; the first one wrote all the same."""
+    """A store whose next writes fail, although the first one is stored."""
 
     failures = 3
 

@@ -1,4 +1,4 @@
-"""Trouble that only a person can end: one sentence says what, where and the cure, and the run goes on afterwards."""
+"""Tests faults that only the user can fix: one sentence gives fault, place and fix, and the run can continue."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MEBIBYTE = 1 << 20
 
 
 def publish(policies: PolicyStore, writer: Writer) -> None:
-    """The next version, of two mebibytes, on the batch that waits for it."""
+    """Publish the next version, of two mebibytes, from the waiting batch."""
     version, state = policies.newest() + 1, policies.log.state
     weights = policies.stage(writer, version, {"weights/model.safetensors": bytes([version]) * 2 * MEBIBYTE})
     learned = policies.stage(writer, version, {"learner/state.safetensors": b"state"})
@@ -48,7 +48,7 @@ def publish(policies: PolicyStore, writer: Writer) -> None:
 
 
 def started(run: ObjectStore) -> tuple[PolicyStore, Writer]:
-    """A run with version 0 and the batch for version 1; returns its learner."""
+    """Create a run with version 0 and the batch for version 1; return its learner."""
     begin(run)
     policies, writer = learning(run)
     publish(policies, writer)
@@ -60,7 +60,7 @@ def started(run: ObjectStore) -> tuple[PolicyStore, Writer]:
 
 @pytest.fixture
 def learner() -> Iterator[tuple[PolicyStore, Writer]]:
-    """The learner of a started run in a folder that every user may look into."""
+    """Return the learner of a started run, in a folder that every user may read."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     yield started(LocalStore(folder / "store"))
@@ -69,7 +69,7 @@ def learner() -> Iterator[tuple[PolicyStore, Writer]]:
 
 @pytest.fixture
 def run(learner: tuple[PolicyStore, Writer]) -> LocalStore:
-    """Its storage."""
+    """Return the run's storage."""
     run = learner[0].store
     assert isinstance(run, LocalStore)
     return run
@@ -77,7 +77,7 @@ def run(learner: tuple[PolicyStore, Writer]) -> LocalStore:
 
 @pytest.fixture
 def objects(run: LocalStore) -> set[Path]:
-    """What lay there when the run was started."""
+    """Return the files in the store at the start of the run."""
     return files_of(run)
 
 
@@ -86,7 +86,7 @@ def files_of(run: LocalStore) -> set[Path]:
 
 
 def said_under(trouble: Callable[[], None], work: Callable[[], object]) -> str:
-    """Kind and words of the error that `work` ends with in a process that is in trouble."""
+    """Return type and message of the error of `work` in a process with a fault."""
     ours, theirs = multiprocessing.Pipe()
 
     def child() -> None:
@@ -105,7 +105,7 @@ def said_under(trouble: Callable[[], None], work: Callable[[], object]) -> str:
 
 
 def goes_on(run: LocalStore, objects: set[Path]) -> None:
-    """Nothing of version 1 is there, not even half of it; version 0 is whole, and version 1 can be published now."""
+    """Check that no part of version 1 exists, version 0 is intact, and version 1 can be published now."""
     assert files_of(run) == objects
     policies, writer = learning(run)
     assert policies.newest() == 0
@@ -190,7 +190,7 @@ def test_skewed_clock_is_refused_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_clock_jump_of_hours_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No order is read off a wall clock: the run ends, its audit is clean, and what is kept is the same."""
+    """No order depends on the wall clock: the run ends, its audit is clean, and the same objects are kept."""
     straight, real = MemoryStore(uuid.uuid4().hex), time.time
     run_virtual(Pipeline(straight, versions=12).run())
     jumps = random.Random(0)

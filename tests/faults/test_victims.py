@@ -1,4 +1,4 @@
-"""What chaos takes for a kill, and for a role's own recovery."""
+"""Tests how `benchmarks.chaos` recognises kills and the recoveries of a role."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_flow_runs_are_identified_by_their_tags() -> None:
 
 
 def test_fatal_kill_is_in_the_table(tmp_path: Path) -> None:
-    """Else the roles' rows would show only what went well."""
+    """Otherwise the rows would show only the survived kills."""
 
     class Stuck(Victim):
         def __init__(self) -> None:
@@ -103,7 +103,7 @@ def test_fatal_kill_is_in_the_table(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_trajectories_of_a_lost_batch_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the audit it is one object."""
+    """The audit reports the lost batch as one object."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     context = prepare_small(tmp_path)
     train_small(context)

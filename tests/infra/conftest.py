@@ -1,4 +1,4 @@
-"""What the tests of `infra/` share."""
+"""Fixtures of the tests of `infra/`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.terraform import PLANTED, prepare
 
 @pytest.fixture(scope="package")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """The plan of the cluster, made with secrets of one's own."""
+    """Return the plan of the cluster, created with its own secrets."""
     with aws_server() as endpoint:
         yield prepare("cluster", tmp_path_factory.mktemp("cluster"), endpoint, PLANTED).plan()
 

@@ -1,6 +1,6 @@
-"""Parts of the machines' user data, run: credentials by OpenSSL and a stand-in `aws`, passwords, GPUs waited for.
+"""Tests parts of the machines' user data by running them: credentials (OpenSSL, a fake `aws`), passwords, GPU demand.
 
-The scripts are taken from the plan, so Terraform has rendered them.
+The scripts come from the plan, so Terraform has rendered them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ group = pytest.mark.xdist_group("terraform")
 
 
 def imported(file: Path) -> Any:
-    """A program of `infra/` as a module."""
+    """Import a program of `infra/` as a module."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
@@ -148,7 +148,7 @@ def test_password_files_are_readable_by_their_owner_only(tmp_path: Path) -> None
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[tuple[str, Path, str]]:
-    """A Postgres with TLS alone: its endpoint, the authority that it shows, its password."""
+    """Start a Postgres that requires TLS; return its endpoint, its certificate authority and its password."""
     binaries = max(POSTGRES.glob("*/bin"))
     data, password, authority = tmp_path / "data", "p@s/s:w%rd #1", tmp_path / "authority.crt"
     as_postgres = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.geteuid() == 0 else []
@@ -254,7 +254,7 @@ def test_used_and_requested_gpus_are_counted() -> None:
 @pytest.mark.soak
 @pytest.mark.xdist_group("terraform")
 def test_gpu_demand_reaches_the_alarms(tmp_path: Path) -> None:
-    """The program as systemd starts it, on a Ray node of its own; the alarms ask for these names."""
+    """The program runs as under systemd, on its own Ray node; the alarms use these metric names."""
     code = """
         import datetime, runpy, sys, time, boto3, ray
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)

@@ -1,4 +1,4 @@
-"""The cluster's plan: encrypted, private, tagged, without wildcards that no comment names, and without secrets.
+"""Tests the cluster's plan: encrypted, private, tagged, without unexplained wildcards, and without secrets.
 
 `test_terraform_apply.py` plans and applies both examples.
 """
@@ -59,7 +59,7 @@ def test_files_are_formatted() -> None:
 @needs_terraform
 @pytest.mark.long
 class TestPlan:
-    """Every sentence of the module's docstring, asked of the plan's JSON."""
+    """Tests of every sentence of the module's docstring on the plan's JSON."""
 
     def test_every_resource_is_tagged(self, plan: dict[str, Any]) -> None:
         asked = 0

@@ -1,6 +1,6 @@
-"""Both examples are validated, applied to moto and destroyed: the settings are accepted, and no secret is kept.
+"""Tests both examples: validated, applied to moto and destroyed, with valid settings and without stored secrets.
 
-moto shows that the calls exist and fit together. It does not show what AWS would do.
+moto shows that the calls exist and are consistent. It does not show the behaviour of AWS.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ pytestmark = [
 
 
 def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reach the server in this process, too."""
+    """Use the server in this process, too."""
     for name, value in {**variables(endpoint), "AWS_REGION": REGION}.items():
         monkeypatch.setenv(name, value)
 
 
 def doctor_on(settings: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Return what doctor says of a settings file, which must load."""
+    """Return doctor's output for a settings file, which must load."""
     file = folder / "settings.toml"
     file.write_text(settings)
     assert main(["doctor", "--json", "--settings", str(file)]) in (0, 1)
@@ -54,7 +54,7 @@ def doctor_on(settings: str, folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def check_bucket(endpoint: str) -> None:
-    """Conditional writes work under the bucket's policy, and a deleted object stays recoverable."""
+    """Check that conditional writes work under the bucket's policy, and that a deleted object is recoverable."""
     store = open_store(f"s3://{BUCKET}/store")
     store.create("probe", b"one")
     with pytest.raises(Conflict):
@@ -66,7 +66,7 @@ def check_bucket(endpoint: str) -> None:
 
 
 def check_secrets(terraform: Terraform, state: Mapping[str, Any]) -> None:
-    """Secrets are where machines read them, and in no file, output or script."""
+    """Check that machines can read their secrets, and that no file, output or script contains them."""
     client = boto3.client("secretsmanager", region_name=REGION, endpoint_url=terraform.endpoint)
     names = {"ray_token": "rollflow/ray-token", "prefect_password": "rollflow/prefect-auth"}
     for key, secret in PLANTED.items():
@@ -85,7 +85,7 @@ def check_secrets(terraform: Terraform, state: Mapping[str, Any]) -> None:
 
 
 def check_scripts(state: Mapping[str, Any], folder: Path) -> None:
-    """The user data of every machine is valid shell."""
+    """Check that the user data of every machine is valid shell."""
     given = [one for one in state_resources(state).values() if one.get("user_data_base64") or one.get("user_data")]
     assert given
     for attributes in given:
@@ -95,13 +95,13 @@ def check_scripts(state: Mapping[str, Any], folder: Path) -> None:
 
 
 def database_secret(state: Mapping[str, Any]) -> str:
-    """The secret that RDS keeps the password in."""
+    """Return the secret in which RDS keeps the password."""
     database = state_resources(state)["module.control.aws_db_instance.this"]
     return str(database["master_user_secret"][0]["secret_arn"])
 
 
 def check_gone(endpoint: str) -> None:
-    """Check that nothing is left that costs money."""
+    """Check that no resource that costs money is left."""
 
     def client(service: str) -> Any:
         return boto3.client(service, region_name=REGION, endpoint_url=endpoint)
