@@ -17,7 +17,8 @@ from rollflow.tasks.runtime.sections import Section
 from rollflow.tasks.simulation.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "cluster").glob("*.md")])
+FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs" / "cluster", ROOT / "benchmarks")
+PAGES = sorted(page for folder in FOLDERS for page in folder.glob("*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/.-])(?:flows|tasks|storage|tests|benchmarks|docs|infra)/[\w./-]*[\w/]")
 MODULE = re.compile(r"python -m (benchmarks\.\w+)")
