@@ -132,8 +132,8 @@ class _Pieces:
 
 def pack_group(group: TrajectoryGroup) -> PackedGroup:
     """Convert the rows of a complete group to columns, so that a commit only has to join columns."""
-    told = group.started_version, group.newest_version, group.response_tokens, group.surplus_tokens
-    return PackedGroup(group.key, parts_of([group], SCHEMA), *told)
+    counts = group.started_version, group.newest_version, group.response_tokens, group.surplus_tokens
+    return PackedGroup(group.key, parts_of([group], SCHEMA), *counts)
 
 
 def _trajectory(row: dict[str, object]) -> Trajectory:

@@ -58,8 +58,8 @@ class PolicyVersion:
         """Build the version from the entry that published it."""
         body = entry.body
         assert isinstance(body, VersionPublished)
-        told = (body.batch_entry, body.weights, body.state, body.probe, body.metrics, body.code_version)
-        return cls(body.number, entry.n, entry.claim, entry.at, *told)
+        fields = (body.batch_entry, body.weights, body.state, body.probe, body.metrics, body.code_version)
+        return cls(body.number, entry.n, entry.claim, entry.at, *fields)
 
     @property
     def objects(self) -> tuple[StoredObject, ...]:
@@ -160,9 +160,9 @@ class PolicyStore:
         """Yield every version from `version` on, up to the last entry that was read."""
         if version <= self.log.state.version:
             first = find_version(self.log, version).entry.n
-            for one in iterate_written(self.log, first, self.log.state.n):
-                if isinstance(one.entry.body, VersionPublished):
-                    yield PolicyVersion.of(one.entry)
+            for stored in iterate_written(self.log, first, self.log.state.n):
+                if isinstance(stored.entry.body, VersionPublished):
+                    yield PolicyVersion.of(stored.entry)
 
     # --- what it consists of ------------------------------------------------------------------------------------
 

@@ -106,20 +106,20 @@ def _check_prompts(
 ) -> Iterator[Found]:
     """Check that each row begins with the prompt of its index and names it, and that this prompt is not held out."""
     names = zip(batch.table["prompt_id"].to_pylist(), batch.table["domain"].to_pylist(), strict=True)
-    told: set[int] = set()
+    reported: set[int] = set()
     for row, (index, name) in enumerate(zip(table.index_R.tolist(), names, strict=True)):
         prompt = prompts[index]
-        if index in told:
+        if index in reported:
             continue  # report one violation per group
         if name != (prompt.id, prompt.domain):
-            told.add(index)
+            reported.add(index)
             yield "lineage", f"a row of prompt {index} names {name}, the prompt is {(prompt.id, prompt.domain)}"
         elif not np.array_equal(table.row(row)[: len(prompt.tokens)], np.asarray(prompt.tokens)):
-            told.add(index)
+            reported.add(index)
             other = _name_other_prompt(table.row(row), asked.held_out)
             yield "lineage", f"a row of prompt {index} answers {other}, not that prompt"
         elif index in asked.held:
-            told.add(index)
+            reported.add(index)
             yield "lineage", f"prompt {index} is held out for evaluation"
 
 

@@ -84,13 +84,13 @@ def list_fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
     found: dict[GroupKey, Fate] = {}
     committed: dict[int, GroupKey] = {}  # entry of a batch -> the prompt's dispatch in it
     newest = -1
-    for one in iterate_written(log, 0, log.state.n):
-        match one.entry.body:
+    for stored in iterate_written(log, 0, log.state.n):
+        match stored.entry.body:
             case BatchCommitted(number, groups=groups, discards=discards):
                 newest = max(newest, number)
                 found |= {lost.key: Discarded(number, lost) for lost in discards if lost.key.prompt == prompt}
                 for key in (group.key for group in groups if group.prompt == prompt):
-                    found[key], committed[one.entry.n] = AwaitingTraining(number), key
+                    found[key], committed[stored.entry.n] = AwaitingTraining(number), key
                 if any(lost.key.prompt == prompt and lost.reason is DiscardReason.FILTERED for lost in discards):
                     return found
             case BatchVoided(number, entry) if entry in committed:

@@ -1,7 +1,7 @@
 """Reads a long range of log entries by number, several at a time.
 
-    for n, found in entries(run, first): ...      bytes, a `LogGap` (missing entries before an existing one) or
-    `Corrupt` for one in written(log, first, last): ...     parsed entries of an open log
+    for n, found in entries(run, first): ...      bytes, `LogGap` (missing entries before an existing one) or `Corrupt`
+    for entry in written(log, first, last): ...   parsed entries of an open log
 
 `read_entries` is for audit and garbage collection: it yields the stored bytes, parses nothing and reads no snapshot.
 """

@@ -107,10 +107,10 @@ def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iter
     newest_N = np.array(oldest)  # the newest version of a group without tokens is its start
     np.maximum.at(newest_N, group_C, tokens.version_C)
     for group, *found in zip(body.groups, oldest, newest_N.tolist(), counts, strict=True):
-        told = (group.started, group.newest, group.tokens)
-        if tuple(found) != told:
+        recorded = (group.started, group.newest, group.tokens)
+        if tuple(found) != recorded:
             of = "oldest start, newest version and tokens"
-            yield "lineage", f"{of} of group {_name(group.key)} are {tuple(found)}, its entry says {told}"
+            yield "lineage", f"{of} of group {_name(group.key)} are {tuple(found)}, its entry says {recorded}"
 
 
 def _values(batch: TrajectoryBatch, tokens: _Tokens, version: int) -> Iterator[Found]:

@@ -58,18 +58,18 @@ class TolerantFold:
 
         The first skipped entry is not trusted. A later refused entry is: the skipped one may be the reason.
         """
-        for n, one in found:
-            if isinstance(one, LogGap):
-                self.add("gap", entry_path(n), str(one))
-                yield from self._heal(one)
+        for n, item in found:
+            if isinstance(item, LogGap):
+                self.add("gap", entry_path(n), str(item))
+                yield from self._heal(item)
                 continue
             try:
-                written = self._parse(n, one)
+                written = self._parse(n, item)
             except Corrupt as error:
                 self.add("missing" if _wants(error) else "altered", entry_path(n), str(error))
                 yield from self._heal(LogGap(n, n + 1))
                 continue
-            yield written, one if isinstance(one, bytes) else b"", self._fold(written)
+            yield written, item if isinstance(item, bytes) else b"", self._fold(written)
 
     def close(self) -> None:
         """Report what can only be decided at the log's end: broken links and the number of refused entries.

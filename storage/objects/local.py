@@ -140,7 +140,7 @@ class LocalStore(ObjectStore):
         """List folders; one may have been created for an object that is still being written."""
         top = self.local_path(prefix)
         try:
-            return sorted(one.name for one in os.scandir(top) if one.is_dir() and one.name != SCRATCH)
+            return sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and entry.name != SCRATCH)
         except NO_FILE:
             return []
 

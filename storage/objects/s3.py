@@ -128,7 +128,7 @@ class S3Store(ObjectStore):
         below = f"{self._key(prefix)}/"
         with self._named(prefix):
             pages = self._pages("list_objects_v2", ["ContinuationToken"], Prefix=below, Delimiter="/")
-            keys = [one["Prefix"] for page in pages for one in page.get("CommonPrefixes", ())]
+            keys = [folder["Prefix"] for page in pages for folder in page.get("CommonPrefixes", ())]
         return sorted(key.removeprefix(below).rstrip("/") for key in keys)
 
     def delete(self, path: str) -> None:
