@@ -63,7 +63,7 @@ class StoredBatches:
     def _read(self, number: int) -> pa.Buffer:
         waiting = self._store.waiting(number)
         if waiting is None:
-            raise Missing(f"batch {number} does not wait any more")
+            raise Missing(f"batch {number} is no longer waiting")
         return self._store.read(waiting.file)
 
 

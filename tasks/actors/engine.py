@@ -173,7 +173,7 @@ class EngineActor:
         try:
             return self._source.weights(version)
         except (RollflowError, OSError) as error:  # an error of this engine, because another node may have the weights
-            raise EngineFailed(f"version {version} cannot be had here: {error}") from error
+            raise EngineFailed(f"version {version} is not available on this node: {error}") from error
 
     async def resume(self, owner: str) -> None:
         self._check_owner(owner)

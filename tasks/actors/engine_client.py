@@ -255,7 +255,7 @@ class RayEngine:
         if moved or self._suspended:
             self._moved = now
         elif now - self._moved > self._silent:
-            raise self._fail(EngineFailed(f"{self._name} made no token for {self._silent:g} s"))
+            raise self._fail(EngineFailed(f"{self._name} generated no token for {self._silent:g} s"))
 
     def _settle(self, number: str, outcome: Generation | Exception) -> None:
         if isinstance(outcome, EngineFailed):

@@ -64,7 +64,7 @@ class Gauges:
 
     @cached_property
     def on(self) -> bool:
-        """Whether the gauges are set at all."""
+        """True if the gauges are set at all."""
         return collects_metrics()
 
     def show(self, status: Status, more: Mapping[str, float] | None = None) -> Status:

@@ -175,10 +175,10 @@ class LearnerActor:
     def _train_next(self, number: int) -> None:
         waited = time.monotonic()
         batch, entry = self._next_batch(number)
-        told = compute_batch_metrics(batch, self.batches.committed(entry), self.batches.discards(entry), number)
-        told |= count_domain_groups(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
+        metrics = compute_batch_metrics(batch, self.batches.committed(entry), self.batches.discards(entry), number)
+        metrics |= count_domain_groups(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
         with self.meter.busy():
-            self._train(number, batch, entry, told)
+            self._train(number, batch, entry, metrics)
             if self.config.async_ratio < 1:
                 self._settle()  # the next batch starts under this version
 
@@ -227,8 +227,10 @@ class LearnerActor:
         def accuracy(model: Any) -> float:
             prompts, longest = [p.tokens for p in held], self.config.engine.max_new_tokens
             temperature = self.config.evaluation.temperature
-            made = generate_answers(model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed)
-            texts = [tokenizer.decode_response(answer, self.config.reward.special_tokens) for answer in made]
+            responses = generate_answers(
+                model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed
+            )
+            texts = [tokenizer.decode_response(answer, self.config.reward.special_tokens) for answer in responses]
             pairs = [(text, p.reference) for text, p in zip(texts, held, strict=True)]
             return sum(score_response(verify, where, *pair).reward == 1.0 for pair in pairs) / len(held)
 
@@ -253,9 +255,7 @@ class LearnerActor:
         self.phase, self.note = LearnerPhase.TRAINING, self.restored.sentence() or "training"
 
     def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:
-        """Return batch `number`, byte for byte as committed, and its entry; a damaged batch is voided and formed
-        again.
-        """
+        """Return batch `number`, exactly as committed, and its entry; a damaged batch is voided and formed again."""
         reason = ""
         for attempt in range(MAKINGS):
             try:
@@ -268,7 +268,7 @@ class LearnerActor:
             except Corrupt as error:
                 self._settle()  # the log itself may be damaged
                 reason = str(error)
-                self._step(f"batch {number} is made again: {reason}")
+                self._step(f"forming batch {number} again: {reason}")
                 self.batches.void(self.writer, number, reason)  # does nothing if only the channel's copy is damaged
         raise Corrupt(f"batch {number} was damaged {MAKINGS} times: {reason}; check the store, then resume the run")
 
@@ -286,12 +286,12 @@ class LearnerActor:
             waited += LEASE_SECONDS
         raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")
 
-    def _train(self, number: int, batch: TrajectoryBatch, entry: int, told: Mapping[str, float]) -> None:
+    def _train(self, number: int, batch: TrajectoryBatch, entry: int, batch_metrics: Mapping[str, float]) -> None:
         """Train on batch `number` and start publishing the result; void a batch that is not finite, if allowed."""
         began = time.monotonic()
         self._check_fresh(number, batch)
         try:
-            metrics = {**self.learner.step(batch, number, self._settle), **told}
+            metrics = {**self.learner.step(batch, number, self._settle), **batch_metrics}
             metrics["step_seconds"] = time.monotonic() - began
             self._publish(number + 1, entry, metrics)
         except NotFinite as error:
@@ -310,7 +310,7 @@ class LearnerActor:
             cure = f"fix the engine or the verifier and resume, or {AGAIN}, and a lower train.learning_rate"
             raise NotFinite(f"batch {number} was quarantined {times} times: {why}; {cure}") from error
         self._restore(number)
-        self.note = f"batch {number} is quarantined and formed anew: {why}"
+        self.note = f"batch {number} is quarantined and formed again: {why}"
 
     def _check_fresh(self, number: int, batch: TrajectoryBatch) -> None:
         """Check the staleness bound on the rows themselves before training."""
@@ -330,17 +330,17 @@ class LearnerActor:
             weight_objects, state_objects = (
                 stage_files(self.policies, self.writer, version, files) for files in (weights, state)
             )
-            told, code = found | {"publish_seconds": time.monotonic() - began}, package_version("rollflow")
+            logged, code = found | {"publish_seconds": time.monotonic() - began}, package_version("rollflow")
             self.policies.publish(
-                self.writer, VersionPublished(version, batch_entry, weight_objects, state_objects, probe, told, code)
+                self.writer, VersionPublished(version, batch_entry, weight_objects, state_objects, probe, logged, code)
             )
-            self._metrics = told
+            self._metrics = logged
             self._note_published(version)
 
         self._publishing.begin(publish)
         self.reached, self.phase = version, LearnerPhase.TRAINING
-        untold = sorted(metrics.keys() - found.keys())
-        self.note = f"version {version} is told without {', '.join(untold)}: not finite" if untold else "training"
+        omitted = sorted(metrics.keys() - found.keys())
+        self.note = f"version {version} is logged without {', '.join(omitted)}: not finite" if omitted else "training"
 
     def _note_published(self, version: int) -> None:
         """Note the committed version, acknowledge its batch and prune."""

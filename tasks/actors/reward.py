@@ -174,7 +174,7 @@ class RewardClient:
         """Yield the scores that the actor returns; end early if the actor is gone, as another will replace it."""
         try:
             self._actor = actor = self._actor or await asyncio.to_thread(ray.get_actor, REWARD)
-            call = actor.score.remote([(Int32s.of(one.tokens).data, one.reference) for one in requests])
+            call = actor.score.remote([(Int32s.of(request.tokens).data, request.reference) for request in requests])
             while True:
                 async with asyncio.timeout(self._patience + POLL_SECONDS):
                     verdicts: Verdicts = await call
@@ -191,4 +191,4 @@ class RewardClient:
         if news:
             self._moved = now
         elif now - max(self._moved, began) > self._patience:
-            raise Unreachable(f"the reward stage gave no verdict in {self._patience:g} s; {left} responses wait")
+            raise Unreachable(f"the reward stage returned no score in {self._patience:g} s; {left} responses wait")

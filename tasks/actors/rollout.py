@@ -310,7 +310,10 @@ class RolloutActor:
             waits_for=waits or ("" if self.feed.newest >= 0 else "the first policy version, from the train stage"),
             costs=[*self._cpu.read(), *(cost for stats in self._stats.values() for cost in stats.costs)],
             idle=idle,
-            warned=[*warnings_of(ROLLOUT).read(), *(one for stats in self._stats.values() for one in stats.warned)],
+            warned=[
+                *warnings_of(ROLLOUT).read(),
+                *(warning for stats in self._stats.values() for warning in stats.warned),
+            ],
             version=self.proxy.version,
             batch=self.scheduler.number,
             running=self.scheduler.running,

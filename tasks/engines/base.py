@@ -83,7 +83,7 @@ class GenerationRequest:
     """
 
     id: str
-    prompt: Sequence[int]  # a flat array, where conversion would cost time
+    prompt: Sequence[int]  # best as a flat array, which needs no conversion
     max_new_tokens: int
     temperature: float = 1.0
     seed: int | None = None

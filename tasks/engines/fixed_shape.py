@@ -100,7 +100,7 @@ class RunningRow:
         return token
 
     def append_old_prefix(self, version: int) -> None:
-        """Before the first prefill under `version`, append the prefix's tokens of older versions."""
+        """Append the prefix's tokens of older versions, before the first prefill under `version`."""
         versions = self.request.prefix.versions
         while len(self.versions) < len(versions) and versions[len(self.versions)] != version:
             self.take(0, 0.0, 0)
@@ -124,10 +124,10 @@ class AttentionRows:
 
     def __init__(self, config: Any, span: int, dtype: torch.dtype, device: torch.device, fixed: Shape) -> None:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        one = (config.num_key_value_heads, span, head_size)
-        row_bytes = 2 * config.num_hidden_layers * math.prod(one) * dtype.itemsize
+        row_shape = (config.num_key_value_heads, span, head_size)
+        row_bytes = 2 * config.num_hidden_layers * math.prod(row_shape) * dtype.itemsize
         count = fit_rows(fixed, row_bytes) if device.type == "cuda" else fixed.R
-        shape = (count, *one)
+        shape = (count, *row_shape)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
         self.rows: list[RunningRow | None] = [None] * count

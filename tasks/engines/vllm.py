@@ -294,7 +294,7 @@ def _create_responses(llm: Any, stop_ids: tuple[int, ...]) -> Responses:
 
 
 def import_early() -> None:
-    """On a CPU: import what an engine with one thread needs, and start the process that its cores are forked from.
+    """Import what an engine with one thread on a CPU needs, and start the process that its cores are forked from.
 
     Then no second process has to import vLLM. The calling process must not have started threads.
     """
@@ -307,7 +307,7 @@ def import_early() -> None:
 
 
 def _fork_cores() -> None:
-    """On a CPU: let vLLM fork its core from a process that has imported vLLM, instead of starting a new interpreter.
+    """Let vLLM on a CPU fork its core from a process that has imported vLLM, instead of a new interpreter.
 
     Imports take most of an engine's start on a CPU. The first time they run in parallel with the imports of this
     process. When an engine restarts in this process, they are done already. With a GPU, vLLM must spawn.

@@ -88,7 +88,7 @@ class Response:
 
     @property
     def complete(self) -> bool:
-        """Whether the response has ended successfully, even if its caller has not run yet."""
+        """True if the response has ended successfully, even if its caller has not run yet."""
         return self.done.done() and not self.done.cancelled() and self.done.exception() is None
 
     def end(self, reason: FinishReason) -> None:
@@ -144,7 +144,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
 
     async def abort(self, responses: Iterable[Response]) -> None:
         """Abort these responses, with the tokens they have; one that has ended is ignored."""
-        ids = [one.request.request_id for one in responses]
+        ids = [response.request.request_id for response in responses]
         running = {id: self._running.pop(id) for id in ids if id in self._running}
         for response in running.values():
             response.end(FinishReason.ABORT)

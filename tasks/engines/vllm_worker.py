@@ -51,7 +51,7 @@ def end_with_owner(owner: int) -> None:
 
 
 def begin_core(owner: int) -> None:
-    """In EngineCore: set the process's name, which vLLM's own way may fail to do, and end with the owner."""
+    """Set the name of EngineCore's process, which vLLM itself may fail to do, and end with the owner."""
     be_named(f"{envs.VLLM_PROCESS_NAME_PREFIX}::EngineCore")
     end_with_owner(owner)
 

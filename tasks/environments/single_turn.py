@@ -11,8 +11,8 @@ class SingleTurn(Environment):
 
     async def play(self, episode: Episode) -> Score | None:
         """Generate one response and score it."""
-        made = await episode.generate()
-        return None if made is None else await episode.judge(made.tokens)
+        generation = await episode.generate()
+        return None if generation is None else await episode.judge(generation.tokens)
 
 
 SINGLE_TURN = SingleTurn()

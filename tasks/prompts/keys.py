@@ -37,7 +37,7 @@ def split_words(text: str) -> list[str]:
 
 
 def unordered_key(text: str, answer: str) -> str:
-    """Return a key that is the same for all orders of the words, numbers and signs within each line, and one answer.
+    """Return a key of text and answer that ignores the order of words, numbers and signs within each line.
 
     So `3 + 5 + 1` and `1 + 3 + 5` are the same question, but `5 - 3` and `3 - 5` are two. Lines keep their order,
     because they may be the rows of a grid, and many grids have the same cells.

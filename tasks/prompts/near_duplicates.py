@@ -58,9 +58,7 @@ def near_duplicates(prompts: RunPrompts, trained: int, seconds: float = SECONDS)
 
 
 def _index(held: Sequence[Question]) -> tuple[dict[Gram, list[int]], list[int]]:
-    """Map each n-gram to the questions that contain it, without the template's; return the number of each one's,
-    too.
-    """
+    """Map each n-gram that is not from a template to its questions; also return each question's number of n-grams."""
     index: dict[Gram, list[int]] = defaultdict(list)
     for which, question in enumerate(held):
         for gram in _list_grams(question):

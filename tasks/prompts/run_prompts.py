@@ -90,16 +90,16 @@ class RunPrompts:
 
     def held_out(self) -> list[Prompt]:
         """Return the evaluation prompts, which are the same for the whole run."""
-        made = list[Prompt]()
+        prompts = list[Prompt]()
         for which, question in self._list_held():
-            prompt = self._build_prompt(which, f"held-{len(made):06d}", len(made), question)
+            prompt = self._build_prompt(which, f"held-{len(prompts):06d}", len(prompts), question)
             if self._fits(prompt):
-                made.append(prompt)
+                prompts.append(prompt)
             elif self.configs[which].too_long == "refuse":
                 raise self._build_too_long_error(which, prompt)
-        if not made:
+        if not prompts:
             raise self._build_no_held_out_error()
-        return made
+        return prompts
 
     def count_held_out(self) -> int:
         """Count the held-out questions; raise `ConfigError` if there are none."""
@@ -148,7 +148,7 @@ class RunPrompts:
 
     def _build_prompt(self, which: int, name: str, index: int, question: Question) -> Prompt:
         config, domain = self.configs[which], self.configs[which].domain
-        assert self._encode is not None, "they were opened for texts only"
+        assert self._encode is not None, "the prompts were opened without an encoder"
         tokens = tuple(self._encode(question.text, config.chat, config.system))
         return Prompt(f"{domain}/{name}", index, domain, question.text, tokens, question.reference)
 

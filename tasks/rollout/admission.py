@@ -74,12 +74,12 @@ class AdmissionDecision:
 
     @property
     def opens(self) -> bool:
-        """Whether one more group may start."""
+        """True if one more group may start."""
         return self.free and min(self.fresh, self.wanted) > 0
 
     @property
     def is_held(self) -> bool:
-        """Whether free engines wait only because of alpha."""
+        """True if free engines wait only because of alpha."""
         return self.free and self.fresh <= 0 < self.wanted
 
 

@@ -97,7 +97,7 @@ class RolloutConfig(Section):
 
     @property
     def leaves_behind(self) -> bool:
-        """Whether a running group may be preempted and issued again, which means that its random draws must be kept."""
+        """True if a running group may be preempted and issued again, which means that its random draws must be kept."""
         return self.bound == "drop" or self.tail_batching
 
 

@@ -70,16 +70,16 @@ class PlayedEpisode:
 
     @property
     def response(self) -> Int32s:
-        """See `Episode`."""
+        """The tokens after the prompt, as `Episode` says."""
         return self.made.tokens
 
     @property
     def room(self) -> int:
-        """See `Episode`."""
+        """Number of tokens that the response may still get."""
         return self.longest - len(self.made)
 
     async def generate(self) -> Generation | None:
-        """See `Episode`."""
+        """Let the policy continue the response, as `Episode` says."""
         if self.wanted is not None or self.room <= 0:
             return None
         self._asked = True
@@ -95,7 +95,7 @@ class PlayedEpisode:
         return None
 
     def add(self, tokens: Sequence[int]) -> None:
-        """See `Episode`."""
+        """Append tokens that the policy did not choose, as `Episode` says."""
         given = self._check_tokens(tokens)
         count = len(given)
         if count > self.room:
@@ -104,7 +104,7 @@ class PlayedEpisode:
         self.made, self.mask = self.made + added, self.mask + bytes(count)
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
-        """See `Episode`."""
+        """Score tokens with the run's verifier, as `Episode` says."""
         self._asked = True
         try:
             if not await self._close():
@@ -186,12 +186,12 @@ class PlayedEpisode:
         return Turn(self.turns, given + self.response if self.made else given, self.room)
 
     def _append_generation(self, started: VersionedGeneration) -> None:
-        made = started.generation
-        self.made, self.mask = self.made + made.made, self.mask + CHOSEN * len(made.made)
+        generation = started.generation
+        self.made, self.mask = self.made + generation.made, self.mask + CHOSEN * len(generation.made)
         self.first = self.first or started
         self.turns += 1
-        self.generated += len(made.made)
-        self.ending = made.ending
+        self.generated += len(generation.made)
+        self.ending = generation.ending
 
     def _check_tokens(self, tokens: Sequence[int]) -> Int32s:
         """Convert tokens from the environment; reject ids outside the vocabulary, which could crash an engine."""

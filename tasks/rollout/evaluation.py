@@ -108,7 +108,7 @@ def read_evaluations(run: ObjectStore, after: int = -1, last: int | None = None)
     paths = run.list("evaluations", after=evaluation_path(after) if after >= 0 else "")
     end = "" if last is None else evaluation_path(last)
     wanted = takewhile(lambda path: not end or path <= end, paths)
-    return [one for path in wanted if (one := _read(run, path, EVALUATION))]
+    return [evaluation for path in wanted if (evaluation := _read(run, path, EVALUATION))]
 
 
 def store_evaluation(run: ObjectStore, evaluation: Evaluation) -> None:
@@ -123,7 +123,7 @@ def store_skipped(run: ObjectStore, skip: EvaluationSkipped) -> None:
 
 def read_skipped(run: ObjectStore) -> list[EvaluationSkipped]:
     """Read the versions that could not be evaluated, and why."""
-    return [one for path in run.list("evaluations_skipped") if (one := _read(run, path, SKIPPED))]
+    return [skip for path in run.list("evaluations_skipped") if (skip := _read(run, path, SKIPPED))]
 
 
 def pass_at(k: int, responses: int, right: int) -> float:
@@ -136,11 +136,9 @@ def pass_at(k: int, responses: int, right: int) -> float:
 
 
 def mean_pass_at(right: Sequence[int], samples: int) -> dict[int, float]:
-    """Map k = 2, 4, 8, ... to the mean pass@k over prompts; `right` has each prompt's correct responses of
-    `samples`.
-    """
+    """Map k = 2, 4, 8, ... to the mean pass@k; `right` counts the correct ones of each prompt's `samples` responses."""
     powers = (2**power for power in range(1, samples.bit_length()))
-    return {k: math.fsum(pass_at(k, samples, one) for one in right) / len(right) for k in powers}
+    return {k: math.fsum(pass_at(k, samples, count) for count in right) / len(right) for k in powers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +184,7 @@ class Evaluator:
 
         episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _want_every, self.score, self.vocabulary)
         score = await episode.play(self.environment)
-        assert score is not None, "it is wanted"
+        assert score is not None, "every episode of an evaluation is wanted"
         return score, tuple(version for version in episode.made.versions if version >= 0)
 
 
@@ -261,7 +259,9 @@ class Evaluations:
                 if (task := asyncio.current_task()) and task.cancelling():
                     raise  # this task was cancelled while a borrowed engine died, and the failure hid the cancellation
             await asyncio.sleep(AGAIN_SECONDS)
-        return EvaluationSkipped(version, f"engines failed at it {len(failures)} times, the last time: {failures[-1]}")
+        return EvaluationSkipped(
+            version, f"engines failed {len(failures)} times while evaluating it, the last time: {failures[-1]}"
+        )
 
     async def _evaluate_on(self, engine: Engine, version: int) -> Evaluation:
         weights, probe = await self._means.fetch(version)

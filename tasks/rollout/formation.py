@@ -33,7 +33,7 @@ class Formation:
 
     @property
     def is_full(self) -> bool:
-        """Whether the buffer holds enough groups for a batch."""
+        """True if the buffer holds enough groups for a batch."""
         return len(self.buffer) >= self.limits.groups
 
     def must_wait(self, number: int, running: Iterable[int], *, learner_is_busy: bool, is_lost: bool) -> bool:
@@ -54,9 +54,8 @@ class Formation:
             return True
         if self.limits.on_stale == "drop" or is_lost:
             return False
-        filled = (
-            self.starts.count_before(math.inf) - 1
-        ) // self.limits.groups  # more batches than that crowd out nothing
+        # More later batches than the running groups can fill crowd out nothing.
+        filled = (self.starts.count_before(math.inf) - 1) // self.limits.groups
         reached = min(math.floor(self.limits.async_ratio) - 1, filled)
         return any(self._crowds(number, later) for later in range(1, reached + 1))
 

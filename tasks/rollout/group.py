@@ -102,11 +102,11 @@ class GroupRollout:
         """
         async with asyncio.TaskGroup() as samples:
             tasks = [samples.create_task(self._sample(prompt, sample)) for sample in range(self.responses)]
-        made = [task.result() for task in tasks]
+        trajectories = [task.result() for task in tasks]
         if self._reason is not None:
             started = self.ports.proxy.version if self._oldest is None else self._oldest
             return Discard(self.key, self._reason, started, self._tokens)
-        kept = tuple(one for one in made if one is not None)
+        kept = tuple(trajectory for trajectory in trajectories if trajectory is not None)
         return TrajectoryGroup(self.key, prompt.id, prompt.domain, kept, surplus_tokens=self._surplus)
 
     async def _sample(self, prompt: Prompt, sample: int) -> Trajectory | None:

@@ -161,7 +161,7 @@ class InferenceProxy:
 
     @property
     def failed(self) -> dict[int, str]:
-        """Why engines failed, keyed by place; includes engines that died while they had no request."""
+        """Reasons why engines failed, keyed by place; includes engines that died while they had no request."""
         found = ((place, lane.failure or _find_failure(lane.engine)) for place, lane in self._queue.places.items())
         return {place: str(failure) for place, failure in found if failure}
 
@@ -259,9 +259,9 @@ class InferenceProxy:
         async with self._changing:
             live = {place: lane for place, lane in self._queue.places.items() if lane.failure is None}
             if len(live) < 2:
-                raise EngineFailed("no engine can be lent: there are not two that live")
+                raise EngineFailed("no engine can be borrowed: fewer than two are alive")
             place, lane = min(live.items(), key=lambda item: item[1].taken)
-            lane.failure = EngineFailed("the engine is lent")
+            lane.failure = EngineFailed("the engine is borrowed")
             self._queue.remove(lane)
             await self._hand_over(lane)
         return place, lane.engine
@@ -298,8 +298,8 @@ class InferenceProxy:
         return None
 
     def _handle_failure(self, lane: EngineSlots, job: _GenerationJob, error: EngineFailed) -> Generation | None:
-        told = lane.engine.progress({job.request.id: 0}).get(job.request.id, TokenSpan())
-        had = max(told, job.request.prefix, key=len)
+        reported = lane.engine.progress({job.request.id: 0}).get(job.request.id, TokenSpan())
+        had = max(reported, job.request.prefix, key=len)
         self._fail(lane, error)
         if job.aborted:
             return job.build_aborted(had)

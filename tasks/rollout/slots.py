@@ -61,7 +61,7 @@ class Ticket:
 
     @property
     def waits(self) -> bool:
-        """Whether the ticket is still in the queue."""
+        """True if the ticket is still in the queue."""
         return self.granted is not None and not self.granted.done()
 
     @property
@@ -97,7 +97,7 @@ class SlotQueue:
 
     @property
     def vacant(self) -> bool:
-        """Whether no engine is alive."""
+        """True if no engine is alive."""
         return not any(lane.failure is None for lane in self._places.values())
 
     @property

@@ -80,7 +80,9 @@ def change_config(context: RunContext, after: RunConfig) -> bool:
     except EntryRefused as error:
         if tree_of(context.config) == tree_of(after):
             return False  # another process has recorded the same change
-        raise ConfigError(f"the run went on meanwhile: {error}; stop it first: rollflow stop {context.uri}") from None
+        raise ConfigError(
+            f"the run has continued meanwhile: {error}; stop it first: rollflow stop {context.uri}"
+        ) from None
     return True
 
 

@@ -113,4 +113,4 @@ def _check_own_sources(context: RunContext) -> None:
     """
     for key in changed_code(context.all_configs[0], context.created.own_code):
         if key.startswith("prompts."):
-            raise ConfigError(f"{key}.path: its file is not what it was when the run began")
+            raise ConfigError(f"{key}.path: its file has changed since the run began")

@@ -156,15 +156,15 @@ def _find_too_long(
 ) -> set[int]:
     """Return the lines of a file whose prompts are too long and are to be dropped."""
     room, empty, long = _compute_room(config, tokenizer), list[tuple[int, str]](), list[tuple[int, str]]()
-    told = time.monotonic()
+    last_told = time.monotonic()
     for number, row in enumerate(rows, 1):
         length = len(tokenizer.encode_prompt(row.question, source.chat, source.system))
         if not length:
             empty.append((row.line, "question has no tokens for this policy; ask something"))
         elif length > room:
             long.append((row.line, f"its prompt is too long ({_format_tokens(length, room)}); {CURE}"))
-        if time.monotonic() - told > TELL_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - last_told > TELL_SECONDS:
+            last_told = time.monotonic()
             tell(f"prompts.path = {source.path!r}: {number:,} of {len(rows):,} prompts are read")
     if empty:
         raise refuse_lines(source, empty)

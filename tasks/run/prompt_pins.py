@@ -193,5 +193,5 @@ def _check_family(source: ReasoningGymPrompts, pin: FamilyPin, sha256: Callable[
     if sha256() != pin.sha256:
         raise ConfigError(
             f"{key}: {PACKAGE} {here} asks other questions than when the run began; install the packages that it "
-            "had then, or name another family: a few draw anew in every process"
+            "had then, or name another family: a few draw other questions in every process"
         )

@@ -132,8 +132,8 @@ def _get_sockets() -> tuple[socket.socket, socket.socket]:
 @lru_cache
 def _create_sockets() -> tuple[socket.socket, socket.socket]:
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    for one in pair:
-        atexit.register(one.close)
+    for end in pair:
+        atexit.register(end.close)
     return pair
 
 

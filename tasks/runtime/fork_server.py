@@ -37,7 +37,7 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
         RuntimeError: there is a fork server already, or this process has started threads.
     """
     if _server._forkserver_pid is not None or threading.active_count() > 1:
-        raise RuntimeError("a fork server is a copy of a process that has just begun, and there is one of it")
+        raise RuntimeError("start the fork server once, before this process starts a thread")
     forkserver.set_forkserver_preload(list(otherwise))
     gc.collect()
     gc.freeze()  # memory stays shared until a process writes to it, as the garbage collector does

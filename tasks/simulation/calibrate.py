@@ -57,9 +57,9 @@ def calibrate_hardware(seen: ObservedRollout, config: RunConfig, hardware: Hardw
     """Return the hardware with the engines that match the record best; the rest of it is unchanged."""
     edges = np.unique(np.quantile(seen.tokens_R, np.arange(1, BINS) / BINS))
     found = [_with(slowing, seen, edges, config, hardware) for slowing in SLOWINGS]
-    found.sort(key=lambda one: one[0])
+    found.sort(key=lambda fit: fit[0])
     between = _between(found[0][1].batch_slowdown, found[1][1].batch_slowdown)
-    return _on(hardware, min([*found[:1], _with(between, seen, edges, config, hardware)], key=lambda one: one[0])[1])
+    return _on(hardware, min([*found[:1], _with(between, seen, edges, config, hardware)], key=lambda fit: fit[0])[1])
 
 
 def _with(
@@ -81,7 +81,7 @@ def _with(
         whole = mean / mean_now * (prefill + per_token * float(seen.tokens_R.mean()))
         per_token = max(1e-9, min(per_token * slope / slope_now, whole / float(seen.tokens_R.mean())))
         prefill = max(0.0, whole - per_token * float(seen.tokens_R.mean()))
-    return min(found, key=lambda one: one[0])
+    return min(found, key=lambda fit: fit[0])
 
 
 def _observe_simulation(config: RunConfig, hardware: Hardware) -> ObservedRollout:

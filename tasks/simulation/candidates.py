@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def drops(self) -> bool:
-        """Whether slow groups may be preempted."""
+        """True if slow groups may be preempted."""
         chosen = RolloutConfig(
             redundant_groups=self.redundant_groups, tail_batching=self.tail_batching, on_stale=self.on_stale
         )

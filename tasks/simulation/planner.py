@@ -108,13 +108,13 @@ def choose(
     kept = [outcome for outcome in finals if not outcome.marks(limits)]
     if not kept:
         return None, None
-    best = max(kept, key=lambda one: one.throughput)
-    near = [one for one in kept if one.throughput >= (1.0 - TOLERANCE) * best.throughput]
-    smallest = min(one.candidate.async_ratio for one in near)
-    near = [one for one in near if one.candidate.async_ratio == smallest]
-    fastest = max(one.throughput for one in near)
-    equal = [one for one in near if one.throughput >= (1.0 - TIE) * fastest]
-    return best, min(equal, key=lambda one: (round(one.wasted, 3), -one.throughput))
+    best = max(kept, key=lambda outcome: outcome.throughput)
+    near = [outcome for outcome in kept if outcome.throughput >= (1.0 - TOLERANCE) * best.throughput]
+    smallest = min(outcome.candidate.async_ratio for outcome in near)
+    near = [outcome for outcome in near if outcome.candidate.async_ratio == smallest]
+    fastest = max(outcome.throughput for outcome in near)
+    equal = [outcome for outcome in near if outcome.throughput >= (1.0 - TIE) * fastest]
+    return best, min(equal, key=lambda outcome: (round(outcome.wasted, 3), -outcome.throughput))
 
 
 def settled_bias(figures: Figures, drawn_R: Sequence[int]) -> tuple[float, float]:
@@ -159,18 +159,18 @@ class _Search:
         plain, settled = self._asynchronous()
         redundant = self._redundant([sync, *plain])
         finalists = [sync, *plain, *self._second(plain), *self._passing, *redundant]
-        most = max(one.candidate.async_ratio for one in finalists)
+        most = max(outcome.candidate.async_ratio for outcome in finalists)
         versions = _warm_up(most) + self._budget.finals(self._config)
-        candidates = list(dict.fromkeys(one.candidate for one in finalists))
+        candidates = list(dict.fromkeys(outcome.candidate for outcome in finalists))
         left = max(1, self._budget.simulations - len(self._known))
         finals = [self._simulate(candidate, versions) for candidate in candidates[:left]]
         best, recommended = choose(finals, self._limits)
         return Plan(
-            finals=tuple(sorted(finals, key=lambda one: -one.throughput)),
+            finals=tuple(sorted(finals, key=lambda outcome: -outcome.throughput)),
             sync=finals[0],
             best=best,
             recommended=recommended,
-            alphas=(0.0, *(one.candidate.async_ratio for one in plain)),
+            alphas=(0.0, *(outcome.candidate.async_ratio for outcome in plain)),
             settled=settled,
             simulations=len(self._known),
             trajectories=self._trajectories,
@@ -221,7 +221,7 @@ class _Search:
         return (*takewhile(lambda a: a < self._largest, ALPHAS), *([self._largest] if self._largest else []))
 
     def _try_waiting(self, plain: CandidateOutcome) -> CandidateOutcome | None:
-        """If dropping old groups exceeds a limit, try waiting for them; return that outcome if it keeps the limits."""
+        """Try waiting for old groups if dropping them exceeds a limit; return that outcome if it keeps the limits."""
         other = replace(plain.candidate, on_stale="wait")
         drops = plain.candidate.drops and plain.marks(self._limits)
         if not drops or not self._is_allowed(other) or self._is_spent():
@@ -236,23 +236,23 @@ class _Search:
             return []
         needed = _smallest_alpha(plain)
         same = [
-            one
-            for (candidate, _), one in self._known.items()
+            outcome
+            for (candidate, _), outcome in self._known.items()
             if replace(candidate, engines=0, learner_gpus=0) == replace(needed.candidate, engines=0, learner_gpus=0)
         ]
-        return sorted(same, key=lambda one: -one.throughput)[1:2]
+        return sorted(same, key=lambda outcome: -outcome.throughput)[1:2]
 
     def _redundant(self, plain: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-        """For each alpha up to the needed one, find the best redundant choice, and the fastest that exceeds a limit."""
+        """Find the best redundant choice of each alpha up to the needed one, and the fastest that exceeds a limit."""
         gains, passing = [], []
         needed = _smallest_alpha(plain).candidate.async_ratio
-        for one in (one for one in plain if one.candidate.async_ratio <= needed):
-            looked = [self._screen(other) for other in self._others(one.candidate) if not self._is_spent()]
+        for outcome in (outcome for outcome in plain if outcome.candidate.async_ratio <= needed):
+            looked = [self._screen(other) for other in self._others(outcome.candidate) if not self._is_spent()]
             marked = {other.candidate: bool(other.marks(self._limits)) for other in looked}
             kept = [other for other in looked if not marked[other.candidate]]
             passing += [other for other in looked if marked[other.candidate]]
-            fastest = max(kept, key=lambda other: other.throughput, default=one)
-            if fastest.throughput > (1.0 + TIE) * one.throughput:
+            fastest = max(kept, key=lambda other: other.throughput, default=outcome)
+            if fastest.throughput > (1.0 + TIE) * outcome.throughput:
                 gains.append(self._descend(fastest.candidate, 1))
         return gains + sorted(passing, key=lambda other: -other.throughput)[:1]
 
@@ -368,9 +368,9 @@ class _Search:
 
 def _smallest_alpha(outcomes: Sequence[CandidateOutcome]) -> CandidateOutcome:
     """Return the outcome with the smallest alpha that may come within the tolerance of the best."""
-    best = max(one.throughput for one in outcomes)
-    near = [one for one in outcomes if one.throughput >= (1.0 - 1.5 * TOLERANCE) * best]
-    return min(near, key=lambda one: (one.candidate.async_ratio, -one.throughput))
+    best = max(outcome.throughput for outcome in outcomes)
+    near = [outcome for outcome in outcomes if outcome.throughput >= (1.0 - 1.5 * TOLERANCE) * best]
+    return min(near, key=lambda outcome: (outcome.candidate.async_ratio, -outcome.throughput))
 
 
 def _warm_up(alpha: float) -> int:

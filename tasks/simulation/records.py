@@ -118,4 +118,6 @@ class SimulationRecords:
 
 def trajectories_of(staged: StagedBatch) -> list[Trajectory]:
     """List the trajectories of a batch; in a simulation its groups are not packed."""
-    return [one for group in staged.groups if isinstance(group, TrajectoryGroup) for one in group.trajectories]
+    return [
+        trajectory for group in staged.groups if isinstance(group, TrajectoryGroup) for trajectory in group.trajectories
+    ]

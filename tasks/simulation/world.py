@@ -161,7 +161,7 @@ class SimulatedRun:
             async with asyncio.TaskGroup() as tasks:
                 beside = [self.sync.run(versions), self.scheduler.run(), self.faults.run(self.config.seed)]
                 beside += [part.run() for part in (self.sampler, self.evaluations) if part is not None]
-                running = [tasks.create_task(one) for one in beside]
+                running = [tasks.create_task(coroutine) for coroutine in beside]
                 await self.learner.run(versions, published)
                 await self._close()
                 for task in running:

@@ -69,7 +69,7 @@ def score_response(
 
 
 def validate_score(who: str, score: Score) -> Score:
-    """Return the score of user code in a form that can be stored; the score of a failure if it is invalid."""
+    """Return a score from user code in a form that can be stored; replace an invalid one by that of a failure."""
     try:
         if not math.isfinite(score.reward) or abs(score.reward) > LARGEST:
             raise ValueError(f"its reward is {score.reward}")

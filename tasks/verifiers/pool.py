@@ -33,9 +33,7 @@ from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Score, failure_score
 from rollflow.tasks.verifiers.config import ImportReward, RewardConfig
 
-CHUNK = (
-    32  # most responses sent to a worker at once, because a write and a wake-up for each would cost more than a score
-)
+CHUNK = 32  # most responses sent to a worker at once; one write and wake-up for each would cost too much
 AHEAD_SECONDS = 0.1  # most work sent at once, in seconds, because responses behind a slow one are scored twice
 SLOW_SECONDS = 1.0  # a score that takes longer delays no other response
 START_TRIES = 5
@@ -45,7 +43,7 @@ READY = b"ready\n"
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """One response to score, as tokens; a flat array, where conversion would cost time."""
+    """One response to score, as tokens, best as a flat array, which needs no conversion."""
 
     tokens: Sequence[int]
     reference: Mapping[str, Any]
@@ -73,10 +71,7 @@ class RewardPool:
         self._quick = min(SLOW_SECONDS, config.deadline_seconds)
         self._pace = SLOW_SECONDS  # recent seconds per score
         self._lanes: list[asyncio.Task[None]] = []
-        self._unready, self._tries = (
-            0,
-            START_TRIES * config.workers,
-        )  # failed starts in a row; all workers may fail at once
+        self._unready, self._tries = 0, START_TRIES * config.workers  # failed starts in a row
         self._hopeless = asyncio.Event()
         self._error = ConfigError("no worker was tried")
         self.scored = 0
@@ -273,7 +268,7 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """True if the process runs."""
         return self._process.returncode is None
 
     async def wait_ready(self, seconds: float) -> None:
@@ -306,7 +301,7 @@ class _Worker:
             return Score(*json.loads(line))
         except (ValueError, TypeError):
             await self.end()
-            raise WorkerDied("it said what is no verdict") from None
+            raise WorkerDied("it wrote no valid score") from None
 
     async def discard_scores(self, count: int, deadline: float) -> None:
         """Discard `count` scores of requests that another worker has taken over; end the worker if that takes too
@@ -325,7 +320,7 @@ class _Worker:
                 line = await self._process.stdout.readline()
         except ValueError:  # the line is longer than any score, so the start of the next one is unknown
             await self.end()
-            raise WorkerDied("it said what is no verdict") from None
+            raise WorkerDied("it wrote no valid score") from None
         if not line:
             await self._process.wait()
             raise WorkerDied("it ended without an answer")

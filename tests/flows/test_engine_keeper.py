@@ -126,11 +126,11 @@ def test_engine_death_keeps_its_actor(kept: Kept) -> None:
 
 def test_engine_given_up_by_the_scheduler_is_restarted(kept: Kept) -> None:
     before = process(0)
-    kept.until(lambda: 0 not in kept.joined, RolloutStatus(failed={0: "it made no token for 60 s"}))
+    kept.until(lambda: 0 not in kept.joined, RolloutStatus(failed={0: "it generated no token for 60 s"}))
     kept.until(lambda: kept.recovered == ["engine-0"])
     assert process(0) != before
     [recovery] = RecoveryLog(kept.context.store).read()
-    assert recovery.reason == "it made no token for 60 s"
+    assert recovery.reason == "it generated no token for 60 s"
 
 
 def test_health_from_before_a_failure_is_ignored(kept: Kept) -> None:

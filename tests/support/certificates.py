@@ -26,7 +26,7 @@ class Certificates:
 
     @property
     def ray(self) -> dict[str, str]:
-        """Return the environment of every process of a Ray cluster with TLS."""
+        """The environment of every process of a Ray cluster with TLS."""
         return {
             "RAY_USE_TLS": "1",
             "RAY_TLS_SERVER_CERT": str(self.certificate),

@@ -129,7 +129,7 @@ class Machine:
 
     @property
     def credentials(self) -> dict[str, str]:
-        """Return the variables that a command needs to reach the hub's S3 server."""
+        """The variables that a command needs to reach the hub's S3 server."""
         keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
         return keys | {"AWS_ENDPOINT_URL_S3": self.machines.endpoint}
 

@@ -1,4 +1,4 @@
-"""What a run's folder proves by json, hashlib and pyarrow alone: the chain, alpha, exactly once, what trained what."""
+"""Checks a run's folder with json, hashlib and pyarrow alone: the chain, alpha, exactly once, and lineage."""
 
 import json
 from hashlib import sha256
@@ -9,10 +9,10 @@ import pyarrow as pa
 
 
 def violations(run: Path) -> list[str]:
-    """What is wrong with the run in this folder: of its log (with the entry's number), and of its batches' files."""
+    """List what is wrong with the run in this folder: in its log (with the entry's number) and in its batch files."""
     found, trained, newest, before, config = list[str](), set[int](), -1, "", dict[str, Any]()
     fates: dict[tuple[int, int], str] = {}  # (prompt, attempt) -> fate
-    batches: dict[int, Any] = {-1: (None, {"groups": []})}  # number -> its entry and body, until it is voided
+    batches: dict[int, Any] = {-1: (None, {"groups": []})}  # batch number -> its entry and body, until it is voided
 
     def fate(prompt: int, attempt: int, now: str, then: str | None = "open") -> None:
         was, fates[prompt, attempt] = fates.get((prompt, attempt)), now
@@ -50,7 +50,7 @@ def violations(run: Path) -> list[str]:
 
 
 def rows(run: Path, body: Any, config: Any) -> list[str]:
-    """What is wrong with a batch's file; of one that is no Arrow file nothing but its hash is looked at."""
+    """List what is wrong with a batch's file; if it is not an Arrow file, only its hash is checked."""
     if sha256(data := (run / body["file"]["path"]).read_bytes()).hexdigest() != body["file"]["sha256"]:
         return ["it is not the file that was committed"]
     read = pa.ipc.open_file(data).read_all().to_pylist() if data.startswith(b"ARROW1") else None

@@ -1,6 +1,6 @@
-"""The whole control path in one process: scheduler, proxy, controller, channel, log; timed engines and learner.
+"""The whole control path in one process: scheduler, proxy, weight sync, channel, log; timed engines and learner.
 
-The scheduler, the learner and the channel have each a view of the log of their own, as processes would.
+The scheduler, the learner and the channel each have their own view of the log, as separate processes would.
 """
 
 from __future__ import annotations
@@ -45,35 +45,35 @@ from rollflow.tasks.verifiers.pool import ScoreRequest
 from tests.support.described import describe
 from tests.support.log_runs import read
 
-LOOK_SECONDS = 0.2  # how often a scheduler asks whether a batch was voided
+LOOK_SECONDS = 0.2  # how often a scheduler checks whether a batch was voided
 PATIENCE_SECONDS = 1e6
 STUCK_SECONDS = 1e3
 
-Damage = Literal["flipped", "cut", "gone", "not finite"]  # the last: the file is whole, the learner cannot use it
+Damage = Literal["flipped", "cut", "gone", "not finite"]  # "not finite": the file is intact, but useless to the learner
 
 
 class StoredBatches:
-    """`Source` from the log, without threads."""
+    """Implements `Source` from the log, without threads."""
 
     def __init__(self, batches: TrajectoryStore) -> None:
         self.batches = batches
 
     async def entry(self, number: int) -> int | None:
-        """See `Source`."""
+        """Return the entry of a batch."""
         waiting = self.batches.waiting(number)
         return None if waiting is None else waiting.entry
 
     async def read(self, number: int) -> object:
-        """See `Source`."""
+        """Read a batch."""
         waiting = self.batches.waiting(number)
         if waiting is None:
-            raise Missing(f"batch {number} does not wait any more")
+            raise Missing(f"batch {number} is no longer waiting")
         return self.batches.read(waiting.file)
 
 
 @dataclass
 class Pipeline:
-    """One run on timed parts. `store` survives it, so that another pipeline can continue."""
+    """One run with timed parts. `store` outlives it, so that another pipeline can continue the run."""
 
     store: ObjectStore
     versions: int = 6
@@ -91,11 +91,11 @@ class Pipeline:
     seconds_per_token: float = 0.002
     keep_last: int = 5
     engine_list: Sequence[Engine] | None = None
-    damage: Mapping[tuple[int, int], Damage] = field(default_factory=dict)  # to (batch, times it was voided before)
-    engine_deaths: Sequence[tuple[float, int]] = ()  # (seconds, which engine); a new one joins in its place
+    damage: Mapping[tuple[int, int], Damage] = field(default_factory=dict)  # by (batch, times it was voided before)
+    engine_deaths: Sequence[tuple[float, int]] = ()  # (seconds, place of the engine); a new one replaces it
     shares: tuple[float, ...] = (1.0,)
     scheduler_type: Callable[..., RolloutScheduler] = build_scheduler
-    choices: Mapping[str, Any] = field(default_factory=dict)  # of the `RolloutLimits`
+    choices: Mapping[str, Any] = field(default_factory=dict)  # fields of `RolloutLimits`
     routing: AnyRouting = "least-work"
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN
@@ -103,7 +103,7 @@ class Pipeline:
     scheduler: RolloutScheduler = field(init=False)
 
     def describe(self) -> None:
-        """Create the run once."""
+        """Create the run, once."""
         config = {"async_ratio": self.async_ratio, "store": {"keep_last": self.keep_last, "keep_every": 10}}
         rollout = RolloutConfig(redundant_responses=self.choices.get("redundant_responses", 0))
         config |= {"group_size": self.group_size, "rollout": rollout.model_dump(mode="json")}
@@ -112,12 +112,12 @@ class Pipeline:
 
     @property
     def state(self) -> RunState:
-        """What the log says now."""
+        """The current state of the log."""
         self.log.follow()
         return self.log.state
 
     async def run(self) -> None:
-        """Train up to `versions`."""
+        """Train versions up to `versions`."""
         self._open()
         if self.policies.newest() < 0:
             self._publish(0, None)
@@ -149,7 +149,7 @@ class Pipeline:
             killing.cancel()
 
     def _open(self) -> None:
-        """Take every role of the run."""
+        """Claim every role of the run."""
         self.describe()
         self.log = Log(self.store)
         self.log.claim("supervisor")
@@ -192,7 +192,7 @@ class Pipeline:
         return replace(prompt_at(index), domain=f"source {index % len(self.shares)}")
 
     async def _schedule(self) -> None:
-        """Form batches; whenever one is voided, begin again from the log."""
+        """Form batches; after a batch was voided, start again from the log."""
         clock = asyncio.get_running_loop().time
         while True:
             moved, batch = clock(), -1
@@ -213,7 +213,7 @@ class Pipeline:
             assert isinstance(victim, TimedEngine)
             victim.kill("killed by the test")
             living[place] = self._engine()
-            # Shielded: the run may have ended, and evaluations still need it.
+            # Shielded, because the run may have ended while evaluations still need it.
             await asyncio.shield(asyncio.ensure_future(self._replace(place, living[place])))
 
     async def _replace(self, place: int, engine: Engine) -> None:
@@ -222,13 +222,13 @@ class Pipeline:
         await self.proxy.join(place, engine)
 
     async def newer(self, version: int) -> int:
-        """`VersionFeed`."""
+        """Wait for a newer version, as `VersionFeed` says."""
         while (newest := await self.channel.wait_version(version, 1.0)) <= version:
             pass
         return newest
 
     async def fetch(self, version: int) -> tuple[Path, WeightsProbe]:
-        """`VersionFeed`."""
+        """Fetch a version, as `VersionFeed` says."""
         return Path(), WeightsProbe((), (), 0.1)
 
     async def _score(self, request: ScoreRequest) -> Score:
@@ -254,7 +254,7 @@ class Pipeline:
             await self.channel.announce(version)
 
     async def _next_batch(self, number: int) -> CommittedBatch:
-        """Batch `number` as it stands in the log; one that is damaged or not finite is voided and waited for anew."""
+        """Read batch `number` from the log; void one that is damaged or not finite, and wait for its replacement."""
         while True:
             try:
                 leased = await self.channel.lease(number, PATIENCE_SECONDS)
@@ -270,7 +270,7 @@ class Pipeline:
                 self.batches.reject(self.learning, number, waiting.entry, "it is not finite")
 
     def _harm(self, number: int) -> Damage | None:
-        """What is wrong with the present making of batch `number`."""
+        """Return what is wrong with the current attempt at batch `number`."""
         return self.damage.get((number, voids_of(self.store, number))) if self.damage else None
 
     def _publish(self, version: int, batch: CommittedBatch | None) -> None:
@@ -285,18 +285,18 @@ class Pipeline:
 
 
 def is_finite(stored: pa.Buffer) -> bool:
-    """Whether all log-probs of a batch are."""
+    """Return whether all log-probs of a batch are finite."""
     rows = TrajectoryBatch.from_bytes(stored).table["logprobs"].to_pylist()
     return all(math.isfinite(value) for row in rows for value in row)
 
 
 def voids_of(store: ObjectStore, number: int) -> int:
-    """How often batch `number` was voided."""
+    """Count how often batch `number` was voided."""
     return sum(isinstance(entry.body, BatchVoided) and entry.body.number == number for entry in read(store))
 
 
 def damaged(store: ObjectStore, file: StoredObject, how: Damage) -> None:
-    """Damage a committed batch as a disk, a person or another program might."""
+    """Damage a committed batch, as a disk, a person or another program might."""
     data = store.get(file.path)
     if how == "gone":
         store.delete(file.path)
@@ -307,5 +307,5 @@ def damaged(store: ObjectStore, file: StoredObject, how: Damage) -> None:
 
 
 def prompt_at(index: int) -> Prompt:
-    """A made-up prompt."""
+    """Build an artificial prompt."""
     return Prompt(f"p{index}", index, "test", f"question {index}", (1, 2, 3 + index % 7), {"answer": "1"})

@@ -1,4 +1,4 @@
-"""Start the engines of a run under several placements, and print on which nodes they are.
+"""Starts the engines of a run under several placements, and prints the nodes on which they run.
 
 `python -m tests.support.placed ADDRESS FOLDER`: the cluster has one node with the resource "rollout", which also has
 the label of `LABELS`. The last line is JSON: that node, and for each placement the nodes of its engines.

@@ -1,4 +1,4 @@
-"""Tiny policy folders of several architectures, each with a byte-level tokenizer of its own."""
+"""Tiny policy folders of several architectures, each with its own byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def make_folder(
     scale: float = 1.0,
     **changes: object,
 ) -> Path:
-    """Make a policy folder with random weights, times `scale`; `changes` are made to its config."""
+    """Make a policy folder with random weights, scaled by `scale`; `changes` are applied to its config."""
     torch.manual_seed(0)
     size = make_tokenizer(folder, **(tokenizer or {}))
     config = AutoConfig.for_model(kind, **{"vocab_size": size, **KINDS[kind], **changes})
@@ -116,7 +116,7 @@ def make_folder(
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    """Write the folder's tensors again as `change` returns them."""
+    """Rewrite the folder's tensors as `change` returns them."""
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
@@ -128,7 +128,7 @@ def change_json(file: Path, **changes: object) -> None:
 
 
 def recipe_of(folder: Path, **prompts: object) -> RunConfig:
-    """Return a recipe of that policy with the transformers engine, on questions of the same folder."""
+    """Return a recipe for that policy with the transformers engine, and questions from the same folder."""
     file = folder / "say.jsonl"
     if not file.exists():
         file.write_text("".join(f'{{"question": "Say {i} ({i * i}).", "answer": "{i}"}}\n' for i in range(40)))

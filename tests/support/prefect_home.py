@@ -1,4 +1,6 @@
-"""The database that a Prefect server makes at its first start, made once for all tests: half of such a start."""
+"""The database that a Prefect server creates at its first start, created once for all tests: it is half of the
+start.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.support.waiting import RUN_SECONDS
 
 
 def migrated(folder: Path) -> Path:
-    """`folder` with such a database in it. One process of the tests makes it, the others wait."""
+    """Return `folder` with such a database in it. One process of the tests creates it, the others wait."""
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -30,7 +32,7 @@ def migrated(folder: Path) -> Path:
 
 @contextmanager
 def served(home: Path, made: Path) -> Iterator[PrefectServer]:
-    """A server of this home, with the database that was `made`; clients of this process use it."""
+    """Start a server with this home and a copy of the database; clients of this process use it."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     give(made, home)
@@ -41,7 +43,7 @@ def served(home: Path, made: Path) -> Iterator[PrefectServer]:
 
 
 def give(made: Path, home: Path) -> None:
-    """Put it where the server of `home` looks for its own."""
+    """Copy the database to where the server of `home` looks for it."""
     (home / "prefect").mkdir(parents=True)
     for file in made.glob("prefect.db*"):
         shutil.copy(file, home / "prefect")

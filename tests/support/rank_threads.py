@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: their sums are those of processes, and none has to be started."""
+"""Ranks as threads of this process: they compute the same sums as processes, without a process start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Found = TypeVar("Found")
 
 
 def on_ranks(count: int, work: Callable[[Ranks], Found], seconds: float = SECONDS) -> list[Found]:
-    """What `work` gives on each rank."""
+    """Return the result of `work` on each rank."""
     if count == 1:
         return [work(Ranks())]
     store = HashStore()

@@ -1,4 +1,4 @@
-"""A command that is refused as bad input is to be: exit code 2, one sentence, no traceback."""
+"""Checks that a command refuses bad input as it should: exit code 2, one sentence, no traceback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rollflow.flows.commands.cli import main
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run a command that must be refused; returns its one sentence."""
+    """Run a command that must be refused; return its sentence."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     [line] = captured.err.strip().splitlines()
@@ -18,7 +18,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def refused_alike(capsys: pytest.CaptureFixture[str], recipe: str, *options: str) -> str:
-    """Have `check` and `run` refuse a recipe, in the same sentence; returns it."""
+    """Check that `check` and `run` refuse a recipe with the same sentence; return it."""
     by_check = refused(capsys, "check", recipe, *options)
     assert refused(capsys, "run", recipe, *options) == by_check
     return by_check

@@ -1,6 +1,6 @@
-"""A moto server on loopback that takes one write at a time.
+"""A moto server on loopback that handles one write at a time.
 
-It checks and writes a conditional PUT in two steps where S3 does it in one, so writes take turns here.
+moto checks and writes a conditional PUT in two steps, where S3 does it in one. So writes take turns here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moto.server import ThreadedMotoServer
 def s3_server(
     bucket: str, address: str = "127.0.0.1", reads: Counter[str] | None = None, port: int = 0
 ) -> Iterator[str]:
-    """The endpoint of a moto server with one bucket; `reads` gets how often each key was read.
+    """Start a moto server with one bucket and yield its endpoint; `reads` counts the reads of each key.
 
-    What servers before it in this process had, is gone: they all keep it in one place.
+    Objects of earlier servers in this process are gone, because all of them share one backend.
     """
     for account in s3_backends.values():
         for backend in account.values():
@@ -63,7 +63,7 @@ def s3_server(
 
 
 def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reach the server by the usual AWS variables only."""
+    """Set the usual AWS variables, so that only this server is reached."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)

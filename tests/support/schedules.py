@@ -1,9 +1,9 @@
-"""One schedule, light: the shipped scheduler, proxy, controller and log; timed parts; a ledger that checks all.
+"""Runs one random schedule cheaply: the shipped scheduler, proxy, controller and log, timed parts, and a ledger.
 
-No batch files, no Arrow, no audit: some ten milliseconds a schedule, so that thousands can be drawn. A process that
-stops is one whose tasks are cancelled; the next one reads the log, claims the scheduler's role and goes on.
+There are no batch files, no Arrow and no audit, so a schedule takes some ten milliseconds and thousands can be drawn.
+To stop a process, its tasks are cancelled; the next process reads the log, claims the scheduler's role and continues.
 
-Most times are multiples of a tenth of a second, so that much happens at the same moment, in an order of its own.
+Most times are multiples of a tenth of a second, so that many events happen at the same moment, in an arbitrary order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Trouble(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """The process stops after some seconds; then so many of the batches that were not trained on are voided."""
+    """The process stops after some seconds; then a number of untrained batches is voided."""
 
     after: float
     voids: int
@@ -60,7 +60,7 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """All that is drawn for one schedule; the defaults are the plainest."""
+    """All random choices of one schedule; the defaults are the simplest."""
 
     async_ratio: float = 0.0
     groups: int = 1
@@ -69,14 +69,14 @@ class Case:
     speeds: tuple[float, ...] = (1.0,)
     batches: int = 4
     max_inflight_groups: int = 64
-    limited: bool = False  # groups start only while slots are free
+    limited: bool = False  # whether groups start only into free slots
     mode: Literal["queue", "batch"] = "queue"
     routing: AnyRouting = "least-work"
     redundant_groups: int = 0
     redundant_responses: int = 0
     tail_batching: bool = False
     max_preemptions: int | None = None
-    max_batches_ahead: float = 1.0  # as a part of alpha
+    max_batches_ahead: float = 1.0  # as a share of alpha
     on_stale: Literal["drop", "wait"] = "drop"
     batch_order: Literal["finished", "started"] = "finished"
     staleness_from: Literal["started", "oldest-token"] = "started"
@@ -91,7 +91,7 @@ class Case:
     fetch_seconds: float = 0.0
     commit_seconds: float = 0.0
     latency: float = 0.0  # of a call to an engine, and of its answer
-    patience: float = 1e6  # for an engine to join, when none is left
+    patience: float = 1e6  # time for an engine to join if none is left
     trouble: tuple[Trouble, ...] = ()
     stops: tuple[Stop, ...] = ()
     attempts: int = 10**6
@@ -99,7 +99,7 @@ class Case:
 
     @property
     def limits(self) -> RolloutLimits:
-        """What the scheduler works to."""
+        """The scheduler's limits."""
         return RolloutLimits(
             seed=self.seed,
             batches=self.batches,
@@ -125,7 +125,7 @@ class Case:
         )
 
     def engine(self, place: int) -> TimedEngineConfig:
-        """An engine for this place."""
+        """Create an engine for this place."""
         return TimedEngineConfig(
             max_concurrent_requests=self.slots,
             max_new_tokens=MAX_NEW_TOKENS,
@@ -139,7 +139,7 @@ class Case:
 
 
 class Watched(TimedEngine):
-    """A timed engine whose calls take time; it refuses more requests than slots, and tells when they come first."""
+    """A timed engine with slow calls; it rejects more requests than slots, and reports each request's first arrival."""
 
     def __init__(self, config: TimedEngineConfig, latency: float, first: Callable[[str, int], bool]) -> None:
         super().__init__(config)
@@ -188,7 +188,7 @@ class Life:
     engines: dict[int, Watched] = field(default_factory=dict)
 
     async def run(self) -> None:
-        """Train all versions that are left."""
+        """Train all remaining versions."""
         case = self.case
         self.engines = {place: self._engine(place) for place in range(len(case.speeds))}
         self.proxy = build_proxy(list(self.engines.values()), case.slots, case.patience, case.routing)
@@ -226,7 +226,7 @@ class Life:
         return Watched(self.case.engine(place), self.case.latency, self._first)
 
     def _first(self, id: str, version: int) -> bool:
-        """A response begins, or begins anew; whether there will be a batch that is not too new for it."""
+        """Note that a response starts or restarts; check that some batch can still use it."""
         prompt, attempt, sample = map(int, id.rstrip("'").split("."))
         self.ledger.started.setdefault(GroupKey(prompt, attempt), {})[sample] = version
         number = self.scheduler.due.first
@@ -251,16 +251,16 @@ class Life:
             self.engines[place] = engine = self._engine(place)
             try:
                 return await self.proxy.join(place, engine)
-            except EngineFailed:  # it was killed before it served
+            except EngineFailed:  # the engine was killed before it served
                 await asyncio.sleep(0.1)
 
     async def newer(self, version: int) -> int:
-        """See `VersionFeed`."""
+        """Wait for a newer version, as `VersionFeed` says."""
         await self.ledger.until(lambda: self.ledger.version > version)
         return self.ledger.version
 
     async def fetch(self, version: int) -> tuple[Path, WeightsProbe]:
-        """See `VersionFeed`."""
+        """Fetch a version, as `VersionFeed` says."""
         await asyncio.sleep(self.case.fetch_seconds)
         return Path(), NO_PROBE
 
@@ -270,7 +270,7 @@ def _as_it_is(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 def ran(case: Case) -> Ledger:
-    """The ledger of a run from its beginning to its end, over all its stops."""
+    """Run a schedule from beginning to end, over all its stops, and return the ledger."""
 
     async def main() -> Ledger:
         ledger = Ledger(case)
@@ -291,7 +291,7 @@ def ran(case: Case) -> Ledger:
 
 
 async def stopped(life: Life, stop: Stop) -> None:
-    """A process lives for a while; then batches are voided."""
+    """Run a process for a while, then void batches."""
     task = asyncio.create_task(life.run())
     await asyncio.wait([task], timeout=stop.after)
     task.cancel()
@@ -302,7 +302,7 @@ async def stopped(life: Life, stop: Stop) -> None:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The first error itself, so that a search for the smallest case tells one bug from another."""
+    """Return the innermost first error, so that shrinking does not mix up different bugs."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,9 +1,9 @@
-"""Slurm on machines of namespaces: a controller, a daemon on each machine, a disk that they share at /mnt.
+"""Slurm on virtual machines: a controller, a daemon on each machine, and a shared disk at /mnt.
 
-    low   where jobs are preempted, with a grace
-    high  whose jobs preempt those of low
+    low   a partition whose jobs are preempted, with a grace period
+    high  a partition whose jobs preempt those of low
 
-Debian's slurmctld, slurmd and munge are needed. Processes are tracked by their parents: there are no cgroups here.
+This needs Debian's slurmctld, slurmd and munge. Processes are tracked by their parents, because there are no cgroups.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.machines import REPOSITORY, Machine, Machines
 from tests.support.machines import why_not as why_no_machines
 from tests.support.waiting import HANG_SECONDS, until
 
-FOLDER = Path("/mnt/work")  # where jobs are submitted, on the disk that all nodes share
+FOLDER = Path("/mnt/work")  # jobs are submitted here, on the disk that all nodes share
 CONF = """
 ClusterName=test
 SlurmctldHost={controller}
@@ -51,11 +51,11 @@ NodeName={nodes} CPUs=2 State=UNKNOWN
 PartitionName=low Nodes={nodes} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
 PartitionName=high Nodes={nodes} MaxTime=INFINITE State=UP PriorityTier=10
 """
-GRACE_SECONDS = 180  # a machine of tests is slow
+GRACE_SECONDS = 180  # long, because test machines are slow
 
 
 def why_not() -> str:
-    """Why there can be no Slurm here; empty if there can."""
+    """Return why Slurm cannot run here; "" if it can."""
     for tool in ("slurmctld", "slurmd", "munged"):
         if shutil.which(tool) is None:
             return f"no `{tool}` (Debian's packages slurmctld, slurmd and munge)"
@@ -63,7 +63,7 @@ def why_not() -> str:
 
 
 class Slurm:
-    """A cluster of two nodes on `machines`, until those end."""
+    """A cluster of two nodes on `machines`, which ends with them."""
 
     def __init__(self, machines: Machines) -> None:
         machines.share_disk()
@@ -88,11 +88,11 @@ class Slurm:
         until(lambda: self.run("sinfo", "--noheader", "--format=%T %D", "--partition=low").split() == ["idle", "2"])
 
     def start_daemon(self, node: Machine) -> None:
-        """Start slurmd on a node, at first or after the node was lost."""
+        """Start slurmd on a node, for the first time or after the node was lost."""
         self._start(node, ["slurmd", "-D", "-f", "/tmp/slurm.conf", "-N", node.name])
 
     def path(self, name: str = "") -> Path:
-        """Return where a file of the shared folder can be read from here."""
+        """Return the path under which a file of the shared folder can be read from here."""
         return self.nodes[0].path(FOLDER / name)
 
     def run(self, *command: str, **environment: str) -> str:
@@ -113,12 +113,12 @@ class Slurm:
         return self.run("sbatch", "--parsable", *command, **environment).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, Restarts, BatchHost and so on."""
+        """Return the fields of `scontrol show job`: JobState, Restarts, BatchHost and so on."""
         words = self.run("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def output(self) -> str:
-        """The ends of what jobs and daemons wrote."""
+        """Return the ends of the output of jobs and daemons."""
         files = sorted(self.path().glob("slurm-*.out"))
         parts = [(file.name, file.read_text(errors="replace").splitlines()[-80:]) for file in files]
         parts += [(node.name, node.output(40).splitlines()) for node in self.nodes]
@@ -129,7 +129,7 @@ class Slurm:
         node.start(named, SLURM_CONF="/tmp/slurm.conf")
 
     def _environment(self) -> Mapping[str, str]:
-        """What a person has on a login node: the environment with rollflow, and credentials."""
+        """Prepare what a user has on a login node: the environment with rollflow, and credentials."""
         person: dict[str, Any] = {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "HOME": str(FOLDER),

@@ -1,7 +1,8 @@
-"""A small real run without Ray: its own policy folder, made-up batches, the real learner's actor in this process.
+"""A small real run without Ray: its own policy folder, artificial batches, and the real learner's actor in this
+process.
 
-A batch is made up when the learner asks for it: its newest tokens are of the version that the learner has published.
-Until that is committed the feed has nothing to give.
+A batch is built when the learner asks for it: its newest tokens are of the version that the learner has published last.
+Until that version is committed, the feed has no batch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SUMS = {
         "allow_negation": False,
     },
 }
-# A learner with everything in its state that there may be.
+# A learner with every optional part of its state.
 ALL_ROLES = {
     "objective": {"kind": "ppo", "penalties": {"kl_to": "reference", "kl_weight": 0.1, "kl_target": 0.01}},
     "reference": {"every": 2},
@@ -48,17 +49,19 @@ ALL_ROLES = {
 
 
 class Halt(Exception):
-    """The learner is to end here, as if it had been killed while it waited."""
+    """Raised to end the learner, as if it had been killed while it waited."""
 
 
 class StoreFeed:
-    """`BatchFeed` of made-up batches; the first thing it is asked for from batch `until` on ends the learner.
+    """A `BatchFeed` of artificial batches; from batch `until` on, the first request ends the learner.
 
-    That batch is committed, and waits. It takes the run as its supervisor, if nobody has, and as its scheduler.
+    That batch is committed and waits. The feed claims the run as its scheduler, and as its supervisor if there is none.
     """
 
     def __init__(self, context: RunContext, until: int | None = None, *, ahead: bool = False) -> None:
-        """`ahead`: no token of a batch is newer than the version before its own, which may still be on its way."""
+        """Prepare the feed; with `ahead`, a batch's tokens are at most of the version before its own, as if
+        published late.
+        """
         self.ahead = ahead
         self.context, self.log, self.batches = context, context.log, context.batches
         self.until = context.config.versions if until is None else until
@@ -67,7 +70,7 @@ class StoreFeed:
         self.writer = self.log.claim("scheduler")
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
-        """The committed batch."""
+        """Return the committed batch."""
         self.await_version(number)
         waiting = self.batches.waiting(number)
         if waiting is None:
@@ -78,16 +81,18 @@ class StoreFeed:
         return self.batches.read(waiting.file)
 
     def await_version(self, number: int) -> None:
-        """`TimeoutError` as long as batch `number` cannot be formed: the version of its newest tokens is not there."""
+        """Raise `TimeoutError` while batch `number` cannot be formed, because the version of its newest tokens is
+        missing.
+        """
         self.log.follow()
         if (newest := max(number - self.ahead, 0)) > self.log.state.version:
             raise TimeoutError(f"no batch {number} before version {newest}")
 
     def finish(self, number: int, version: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def announce(self, version: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def prepare_small(
@@ -102,9 +107,9 @@ def prepare_small(
     cluster: Mapping[str, object] | None = None,
     **store: object,
 ) -> RunContext:
-    """A prepared run in `ROLLFLOW_HOME`, of `versions` versions, that nobody has claimed yet."""
+    """Prepare a run of `versions` versions in `ROLLFLOW_HOME`, without claiming it."""
     if reward is None and any(source["kind"] == "jsonl" for source in prompts or ()):
-        reward = {"kind": "exact"}  # such rows are of no family
+        reward = {"kind": "exact"}  # the rows of these questions have no family
     policy = folder / "policy"
     if not policy.exists():
         make_policy(policy)
@@ -128,7 +133,7 @@ def prepare_small(
 
 
 def make_policy(folder: Path) -> None:
-    """A policy folder with random weights."""
+    """Make a policy folder with random weights."""
     folder.mkdir(parents=True)
     small = ColdStart(hidden_size=32, layers=2, heads=2, context=128)
     for name, data in build_cold_folder(small, ["Calculate 1 + 1 + 1.", "3"] * 10).items():
@@ -138,10 +143,10 @@ def make_policy(folder: Path) -> None:
 
 
 def batch(context: RunContext, number: int, *, ahead: bool = False) -> StagedBatch:
-    """Made-up answers to the run's own prompts; in batch 2 one was discarded as stale and issued again.
+    """Build artificial responses to the run's own prompts; in batch 2 one prompt was discarded as stale and reissued.
 
-    Answers begin alpha versions before the batch, where there are such, and end under its own if not `ahead` of it. One
-    prompt more is in flight than batches have used. A batch that was voided is made again of the next attempts.
+    Responses begin alpha versions before the batch, if there are so many, and end under its own unless `ahead`. One
+    more prompt is in flight than batches have used. A voided batch is built again from the next attempts.
     """
     started = max(number - int(context.config.async_ratio), 0)
     newest = started if ahead else number
@@ -163,7 +168,7 @@ def batch(context: RunContext, number: int, *, ahead: bool = False) -> StagedBat
 def trajectory(
     prompt: Sequence[int], sample: int, started: int, newest: int, draw: random.Random, stop: int
 ) -> Trajectory:
-    """A made-up answer, begun and ended under these versions; a short one ends with the token `stop`."""
+    """Build a response begun and ended under these versions; a short one ends with the token `stop`."""
     length = draw.randint(2, 8)
     versions = tuple(started if t < length // 2 else newest for t in range(length))
     response = tuple(draw.randint(3, 250) for _ in range(length))
@@ -183,7 +188,7 @@ def trajectory(
 
 
 def train_small(context: RunContext, until: int | None = None) -> LearnerActor:
-    """Train to the end, or until batch `until` is asked for; returns the learner's actor as it then is."""
+    """Train to the end, or until batch `until` is requested; return the learner's actor in its state then."""
     actor = LearnerActor(context, channel=StoreFeed(context, until))
     try:
         actor.run()

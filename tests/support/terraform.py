@@ -1,7 +1,7 @@
-"""Terraform in a copy of `infra/terraform`, against a moto server: nothing is fetched, and nothing of AWS is reached.
+"""Terraform in a copy of `infra/terraform`, against a moto server: nothing is downloaded, and AWS is not contacted.
 
 The provider comes from a folder that `terraform providers mirror /opt/tf-plugins` fills; `ROLLFLOW_TF_PLUGINS` names
-another.
+another folder.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ EXAMPLES: Mapping[str, Mapping[str, object]] = {
 
 
 def why_not() -> str:
-    """Why Terraform cannot work here; empty if it can."""
+    """Return why Terraform cannot run here; "" if it can."""
     if shutil.which("terraform") is None:
         return "terraform is not installed"
     if not [*PLUGINS.glob(f"registry.terraform.io/hashicorp/aws/**/*{VERSION}*")]:
@@ -54,14 +54,14 @@ def why_not() -> str:
 
 @dataclass
 class Terraform:
-    """An example in a folder of its own, and the server that it is applied to."""
+    """An example in its own folder, and the server that it is applied to."""
 
     folder: Path
     endpoint: str
     secrets: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, *arguments: str, code: int = 0) -> str:
-        """Run a command of Terraform that ends with this exit code; returns its output, or its errors."""
+        """Run a Terraform command that must end with this exit code; return its output, or its errors."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "AWS_"))}
         own = {"TF_IN_AUTOMATION": "1", "TF_INPUT": "0", "CHECKPOINT_DISABLE": "1", "TF_CLI_CONFIG_FILE": os.devnull}
         secret = {f"TF_VAR_{name}": value for name, value in self.secrets.items()}
@@ -77,13 +77,13 @@ class Terraform:
         return done.stderr if code else done.stdout
 
     def plan(self) -> dict[str, Any]:
-        """The plan as JSON; `apply` applies it."""
+        """Return the plan as JSON; `apply` applies it."""
         self.run("plan", "-no-color", "-out=plan")
         plan: dict[str, Any] = json.loads(self.run("show", "-json", "plan"))
         return plan
 
     def apply(self) -> dict[str, Any]:
-        """Apply the plan; returns the state as JSON."""
+        """Apply the plan; return the state as JSON."""
         self.run("apply", "-no-color", "plan")
         state: dict[str, Any] = json.loads(self.run("show", "-json"))
         return state
@@ -106,7 +106,7 @@ def prepare(
 
 
 def resources(plan: Mapping[str, Any], kind: str = "") -> dict[str, dict[str, Any]]:
-    """The planned attributes of managed resources (of one type), by address."""
+    """Return the planned attributes of managed resources (of one type), by address."""
     return {
         one["address"]: one["change"]["after"]
         for one in plan["resource_changes"]
@@ -115,7 +115,7 @@ def resources(plan: Mapping[str, Any], kind: str = "") -> dict[str, dict[str, An
 
 
 def statements(plan: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every statement of every policy, with the address of the document that it is in."""
+    """Yield every statement of every policy, with the address of its document."""
     for one in plan["resource_changes"]:
         if one["type"] == "aws_iam_policy_document":
             yield from ((one["address"], statement) for statement in one["change"]["after"]["statement"])
@@ -131,15 +131,15 @@ def _read(module: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def state_resources(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The attributes of everything in a state, by address."""
+    """Return the attributes of everything in a state, by address."""
     return {one["address"]: one["values"] for one in _read(state["values"]["root_module"])}
 
 
 def script(attributes: Mapping[str, Any]) -> str:
-    """The user data of a machine or of a launch template."""
+    """Return the user data of a machine or of a launch template."""
     return gzip.decompress(base64.b64decode(attributes.get("user_data_base64") or attributes["user_data"])).decode()
 
 
 def variable_blocks(text: str) -> dict[str, str]:
-    """The body of each `variable` block of a file, by name."""
+    """Return the body of each `variable` block of a file, by name."""
     return dict(re.findall(r'^variable "(\w+)" \{\n(.*?)^\}', text, flags=re.DOTALL | re.MULTILINE))

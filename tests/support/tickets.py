@@ -1,4 +1,4 @@
-"""What a ticket of the slot queue is for."""
+"""The width of tickets of the slot queue."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from rollflow.tasks.rollout.slots import Ticket
 
 
 def width(ticket: Ticket) -> int:
-    """Slots that it is for."""
+    """Return the number of slots that a ticket is for."""
     return ticket.width if isinstance(ticket, GroupTicket) else 1

@@ -1,4 +1,4 @@
-"""A random Qwen2 of 0.1M parameters with tied embeddings, and its log-probs as transformers computes them."""
+"""A random Qwen2 of 0.1M parameters with tied embeddings, and its log-probs as computed by transformers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ VOCABULARY = 320
 
 
 def make_policy(folder: Path) -> Path:
-    """A policy folder: config.json, no weights."""
+    """Make a policy folder: config.json, no weights."""
     _config().save_pretrained(folder)
     return folder
 
 
 def make_weights(folder: Path, seed: int, *, tied: bool = True) -> Path:
-    """Weights for that policy, or for one with a head of its own, far from those of another seed."""
+    """Make weights for that policy, or for one with an untied head; different seeds give very different weights."""
     torch.manual_seed(seed)
     config = _config()
     config.tie_word_embeddings = tied
@@ -32,7 +32,7 @@ def make_weights(folder: Path, seed: int, *, tied: bool = True) -> Path:
 def reference_logprobs(
     weights: Path, tokens: Sequence[int], temperature: float = 1.0, dtype: str = "float32"
 ) -> list[float]:
-    """Log-probability of tokens[1:] given their prefixes."""
+    """Compute the log-probability of tokens[1:] given their prefixes."""
     with torch.no_grad():
         logits = _model(weights, dtype)(torch.tensor([list(tokens)])).logits[0, :-1].float() / temperature
     following = torch.tensor(list(tokens[1:])).unsqueeze(-1)
@@ -40,7 +40,7 @@ def reference_logprobs(
 
 
 def greedy_tokens(weights: Path, prompt: Sequence[int], count: int) -> list[int]:
-    """The most probable continuation, one token after another."""
+    """Compute the most probable continuation, one token after another."""
     model, tokens = _model(weights, "float32"), list(prompt)
     with torch.no_grad():
         for _ in range(count):
@@ -50,7 +50,7 @@ def greedy_tokens(weights: Path, prompt: Sequence[int], count: int) -> list[int]
 
 @functools.lru_cache(maxsize=4)
 def _model(weights: Path, dtype: str) -> Any:
-    """The model of weights that do not change any more."""
+    """Load the model of weights that do not change any more."""
     return AutoModelForCausalLM.from_pretrained(weights, dtype=getattr(torch, dtype))
 
 
@@ -65,7 +65,7 @@ def _config() -> Qwen2Config:
         num_key_value_heads=1,
         max_position_embeddings=256,
         tie_word_embeddings=True,
-        initializer_range=0.2,  # so that the tokens' probabilities differ, and those of two seeds do
+        initializer_range=0.2,  # large, so that the probabilities of tokens differ, also between two seeds
         eos_token_id=EOS,
         bos_token_id=None,
         pad_token_id=0,

@@ -1,4 +1,4 @@
-"""TLS in front of a server that has none: what it sends and gets is passed on as it is."""
+"""A TLS proxy for a server without TLS: it passes all bytes on unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK = 1 << 16
 
 @contextlib.contextmanager
 def tls_proxy(certificates: Certificates, port: int) -> Iterator[int]:
-    """The port of loopback that speaks TLS for the server at `port`."""
+    """Start the proxy for the server at `port`, and return its own port on loopback."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificates.certificate, certificates.key)
     loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""Calls at the same moment."""
+"""Runs calls at the same moment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def together(*calls: Callable[[], object]) -> None:
-    """Run them at the same moment, each in a thread."""
+    """Run the calls at the same moment, each in a thread."""
     barrier = threading.Barrier(len(calls))
 
     def one(call: Callable[[], object]) -> None:

@@ -1,6 +1,6 @@
-"""A runner that serves a "post-training" of its own: it counts until `go` lies in the run's storage, then ends the run.
+"""A runner that serves a trivial "post-training": it counts until `go` is in the run's storage, then ends the run.
 
-Its status carries its process id, so that a test can kill it; `fail` in the storage makes it raise.
+Its status contains its process id, so that a test can kill it; `fail` in the storage makes it raise.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     from rollflow.flows.recover import recover
     from rollflow.flows.services.registering import DeploymentOffer
     from tests.support.trivial_supervisor import (
-        post_training,  # not the one of `__main__`: flow processes import it by name
+        post_training,  # not that of `__main__`, because flow processes import it by name
     )
 
     parser = argparse.ArgumentParser()

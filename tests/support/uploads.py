@@ -1,4 +1,4 @@
-"""Uploads in parts to a moto server of this process, as a killed or a slow writer leaves them."""
+"""Multipart uploads to a moto server in this process, as a killed or a slow writer leaves them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PART = 1000  # bytes of a part
 
 
 def uploads() -> dict[str, Any]:
-    """The server's own, by id."""
+    """Return the server's own uploads, by id."""
     [backend] = [backend for account in s3_backends.values() for backend in account.values()]
     found: dict[str, Any] = backend.buckets[BUCKET].multiparts
     return found
 
 
 def begun(run: S3Store, key: str, parts: int = 1) -> str:
-    """An upload of so many parts (one may be small) that is not ended; its id."""
+    """Start an upload of this many parts (one may be small) without completing it; return its id."""
     upload: str = run._call("create_multipart_upload", Key=run._key(key))["UploadId"]
     for number in range(1, parts + 1):
         run._call("upload_part", Key=run._key(key), UploadId=upload, PartNumber=number, Body=b"x" * PART)
@@ -29,14 +29,14 @@ def begun(run: S3Store, key: str, parts: int = 1) -> str:
 
 
 def ended(run: S3Store, key: str, upload: str) -> None:
-    """The writer comes to its end."""
+    """Complete the upload."""
     parts = run._call("list_parts", Key=run._key(key), UploadId=upload)["Parts"]
     listed = {"Parts": [{name: part[name] for name in ("PartNumber", "ETag")} for part in parts]}
     run._call("complete_multipart_upload", Key=run._key(key), UploadId=upload, MultipartUpload=listed)
 
 
 def grow_old(*uploaded: str) -> None:
-    """Nobody has added to these for eight days."""
+    """Make these uploads look eight days old."""
     for upload in uploaded:
         for part in uploads()[upload].parts.values():
             part.last_modified -= timedelta(days=8)

@@ -1,4 +1,4 @@
-"""The package of docs/own_parts, as a person has it: importable, in this process and those it starts."""
+"""The package of docs/own_parts, as a user has it: importable in this process and its children."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "own_parts"
 
 
 def put_in_reach(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
-    """Let Python find the packages in these folders, from now to the end of the test."""
+    """Let Python find the packages in these folders until the end of the test."""
     before = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     found = list(dict.fromkeys([*map(str, folders), *before, *filter(os.path.isabs, sys.path)]))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))

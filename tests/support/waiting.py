@@ -1,4 +1,4 @@
-"""How long tests wait. A bound ends a hang, it never measures speed: machines are slow, and busy elsewhere."""
+"""How long tests wait. A bound ends a hang and never measures speed, because machines are slow and busy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUN_SECONDS = 1200.0  # for a whole run to end
 
 
 def until(true: Callable[[], Found], seconds: float = HANG_SECONDS) -> Found:
-    """Look until `true()` is true; returns what it then returned."""
+    """Wait until `true()` returns a true value, and return that value."""
     limit = time.monotonic() + seconds
     while not (found := true()):
         assert time.monotonic() < limit, f"waited {seconds:g} s in vain"
@@ -23,7 +23,7 @@ def until(true: Callable[[], Found], seconds: float = HANG_SECONDS) -> Found:
 
 
 async def soon(true: Callable[[], Found]) -> Found:
-    """`until`, for an event loop."""
+    """Wait as `until` does, in an event loop."""
     async with asyncio.timeout(HANG_SECONDS):
         while not (found := true()):
             await asyncio.sleep(0.002)

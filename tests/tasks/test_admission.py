@@ -99,9 +99,8 @@ def test_fraction_of_alpha_starts_only_replacements() -> None:
     half = {"async_ratio": 1.5, "on_stale": "drop"}
     assert rooms(limits=half).fresh == 5  # half a batch more
     assert rooms(limits=half | {"on_stale": "wait"}).fresh == 3
-    assert (
-        rooms(limits=half, due=BatchesToForm(4, (), 10), outstanding=0).fresh == 0
-    )  # it would be for batch 4: too old
+    # A group would be for batch 4, and too old.
+    assert rooms(limits=half, due=BatchesToForm(4, (), 10), outstanding=0).fresh == 0
 
 
 def test_group_too_late_for_its_batch_is_not_admitted() -> None:
@@ -109,13 +108,11 @@ def test_group_too_late_for_its_batch_is_not_admitted() -> None:
     fraction = {"async_ratio": 0.5, "on_stale": "drop"}
     assert rooms(limits=fraction, version=0, due=BatchesToForm(0, (), 10), outstanding=0).fresh == 6
     assert rooms(limits=fraction, version=0, due=BatchesToForm(1, (), 10), outstanding=0).fresh == 0
-    assert (
-        rooms(limits=fraction, version=0, due=BatchesToForm(1, (), 10), outstanding=3).fresh == -1
-    )  # below 0 it stays
+    # A negative number is not raised to 0.
+    assert rooms(limits=fraction, version=0, due=BatchesToForm(1, (), 10), outstanding=3).fresh == -1
     assert rooms(limits=fraction, version=1, due=BatchesToForm(1, (), 10), outstanding=0).fresh == 6
-    assert (
-        rooms(limits={"async_ratio": 1.0}, version=0, due=BatchesToForm(1, (), 10), outstanding=0).fresh == 4
-    )  # just in time
+    # A group is just fresh enough.
+    assert rooms(limits={"async_ratio": 1.0}, version=0, due=BatchesToForm(1, (), 10), outstanding=0).fresh == 4
 
 
 def test_lost_batch_has_its_own_room() -> None:

@@ -150,7 +150,7 @@ async def test_engine_without_new_tokens_fails(ray_node: None) -> None:
     await asyncio.sleep(3.5)
     assert not waiting.done()  # a suspended engine is not stuck
     await engine.resume()
-    with pytest.raises(EngineFailed, match="engine-0 made no token for 3 s"):
+    with pytest.raises(EngineFailed, match="engine-0 generated no token for 3 s"):
         await asyncio.wait_for(waiting, HANG_SECONDS)
     await engine.close()
 

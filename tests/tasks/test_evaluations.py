@@ -178,7 +178,7 @@ def test_single_engine_is_never_lent() -> None:
         await engine.start()
         proxy = InferenceProxy([engine], 4)
         await proxy.update(0, Path(), WeightsProbe((), (), 0.1), "continue")
-        with pytest.raises(EngineFailed, match="no engine can be lent"):
+        with pytest.raises(EngineFailed, match="no engine can be borrowed"):
             async with proxy.borrow_engine():
                 pass
         assert (await proxy.generate(GenerationRequest("r", (1, 2), 8, seed=1))).version == 0

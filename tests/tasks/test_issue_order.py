@@ -120,16 +120,14 @@ def test_long_rounds_follow_while_the_tail_is_full() -> None:
     order = order_of(FIVE, SLOW, **TAIL, **EXTRA)
     assert order.count_extra_groups(0) == 0
     assert [order.next_issue(0) for _ in range(2)] == [Issue(GroupKey(n, 1), 4, awaited=True) for n in (0, 1)]
-    assert order.next_issue(0) == Issue(
-        GroupKey(100, 0), 4, awaited=False
-    )  # a filtered prompt is replaced, without extras
+    # A filtered prompt is replaced, without extras.
+    assert order.next_issue(0) == Issue(GroupKey(100, 0), 4, awaited=False)
     assert [order.next_issue(1).key.prompt for _ in range(2)] == [2, 3]
     assert order.count_extra_groups(1) == 0
     assert order.count_extra_groups(2) == 3  # one prompt is left, too few for a long round
     assert order.next_issue(2) == Issue(GroupKey(101, 0), 6, awaited=False)
-    assert order.next_issue(1) == Issue(
-        GroupKey(102, 0), 6, awaited=False
-    )  # of an earlier batch: the round is the same
+    # For an earlier batch the round stays the same.
+    assert order.next_issue(1) == Issue(GroupKey(102, 0), 6, awaited=False)
     assert order.count_extra_groups(1) == 3
 
 

@@ -111,7 +111,9 @@ async def test_engine_fails_alone_if_its_node_lacks_the_weights() -> None:
     await actor.start()
     await actor.attach("me")
     for call in (actor.fetch(0, Away()), actor.update("me", 0, Away())):
-        with pytest.raises(EngineFailed, match=r"version 0 cannot be had here: model\.safetensors is not what was"):
+        with pytest.raises(
+            EngineFailed, match=r"version 0 is not available on this node: model\.safetensors is not what was"
+        ):
             await call
 
 

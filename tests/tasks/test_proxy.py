@@ -149,9 +149,8 @@ def test_capacity_counts_only_live_engines() -> None:
         assert proxy.capacity == 12
         told: list[int] = []
         proxy.on_change = lambda: told.append(proxy.capacity)
-        for engine, left in zip(
-            engines, (8, 4, 4), strict=True
-        ):  # without engines, one's slots: requests must still fail
+        # Without engines the capacity is that of one, so that requests still arrive and fail.
+        for engine, left in zip(engines, (8, 4, 4), strict=True):
             running = [asyncio.create_task(proxy.generate(request(100 * left + i))) for i in range(12)]
             await asyncio.sleep(0.1)
             engine.kill("killed by the test")

@@ -104,7 +104,7 @@ def test_version_is_trained_on_the_next_batch(small: Prepare) -> None:
 
     actor = LearnerActor(context, channel=Looking(context))
     assert actor.run() == 6
-    assert f"batch 3 is quarantined and formed anew: {WHY}" in notes
+    assert f"batch 3 is quarantined and formed again: {WHY}" in notes
     assert_trained_on_another(context, whole, WHY)
 
 

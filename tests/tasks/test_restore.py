@@ -415,7 +415,7 @@ def test_nonfinite_metric_is_left_out_and_reported(small: Prepare, monkeypatch: 
 
     monkeypatch.setattr(TorchLearner, "step", step)
     actor = train_small(context, 1)
-    assert actor.status().note == "version 1 is told without gap_of_mine, kl_of_mine: not finite"
+    assert actor.status().note == "version 1 is logged without gap_of_mine, kl_of_mine: not finite"
     [version] = [e.body for e in of_kind(context.store, VersionPublished) if getattr(e.body, "number", 0)]
     assert isinstance(version, VersionPublished)
     assert not any("mine" in name for name in version.metrics)

@@ -99,9 +99,8 @@ def test_joining_engine_wakes_the_scheduler() -> None:
         assert scheduler._ready.is_set()
         assert scheduler._published == 2
         scheduler._discard(Discard(GroupKey(7, 0), DiscardReason.STALE, 0, 5))
-        assert (
-            scheduler._order.next_issue(0).key.prompt == 0
-        )  # prompt 7, preempted under version 2, waits for a newer one
+        # Prompt 7, preempted under version 2, waits for a newer one.
+        assert scheduler._order.next_issue(0).key.prompt == 0
         scheduler._proxy.version = 3
         scheduler._proxy.on_change()
         assert scheduler._order.next_issue(0).key == GroupKey(7, 1)

@@ -219,7 +219,7 @@ def test_changed_sources_prompts_are_not_audited(tmp_path: Path, monkeypatch: py
     assert expected_of(context).is_thorough
     monkeypatch.setattr("rollflow.tasks.run.user_code.code_of", lambda key, part: "another file")
     expected = expected_of(context)
-    assert "prompts.0.path: its file is not what it was when the run began" in expected.unchecked
+    assert "prompts.0.path: its file has changed since the run began" in expected.unchecked
     assert expected.prompts is None
 
 
