@@ -119,7 +119,7 @@ class SpreadRank:
         """The connections of the rank, once it has connected."""
         return self._pipes.result(CONNECTED_SECONDS)
 
-    def ended(self) -> str | None:
+    def read_exit(self) -> str | None:
         """Return why the rank ended; None while it runs."""
         return GONE if ray.wait([self._served], timeout=0)[0] else None
 

@@ -53,7 +53,7 @@ class PolicyGradient(Section):
     negative: Range = Field((1.0, 1.0), description="range to which the ratio is clamped elsewhere; [1, 1]: no weight")
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         for name in ("positive", "negative"):
             low, high = getattr(self, name)
             if low > high:
@@ -104,7 +104,7 @@ class Correction(Section):
     )
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         if self.low > self.high:
             refuse("train.objective.correction.low", self.low, f"it must not be above high = {self.high:g}")
         return self

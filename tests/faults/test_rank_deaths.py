@@ -176,7 +176,7 @@ class Waiting(Killing):
         if number == 1:
             learner = self.actor.learner
             assert isinstance(learner, MultiRankLearner)
-            until(lambda: not any(one.ended() is None for one in learner._others._started.values()))
+            until(lambda: not any(one.read_exit() is None for one in learner._others._started.values()))
             raise TimeoutError("there is no batch 1 yet")
         return found
 

@@ -99,7 +99,7 @@ def send(sent: signal.Signals) -> Callable[[MultiRankLearner], None]:
         (rank,) = processes()
         os.kill(rank.pid, sent)
         if sent == signal.SIGKILL:
-            until(lambda: learner._others._started[1].ended() is not None)
+            until(lambda: learner._others._started[1].read_exit() is not None)
 
     return do
 

@@ -239,7 +239,7 @@ def test_rank_that_dies_while_storing_is_named(
         files.put(third, store, "stored")
     assert not (tmp_path / "stored").exists()
     deadline = time.monotonic() + 60
-    while any(one.ended() is None for one in made._others._started.values()):
+    while any(one.read_exit() is None for one in made._others._started.values()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

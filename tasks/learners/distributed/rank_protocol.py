@@ -88,7 +88,7 @@ class StartedRank(Protocol):
     def pipes(self) -> Pipes:
         """The pipes to the rank; available once it has started."""
 
-    def ended(self) -> int | str | None:
+    def read_exit(self) -> int | str | None:
         """Return the exit code, or a text that says how the rank ended; None while it lives."""
 
     def end(self) -> None:

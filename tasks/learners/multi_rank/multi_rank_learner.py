@@ -230,7 +230,7 @@ class ForkedRank:
         self.process.start()
         theirs.close()
 
-    def ended(self) -> int | None:
+    def read_exit(self) -> int | None:
         """See `StartedRank`."""
         return self.process.exitcode
 
@@ -291,9 +291,9 @@ class OtherRanks:
     def _find_fault(self, error: Exception) -> str:
         """Return which rank failed and how. Ranks that lost another one end by themselves within `GRACE_SECONDS`."""
         deadline = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < deadline and any(one.ended() is None for one in self._started.values()):
+        while time.monotonic() < deadline and any(one.read_exit() is None for one in self._started.values()):
             time.sleep(POLL_SECONDS)
-        ended = {rank: one.ended() for rank, one in self._started.items()}
+        ended = {rank: one.read_exit() for rank, one in self._started.items()}
         for rank, how in ended.items():
             if how is not None and how != LOST and not self._store.check([gone_key(rank)]):
                 return self._describe_end(rank, how)
@@ -309,7 +309,7 @@ class OtherRanks:
             one.end()
 
     def _check(self) -> None:
-        if ended := [rank for rank, one in self._started.items() if one.ended() is not None]:
+        if ended := [rank for rank, one in self._started.items() if one.read_exit() is not None]:
             raise RankLost(f"{self._name_rank(ended[0])} ended")
 
     def _describe_end(self, rank: int, how: int | str) -> str:

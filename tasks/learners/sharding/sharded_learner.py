@@ -199,18 +199,18 @@ class ShardedLearner(TorchLearner):
 
     def gather(self, file: str, to: int) -> Data:
         """Gather a file of the weights or the state on rank `to`; every other rank sends its shards to that rank."""
-        return self._file(self._stored(), to, file)
+        return self._file(self._list_stored(), to, file)
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
         """Return for each file of the weights and the state its bytes, and True if any rank can store it."""
         return {
             file: (sum(like.nbytes for like in shard.values()), stem != STATE or all(map(_is_sharded, shard.values())))
-            for stem, shards in self._stored().items()
+            for stem, shards in self._list_stored().items()
             for file, shard in (*shards.items(), *((index, {}) for index in index_of(stem, shards)))
         }
 
     def _files(self, stems: Sequence[str]) -> Mapping[str, Data]:
-        stored = {stem: shards for stem, shards in self._stored().items() if stem in stems}
+        stored = {stem: shards for stem, shards in self._list_stored().items() if stem in stems}
         names = [name for stem, shards in stored.items() for name in (*shards, *index_of(stem, shards))]
         return GatheredFiles(names, partial(self._file, stored, 0))
 
@@ -222,7 +222,7 @@ class ShardedLearner(TorchLearner):
                 return index[file]
         raise KeyError(file)
 
-    def _stored(self) -> Stored:
+    def _list_stored(self) -> Stored:
         """Return the tensors that a version stores, by stem and file; sharded ones are on the "meta" device."""
         own = {**random_state(self.config, self.device), **self._weight_of_kl(), **self.policy.tensors()}
         roles = {stem: tensors for stem, role in self._roles() if (tensors := role.tensors())}
