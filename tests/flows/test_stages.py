@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,14 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect.states import Failed
 
 from rollflow.flows.keepalive import stages as stages_module
-from rollflow.flows.keepalive.restarts import RestartBudget, Restarts
+from rollflow.flows.keepalive.restarts import RestartBudget, Restarts, RestartsExhausted
 from rollflow.flows.keepalive.stages import ACTORS, Stages
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.channel import CHANNEL
+from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.reward import REWARD
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.run.config import RecoveryConfig, RunConfig
@@ -205,6 +208,17 @@ def test_unattended_actor_does_not_prove_its_flow_alive(
     assert [len(world.starts_of(role)) for role in ACTORS] == [
         1 + (role == "reward" and not attended) for role in ACTORS
     ]
+
+
+def test_supervisor_that_was_blocked_reports_the_lease(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wakes after the lease: its stages have failed, and the run ends with their sentence instead of a restart."""
+    lease = Lease.of(world.stages.context)
+    failed = Failed(message=f"Flow run encountered an exception: SupervisorGone: {lease.sentence}")
+    monkeypatch.setattr(stages_module, "states_of", lambda _, runs: dict.fromkeys(runs, failed))
+    world.now += 2 * lease.seconds
+    with pytest.raises(RestartsExhausted, match=rf"the rollout stage ended Failed: .*{re.escape(lease.sentence)}$"):
+        world.stages.look()
+    assert len(world.started) == 4  # by the fixture
 
 
 def test_actor_warnings_come_with_its_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
