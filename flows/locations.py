@@ -80,11 +80,12 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
     newest.
 
     Raises:
-        ConfigError: there is no such run, or the name is not a run id.
+        ConfigError: there is no such run, another release recorded it in another format, or the name is not a run id.
     """
     base = store or default_store()
     if name is not None:
         found = attach_run(name) if "/" in name else context_of(base, name)
+        found.check_format()
         return replace(found, uri=found.store.uri)  # a canonical URI, because other processes work in other folders
     runs = list_runs(base)
     if not runs:

@@ -38,6 +38,7 @@ from rollflow.storage.log.entries import (
     encode,
     entry_number,
     entry_path,
+    open_sealed,
 )
 from rollflow.storage.log.rules import apply, build_deposed, decide, with_file
 from rollflow.storage.log.snapshots import (
@@ -69,6 +70,18 @@ def read_creation(run: ObjectStore) -> Entry:
         Corrupt: the entry cannot be read.
     """
     return decode(run.get(entry_path(0)), 0, run.get).entry
+
+
+def read_origin(run: ObjectStore) -> tuple[int, str] | None:
+    """Read a run's format and the release that recorded it, even if this release cannot read the rest of entry 0.
+
+    Returns None if entry 0 is missing or damaged.
+    """
+    try:
+        body = open_sealed(run.get(entry_path(0)))["body"]
+        return int(body["format"]), str(body.get("code_version", ""))
+    except (Missing, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 class Log:

@@ -21,7 +21,7 @@ from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.log.configs import RecordedConfig, readable_configs
 from rollflow.storage.log.entries import Entry, Role, RunCreated, entry_path
 from rollflow.storage.log.reading import get_entry
-from rollflow.storage.log.run_log import Log, Writer, read_creation
+from rollflow.storage.log.run_log import Log, Writer, read_creation, read_origin
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.objects.node_cache import NodeCache
 from rollflow.storage.policies import PolicyStore
@@ -69,15 +69,30 @@ class RunContext:
             found = read_creation(self.store)
         except Missing:
             if self.store.exists("run.json"):  # older runs were described there, before runs had a log
-                raise self._build_version_error from None
+                raise self._build_format_error(0, "") from None
             raise ConfigError(f"run {self.uri!r}: there is no such run; check the run id and store.uri") from None
-        if getattr(found.body, "format", None) != FORMAT:
-            raise self._build_version_error
+        except Corrupt:
+            self.check_format()
+            raise
+        body = found.body
+        if not isinstance(body, RunCreated) or body.format != FORMAT:
+            raise self._build_format_error(getattr(body, "format", 0), getattr(body, "code_version", ""))
         return found
 
-    @property
-    def _build_version_error(self) -> ConfigError:
-        return ConfigError(f"run {self.uri!r} was written by another version of rollflow; use that one to read it")
+    def check_format(self) -> None:
+        """Check that this release reads the run's format. A run whose first entry is missing or damaged passes.
+
+        Raises:
+            ConfigError: another release recorded it, in another format.
+        """
+        origin = read_origin(self.store)
+        if origin is not None and origin[0] != FORMAT:
+            raise self._build_format_error(*origin)
+
+    def _build_format_error(self, number: int, release: str) -> ConfigError:
+        recorder = f"rollflow {release}, which recorded it" if release else "the release that recorded it"
+        formats = f"has format {number}, and this release of rollflow reads format {FORMAT}"
+        return ConfigError(f"run {self.uri!r} {formats}; use {recorder}")
 
     @property
     def created(self) -> RunCreated:

@@ -208,13 +208,11 @@ def kept(run: ObjectStore) -> set[int]:
     return {v for v in range(policies.newest() + 1) if run.exists(policies.find(v).weights[0].path)}
 
 
-def test_run_of_another_rollflow_version_is_refused(tmp_path: Path) -> None:
+def test_run_of_another_format_is_refused(tmp_path: Path) -> None:
     logged, described = LocalStore(tmp_path / "logged"), LocalStore(tmp_path / "described")
     Log(logged).create(RunCreated("another", {"async_ratio": 0, "group_size": 1}, "0" * 64, 1, format=FORMAT + 1))
     described.put("run.json", b"{}")
-    for store in (logged, described):
-        with pytest.raises(
-            ConfigError,
-            match=rf"^run '{store.uri}' was written by another version of rollflow; use that one to read it$",
-        ):
+    for store, number in ((logged, FORMAT + 1), (described, 0)):
+        formats = f"has format {number}, and this release of rollflow reads format {FORMAT}"
+        with pytest.raises(ConfigError, match=rf"^run '{store.uri}' {formats}; use the release that recorded it$"):
             _ = RunContext(store.uri, tmp_path / "cache").config

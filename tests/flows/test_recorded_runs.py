@@ -6,6 +6,10 @@ The archives were recorded before this test was written, and are never recorded 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +17,17 @@ import pytest
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.replay import ReplayOutcome, replay
 from rollflow.flows.locations import attach_run, find_run
-from rollflow.storage.log.entries import ConfigChanged
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.log.entries import ConfigChanged, entry_path, open_sealed, seal_tree
 from rollflow.storage.objects import open_store
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.run.config import RunConfig
-from tests.support.log_runs import of_kind
+from rollflow.tasks.run.context import FORMAT
+from tests.support.log_runs import changed, of_kind
 from tests.support.recorded import NAMES, VERSIONS, unpack
+from tests.support.waiting import RUN_SECONDS
 
+VERBS = ("status", "log", "inspect", "audit", "replay", "resume", "stop", "gc", "repair", "top")
 TRAJECTORIES = {"whole": 48, "ranks": 24, "bucket": 24}  # groups x group_size of each version
 
 
@@ -74,6 +82,12 @@ def test_recorded_config_of_rollout_keeps_its_values(tmp_path: Path) -> None:
     assert config.train.not_finite == "skip"
 
 
+def test_recorded_config_of_ranks_keeps_its_values(tmp_path: Path) -> None:
+    config = config_of("ranks", tmp_path)
+    assert config.rollout.order == "started"
+    assert (config.train.ranks, config.train.critic.learning_rate, config.store.shard_bytes) == (2, 0.01, 16384)
+
+
 def test_recorded_config_of_timed_engine_keeps_its_values(tmp_path: Path) -> None:
     config = config_of("bucket", tmp_path)
     assert isinstance(config.engine, TimedEngineConfig)
@@ -89,3 +103,65 @@ def test_recorded_change_of_config_is_read(run: Path) -> None:
     assert [tuple(change) for change in entry.body.changes] == [("versions", VERSIONS - 1, VERSIONS)]
     context = attach_run(str(run))
     assert [context.config_at(version).versions for version in (1, VERSIONS)] == [VERSIONS - 1, VERSIONS]
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+def test_recorded_run_is_resumed(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One version more, by processes of this release."""
+    resume = ["resume", run.name, "--set", f"versions={VERSIONS + 1}"]
+    subprocess.run([sys.executable, "-m", "rollflow.flows.commands.cli", *resume], check=True, timeout=RUN_SECONDS)
+    assert main(["audit", run.name, "--deep", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"] == VERSIONS + 1
+    assert main(["replay", run.name]) == 0
+
+
+def plant_format(run: Path, number: int, release: str) -> None:
+    """Give a recorded run another format, as `release` would have recorded it."""
+    changed(open_store(str(run)), 0, lambda body: replace(body, format=number, code_version=release))
+
+
+def make_unknown(run: Path) -> None:
+    """Seal an entry 0 of a kind that this release does not know, of the next format."""
+    first = run / entry_path(0)
+    tree = open_sealed(first.read_bytes())
+    tree["body"] = {"kind": "run-begun", "format": FORMAT + 1, "code_version": "9.9.9"}
+    first.write_bytes(seal_tree(tree))
+
+
+OTHERS = {
+    "of the past": (lambda run: plant_format(run, FORMAT - 1, "0.0.3"), FORMAT - 1, "0.0.3"),
+    "of the future": (lambda run: plant_format(run, FORMAT + 1, "9.9.9"), FORMAT + 1, "9.9.9"),
+    "of the future, and unknown": (make_unknown, FORMAT + 1, "9.9.9"),
+}
+
+
+@pytest.mark.parametrize(("plant", "number", "release"), OTHERS.values(), ids=OTHERS)
+def test_other_format_is_refused_with_its_release(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    plant: Callable[[Path], None],
+    number: int,
+    release: str,
+) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    run = unpack("bucket", tmp_path / "store")
+    plant(run)
+    sentence = (
+        f"run '{run}' has format {number}, and this release of rollflow reads format {FORMAT}; "
+        f"use rollflow {release}, which recorded it"
+    )
+    for verb in VERBS:
+        assert main([verb, run.name]) == 2, verb
+        assert capsys.readouterr().err == f"rollflow: {sentence}\n", verb
+    assert main(["list"]) == 0
+    assert sentence in capsys.readouterr().out
+
+
+def test_damaged_first_entry_is_no_other_format(tmp_path: Path) -> None:
+    run = unpack("bucket", tmp_path)
+    first = run / entry_path(0)
+    first.write_bytes(first.read_bytes().replace(b'"format":%d' % FORMAT, b'"format":%d' % (FORMAT + 1)))
+    with pytest.raises(Corrupt, match="it was altered"):
+        _ = attach_run(str(run)).config

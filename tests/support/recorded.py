@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -23,7 +24,7 @@ from pathlib import Path
 import s3fs
 
 RUNS = Path(__file__).parents[1] / "fixtures/runs"
-NAMES = ("whole", "bucket")  # whole weights; written through S3
+NAMES = ("whole", "ranks", "bucket")  # whole weights; two ranks with sharded weights and a critic; written through S3
 VERSIONS = 3
 BUCKET = "recorded"
 
@@ -72,7 +73,10 @@ def _record_in_bucket(home: Path, to: Path) -> None:
 def _run_commands(name: str, home: Path, variables: dict[str, str], store: str) -> None:
     environment = {**os.environ, **variables, "ROLLFLOW_HOME": str(home), "LOGNAME": "recorder"}
     rollflow = [sys.executable, "-m", "rollflow.flows.commands.cli"]
-    recipe = RUNS / f"{name}.toml"
+    home.mkdir(exist_ok=True)
+    for file in ("questions.jsonl", f"{name}.toml"):  # the run records the path of its file of questions
+        shutil.copy(RUNS / file, home)
+    recipe = home / f"{name}.toml"
     for arguments in (
         ["run", str(recipe), "--run-id", name, "--set", f"store.uri={store}"],
         ["resume", name, "--store", store, "--set", f"versions={VERSIONS}"],
