@@ -273,9 +273,10 @@ def describe_error(
     if error["type"] == "extra_forbidden":
         if ".".join(part for part in key.split(".") if not part.isdecimal()) in set(_keys(section)):
             return f"{key} = {error['input']!r}: there is no such key here; another kind has it"
-        return (
-            f"{key} = {error['input']!r}: there is no such key{_suggest_key(key, error['input'], section, tree or {})}"
-        )
+        suggestion = _suggest_key(key, error["input"], section, tree or {})
+        return f"{key} = {error['input']!r}: there is no such key{suggestion}"
+    if error["type"] == "missing":
+        return f"{key} is missing; add it"
     if error["type"] in WORDS:
         words = {name: _in_words(one) for name, one in error.get("ctx", {}).items()}
         return f"{key} = {error['input']!r} is {WORDS[error['type']].format(**words)}"
@@ -307,8 +308,7 @@ def _suggest_key(key: str, given: object, section: type[Section], tree: Mapping[
     """Suggest the key that was probably meant: a section for a table, a plain key for a value."""
     known = [name for name, info in _usable_keys(section, tree) if _accepts(info, given)]
     close = _find_by_initials(key, known) or _find_similar(key, known)
-    lists = "`rollflow keys`" if section is RunConfig else "`rollflow keys --hardware`"
-    return f"; did you mean {close[0]}?" if close else f"; remove it; {lists} lists all"
+    return f"; did you mean {close[0]}?" if close else f"; remove it; {section.keys_page} lists all"
 
 
 def _find_similar(key: str, known: Iterable[str]) -> list[str]:

@@ -284,6 +284,7 @@ def _plan_command(commands: Any) -> None:
     )
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe, and FILE-hardware.toml beside it")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    plan.add_argument("--cost", type=Path, metavar="FILE", help="prices an hour: print what a version and the run cost")
     plan.set_defaults(verb="plan")
 
 

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rollflow.flows.commands import FAILED, OK
+from rollflow.flows.commands._plan_costs import describe_costs, load_prices
 from rollflow.flows.commands._toml_edit import rewrite_toml
 from rollflow.flows.config import hardware_file, load_hardware, load_recipe
 from rollflow.flows.views.console import format_duration
@@ -33,6 +34,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.candidates import FULL, QUICK, Candidate, CandidateOutcome, PlanLimits
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.planner import TOLERANCE, Plan, plan
+from rollflow.tasks.simulation.prices import Prices, cost_of
 
 WIDTH = 180  # width of the table without a terminal
 EARLIER = re.compile(r"\A# Planned for .*\n(# changed: .*\n)*\n?")  # the lines that `_write` puts above a recipe
@@ -49,7 +51,7 @@ def command(options: argparse.Namespace) -> int:
     recipe, machines = (f.read_text(encoding="utf-8-sig") for f in (options.recipe, hardware_file(options.hardware)))
     asked = PlanRequest(
         options.recipe, recipe, machines, options.gpus, options.alpha, options.best, options.quick, limits,
-        options.write, options.json,
+        options.write, options.json, load_prices(options.cost) if options.cost else None,
     )  # fmt: skip
     planned = run_plan(config, hardware, asked)
     return OK if planned.recommended else FAILED
@@ -69,6 +71,7 @@ class PlanRequest:
     limits: PlanLimits
     write: Path | None
     json: Path | None
+    prices: Prices | None = None
 
     @property
     def hardware_file(self) -> Path:
@@ -104,10 +107,13 @@ def run_plan(config: RunConfig, hardware: Hardware, asked: PlanRequest, *, conso
     console.print(build_table(planned, config, asked))
     for sentence in describe_plan(planned, asked, time.monotonic() - began):
         console.print(sentence, soft_wrap=True)
+    if asked.prices is not None:
+        for sentence in describe_costs(planned, asked.prices, config, hardware):
+            console.print(sentence, soft_wrap=True)
     if asked.write is not None and planned.recommended is not None:
         _write_files(planned.recommended, config, hardware, asked, console)
     if asked.json is not None:
-        asked.json.write_text(json.dumps(plan_to_json(planned, config, hardware, asked.limits), indent=2))
+        asked.json.write_text(json.dumps(plan_to_json(planned, config, hardware, asked.limits, asked.prices), indent=2))
         console.print(f"figures in {asked.json}", soft_wrap=True)
     return planned
 
@@ -294,7 +300,9 @@ def _write_files(
     console.print(f"  {command}", soft_wrap=True)
 
 
-def plan_to_json(planned: Plan, config: RunConfig, hardware: Hardware, limits: PlanLimits) -> dict[str, Any]:
+def plan_to_json(
+    planned: Plan, config: RunConfig, hardware: Hardware, limits: PlanLimits, prices: Prices | None = None
+) -> dict[str, Any]:
     """Return the whole result as a JSON object."""
 
     def one(outcome: CandidateOutcome) -> dict[str, Any]:
@@ -308,6 +316,7 @@ def plan_to_json(planned: Plan, config: RunConfig, hardware: Hardware, limits: P
             "wasted": outcome.wasted,
             "marks": outcome.marks(limits),
             "figures": as_json(outcome.figures),
+            **({"cost": asdict(cost_of(outcome, prices, config, hardware))} if prices else {}),
         }
 
     return {

@@ -23,6 +23,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    keys_page: ClassVar[str] = "`rollflow keys`"  # what lists all keys of the file
     fixed: ClassVar[Mapping[str, str]] = {}  # key that no recorded run may change -> reason; see `config_changes`
     renames: ClassVar[Renames] = Renames()  # earlier names in this tree, which are refused
 

@@ -140,6 +140,7 @@ class FaultsHardware(Section):
 class Hardware(Section):
     """One hardware file."""
 
+    keys_page: ClassVar[str] = "`rollflow keys --hardware`"
     renames: ClassVar[Renames] = HARDWARE
 
     title: str = Field("", description="title of figures and timelines")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands import plan as planning
+from rollflow.flows.commands._plan_costs import load_prices
 from rollflow.flows.commands._toml_edit import rewrite_toml, to_toml
 from rollflow.flows.commands.cli import main
 from rollflow.tasks.simulation.candidates import SimulationBudget
@@ -202,3 +204,74 @@ def test_rewritten_document_reads_as_the_new_tree(change: dict[str, Any]) -> Non
     text = "a.b.c = 1  # dotted\nlast = 3\n[[list]]\nx = 1\n[[list]]\nx = [2]\n[z.y.x]\nk = 1\n[end]\n[z]\nj = 1\n"
     tree = tomllib.loads(text) | change
     assert tomllib.loads(rewrite_toml(text, tree)) == tree
+
+
+PRICES = """
+currency = "USD"
+rest_hour = 1.0
+[rollout]
+gpus = 1
+hour = 2.0
+[train]
+gpus = 2
+hour = 6.0
+[storage]
+gb_month = 0.5
+weights_gb = 2.0
+"""
+
+
+def test_cost_of_a_plan_is_printed(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+    """The printed amounts are those of the figures, worked out again from the split."""
+    prices, figures = tmp_path / "prices.toml", tmp_path / "plan.json"
+    prices.write_text(PRICES)
+    arguments = ["--gpus", "6", "--hardware", str(file), *SMALL, "--json", str(figures), "--cost", str(prices)]
+    assert main(["plan", RECIPE, *arguments]) == 0
+    out = capsys.readouterr().out
+    taken = json.loads(figures.read_text())["recommended"]
+    engines, learner = taken["candidate"]["engines"], int(taken["candidate"]["learner_gpus"])
+    hour = engines * 2.0 + math.ceil(learner / 2) * 6.0 + 1.0
+    version = hour * taken["figures"]["step_seconds"] / 3600
+    assert taken["cost"]["hour"] == pytest.approx(hour)
+    assert taken["cost"]["version"] == pytest.approx(version)
+    assert (
+        f"The recommended plan costs {version:,.4g} USD a version and {150 * version:,.4g} USD for 150 versions" in out
+    )
+    assert (
+        f"({hour:,.4g} USD an hour; machines: {engines} for rollout and {math.ceil(learner / 2)} for training)" in out
+    )
+    assert "The synchronous mode costs " in out
+    assert f"What the run keeps in storage costs {taken['cost']['storage_month']:,.4g} USD a month." in out
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "sentence"),
+    [
+        ('currency = "USD"', "currency = 7", "currency = 7 is not of type 'string'"),
+        ("gpus = 2", "gpus = 0", "train.gpus = 0 is less than or equal to the minimum of 0"),
+        ("hour = 6.0", "hour = -1", "train.hour = -1 is less than the minimum of 0"),
+        ("hour = 6.0", "hour = inf", "train.hour = inf: input should be a finite number"),
+        ("hour = 6.0", "hour = true", "train.hour = true: true and false are no numbers; write a number"),
+        ("hour = 6.0", "", "train.hour is missing; add it"),
+        ("gb_month = 0.5", 'gb_month = "much"', "storage.gb_month = 'much' is not of type 'number'"),
+        ("rest_hour", "rest", "rest = 1.0: there is no such key; did you mean rest_hour?"),
+        ("rest_hour", "zzz", "zzz = 1.0: there is no such key; remove it; docs/planning.md lists all"),
+    ],
+)
+def test_bad_prices_are_refused(
+    capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path, right: str, wrong: str, sentence: str
+) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text(PRICES.replace(right, wrong))
+    said = refused(capsys, "plan", RECIPE, "--gpus", "6", "--hardware", str(file), "--cost", str(prices))
+    assert said == f"file of prices '{prices}': {sentence}"
+
+
+def test_absent_prices_are_refused(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+    prices = tmp_path / "prices.toml"
+    said = refused(capsys, "plan", RECIPE, "--gpus", "6", "--hardware", str(file), "--cost", str(prices))
+    assert said.startswith(f"file of prices '{prices}' cannot be read (No such file")
+
+
+def test_shipped_prices_are_read() -> None:
+    assert load_prices(Path("infra/prices.toml")).currency == "USD"

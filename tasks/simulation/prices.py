@@ -1,0 +1,126 @@
+"""What a plan costs: prices an hour of machines, and what a run keeps in storage.
+
+    hour       machines x price, of rollout, of training, and of the rest
+    version    hour x seconds of a step / 3600
+    run        version x versions; start, cold start and evaluations are not in it
+    idle       share of the price that buys GPUs while nothing runs on them, GPUs that no role uses included
+
+Whole machines are paid: 9 GPUs on machines of 8 are two machines.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import Field
+
+from rollflow.storage.log.retention import Kind, Retention
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.sections import Section
+from rollflow.tasks.simulation.candidates import CandidateOutcome
+from rollflow.tasks.simulation.hardware import Hardware
+
+
+class MachinePrice(Section):
+    """The machines of one role: all are of one kind."""
+
+    gpus: int = Field(gt=0, description="GPUs of one machine")
+    hour: float = Field(ge=0, description="price of one machine an hour")
+
+
+class StoragePrice(Section):
+    """The store, and how much a version puts there."""
+
+    gb_month: float = Field(ge=0, description="price of a GB a month")
+    weights_gb: float = Field(ge=0, description="GB of the weights of one version")
+    state_gb: float = Field(0.0, ge=0, description="GB of the learner's state of one version")
+
+
+class Prices(Section):
+    """One file of prices; all are in one currency."""
+
+    keys_page: ClassVar[str] = "docs/planning.md"
+
+    currency: str = Field(min_length=1, description='printed behind each amount, e.g. "USD"')
+    rollout: MachinePrice = Field(description="the machines that engines run on")
+    train: MachinePrice = Field(description="the machines that train; if the roles take turns, all machines")
+    rest_hour: float = Field(0.0, ge=0, description="price an hour of what has no GPU: head, services, database")
+    storage: StoragePrice | None = Field(None, description="without it storage is not counted")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one outcome costs, in the currency of the prices."""
+
+    rollout_machines: int
+    train_machines: int
+    hour: float
+    version: float
+    run: float
+    idle: float  # share of `hour`
+    storage_month: float | None  # of what the run keeps at its end
+
+
+def cost_of(outcome: CandidateOutcome, prices: Prices, config: RunConfig, hardware: Hardware) -> Cost:
+    """Compute what a simulated outcome costs; `config` has how many versions are trained, and which are kept."""
+    candidate, idle = outcome.candidate, outcome.figures.idle
+    engine_gpus = candidate.engines * hardware.engines.gpus_per_engine
+    generating, training = engine_gpus * _busy(idle.engines), candidate.learner_gpus * _busy(idle.learner)
+    if candidate.colocated:
+        groups = [_Machines.holding(0, prices.rollout), _Machines.holding(candidate.learner_gpus, prices.train)]
+        busy = [0.0, generating + training]
+    else:
+        groups = [
+            _Machines.holding(engine_gpus, prices.rollout),
+            _Machines.holding(candidate.learner_gpus, prices.train),
+        ]
+        busy = [generating, training]
+    hour = sum(group.hour for group in groups) + prices.rest_hour
+    waits = sum(group.idle_hour(gpus) for group, gpus in zip(groups, busy, strict=True))
+    version = hour * outcome.figures.step_seconds / 3600.0
+    return Cost(
+        rollout_machines=groups[0].count,
+        train_machines=groups[1].count,
+        hour=hour,
+        version=version,
+        run=version * config.versions,
+        idle=waits / hour if hour else 0.0,
+        storage_month=None if prices.storage is None else _storage_month(prices.storage, config, candidate.async_ratio),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Machines:
+    """So many machines of one price."""
+
+    count: int
+    price: MachinePrice
+
+    @classmethod
+    def holding(cls, gpus: float, price: MachinePrice) -> _Machines:
+        """Count the machines that have so many GPUs."""
+        return cls(math.ceil(round(gpus / price.gpus, 9)), price)
+
+    @property
+    def hour(self) -> float:
+        """Price of an hour."""
+        return self.count * self.price.hour
+
+    def idle_hour(self, busy_gpus: float) -> float:
+        """Return what an hour of the GPUs costs on which nothing runs."""
+        return max(0.0, self.count * self.price.gpus - busy_gpus) * self.price.hour / self.price.gpus
+
+
+def _busy(idle: float) -> float:
+    return 1.0 - max(0.0, idle)
+
+
+def _storage_month(price: StoragePrice, config: RunConfig, alpha: float) -> float:
+    """Return the price a month of what a run keeps after its last version; engines may need alpha + 1 versions."""
+    store, last = config.store, config.versions
+    retention = Retention(max(store.keep_last, int(alpha) + 1), store.keep_every, store.state_every)
+    sizes: dict[Kind, float] = {"weights": price.weights_gb, "state": price.state_gb}
+    versions = {kind: sum(retention.needed(kind, version, last) for version in range(last + 1)) for kind in sizes}
+    return price.gb_month * sum(size * versions[kind] for kind, size in sizes.items())
