@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BESIDE := -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := install
-.PHONY: install run lint check test soak chaos gpu clean
+.PHONY: install run lint check test soak chaos gpu audit-pins sbom clean
 
 install: $(STAMP)
 
@@ -63,6 +63,19 @@ GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/pytho
 gpu:
 	@$(GPU_PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
 
+# Advisories of the pins (PyPI is asked), and an SBOM of them in dist/: by tools in an environment of their own.
+AUDIT := .venv-audit/bin/python
+.venv-audit/.installed: infra/constraints-audit.txt
+	$(PYTHON) -m venv .venv-audit
+	$(AUDIT) -m pip install --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+audit-pins: .venv-audit/.installed
+	@$(AUDIT) infra/audit_pins.py
+
+sbom: .venv-audit/.installed
+	@$(AUDIT) infra/audit_pins.py sbom dist
+
 clean:
-	rm -rf .venv .rollflow dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-audit .rollflow dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

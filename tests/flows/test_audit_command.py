@@ -32,6 +32,7 @@ def audited(folder: Path, **wrong: object) -> int:
 def test_audit_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = LocalStore(tmp_path / "odd")
     Actors.begin(store).train(3)
+    changed(store, 0, lambda body: replace(body, format=FORMAT))
     expected = audit(store)
     assert main(["audit", store.uri, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

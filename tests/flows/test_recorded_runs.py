@@ -55,6 +55,8 @@ def test_recorded_run_is_read_by_commands(run: Path, verb: str, capsys: pytest.C
 @pytest.mark.long
 def test_recorded_run_is_replayed(run: Path) -> None:
     """The same bits on the same kind of machine; on another one, what differs is rounding."""
+    import transformers.modeling_utils  # noqa: F401 - a learner hides accelerate from it: tests that follow need both
+
     outcomes: list[ReplayOutcome] = []
     notes: list[str] = []
     replay(find_run(str(run)), VERSIONS, False, notes.append, outcomes.append)

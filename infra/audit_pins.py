@@ -1,0 +1,84 @@
+"""Ask whether a pinned package has a known vulnerability, and write what is pinned as an SBOM.
+
+    make audit-pins     pip-audit asks PyPI for advisories of each pin; exit code 1: there is one; 2: PyPI did not say
+    make sbom           dist/sbom-cpu.json and dist/sbom-gpu.json in CycloneDX 1.6, validated; needs no network
+
+Both tools run in `.venv-audit`, from the pins of `infra/constraints-audit.txt`. A pin that PyPI does not know is named:
+nothing is known about it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+INFRA = Path(__file__).parent
+PINS = tuple(INFRA / f"constraints-{name}.txt" for name in ("cpu", "gpu", "build", "audit"))
+SAFE, VULNERABLE, UNKNOWN = 0, 1, 2
+TIMEOUT_SECONDS = 30
+
+
+def audit() -> int:
+    """Audit all pins; print what was found."""
+    worst = SAFE
+    for pins in PINS:
+        code, lines = judge(*ask(pins))
+        print("\n".join(f"{pins.name}: {line}" for line in lines), flush=True)
+        if code == UNKNOWN:
+            return code  # the next file would wait for the same service
+        worst = max(worst, code)
+    return worst
+
+
+def ask(pins: Path) -> tuple[str, str]:
+    """Run pip-audit on a file of pins; return its JSON and what it said on standard error."""
+    command = [sys.executable, "-m", "pip_audit", "--requirement", str(pins), "--no-deps", "--disable-pip"]
+    command += ["--format", "json", "--progress-spinner", "off", "--timeout", str(TIMEOUT_SECONDS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout, done.stderr
+
+
+def judge(answer: str, errors: str) -> tuple[int, Sequence[str]]:
+    """Return the exit code for what pip-audit said of one file, and what to print."""
+    try:
+        packages: list[dict[str, Any]] = json.loads(answer)["dependencies"]
+    except (ValueError, KeyError, TypeError):
+        why = errors.strip().splitlines()[-1] if errors.strip() else "pip-audit said nothing"
+        return UNKNOWN, [f"no advisories could be read ({why}); run `make audit-pins` where PyPI answers"]
+    unknown = [package["name"] for package in packages if "skip_reason" in package]
+    if len(unknown) == len(packages):
+        return UNKNOWN, [
+            f"PyPI answered for none of {len(packages)} pins, as a mirror does that has no advisories; "
+            "run `make audit-pins` where PyPI itself answers"
+        ]
+    found = [describe(package, advisory) for package in packages for advisory in package.get("vulns", ())]
+    lines = [*found, f"{len(packages) - len(unknown)} pins audited, {len(found)} advisories"]
+    if unknown:
+        lines.append(f"not known to PyPI, so not audited: {', '.join(unknown)}")
+    return (VULNERABLE if found else SAFE), lines
+
+
+def describe(package: dict[str, Any], advisory: dict[str, Any]) -> str:
+    """Return one line about an advisory."""
+    fixed = ", ".join(advisory["fix_versions"]) or "no release"
+    return f"{package['name']} {package['version']}: {advisory['id']}; fixed in {fixed}"
+
+
+def write_sboms(folder: Path) -> int:
+    """Write an SBOM of what runs on a CPU machine, and of what runs on a GPU machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("cpu", "gpu"):
+        to = folder / f"sbom-{name}.json"
+        command = [sys.executable, "-m", "cyclonedx_py", "requirements", str(INFRA / f"constraints-{name}.txt")]
+        command += ["--pyproject", str(INFRA.parent / "pyproject.toml"), "--sv", "1.6", "--output-reproducible"]
+        subprocess.run([*command, "--validate", "--output-file", str(to)], check=True)
+        print(to)
+    return SAFE
+
+
+if __name__ == "__main__":
+    sys.exit(write_sboms(Path(sys.argv[2])) if sys.argv[1:2] == ["sbom"] else audit())

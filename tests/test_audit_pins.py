@@ -1,0 +1,91 @@
+"""`make audit-pins` reports what pip-audit says, and fails if PyPI was not asked; `make sbom` lists the pins."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.machines import REPOSITORY
+
+INFRA = REPOSITORY / "infra"
+CLEAN = {"name": "attrs", "version": "26.1.0", "vulns": []}
+HOLED = {
+    "name": "flask",
+    "version": "0.5",
+    "vulns": [{"id": "PYSEC-2019-179", "fix_versions": ["1.0"], "aliases": [], "description": "memory"}],
+}
+SKIPPED = {"name": "torch", "skip_reason": "Dependency not found on PyPI and could not be audited: torch (2.13.0)"}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("audit_pins", INFRA / "audit_pins.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("packages", "code", "lines"),
+    [
+        ([CLEAN], 0, ["1 pins audited, 0 advisories"]),
+        ([CLEAN, HOLED], 1, ["flask 0.5: PYSEC-2019-179; fixed in 1.0", "2 pins audited, 1 advisories"]),
+        ([CLEAN, SKIPPED], 0, ["1 pins audited, 0 advisories", "not known to PyPI, so not audited: torch"]),
+        (
+            [SKIPPED],
+            2,
+            [
+                "PyPI answered for none of 1 pins, as a mirror does that has no advisories; "
+                "run `make audit-pins` where PyPI itself answers"
+            ],
+        ),
+    ],
+    ids=["clean", "vulnerable", "partly unknown", "nothing known"],
+)
+def test_answer_of_pip_audit_is_reported(
+    script: ModuleType, packages: list[dict[str, object]], code: int, lines: list[str]
+) -> None:
+    answer = json.dumps({"dependencies": packages, "fixes": []})
+    assert script.judge(answer, "") == (code, lines)
+
+
+def test_service_out_of_reach_is_one_sentence(script: ModuleType) -> None:
+    errors = "Traceback (most recent call last):\nConnectionError: Failed to resolve 'pypi.org'\n"
+    code, [line] = script.judge("", errors)
+    assert code == 2
+    assert line.startswith("no advisories could be read (ConnectionError: Failed to resolve 'pypi.org'); run ")
+
+
+def test_every_file_of_pins_is_audited(script: ModuleType) -> None:
+    assert set(script.PINS) == set(INFRA.glob("constraints-*.txt"))
+
+
+@pytest.mark.soak
+def test_sbom_lists_the_pins(tmp_path: Path) -> None:
+    """A registry is asked for the tools; they validate what they write against CycloneDX's schema."""
+    for name in ("Makefile", "pyproject.toml", "infra"):
+        copy = shutil.copytree if name == "infra" else shutil.copy
+        copy(REPOSITORY / name, tmp_path / name)
+    subprocess.run(["make", "sbom", f"PYTHON={sys.executable}"], cwd=tmp_path, check=True)
+    for name in ("cpu", "gpu"):
+        bom = json.loads((tmp_path / f"dist/sbom-{name}.json").read_text())
+        assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.6")
+        assert bom["metadata"]["component"]["name"] == "rollflow"
+        listed = {component["purl"].removeprefix("pkg:pypi/").partition("?")[0] for component in bom["components"]}
+        assert listed == pins(INFRA / f"constraints-{name}.txt")
+
+
+def pins(file: Path) -> set[str]:
+    """The pins of a file, as package URLs write them."""
+    lines = [line.partition("#")[0].partition(";")[0].strip() for line in file.read_text().splitlines()]
+    pairs = [line.partition("==") for line in lines if "==" in line]
+    return {f"{name.partition('[')[0].replace('_', '-').lower()}@{version}" for name, _, version in pairs}
