@@ -23,7 +23,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/.-])(?:flows|tasks|storage|tests|benchmarks|docs|infra)/[\w./-]*[\w/]")
 MODULE = re.compile(r"python -m (benchmarks\.\w+)")
 COMMAND = re.compile(r"\brollflow ([a-z]+)\b([^`\n|]*)")
-TARGET = re.compile(r"\bmake ([a-z]+)\b")
+TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)\b")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -81,7 +81,7 @@ def test_named_paths_exist(page: Path) -> None:
 
 @each_page
 def test_commands_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     wrong: list[str | None] = []
     for text in code(page):
         wrong += [wrong_command(*found) for found in COMMAND.findall(text)]
