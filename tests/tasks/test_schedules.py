@@ -140,7 +140,9 @@ def test_drawn_schedule_with_engine_deaths_audits_clean(case: Case) -> None:
 @pytest.mark.many
 @settings(MANY, max_examples=examples(2000))
 @given(cases(**CHOICES, **TIMES, **STOPS))
-@example(Case(async_ratio=2.0, ahead=0.0, redundant_groups=2, slots=5, stops=(Stop(2.0, 1),)))  # 0 is lost, 1 is not
+@example(
+    Case(async_ratio=2.0, max_batches_ahead=0.0, redundant_groups=2, slots=5, stops=(Stop(2.0, 1),))
+)  # 0 is lost, 1 is not
 def test_drawn_schedule_with_restarts_audits_clean(case: Case) -> None:
     ran(case)
 
