@@ -217,8 +217,8 @@ class _Audit:
         if hashlib.sha256(json.dumps(body.config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
             self.report.add("altered", entry_path(n), "the config does not match its recorded hash")
 
-    def _extra_responses(self, config: Mapping[str, Any], n: int) -> int:
-        """Return the config's number of extra responses per prompt; 0 if it has no such key."""
+    def _redundant_responses(self, config: Mapping[str, Any], n: int) -> int:
+        """Return the config's number of redundant responses per prompt; 0 if it has no such key."""
         rollout = config.get("rollout", {})
         known = rollout if isinstance(rollout, Mapping) else {"redundant_responses": None}
         redundant = known.get("redundant_responses", known.get("extra_responses", 0))  # the earlier name
@@ -227,7 +227,7 @@ class _Audit:
         self.report.add(
             "lineage",
             entry_path(n),
-            f"its config says rollout = {rollout!r}, without a valid number of extra responses",
+            f"its config says rollout = {rollout!r}, without a valid number of redundant responses",
         )
         return 0
 

@@ -272,7 +272,7 @@ class _Search:
                 replace(
                     base,
                     async_ratio=min(WIDER * base.async_ratio, self._largest),
-                    max_batches_max_batches_ahead=base.lead,
+                    max_batches_ahead=base.lead,
                 )
             )
         return (other for other in more if other != base and self._is_allowed(other))
