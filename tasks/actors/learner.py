@@ -17,11 +17,9 @@ v + 1 fails or the learner dies, the training on top of it is lost, and batch v 
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version as package_version
 from typing import Any, Protocol
@@ -32,12 +30,12 @@ import ray
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing, NotFinite, Stale, StoreFailed, Unreachable
-from rollflow.storage.log.entries import BatchCommitted, VersionPublished
+from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.run_log import Writer
 from rollflow.storage.log.state import Deposed, EntryRefused
 from rollflow.storage.policies import PolicyStore
-from rollflow.storage.records import Discard
 from rollflow.storage.trajectories import TrajectoryStore, verify
+from rollflow.tasks.actors.batch_metrics import compute_batch_metrics, count_domain_groups
 from rollflow.tasks.actors.channel import RayChannel
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
@@ -54,12 +52,12 @@ from rollflow.tasks.run.restore import RestoredVersion, new_learner, restore
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.meter import BusyMeter
+from rollflow.tasks.runtime.spans import Spans, open_spans
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import score_response
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
-UNSAFE = re.compile(r"[^\w.-]")  # characters not allowed in the name of a metric
 MAKINGS = 8  # times that one batch may be damaged or not finite before the run fails
 CALLS = 32  # concurrent calls: `run` of the stage's flow and of dead flows before it, `status` of any observer
 
@@ -120,6 +118,7 @@ class LearnerActor:
         self.cpu = CpuClock(LEARNER)
         self._worker = ThreadPoolExecutor(1, "learner")
         self._publishing = Publishing()
+        self._spans = Spans()
         self._work: Future[int] | None = None
         self._starting = threading.Lock()
 
@@ -155,7 +154,10 @@ class LearnerActor:
             while self.version < self.config.versions:
                 self._train_one_more()
         finally:
-            self._settle()  # an error in training must not lose the version that is being published
+            try:
+                self._settle()  # an error in training must not lose the version that is being published
+            finally:
+                self._spans.flush()
         self.phase, self.note = LearnerPhase.DONE, "done"
         return self.version
 
@@ -189,6 +191,8 @@ class LearnerActor:
     def _begin(self) -> None:
         self.writer = claim(self.context, "learner", self._address)
         self.config = self.context.config_under(self.writer.claim)
+        tracking = self.config.tracking
+        self._spans = open_spans(tracking.spans, tracking.spans_share, self.context.key, self.context.run_id, LEARNER)
         self.policies, self.batches = self.context.policies, self.context.batches
         if self.config.train.ranks > 1:
             self.cpu = CpuClock(LEARNER, "learner ranks")
@@ -336,11 +340,24 @@ class LearnerActor:
             )
             self._metrics = logged
             self._note_published(version)
+            self._record_spans(version, batch_entry, logged)
 
         self._publishing.begin(publish)
         self.reached, self.phase = version, LearnerPhase.TRAINING
         omitted = sorted(metrics.keys() - found.keys())
         self.note = f"version {version} is logged without {', '.join(omitted)}: not finite" if omitted else "training"
+
+    def _record_spans(self, version: int, batch_entry: int | None, seconds: Mapping[str, float]) -> None:
+        """Record how a version came about, in its own trace and in those of the prompts that it was trained on."""
+        if batch_entry is None or not self._spans.on:
+            return
+        wait, step, publish = (seconds.get(f"{part}_seconds", 0.0) for part in ("wait", "step", "publish"))
+        self._spans.record_version(version, "wait for batch", wait, step + publish)
+        self._spans.record_version(version, "train step", step, publish)
+        self._spans.record_version(version, "publish", publish)
+        self._spans.record_version(version, "version", wait + step + publish)
+        for group in self.batches.committed(batch_entry).groups:
+            self._spans.record_prompt(group.key, "train", step + publish, **{"rollflow.version": version})
 
     def _note_published(self, version: int) -> None:
         """Note the committed version, acknowledge its batch and prune."""
@@ -369,34 +386,3 @@ class LearnerActor:
             return f"{AGAIN}, and a lower train.learning_rate"
         cold = self.config.policy.cold_start is not None
         return f"start another run with {'a lower policy.cold_start.learning_rate' if cold else 'another policy.path'}"
-
-
-def compute_batch_metrics(
-    batch: TrajectoryBatch, commit: BatchCommitted, discards: Sequence[Discard], version: int
-) -> dict[str, float]:
-    """Compute the metrics of a batch."""
-    rewards = np.array(batch.table["reward"].to_pylist(), dtype=np.float32)
-    staleness = version - np.array(batch.table["started_version"].to_pylist())
-    tokens = np.array([group.tokens for group in commit.groups])
-    return {
-        "reward": float(rewards.mean()),
-        "accuracy": float((rewards == 1.0).mean()),
-        "staleness_mean": float(staleness.mean()),
-        "staleness_max": float(staleness.max()),
-        "response_tokens": float(tokens.sum()),
-        "surplus_tokens": float(commit.surplus_tokens),
-        "discarded_tokens": float(sum(d.response_tokens for d in discards)),
-        **{f"discarded_{reason}": float(n) for reason, n in Counter(d.reason.value for d in discards).items()},
-        "response_length": float(tokens.sum() / len(batch)),
-        "discarded_groups": float(len(discards)),
-        **{
-            f"staleness_{age}": float(count)
-            for age, count in zip(*np.unique(staleness, return_counts=True), strict=True)
-        },
-    }
-
-
-def count_domain_groups(batch: TrajectoryBatch, domains: Iterable[str]) -> dict[str, float]:
-    """Count the groups of each of the run's domains in a batch; over many versions the counts follow the shares."""
-    found = batch.domains
-    return {f"groups_{UNSAFE.sub('_', domain)}": float(found[domain]) for domain in domains}

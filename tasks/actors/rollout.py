@@ -62,6 +62,7 @@ from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
+from rollflow.tasks.runtime.spans import Spans, open_spans
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
@@ -176,6 +177,7 @@ class RolloutActor:
         self._read = AsyncOnce[RunPrompts](lambda: asyncio.to_thread(context.prompts))
         self._committing: asyncio.Future[Any] | None = None
         self._cpu = CpuClock("scheduler")
+        self._spans = Spans()
 
     async def begin(self) -> None:
         """Read the prompts, which takes longest, before any engine is ready."""
@@ -187,6 +189,8 @@ class RolloutActor:
         self.config = self.context.config_under(self.writer.claim)
         self.feed = StoreFeed(self.context, self.channel)
         self.patience = self.config.rollout.patience_seconds
+        tracking = self.config.tracking
+        self._spans = open_spans(tracking.spans, tracking.spans_share, self.context.key, self.context.run_id, ROLLOUT)
         self.reward = RewardClient(self.patience)
         # Each engine joins when it is ready, so that no engine waits for another.
         self.proxy = build_proxy(
@@ -202,7 +206,12 @@ class RolloutActor:
         environment = build_environment(self.config.environment)
         vocabulary = read_vocabulary(self.context.policy_folder)
         ports = SchedulerPorts(
-            self.prompts.prompt, self.reward.score, self._commit, environment=environment, vocabulary=vocabulary
+            self.prompts.prompt,
+            self.reward.score,
+            self._commit,
+            environment=environment,
+            vocabulary=vocabulary,
+            spans=self._spans,
         )
         scheduler = build_scheduler(build_limits(self.config), ports, self.proxy, resume)
         scheduler.counts = self.counts
@@ -250,6 +259,7 @@ class RolloutActor:
                 tasks.create_task(self._schedule())
                 tasks.create_task(self.evaluations.run())
             await asyncio.gather(*self._notes)
+            await asyncio.to_thread(self._spans.flush)
         except BaseExceptionGroup as failed:  # the first line of the error must name the cause
             raise find_first_cause(failed) from None
 
@@ -354,6 +364,7 @@ class RolloutActor:
         self.began = self.began or time.monotonic()
         update = Update(version, self.proxy.update_seconds - self._paused, time.time())
         self._paused = self.proxy.update_seconds
+        self._spans.record_version(version, "load weights", update.pause_seconds)
         self.scheduler.wake()
         note = asyncio.create_task(asyncio.to_thread(self._store_update, update))
         self._notes.add(note)

@@ -28,7 +28,9 @@ from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.limits import RolloutLimits
+from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration
+from rollflow.tasks.runtime.spans import Spans
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
@@ -47,6 +49,7 @@ class GroupPorts:
     started: Callable[[GroupRollout, int], None]  # called when the version of its oldest start becomes known or changes
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
+    spans: PromptSpans = field(default_factory=lambda: PromptSpans(Spans()))
 
 
 @dataclass(eq=False)
@@ -126,7 +129,9 @@ class GroupRollout:
             self._playing.discard(episode)
         if score is None:
             return None
-        return episode.trajectory(sample, episode.started_version(self.ports.limits.staleness_from), score)
+        trajectory = episode.trajectory(sample, episode.started_version(self.ports.limits.staleness_from), score)
+        self.ports.spans.respond(self.key, trajectory)
+        return trajectory
 
     async def _generate_turn(self, sample: int, turn: Turn) -> VersionedGeneration | None:
         """Generate one turn of an episode. Only the start of the first turn is noted: the age counts from it."""

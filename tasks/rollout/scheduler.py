@@ -44,8 +44,10 @@ from rollflow.tasks.rollout.formation import Formation
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits, filter_reason
+from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.running_by_version import RunningByVersion
+from rollflow.tasks.runtime.spans import Spans
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
@@ -90,6 +92,7 @@ class SchedulerPorts:
     pack: Callable[[TrajectoryGroup], FinishedGroup] = pack_group
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
+    spans: Spans = field(default_factory=Spans)
 
 
 class RolloutScheduler:
@@ -107,8 +110,16 @@ class RolloutScheduler:
         self._redraws = dict(resume.redraws)
         self._starts = RunningByVersion()
         self._formation = Formation(limits, self.buffer, self._starts)
+        self._spans = PromptSpans(ports.spans)
         self._group_ports = GroupPorts(
-            limits, proxy, ports.score, self._count_response, self._note_start, ports.environment, ports.vocabulary
+            limits,
+            proxy,
+            ports.score,
+            self._count_response,
+            self._note_start,
+            ports.environment,
+            ports.vocabulary,
+            self._spans,
         )
         self._running: dict[GroupKey, GroupRollout] = {}  # in the order of their start
         self._issued = 0
@@ -184,6 +195,7 @@ class RolloutScheduler:
     def _start(self, batch: int, tasks: asyncio.TaskGroup) -> None:
         issue = self._order.next_issue(batch)
         self._issued += 1
+        self._spans.start(issue.key)
         rollout = self._create_rollout(issue)
         self._running[issue.key] = rollout
         self._generating += issue.responses
@@ -241,6 +253,7 @@ class RolloutScheduler:
             self._filtered_in_a_row = 0
             self.buffer.add(self._ports.pack(group), rollout.number, awaited=rollout.awaited)
             self.counts.trajectories += len(group.trajectories)
+            self._spans.complete(group.key)
 
     def _discard_filtered(self, group: TrajectoryGroup, why: str) -> None:
         self.counts.filtered[why] += 1
@@ -261,6 +274,7 @@ class RolloutScheduler:
         self.counts.discarded_tokens += discard.response_tokens
         self.counts.dropped_tokens += discard.response_tokens if discard.slow else 0
         self._order.note_discard(discard)
+        self._spans.discard(discard)
 
     # --- forming batches ------------------------------------------------------------------------------------
 
@@ -269,6 +283,7 @@ class RolloutScheduler:
         while self.due.count:
             if (staged := self._stage_batch()) is not None:
                 await self._ports.commit(staged)
+                self._spans.commit(staged)
             else:
                 await self._ready.wait()
                 self._ready.clear()

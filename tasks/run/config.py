@@ -180,6 +180,13 @@ class TrackingConfig(Section):
         pattern=r"^[\w.:/ -]+$",
         description="name of the MLflow run that is the parent of all runs of a study; created if missing",
     )
+    spans: str | None = Field(
+        None,
+        pattern=r"^https?://[\w.:\[\]-]+(/[\w./-]*)?$",
+        description="an OpenTelemetry collector that gets spans from each prompt to its policy version, by OTLP over "
+        'HTTP, such as "http://127.0.0.1:4318"; default: no spans',
+    )
+    spans_share: float = Field(1.0, ge=0, le=1, description="share of the prompts that `spans` gets")
 
 
 def _read_kind(source: object) -> object:

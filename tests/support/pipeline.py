@@ -40,6 +40,7 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import WeightsProbe
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
+from rollflow.tasks.runtime.spans import Spans
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 from tests.support.described import describe
@@ -100,6 +101,7 @@ class Pipeline:
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN
     evaluating: Callable[[Pipeline], Evaluations] | None = None
+    spans: Spans = field(default_factory=Spans)
     scheduler: RolloutScheduler = field(init=False)
 
     def describe(self) -> None:
@@ -184,7 +186,12 @@ class Pipeline:
             **self.choices,
         )
         ports = SchedulerPorts(
-            self._prompt, self._score, self._commit, environment=self.environment, vocabulary=self.vocabulary
+            self._prompt,
+            self._score,
+            self._commit,
+            environment=self.environment,
+            vocabulary=self.vocabulary,
+            spans=self.spans,
         )
         return self.scheduler_type(limits, ports, self.proxy, self._beginning())
 

@@ -105,6 +105,7 @@ def prepare_small(
     dtype: str = "float32",
     async_ratio: float = 1,
     cluster: Mapping[str, object] | None = None,
+    tracking: Mapping[str, object] | None = None,
     **store: object,
 ) -> RunContext:
     """Prepare a run of `versions` versions in `ROLLFLOW_HOME`, without claiming it."""
@@ -125,6 +126,7 @@ def prepare_small(
             "evaluation": {"prompts": 4},
             "store": store,
             "cluster": cluster or {},
+            "tracking": tracking or {},
             "prompts": prompts or [SUMS],
             **({"reward": reward} if reward else {}),
         }

@@ -1,0 +1,57 @@
+"""The spans of a scheduler's dispatches: from the start of each to its fate. See `tasks.runtime.spans`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollflow.storage.records import Discard, GroupKey, Trajectory
+from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.runtime.spans import Spans
+
+
+class PromptSpans:
+    """Records a trace for each dispatch. Times are those of the running event loop."""
+
+    def __init__(self, spans: Spans) -> None:
+        self._spans = spans
+        self._started: dict[GroupKey, float] = {}  # dispatches without a fate -> when they started
+        self._complete: dict[GroupKey, float] = {}  # of these, those with all their rewards -> since when
+
+    def start(self, key: GroupKey) -> None:
+        """Note the start of a dispatch."""
+        if self._spans.on:
+            self._started[key] = self._now()
+
+    def respond(self, key: GroupKey, trajectory: Trajectory) -> None:
+        """Record the generation and the scoring of a response that has its reward."""
+        generated, scored = trajectory.generation_seconds, trajectory.reward_seconds
+        more = {"rollflow.sample": trajectory.sample, "rollflow.started_version": trajectory.started_version}
+        if self._spans.on:
+            tokens = trajectory.response_tokens
+            ending = str(trajectory.ending)
+            self._spans.record_prompt(key, "generate", generated, scored, tokens=tokens, ending=ending, **more)
+            self._spans.record_prompt(key, "score", scored, reward=trajectory.reward, **more)
+
+    def complete(self, key: GroupKey) -> None:
+        """Note that a group has all its rewards and waits for its batch."""
+        if self._spans.on:
+            self._complete[key] = self._now()
+
+    def discard(self, discard: Discard) -> None:
+        """Record the end of a dispatch that is not trained on."""
+        self._end(discard.key, f"discarded: {discard.reason.value}")
+
+    def commit(self, staged: StagedBatch) -> None:
+        """Record the end of the dispatches whose groups a batch took; call it once the batch is committed."""
+        for group in staged.groups:
+            self._end(group.key, f"trains version {staged.number + 1}")
+
+    def _end(self, key: GroupKey, fate: str) -> None:
+        now, started, complete = self._now(), self._started.pop(key, None), self._complete.pop(key, None)
+        if complete is not None:
+            self._spans.record_prompt(key, "wait", now - complete)
+        if started is not None:
+            self._spans.record_prompt(key, "prompt", now - started, fate=fate)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

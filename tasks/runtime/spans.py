@@ -1,0 +1,161 @@
+"""OpenTelemetry spans of a run, from each prompt to the policy version that was trained on it.
+
+They are off unless `tracking.spans` names a collector. A dispatch of a prompt has one trace, a policy version another:
+
+    prompt 17.0   |--------------------------------------------|           from its dispatch to its fate
+      generate    |-----------|                                            one for each response that is kept
+      score                   |---|
+      wait                        |--------|                               until its batch is committed
+      train                                   |----------------------|     until the version is published
+
+    version 3     |----------------------------------------|               by the learner
+      wait for batch, train step, publish
+      load weights                                            |----|       by the engines
+
+Several processes add spans to the same trace without exchanging ids: the ids of a trace and of its root span are hashes
+of the run and of the trace's name. A span is recorded when it ends, so a process that is killed loses what it has not
+sent. Spans are a view: the collector never holds up a run, and a span that cannot be sent is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from rollflow.storage.records import GroupKey
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+EXPORT_SECONDS = 5.0  # for one request to the collector, retries included
+FLUSH_SECONDS = 10.0
+
+Attribute = str | int | float | bool
+
+
+class Spans:
+    """The spans that one process of a run records; without a provider it records none."""
+
+    def __init__(
+        self,
+        run: str = "",
+        provider: TracerProvider | None = None,
+        share: float = 1.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`run` tells runs apart: it is part of every id. `share` of the prompts is recorded, 0 to 1. `clock` gives the
+        seconds since the epoch.
+        """
+        self._run, self._provider, self._share, self._clock = run, provider, share, clock
+        self._recording = threading.Lock()
+
+    @property
+    def on(self) -> bool:
+        """True if spans are recorded."""
+        return self._provider is not None
+
+    def record_prompt(self, key: GroupKey, name: str, seconds: float, ago: float = 0.0, **more: Attribute) -> None:
+        """Record a span of a dispatch, the root span if `name` is "prompt"; see `record_version`."""
+        if self._provider is not None:
+            ids = _ids(self._run, f"prompt {key.prompt}.{key.attempt}")
+            if ids[0] % 2**64 < self._share * 2**64:
+                more |= {"rollflow.prompt": key.prompt, "rollflow.attempt": key.attempt}
+                self._record(self._provider, ids, name, name == "prompt", seconds, ago, more)
+
+    def record_version(self, version: int, name: str, seconds: float, ago: float = 0.0, **more: Attribute) -> None:
+        """Record a span of a policy version, the root span if `name` is "version".
+
+        It lasted `seconds` and ended `ago` seconds before now. `more` are further attributes.
+        """
+        if self._provider is not None:
+            ids = _ids(self._run, f"version {version}")
+            more |= {"rollflow.version": version}
+            self._record(self._provider, ids, name, name == "version", seconds, ago, more)
+
+    def _record(
+        self,
+        provider: TracerProvider,
+        ids: tuple[int, int],
+        name: str,
+        root: bool,
+        seconds: float,
+        ago: float,
+        attributes: dict[str, Attribute],
+    ) -> None:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+        ended = int((self._clock() - ago) * 1e9)
+        context = Context()
+        if not root:
+            parent = SpanContext(*ids, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+            context = set_span_in_context(NonRecordingSpan(parent), context)
+        with self._recording:
+            if root:
+                provider.id_generator.reserve(*ids)  # type: ignore[attr-defined]
+            tracer = provider.get_tracer("rollflow")
+            span = tracer.start_span(name, context, attributes=attributes, start_time=ended - int(seconds * 1e9))
+        span.end(ended)
+
+    def flush(self) -> None:
+        """Send what is recorded; gives up after `FLUSH_SECONDS`."""
+        if self._provider is not None:
+            # A thread of its own: the SDK's own time limit does not bound a collector that does not answer.
+            flushing = threading.Thread(target=self._provider.force_flush, name="spans", daemon=True)
+            flushing.start()
+            flushing.join(FLUSH_SECONDS)
+
+
+def open_spans(collector: str | None, share: float, run: str, run_id: str, role: str) -> Spans:
+    """Open the spans of one process of a run; without a collector they record nothing.
+
+    `collector` is the address of an OTLP receiver over HTTP (`http://host:4318`). `share` of the prompts is recorded,
+    the same ones in every process. `run` is the run's key, and `role` names the process.
+    """
+    if collector is None:
+        return Spans()
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = build_provider({"service.name": f"rollflow-{role}", "rollflow.run": run_id})
+    exporter = OTLPSpanExporter(f"{collector.rstrip('/')}/v1/traces", timeout=EXPORT_SECONDS)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Spans(run, provider, share)
+
+
+def build_provider(attributes: Mapping[str, str]) -> TracerProvider:
+    """Build a provider whose root spans take the ids that were reserved for them."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    class ReservedIds(RandomIdGenerator):
+        """Random ids, except for a root span whose ids were reserved."""
+
+        reserved: tuple[int, int] | None = None
+
+        def reserve(self, trace_id: int, span_id: int) -> None:
+            """Give these ids to the next root span."""
+            self.reserved = trace_id, span_id
+
+        def generate_trace_id(self) -> int:
+            """Return the reserved trace id, if there is one."""
+            return self.reserved[0] if self.reserved else super().generate_trace_id()
+
+        def generate_span_id(self) -> int:
+            """Return the reserved span id, once."""
+            reserved, self.reserved = self.reserved, None
+            return reserved[1] if reserved else super().generate_span_id()
+
+    return TracerProvider(  # the end of a process waits for no collector
+        resource=Resource.create(attributes), id_generator=ReservedIds(), shutdown_on_exit=False
+    )
+
+
+def _ids(run: str, trace: str) -> tuple[int, int]:
+    """Derive the ids of a trace and of its root span."""
+    digest = hashlib.blake2b(f"{run}\n{trace}".encode(), digest_size=24).digest()
+    return int.from_bytes(digest[:16], "big") or 1, int.from_bytes(digest[16:], "big") or 1
