@@ -86,7 +86,7 @@ def test_recorded_config_of_rollout_keeps_its_values(tmp_path: Path) -> None:
 
 def test_recorded_config_of_ranks_keeps_its_values(tmp_path: Path) -> None:
     config = config_of("ranks", tmp_path)
-    assert config.rollout.order == "started"
+    assert config.rollout.batch_order == "started"
     assert (config.train.ranks, config.train.critic.learning_rate, config.store.shard_bytes) == (2, 0.01, 16384)
 
 
