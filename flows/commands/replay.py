@@ -122,8 +122,8 @@ def _select_comparable(policies: PolicyStore, numbers: Sequence[int], say: Calla
 
     def kept(number: int) -> bool:
         base = next(before for before in range(number - 1, -1, -1) if retention.stores_state(before))
-        weights = all(retention.needed("weights", version, newest) for version in range(base, number + 1))
-        stay = weights and retention.needed("state", base, newest)
+        weights = all(retention.is_needed("weights", version, newest) for version in range(base, number + 1))
+        stay = weights and retention.is_needed("state", base, newest)
         return stay and all(map(policies.has_weights, map(policies.find, range(base, number + 1))))
 
     found = [number for number in numbers if kept(number)]

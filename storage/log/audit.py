@@ -276,7 +276,7 @@ class _Audit:
         if batch in self.outcomes and batch in self.rows:
             rows, version = self.rows.pop(batch), self.outcomes.pop(batch)
             if version is not None:
-                self.report.trained(version, rows)
+                self.report.count_trained(version, rows)
 
     # --- objects ------------------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class _Audit:
         """Check the objects that retention needs, and the others that were not pruned."""
         retention = self.fold.state.retention
         for (version, kind), (n, objects) in self.objects.items():
-            needed = retention.needed(kind, version, self.latest)
+            needed = retention.is_needed(kind, version, self.latest)
             for stored in objects:
                 self._ask(NamedObject(stored, n, kind, version, needed), looking)
 

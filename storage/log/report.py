@@ -64,7 +64,7 @@ class AuditReport:
         """Add a violation."""
         self.violations.append(Violation(kind, where, what))
 
-    def trained(self, version: int, rows: RowCounts) -> None:
+    def count_trained(self, version: int, rows: RowCounts) -> None:
         """Count the rows of the batch that `version` was trained on."""
         self.trajectories += rows.staleness.total()
         self.staleness.update(rows.staleness)
@@ -84,7 +84,7 @@ class AuditReport:
         self.entries, self.versions = state.n + 1, max(state.version, 0)
         self.trained_tokens, self.surplus_tokens = totals.tokens["trained"], totals.surplus_tokens
         self.discarded_tokens = totals.tokens.total() - self.trained_tokens
-        self.fates = _some({"trained": totals.groups["trained"], **_named(discarded)})
+        self.fates = _some({"trained": totals.groups["trained"], **_label_discards(discarded)})
         self.fates += _some({"committed, waiting": sum(len(batch.groups) for batch in state.waiting.values())})
         self.fates += _some({"in flight": len(state.open)})
 
@@ -93,7 +93,7 @@ class AuditReport:
         return version - (version - 1) % self.span
 
 
-def _named(discarded: Mapping[str, int]) -> dict[str, int]:
+def _label_discards(discarded: Mapping[str, int]) -> dict[str, int]:
     return {f"discarded: {reason}": count for reason, count in discarded.items()}
 
 

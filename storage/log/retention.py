@@ -33,7 +33,7 @@ class Retention:
         """Return whether `version` is published with the learner's state."""
         return version % self.state_every == 0
 
-    def needed(self, kind: Kind, version: int, latest: int) -> bool:
+    def is_needed(self, kind: Kind, version: int, latest: int) -> bool:
         """Return whether these objects of `version` must exist. Once false, it stays false as `latest` grows."""
         if kind == "weights" and self.keeps(version, latest):
             return True

@@ -278,7 +278,7 @@ def _publish(s: RunState, body: VersionPublished) -> None:
 def _prune(s: RunState, body: Pruned) -> None:
     for version, kind in body.objects:
         _need(kind in s.held.get(version, {}), f"version {version} has no {kind} that can be pruned")
-        _need(not s.retention.needed(kind, version, s.version), f"the {kind} of version {version} must stay")
+        _need(not s.retention.is_needed(kind, version, s.version), f"the {kind} of version {version} must stay")
         del s.held[version][kind]
     s.held = {version: kinds for version, kinds in s.held.items() if kinds}
 
@@ -327,7 +327,7 @@ def _forget_kept(s: RunState) -> None:
     """Drop kept versions from the state, once they are older than the window in which versions are pruned."""
     oldest = s.version - s.retention.window
     for version in [version for version in s.held if version < oldest]:
-        left = {k: n for k, n in s.held[version].items() if not s.retention.needed(k, version, s.version)}
+        left = {k: n for k, n in s.held[version].items() if not s.retention.is_needed(k, version, s.version)}
         if left:
             s.held[version] = left
         else:

@@ -142,7 +142,7 @@ class RunState:
             (version, kind)
             for version, kinds in self.held.items()
             for kind in kinds
-            if not self.retention.needed(kind, version, self.version)
+            if not self.retention.is_needed(kind, version, self.version)
         ]
 
     def newest_claim(self, role: Role) -> int:

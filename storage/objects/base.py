@@ -162,7 +162,7 @@ class ObjectStore(ABC):
     def delete(self, path: str) -> None:
         """Remove an object if it exists. After a power cut it may exist again."""
 
-    def unfinished(self) -> Iterator[UnfinishedWrite]:
+    def list_unfinished(self) -> Iterator[UnfinishedWrite]:
         """List writes that are in progress, and those that killed writers left unfinished."""
         return iter(())
 

@@ -149,7 +149,7 @@ class LocalStore(ObjectStore):
         with contextlib.suppress(*NO_FILE), raise_store_failed(target):
             target.unlink()
 
-    def unfinished(self) -> Iterator[UnfinishedWrite]:
+    def list_unfinished(self) -> Iterator[UnfinishedWrite]:
         for path in sorted(self._scratch.glob(f"[!{TURN[0]}]*")):
             with contextlib.suppress(FileNotFoundError):  # the writer has finished in the meantime
                 found = path.stat()
@@ -172,7 +172,7 @@ class LocalStore(ObjectStore):
             self.get(probe)
             oldest = self.stat(probe).modified - ABANDONED_SECONDS
             self.delete(probe)
-            for left in self.unfinished():
+            for left in self.list_unfinished():
                 if left.touched < oldest:
                     self.discard(left)
         except (OSError, StoreFailed, Unreachable) as error:

@@ -68,7 +68,7 @@ class S3Store(ObjectStore):
     def put(self, path: str, data: Data) -> str:
         parts, token = split_buffers(data), uuid.uuid4().hex
         sha256 = hash_pieces(parts)
-        with self._named(path):
+        with self._translate_errors(path):
             try:
                 self._write(path, parts, {WRITER: token, SHA256: sha256})
             except FAILURES:
@@ -78,7 +78,7 @@ class S3Store(ObjectStore):
 
     def create(self, path: str, data: Data) -> None:
         parts, token = split_buffers(data), uuid.uuid4().hex
-        with self._named(path):
+        with self._translate_errors(path):
             try:
                 self._write(path, parts, {WRITER: token, SHA256: hash_pieces(parts)}, IfNoneMatch="*")
             except FAILURES as error:
@@ -104,13 +104,13 @@ class S3Store(ObjectStore):
             return self._read(path, again, copy.write)
 
     def stat(self, path: str) -> ObjectStat:
-        with self._named(path):
+        with self._translate_errors(path):
             head = self._call("head_object", Key=self._key(path))
         return ObjectStat(head["ContentLength"], head["LastModified"].timestamp())
 
     def exists(self, path: str) -> bool:
         try:
-            with self._named(path):
+            with self._translate_errors(path):
                 self._call("head_object", Key=self._key(path))
         except Missing:
             return False
@@ -119,25 +119,25 @@ class S3Store(ObjectStore):
     def list(self, prefix: str = "", after: str = "") -> Iterator[str]:
         top = self._prefix
         below = f"{self._key(prefix)}/" if prefix else top
-        with self._named(prefix):
+        with self._translate_errors(prefix):
             keys = [*self._keys(below, after)]
         # A key with a trailing slash is an empty folder that a web console created.
         return iter(sorted(key.removeprefix(top) for key in keys if not key.endswith("/")))
 
     def folders(self, prefix: str) -> Sequence[str]:
         below = f"{self._key(prefix)}/"
-        with self._named(prefix):
+        with self._translate_errors(prefix):
             pages = self._pages("list_objects_v2", ["ContinuationToken"], Prefix=below, Delimiter="/")
             keys = [folder["Prefix"] for page in pages for folder in page.get("CommonPrefixes", ())]
         return sorted(key.removeprefix(below).rstrip("/") for key in keys)
 
     def delete(self, path: str) -> None:
-        with self._named(path):
+        with self._translate_errors(path):
             self._call("delete_object", Key=self._key(path))
 
-    def unfinished(self) -> Iterator[UnfinishedWrite]:
+    def list_unfinished(self) -> Iterator[UnfinishedWrite]:
         """List multipart uploads; one without any part occupies no storage and is left out."""
-        with self._named("uploads"):
+        with self._translate_errors("uploads"):
             pages = self._pages("list_multipart_uploads", ["KeyMarker", "UploadIdMarker"], Prefix=self._prefix)
             for upload in [upload for page in pages for upload in page.get("Uploads", ())]:
                 parts = self._parts(upload)
@@ -160,7 +160,7 @@ class S3Store(ObjectStore):
             return []
 
     def discard(self, left: UnfinishedWrite) -> None:
-        with self._named(left.name), contextlib.suppress(FileNotFoundError):
+        with self._translate_errors(left.name), contextlib.suppress(FileNotFoundError):
             self._call("abort_multipart_upload", Key=self._key(left.name), UploadId=left.token)
 
     @property
@@ -172,7 +172,7 @@ class S3Store(ObjectStore):
         if not self._bucket:
             raise ConfigError(f"store.uri = {self.uri!r} names no bucket; write s3://bucket/prefix")
         try:
-            with self._named("probe"):
+            with self._translate_errors("probe"):
                 self._probe(f"probe-{uuid.uuid4().hex}")
         except Unreachable as error:
             cause = error.__cause__ or error
@@ -226,7 +226,7 @@ class S3Store(ObjectStore):
                 take(part)
 
             try:
-                with self._named(path):
+                with self._translate_errors(path):
                     metadata = here.wait(here.download, self._target(path), taken)
             except OSError as error:
                 if code_of(error) not in REFUSED:
@@ -263,7 +263,7 @@ class S3Store(ObjectStore):
 
     @property
     def _connection(self) -> S3Connection:
-        return get_connection(None if self.patience is None else PATIENT.lasting(self.patience))
+        return get_connection(None if self.patience is None else PATIENT.with_seconds(self.patience))
 
     @property
     def _bucket(self) -> str:
@@ -282,7 +282,7 @@ class S3Store(ObjectStore):
         return {"Bucket": self._bucket, "Key": self._key(path)}
 
     @contextmanager
-    def _named(self, path: str) -> Iterator[None]:
+    def _translate_errors(self, path: str) -> Iterator[None]:
         """Turn the errors of a request into rollflow's errors."""
         try:
             yield

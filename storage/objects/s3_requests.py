@@ -78,7 +78,7 @@ class RetryLimits:
     pause_seconds: float = 0.2  # the upper limit of the pause after the first try
     longest_pause_seconds: float = 10.0
 
-    def lasting(self, seconds: float) -> RetryLimits:
+    def with_seconds(self, seconds: float) -> RetryLimits:
         """Return the same limits with `seconds` as the time, and no limit on the number of tries."""
         return replace(self, tries=sys.maxsize, seconds=seconds)
 

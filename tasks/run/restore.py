@@ -196,7 +196,7 @@ def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[i
             if found.state and not bad_weights and not bad_state:
                 learner.load(weights, state)
                 return base, damaged
-        is_newest, needed = base == version, policies.retention.needed
+        is_newest, needed = base == version, policies.retention.is_needed
         damaged[base] = bad_weights if is_newest or needed("weights", base, version) else []
         damaged[base] += bad_state if is_newest or needed("state", base, version) else []
     lost = next((stored.path for objects in damaged.values() for stored in objects), "a learner state")

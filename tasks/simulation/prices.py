@@ -122,5 +122,5 @@ def _storage_month(price: StoragePrice, config: RunConfig, alpha: float) -> floa
     store, last = config.store, config.versions
     retention = Retention(max(store.keep_last, int(alpha) + 1), store.keep_every, store.state_every)
     sizes: dict[Kind, float] = {"weights": price.weights_gb, "state": price.state_gb}
-    versions = {kind: sum(retention.needed(kind, version, last) for version in range(last + 1)) for kind in sizes}
+    versions = {kind: sum(retention.is_needed(kind, version, last) for version in range(last + 1)) for kind in sizes}
     return price.gb_month * sum(size * versions[kind] for kind, size in sizes.items())

@@ -383,11 +383,11 @@ def test_check_deletes_files_of_killed_writers(local: LocalStore) -> None:
 def test_file_being_written_is_never_deleted(local: LocalStore) -> None:
     with local._written(split_buffers(b"half")) as (temporary, _):
         os.utime(temporary, (0, 0))
-        [left] = local.unfinished()
+        [left] = local.list_unfinished()
         local.check()
         local.discard(left)
         assert temporary.exists()
-    assert list(local.unfinished()) == []
+    assert list(local.list_unfinished()) == []
 
 
 @pytest.mark.parametrize("size", [5, 3_000_000])

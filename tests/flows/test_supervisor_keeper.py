@@ -299,7 +299,7 @@ def test_store_without_upload_listing_is_accepted(
         raise error
 
     warnings: list[str] = []
-    monkeypatch.setattr(LocalStore, "unfinished", unfinished)
+    monkeypatch.setattr(LocalStore, "list_unfinished", unfinished)
     monkeypatch.setattr(
         post_training, "get_run_logger", lambda: SimpleNamespace(warning=lambda text, e: warnings.append(text % e))
     )

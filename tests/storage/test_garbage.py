@@ -102,7 +102,7 @@ def test_pruned_object_that_still_exists_is_garbage(run: LocalStore) -> None:
         for entry in of_kind(run, VersionPublished)
         for kind in ("weights", "state")
         for stored in getattr(entry.body, kind)
-        if not state.retention.needed(kind, entry.version, state.version)  # type: ignore[arg-type]
+        if not state.retention.is_needed(kind, entry.version, state.version)  # type: ignore[arg-type]
     }
     assert {orphan.path for orphan in found} == gone
     assert gone
@@ -139,7 +139,7 @@ def needed(store: ObjectStore) -> set[str]:
     state, found = Log(store).state, set()
     for entry in of_kind(store, VersionPublished):
         assert isinstance(entry.body, VersionPublished)
-        kept = [kind for kind in KINDS if state.retention.needed(kind, entry.body.number, state.version)]
+        kept = [kind for kind in KINDS if state.retention.is_needed(kind, entry.body.number, state.version)]
         found |= {stored.path for kind in kept for stored in getattr(entry.body, kind)}
     return found
 

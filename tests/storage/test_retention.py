@@ -29,8 +29,8 @@ def test_needed_objects_are_kept_versions_and_their_bases(rules: Retention) -> N
         versions = range(latest + 1)
         states = bases(rules, latest) | {0, latest}
         assert {v for v in versions if rules.keeps(v, latest)} == kept(rules, latest)
-        assert {v for v in versions if rules.needed("weights", v, latest)} == kept(rules, latest) | states
-        assert {v for v in versions if rules.needed("state", v, latest)} == states
+        assert {v for v in versions if rules.is_needed("weights", v, latest)} == kept(rules, latest) | states
+        assert {v for v in versions if rules.is_needed("state", v, latest)} == states
 
 
 @pytest.mark.parametrize("rules", RULES)
@@ -41,7 +41,7 @@ def test_every_kth_version_stores_its_state(rules: Retention) -> None:
 @pytest.mark.parametrize("rules", RULES)
 def test_object_is_released_within_the_window_or_never(rules: Retention) -> None:
     needed = [
-        {(v, kind) for v in range(latest + 1) for kind in KINDS if rules.needed(kind, v, latest)}
+        {(v, kind) for v in range(latest + 1) for kind in KINDS if rules.is_needed(kind, v, latest)}
         for latest in range(LONG)
     ]
     gone: set[tuple[int, str]] = set()
@@ -54,5 +54,17 @@ def test_object_is_released_within_the_window_or_never(rules: Retention) -> None
 
 def test_default_retention_by_hand() -> None:
     assert Retention() == Retention(keep_last=5, keep_every=10, state_every=1)
-    assert [v for v in range(31) if Retention().needed("weights", v, 30)] == [0, 9, 10, 19, 20, 25, 26, 27, 28, 29, 30]
-    assert [v for v in range(31) if Retention().needed("state", v, 30)] == [0, 9, 19, 25, 26, 27, 28, 29, 30]
+    assert [v for v in range(31) if Retention().is_needed("weights", v, 30)] == [
+        0,
+        9,
+        10,
+        19,
+        20,
+        25,
+        26,
+        27,
+        28,
+        29,
+        30,
+    ]
+    assert [v for v in range(31) if Retention().is_needed("state", v, 30)] == [0, 9, 19, 25, 26, 27, 28, 29, 30]

@@ -67,7 +67,7 @@ def test_failed_cleanup_does_not_fail_a_create(local: LocalStore, monkeypatch: p
         patch.setattr(Path, "unlink", failing)
         local.create("a/record", b"x")
     assert local.get("a/record") == b"x"
-    assert len([*local.unfinished()]) == 1
+    assert len([*local.list_unfinished()]) == 1
 
 
 def test_unsynced_append_is_read_again_and_stored_once(local: LocalStore, break_next: Break) -> None:
@@ -147,7 +147,7 @@ def test_own_link_counts_despite_an_error(local: LocalStore, monkeypatch: pytest
     local.create_naming("a/other", str.encode, "b/file", b"y")
     assert (local.get("a/record"), local.get("b/file")) == (b"x", b"y")
     assert local.exists("a/other")
-    assert [*local.unfinished()] == []
+    assert [*local.list_unfinished()] == []
 
 
 def test_unnamed_object_is_reported_as_unwritten(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

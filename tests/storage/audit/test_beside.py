@@ -94,7 +94,7 @@ def test_pruning_during_an_audit_is_clean(store: MemoryStore, watched: Watched) 
             assert not store.exists(gone)
 
     WATCHING[watched.name] = before
-    assert Log(store).state.retention.needed("weights", 2, 3)
+    assert Log(store).state.retention.is_needed("weights", 2, 3)
     report = audit(watched)
     assert (report.violations, report.versions) == ([], 3)
     report = audit(watched)

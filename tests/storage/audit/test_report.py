@@ -81,7 +81,7 @@ def test_printed_table_shows_the_report(run: MemoryStore, capsys: pytest.Capture
 def test_long_run_is_counted_by_version_ranges() -> None:
     report, doubled = AuditReport(), {1: 1, SPANS + 1: 2, 2 * SPANS + 1: 4, 4 * SPANS + 1: 8}
     for version in range(1, 4 * SPANS + 2):
-        report.trained(version, RowCounts(Counter({version % 2: 3}), Counter({"sums": 1})))
+        report.count_trained(version, RowCounts(Counter({version % 2: 3}), Counter({"sums": 1})))
         assert report.span == max(span for first, span in doubled.items() if version >= first)
     assert sorted(report.staleness_by_version) == list(range(1, 4 * SPANS + 2, 8))
     assert report.staleness_by_version[9] == {0: 12, 1: 12}
@@ -176,7 +176,7 @@ def test_unpruned_missing_object_is_found(store: MemoryStore) -> None:
     Actors.begin(store).train(9, prune=False)
     forget(store)
     state = Log(store).state
-    assert [v for v in range(10) if not state.retention.needed("weights", v, 9)] == [1, 2, 5]
+    assert [v for v in range(10) if not state.retention.is_needed("weights", v, 9)] == [1, 2, 5]
     store.delete(weights_of(store, 1))  # not needed: it may be gone
     assert found(store) == set()
     forget(store)
