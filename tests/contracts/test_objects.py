@@ -381,7 +381,7 @@ def test_check_deletes_files_of_killed_writers(local: LocalStore) -> None:
 
 
 def test_file_being_written_is_never_deleted(local: LocalStore) -> None:
-    with local._written(split_buffers(b"half")) as (temporary, _):
+    with local._write_temporary(split_buffers(b"half")) as (temporary, _):
         os.utime(temporary, (0, 0))
         [left] = local.list_unfinished()
         local.check()

@@ -208,13 +208,13 @@ def test_other_package_version_is_refused(
 
 def test_package_with_other_questions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The version's name is the same: the package was edited, or runs on another Python."""
-    context, made = prepare_small(tmp_path, versions=1), ReasoningGymSource._question
+    context, made = prepare_small(tmp_path, versions=1), ReasoningGymSource._build_question
 
     def otherwise(self: ReasoningGymSource, entry: dict[str, object]) -> Question:
         question = made(self, entry)
         return Question(question.text.replace("Calculate", "Compute"), question.answer, question.reference)
 
-    monkeypatch.setattr(ReasoningGymSource, "_question", otherwise)
+    monkeypatch.setattr(ReasoningGymSource, "_build_question", otherwise)
     with pytest.raises(ConfigError, match="asks other questions than when the run began"):
         asked(context)
 
