@@ -55,13 +55,13 @@ def layers(made: TorchLearner) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_the_adapter_is_trained(folder: Path, dtype: str) -> None:
     made = learner(folder, dtype)
-    base = copied(made.policy._named())
+    base = copied(made.policy._model_tensors())
     adapter = copied(made.policy.tensors())
     trained(made, 2)
     assert {name for name, p in made.model.named_parameters() if p.requires_grad or p.grad is not None} == {
         name for name, _ in made.model.named_parameters() if ".lora_" in name
     }
-    assert all(torch.equal(tensor, base[name]) for name, tensor in made.policy._named().items())
+    assert all(torch.equal(tensor, base[name]) for name, tensor in made.policy._model_tensors().items())
     now = made.policy.tensors()
     assert all(not torch.equal(now[name], tensor) for name, tensor in adapter.items())
     assert all(tensor.dtype == torch.float32 for tensor in now.values())
@@ -76,7 +76,7 @@ def test_bfloat16_rounding_is_warned_of_once(
     made.weights()
     assert not caplog.records  # nothing is added yet
     made.step(batch(0), 0)
-    base = copied(made.policy._named())
+    base = copied(made.policy._model_tensors())
     assert isinstance(made.policy, LoraPolicy)
     published = copied(made.policy.weights())
     made.weights()
@@ -131,7 +131,7 @@ def test_policy_itself_is_trained_before_the_first_step(folder: Path) -> None:
     published = copied(made.policy.weights())
     made.model.zero_grad()
     made.step(batch(0), 0)
-    assert all(torch.equal(tensor, published[name]) for name, tensor in made.policy._named().items())
+    assert all(torch.equal(tensor, published[name]) for name, tensor in made.policy._model_tensors().items())
 
 
 LOADED = """
