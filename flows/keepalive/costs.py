@@ -15,13 +15,13 @@ import psutil
 from rollflow.flows.keepalive.services import RAY, RUNNER
 from rollflow.flows.services.process import Service
 from rollflow.flows.services.process_title import flow_run_of
-from rollflow.storage.run_records.usage import Cost
+from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.runtime.cpu import below_cost, own_cost
 
 COMMAND, SUPERVISOR, STAGES = "command", "supervisor", "stage flows"
 
 
-def session_costs(services: Mapping[str, Service], supervisor: str) -> Iterator[Cost]:
+def session_costs(services: Mapping[str, Service], supervisor: str) -> Iterator[CpuCost]:
     """Yield the CPU cost so far of this process and of all its descendants. `supervisor` is the id of its flow run."""
     yield own_cost(COMMAND, psutil.Process())
     for role, service in services.items():
@@ -37,7 +37,7 @@ def session_costs(services: Mapping[str, Service], supervisor: str) -> Iterator[
                 yield below_cost(role, guard)
 
 
-def _flow_costs(guard: psutil.Process, supervisor: str) -> Iterator[Cost]:
+def _flow_costs(guard: psutil.Process, supervisor: str) -> Iterator[CpuCost]:
     """Yield the costs of the runner and of its flows, one by one: a flow that has ended is no cost of the runner."""
     for process in guard.children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -46,7 +46,7 @@ def _flow_costs(guard: psutil.Process, supervisor: str) -> Iterator[Cost]:
             yield own_cost(role, process)
 
 
-def _ray_costs(guard: psutil.Process) -> Iterator[Cost]:
+def _ray_costs(guard: psutil.Process) -> Iterator[CpuCost]:
     """Yield the costs of Ray's own processes, without the actors and their children."""
     actors: set[int] = set()
     # parents are older

@@ -19,7 +19,7 @@ from rollflow.storage.objects.base import ObjectStore
 SEEN: TypeAdapter[dict[str, dict[str, float]]] = TypeAdapter(dict[str, dict[str, float]])
 
 
-class Cost(NamedTuple):
+class CpuCost(NamedTuple):
     """CPU seconds that one process has used so far. `process` is an id that is unique over all machines and times."""
 
     role: str
@@ -33,7 +33,7 @@ class CpuUsage:
 
     seen: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def note(self, costs: Iterable[Cost]) -> None:
+    def note(self, costs: Iterable[CpuCost]) -> None:
         """Add measurements; the largest one per process counts."""
         for role, process, seconds in costs:
             known = self.seen.setdefault(role, {})
@@ -58,5 +58,5 @@ def read_usage(run: ObjectStore) -> CpuUsage:
             seen = SEEN.validate_json(run.get(path))
         except (ValidationError, Corrupt):
             continue
-        usage.note(Cost(role, process, s) for role, processes in seen.items() for process, s in processes.items())
+        usage.note(CpuCost(role, process, s) for role, processes in seen.items() for process, s in processes.items())
     return usage

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
-from rollflow.storage.run_records.usage import Cost
+from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 WORTH_SAYING = 0.02  # smaller shares are omitted from a note
@@ -40,7 +40,7 @@ class ActorStatus(ABC):
     """
 
     waits_for: str = ""
-    costs: Sequence[Cost] = ()
+    costs: Sequence[CpuCost] = ()
     idle: float = 0.0
     warned: Sequence[ActorWarning] = ()
     attended: bool = field(default=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from rollflow.storage.run_records.usage import Cost
+from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 
@@ -21,7 +21,7 @@ class EngineStats:
     busy_seconds: float
     prompt_tokens: int = 0
     cached: int = 0
-    costs: tuple[Cost, ...] = ()  # of the engine's actor and its child processes
+    costs: tuple[CpuCost, ...] = ()  # of the engine's actor and its child processes
     warned: tuple[ActorWarning, ...] = ()  # warnings of the engine's actor
 
 

@@ -9,18 +9,18 @@ from functools import lru_cache
 
 import psutil
 
-from rollflow.storage.run_records.usage import Cost
+from rollflow.storage.run_records.usage import CpuCost
 
 LOOK_SECONDS = 10.0  # between two measurements, because each takes some milliseconds
 
 
-def own_cost(role: str, process: psutil.Process) -> Cost:
+def own_cost(role: str, process: psutil.Process) -> CpuCost:
     """Measure the CPU seconds of a process without its children; raise `psutil.Error` if it has ended."""
     used = process.cpu_times()
-    return Cost(role, _name(process), round(used.user + used.system, 2))
+    return CpuCost(role, _name(process), round(used.user + used.system, 2))
 
 
-def below_cost(role: str, process: psutil.Process) -> Cost:
+def below_cost(role: str, process: psutil.Process) -> CpuCost:
     """Measure the CPU seconds of all descendants of a process: the living ones, and those that ended and were
     reaped.
     """
@@ -29,7 +29,7 @@ def below_cost(role: str, process: psutil.Process) -> Cost:
     for child in process.children(recursive=True):
         with suppress(psutil.Error):
             seconds += sum(child.cpu_times()[:4])
-    return Cost(role, _name(process), round(seconds, 2))
+    return CpuCost(role, _name(process), round(seconds, 2))
 
 
 @lru_cache(maxsize=4096)  # one name per process: psutil reports another start time after the clock was set
@@ -43,9 +43,9 @@ class CpuClock:
     def __init__(self, role: str, below: str = "") -> None:
         self._role, self._below = role, below
         self._looked = float("-inf")
-        self._costs: list[Cost] = []
+        self._costs: list[CpuCost] = []
 
-    def read(self) -> list[Cost]:
+    def read(self) -> list[CpuCost]:
         """Return the seconds at the last measurement."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked, me = time.monotonic(), psutil.Process()

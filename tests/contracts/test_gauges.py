@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.storage.run_records.usage import Cost
+from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.actors.gauges import read_figures
 from rollflow.tasks.actors.statuses import LearnerStatus, RewardStatus, RolloutStatus
 from tests.support.waiting import RUN_SECONDS
@@ -88,7 +88,7 @@ def test_gauges_are_off_without_rays_metrics(tmp_path: Path) -> None:
 
 def test_every_number_of_a_status_is_a_gauge() -> None:
     status = RolloutStatus(
-        costs=[Cost("engine", "a", 1.0), Cost("engine", "b", 2.0)],
+        costs=[CpuCost("engine", "a", 1.0), CpuCost("engine", "b", 2.0)],
         waits_for="storage",
         discards={"stale": 2},
         failed={1: "died"},

@@ -15,7 +15,7 @@ from rollflow.flows.keepalive.services import RAY, SERVER
 from rollflow.flows.services.process import Runner
 from rollflow.flows.views.console import cpu_line
 from rollflow.storage.objects import open_store
-from rollflow.storage.run_records.usage import Cost, CpuUsage, read_usage, store_usage
+from rollflow.storage.run_records.usage import CpuCost, CpuUsage, read_usage, store_usage
 from rollflow.tasks.runtime import cpu
 from rollflow.tasks.runtime.cpu import CpuClock
 from tests.support.waiting import until
@@ -27,11 +27,11 @@ BURNT = 0.6  # what is seen of 0.7: user and system time are each told in whole 
 def test_role_total_survives_replaced_processes(tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
     first, second = CpuUsage(), CpuUsage()
-    first.note([Cost("learner", "a:1:1", 10.0), Cost("scheduler", "a:2:1", 5.0)])
-    first.note([Cost("learner", "a:1:1", 30.0)])
-    first.note([Cost("learner", "a:3:9", 0.5)])  # its successor
+    first.note([CpuCost("learner", "a:1:1", 10.0), CpuCost("scheduler", "a:2:1", 5.0)])
+    first.note([CpuCost("learner", "a:1:1", 30.0)])
+    first.note([CpuCost("learner", "a:3:9", 0.5)])  # its successor
     store_usage(run, "one", first)
-    second.note([Cost("learner", "a:3:9", 4.0), Cost("scheduler", "a:2:1", 4.0)])  # seen by another supervisor
+    second.note([CpuCost("learner", "a:3:9", 4.0), CpuCost("scheduler", "a:2:1", 4.0)])  # seen by another supervisor
     store_usage(run, "two", second)
     assert read_usage(run).totals() == {"learner": 34.0, "scheduler": 5.0}
 
@@ -40,7 +40,7 @@ def test_role_total_survives_replaced_processes(tmp_path: Path) -> None:
 def test_damaged_usage_object_is_skipped(damaged: str, tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
     usage = CpuUsage()
-    usage.note([Cost("learner", "a:1:1", 3.0)])
+    usage.note([CpuCost("learner", "a:1:1", 3.0)])
     store_usage(run, "one", usage)
     run.put("usage/another.json", damaged.encode())
     assert read_usage(run).totals() == {"learner": 3.0}

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from rollflow.storage.run_records.usage import Cost
+from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.actors.statuses import ActorStatus, LearnerPhase, LearnerStatus, RewardStatus, RolloutStatus
 
 STATUSES: list[ActorStatus] = [RolloutStatus(), LearnerStatus(), RewardStatus()]
@@ -23,7 +23,7 @@ def another(status: ActorStatus, name: str) -> Any:
     if hint in EXAMPLES:
         return EXAMPLES[hint]
     if name == "costs":
-        return [Cost("learner", "a:1:1", 1.0)]
+        return [CpuCost("learner", "a:1:1", 1.0)]
     return {3: "its core died"} if hint == Mapping[int, str] else {"stale": 2}
 
 
