@@ -135,6 +135,19 @@ def test_plain_head_is_refused_with_tls(certificates: Certificates, monkeypatch:
         check_ray(f"127.0.0.1:{port}")
 
 
+def test_ray_head_that_rejects_the_certificate_is_named(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head closes the connection of a client whose certificate another authority signed, without an answer."""
+    for name, value in certificates.ray.items():
+        monkeypatch.setenv(name, value)
+    with (
+        listening(certificates, b"", plain_http=False) as port,
+        pytest.raises(ConfigError, match=r"RAY_USE_TLS = '1': .*takes no certificate such as RAY_TLS_SERVER_CERT; "),
+    ):
+        check_ray(f"127.0.0.1:{port}")
+
+
 @pytest.mark.parametrize("name", ["RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"])
 def test_missing_certificates_are_named(name: str, certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in certificates.ray.items():
