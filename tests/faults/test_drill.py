@@ -1,6 +1,7 @@
 """Tests the backup and restore of `docs/recovery.md`: Postgres is lost during a run, on real services.
 
 The restored databases are older than the run, so neither Prefect nor MLflow knows its newest versions.
+`resume` writes the run to both again, so a user's variable and experiment show that they were restored.
 """
 
 from __future__ import annotations
@@ -56,6 +57,14 @@ runs = client.search_runs([experiment.experiment_id])
 steps = [[metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] for run in runs]
 print(json.dumps([[run.info.status for run in runs], steps]))
 """
+PERSON = """
+from mlflow import MlflowClient
+print(MlflowClient("http://mlflow:5000").create_experiment("of_a_person"))
+"""
+OF_A_PERSON = """
+from mlflow import MlflowClient
+print(MlflowClient("http://mlflow:5000").get_experiment_by_name("of_a_person").experiment_id)
+"""
 
 
 @pytest.fixture
@@ -85,7 +94,14 @@ def version(compose: Compose) -> int:
     return int(json.loads(done.stdout)["version"]) if done.returncode == 0 else -1
 
 
+def last_line(compose: Compose, program: str) -> str:
+    """Run a Python program beside the services, and return the last line that it prints."""
+    return execute(compose, "ray", "python", "-c", program).splitlines()[-1]
+
+
 def test_run_survives_the_loss_of_postgres(compose: Compose) -> None:
+    execute(compose, "ray", "prefect", "variable", "set", "of_a_person", "kept")
+    experiment = last_line(compose, PERSON)
     run = compose.begin("ray", ["rollflow", "run", "/home/rollflow/home/drill.toml", "--run-id", "drill"])
 
     def reached(wanted: int) -> bool:
@@ -114,9 +130,12 @@ def test_run_survives_the_loss_of_postgres(compose: Compose) -> None:
     for name in ("prefect", "mlflow", "ray"):
         compose.wait(name, "service_healthy")
 
+    assert "kept" in execute(compose, "ray", "prefect", "variable", "get", "of_a_person")
+    assert last_line(compose, OF_A_PERSON) == experiment
+
     said = execute(compose, "ray", "rollflow", "resume", "drill")
     assert "clean" in said
     assert "clean" in execute(compose, "ray", "rollflow", "audit", "drill", "--deep")
-    statuses, steps = json.loads(execute(compose, "ray", "python", "-c", METRICS).splitlines()[-1])
+    statuses, steps = json.loads(last_line(compose, METRICS))
     assert statuses == ["FINISHED"]
     assert steps == [[*range(1, VERSIONS + 1)]], "each version once, those between backup and loss too"
