@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 from rollflow.storage.objects.base import ObjectStore
 
@@ -39,11 +39,28 @@ class TrainStep:
 
 
 @dataclass(frozen=True, slots=True)
-class CallLearner:
-    """Take part in a call of the learner's method `name`."""
+class ComputeLogprobs:
+    """Compute the log-probabilities of `tokens` together with the first rank."""
 
-    name: str
-    given: tuple[Any, ...] = ()
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FindNonfinite:
+    """Search the rank's shards for a weight that is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardModel:
+    """Replace the model's tensors by the rank's shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class TryModel:
+    """Take part in the first forward pass of a loaded model."""
+
+
+Order: TypeAlias = ComputeLogprobs | FindNonfinite | LoadState | ShardModel | TrainStep | TryModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,12 +41,16 @@ from rollflow.tasks.learners.distributed.publish_barrier import StepStopped, wai
 from rollflow.tasks.learners.distributed.rank_gpus import check_gpus
 from rollflow.tasks.learners.distributed.rank_protocol import (
     NEAR,
-    CallLearner,
+    ComputeLogprobs,
+    FindNonfinite,
     LoadState,
     Meeting,
+    Order,
     Pipes,
     SendFile,
+    ShardModel,
     TrainStep,
+    TryModel,
 )
 from rollflow.tasks.learners.distributed.ranks import RankLost, raise_lost
 from rollflow.tasks.learners.distributed.staging import Staging
@@ -108,13 +112,13 @@ class MultiRankLearner:
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """See `Learner`."""
-        found: tuple[float, ...] = self._call_all("logprobs", tuple(tokens))
-        return found
+        with self._order_sharded(ComputeLogprobs(tuple(tokens)), "log-probabilities were computed"):
+            return self._own.logprobs(tokens)
 
     def first_nonfinite(self) -> str | None:
         """See `Learner`."""
-        found: str | None = self._call_all("broken")
-        return found
+        with self._order_sharded(FindNonfinite(), "the weights were checked"):
+            return self._own.first_nonfinite()
 
     def check_ranks(self) -> None:
         """See `Learner`."""
@@ -162,13 +166,15 @@ class MultiRankLearner:
         staging = Staging(self._ranks, own.sizes(), own.shard_bytes, gather)
         return GatheredFiles(files, lambda file: gather(SendFile(file)), put, staging.movers)
 
-    def _call_all(self, name: str, *given: Any) -> Any:
-        """Return what the first rank's method returns; for a sharded learner all ranks call it."""
+    @contextmanager
+    def _order_sharded(self, order: Order, what: str) -> Iterator[None]:
+        """Run work of the first rank; the other ranks of a sharded learner do it with the first one."""
         if not self._sharded:
-            return getattr(self._own, name)(*given)
-        with self._guard_ranks(f"{name} were asked for"):
-            self._others.order(CallLearner(name, given))
-            return getattr(self._own, name)(*given)
+            yield
+            return
+        with self._guard_ranks(what):
+            self._others.order(order)
+            yield
 
     @contextmanager
     def _guard_ranks(self, what: str) -> Iterator[None]:
@@ -200,12 +206,12 @@ class MultiRankLearner:
     def _load_all(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """Load these files on all ranks; each rank keeps its shards of one file after the other."""
         if not self._sharded:
-            self._others.order(CallLearner("shard"))
+            self._others.order(ShardModel())
             self._own.shard()
         self._send(weights, state)
         self._own.take(weights.items(), state.items())
         if self._own.blank:
-            self._others.order(CallLearner("try_model"))
+            self._others.order(TryModel())
             self._own.try_model()
         self._alike = True
 
@@ -269,7 +275,7 @@ class OtherRanks:
         except (RankLost, RuntimeError) as error:
             raise self.fail("the ranks started", error) from error
 
-    def order(self, order: CallLearner | LoadState | TrainStep) -> None:
+    def order(self, order: Order) -> None:
         """Send an order to all other ranks."""
         self.ordered += 1
         _send([one.pipes.orders for one in self._started.values()], order)

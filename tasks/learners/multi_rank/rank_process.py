@@ -39,12 +39,16 @@ from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks, connect_st
 from rollflow.tasks.learners.distributed.publish_barrier import StepStopped, follow_first_rank
 from rollflow.tasks.learners.distributed.rank_gpus import take_gpu
 from rollflow.tasks.learners.distributed.rank_protocol import (
-    CallLearner,
+    ComputeLogprobs,
+    FindNonfinite,
     LoadState,
     Meeting,
+    Order,
     Pipes,
     SendFile,
+    ShardModel,
     TrainStep,
+    TryModel,
 )
 from rollflow.tasks.learners.distributed.ranks import RankLost, raise_lost
 from rollflow.tasks.learners.distributed.staging import stage
@@ -123,7 +127,7 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Ran
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)
         Thread(target=_serve_files, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
         while True:
-            order: CallLearner | LoadState | TrainStep = _read_pipe(pipes.orders)
+            order: Order = _read_pipe(pipes.orders)
             with raise_lost():
                 _execute(learner, ranks, order)
             obeyed.count_order()
@@ -176,10 +180,16 @@ def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
         os._exit(FAILED)
 
 
-def _execute(learner: TorchLearner, ranks: GlooRanks, order: CallLearner | LoadState | TrainStep) -> None:
+def _execute(learner: TorchLearner, ranks: GlooRanks, order: Order) -> None:
     match order:
-        case CallLearner():
-            getattr(learner, order.name)(*order.given)
+        case ComputeLogprobs():
+            learner.logprobs(order.tokens)
+        case FindNonfinite():
+            learner.first_nonfinite()
+        case ShardModel():
+            learner.shard()
+        case TryModel():
+            learner.try_model()
         case LoadState():
             weights, state = (
                 ((name, receive_data(ranks, n)) for name, n in part.items()) for part in (order.weights, order.state)
