@@ -245,7 +245,7 @@ def test_supervisor_records_why_it_failed(monkeypatch: pytest.MonkeyPatch, *, aw
         monkeypatch.setattr(MemoryStore, "get", get)
     _give_up(stages, writer, supervisor, FAILED)
     assert told == ["stages ended", "failed", "FAILED"]
-    assert writer.failure == f"GaveUp: {FAILED}"
+    assert writer.failure == f"RestartsExhausted: {FAILED}"
 
 
 @pytest.mark.parametrize("failure", [None, Unreachable("object storage did not answer"), StoreFailed("read-only")])

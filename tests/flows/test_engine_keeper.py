@@ -157,7 +157,7 @@ def test_full_disk_does_not_count_against_an_engine(kept: Kept, monkeypatch: pyt
     def full(recovery: object) -> None:
         raise StoreFailed("the disk is full")
 
-    monkeypatch.setattr(kept.engines.reporter, "write", full)
+    monkeypatch.setattr(kept.engines.reporter, "report_recovery", full)
     actor = ray.get_actor(engine_name(1))
     die(actor)
     with pytest.raises(StoreFailed, match="the disk is full"):

@@ -225,7 +225,7 @@ def test_evaluation_ends_with_the_run_on_a_dead_engine() -> None:
         pipeline.proxy = InferenceProxy(engines, 4, 600.0)
         await pipeline.proxy.update(0, Path(), WeightsProbe((), (), 0.1), "continue")
         due = Beside(lent=True)(pipeline)
-        due.published(0)
+        due.note_published(0)
         evaluating = asyncio.create_task(due.run())
         await asyncio.sleep(20.0)
         for engine in engines:
@@ -363,7 +363,7 @@ def test_config_chooses_the_evaluation_engine() -> None:
     vllm, timed = VllmEngineConfig(max_concurrent_requests=7), TimedEngineConfig()
     small = RunConfig(engine=vllm).evaluation_engine(on_cpu=True)
     assert isinstance(small, TransformersEngineConfig)
-    assert small.slots == 7
+    assert small.max_concurrent_requests == 7
     assert RunConfig(engine=vllm).evaluation_engine(on_cpu=False) == vllm
     assert RunConfig(engine=timed).evaluation_engine(on_cpu=True) == timed
     assert RunConfig(engine=VllmEngineConfig(replicas=2)).evaluation_engine(on_cpu=False) is None
@@ -402,7 +402,7 @@ def test_version_that_no_engine_loads_is_skipped() -> None:
         lambda _: True, nothing, engine, fetch, Evaluator((), 1, 0.0, 8, score), keep, 4, limits.restarts
     )
     due = Evaluations(means, 0)
-    due.published(0)
+    due.note_published(0)
     run_virtual(due.run())
     [one] = kept
     assert isinstance(one, EvaluationSkipped)
