@@ -1,4 +1,6 @@
-"""Describes the allowed values of a key in words: its choices, or its type and bounds. Values are written as TOML."""
+"""Describes the allowed values of a key in words: the key's choices, or its type and bounds. Values are written as
+TOML.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def describe_allowed(info: FieldInfo) -> str:
-    """Return such a description: `"adamw" or "sgd"`; `whole number above 0`; `number at least 0, below 1`."""
+    """Describe the allowed values of a key: `"adamw" or "sgd"`; `whole number above 0`; `number at least 0, below
+    1`.
+    """
     bounds = (
         f"{words} {getattr(rule, name):g}"
         for rule in info.metadata
@@ -25,7 +29,7 @@ def describe_allowed(info: FieldInfo) -> str:
 
 
 def default_of(info: FieldInfo) -> str:
-    """Return the default as TOML; `unset` if there is none."""
+    """Return a key's default as TOML; `unset` if the key has no default."""
     value = info.get_default(call_default_factory=True)
     return UNSET if value is None else json.dumps(_plain(value), ensure_ascii=False)
 

@@ -47,7 +47,8 @@ SHIPPED_HARDWARE = Path(__file__).parent / "hardware"
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe, apply `key.path=value` overrides, check it; see `recipe_paths` for its relative paths.
+    """Read a recipe, apply `key.path=value` overrides, check the result; see `recipe_paths` for relative paths in a
+    recipe.
 
     Raises:
         ConfigError: one sentence for each key that the user must change.
@@ -66,12 +67,14 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _is_within(key: str, sections: Iterable[str]) -> bool:
-    """Return whether a dotted key equals one of these sections or stands below one."""
+    """Return whether a dotted key names one of these sections, or a key within one."""
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
 def override_config(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunConfig:
-    """Apply `key.path=value` overrides to a recorded config and check it; `ConfigError` as in `load_recipe`."""
+    """Apply `key.path=value` overrides to a recorded config and check the result; raise `ConfigError` as `load_recipe`
+    does.
+    """
     given = _without_nulls(tree)
     recorded = path_values(given)
     for override in overrides:
@@ -91,7 +94,7 @@ def check_new_run(config: RunConfig, recorded: RunConfig | None = None) -> None:
     """Reject values that `parse_config` accepts for the sake of recorded runs, but that no new run may have.
 
     Args:
-        recorded: the config of the run that `config` changes; its own old values are accepted.
+        recorded: the config of the run that `config` changes; old values of `recorded` are accepted.
 
     Raises:
         ConfigError: one sentence that says what the user must change.
@@ -191,7 +194,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: object) -> None:
-    """Remove the keys of other kinds from a section that changes its kind; a change of preset removes all its keys."""
+    """Remove the old kind's keys from a section that gets another kind; another preset removes all keys of the
+    section.
+    """
     choices = _choices(parents)
     for chosen in (choice for choice in choices if key == "kind" and kind in list_kinds(choice)):
         if len(list_kinds(chosen)) > 1:
@@ -201,7 +206,7 @@ def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: objec
 
 
 def _choices(path: Iterable[str]) -> list[type[Section]]:
-    """Return the sections that may stand at a place of the tree."""
+    """Return the sections that are allowed at a place of the tree."""
     found: list[type[Section]] = [RunConfig]
     for name in path:
         fields = [section.model_fields[name] for section in found if name in section.model_fields]
@@ -226,24 +231,25 @@ def _toml_value(text: str) -> Any:
         read = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    return read["value"] if len(read) == 1 else text  # a second line would be another key
+    return read["value"] if len(read) == 1 else text  # `read` has more than one key if the text has a second line
 
 
 def describe_errors(
     error: ValidationError, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None
 ) -> str:
-    """Describe every error of a tree, with one sentence for each key. Errors of the whole tree come last."""
+    """Describe every error of a tree, with one sentence for each key. Errors that concern the whole tree come last."""
     by_key: dict[str, str] = {}
     for details in (*error.errors(), *_errors_behind(section, tree or {})):
         text = describe_error(details, section, tree)
-        by_key.setdefault(text.partition(" = ")[0], text)  # each type that a value may have reports an error
+        # pydantic reports one error for each type that the value may have
+        by_key.setdefault(text.partition(" = ")[0], text)
     if len(by_key) == 1:
         return next(iter(by_key.values()))
     return "\n  ".join([f"{len(by_key)} keys must change:", *by_key.values()])
 
 
 def _errors_behind(section: type[Section], tree: Mapping[str, Any]) -> list[ErrorDetails]:
-    """Find what else is wrong with a tree that is refused for keys with earlier names."""
+    """Find the other errors of a tree that is rejected because some of its keys have earlier names."""
     renamed = section.renames.apply(tree)
     if renamed == tree:
         return []
@@ -347,7 +353,9 @@ def _is_list(info: FieldInfo) -> bool:
 
 
 def _usable_keys(section: type[Section], tree: object, prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
-    """Yield the keys that a tree may have; a field with several kinds of section has the keys of the kind in use."""
+    """Yield the keys that a tree may have; for a field with several kinds of section, those are the keys of the kind in
+    use.
+    """
     for name, info in section.model_fields.items():
         yield prefix + name, info
         given = tree.get(name) if isinstance(tree, Mapping) else None
@@ -361,7 +369,7 @@ def _usable_keys(section: type[Section], tree: object, prefix: str = "") -> Iter
 
 
 def _sections_in_use(info: FieldInfo, given: object) -> list[type[Section]]:
-    """Return the section in use in a field: by its kind, or by the default; all of them if neither decides."""
+    """Return a field's section in use: the one of the given kind, or the default; all sections if neither decides."""
     sections = list(sections_of(info.annotation))
     kind = given.get("kind") if isinstance(given, Mapping) else None
     kind = kind if kind is not None else getattr(info.default, "kind", None)
@@ -378,7 +386,7 @@ def _find_by_initials(key: str, known: Iterable[str]) -> list[str]:
 
 
 def describe_keys(section: type[Section] = RunConfig) -> list[str]:
-    """Return one line per key: its name, its default, its allowed values, its meaning."""
+    """Return one line per key: the key's name, default, allowed values and meaning."""
     lines = []
     for one in key_values(section):
         value = "" if one["required"] else f" = {one['default']}"
@@ -387,7 +395,7 @@ def describe_keys(section: type[Section] = RunConfig) -> list[str]:
 
 
 def key_values(section: type[Section] = RunConfig) -> list[dict[str, Any]]:
-    """Return every key with its default, allowed values and meaning; defaults are written as TOML."""
+    """Return every key with the key's default, allowed values and meaning; defaults are written as TOML."""
     return [
         {
             "key": name,

@@ -2,10 +2,10 @@
 
 `python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves until it is stopped. The runner polls
 every second, because a run's stages should not wait for Prefect's default of ten. A session such as `rollflow run`
-watches the runner. Without a session, automations do: see `services/automations.py`.
+watches the runner. Without a session, automations watch the runs: see `services/automations.py`.
 
-A session of one run serves the six flows under the run's key. `rollflow serve` serves the flows under its own name, and
-also serves `post-training` for each recipe: the shipped ones, and those of `rollflow deploy`.
+A session of one run serves the six flows under the run's key. `rollflow serve` serves the flows under the name
+"rollflow", and serves `post-training` once more for each recipe: the shipped recipes, and those of `rollflow deploy`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ from rollflow.storage.errors import ConfigError, Unreachable
 
 POLL_SECONDS = 1
 BEGIN_SECONDS = 0.05
-LOOK_SECONDS = 2.0  # interval of looks for new recipes
-LIMIT = 40  # largest number of flow runs at a time; one run has four, and Prefect's default is 5
+LOOK_SECONDS = 2.0  # interval between two looks for new recipes
+# largest number of flow runs at a time; one training run has four flow runs, and Prefect's default limit is 5
+LIMIT = 40
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 
@@ -73,7 +74,7 @@ def offer_recipe(recipe: ServedRecipe) -> DeploymentOffer:
 
 
 def offer_nightly(plan: Nightly) -> DeploymentOffer:
-    """Return the deployment of a nightly file: with its schedule, and one flow run at a time."""
+    """Return the deployment of a nightly file: with the file's schedule, and a limit of one flow run at a time."""
     parameters, text = (
         {"plan": plan.model_dump(mode="json", exclude_none=True)},
         (nightly.__doc__ or "").partition("\n")[0],
@@ -139,7 +140,9 @@ async def serve(
 
 
 async def _follow_recipes(add: Any) -> None:
-    """Serve the recipes that `rollflow deploy` adds while this runner lives; a failure is reported and tried again."""
+    """Serve the recipes that `rollflow deploy` adds while this runner lives; after a failure, report it and try
+    again.
+    """
     seen, reported = _modified_at(), ""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
@@ -169,7 +172,7 @@ def main() -> None:
     given = parser.parse_args()
     import_early()
     fork_flows(__spec__.name)
-    # the owner waits for the server, and ends this process if the server does not come up
+    # The process's owner waits for the server, and ends this process if the server does not come up.
     while given.begin and not given.begin.exists():
         time.sleep(BEGIN_SECONDS)
     recipes = runner_deployment() == SERVED

@@ -29,7 +29,9 @@ def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
 
 
 def evaluate_version(context: RunContext, version: int, note: Callable[[], None] = lambda: None) -> Evaluation:
-    """Return the stored evaluation, or make and store it now; `note` is called while the evaluation makes progress."""
+    """Return the version's stored evaluation, or evaluate the version now and store the result; `note` is called while
+    the evaluation makes progress.
+    """
     if stored := read_evaluation(context.store, version):
         return stored
     evaluation = asyncio.run(evaluate_now(context, version, note))
@@ -38,7 +40,7 @@ def evaluate_version(context: RunContext, version: int, note: Callable[[], None]
 
 
 async def evaluate_now(context: RunContext, version: int, note: Callable[[], None] = lambda: None) -> Evaluation:
-    """Load a version into a fresh engine and ask the held-out prompts; see `evaluate_version`."""
+    """Load a version into a new engine and generate answers to the held-out prompts; see `evaluate_version`."""
     config = context.config
     published = context.policies.find(version)
     try:

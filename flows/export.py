@@ -19,7 +19,7 @@ from rollflow.tasks.policies.folder import COPIED
 from rollflow.tasks.policies.tokenizer import find_other_reading
 from rollflow.tasks.run.context import RunContext
 
-TEXTS = 64  # number of the run's prompts, if available, that other tools must tokenize as the run did
+TEXTS = 64  # number of the run's prompts that other tools must tokenize as the run did
 
 
 def export(context: RunContext, version: PolicyVersion, folder: Path) -> None:
@@ -80,13 +80,15 @@ def _has_weights(stored: Set[str], version: PolicyVersion) -> bool:
 
 
 def _read_policy_files(context: RunContext) -> dict[str, bytes]:
-    """Return all files but the weights."""
+    """Return all files of the policy but its weights."""
     names = [path for path in context.store.list("policy") if Path(path).name in COPIED]
     return {Path(path).name: context.store.get(path) for path in names}
 
 
 def _read_prompts(context: RunContext) -> list[str]:
-    """Return some of the run's prompts; none if they cannot be opened, which does not affect the weights."""
+    """Return some of the run's prompts; none if the prompts cannot be opened, because the exported weights do not
+    depend on prompts.
+    """
     try:
         prompts = context.prompts()
         return [prompts.prompt(index).text for index in range(TEXTS)]

@@ -30,12 +30,12 @@ def run_home() -> Path:
 
 
 def default_store() -> str:
-    """Return the store of recipes without `store.uri`: `ROLLFLOW_STORE`, or a folder in the run home."""
+    """Return the store of recipes without `store.uri`: `ROLLFLOW_STORE`, or else a folder in the run home."""
     return os.environ.get("ROLLFLOW_STORE") or str(run_home() / "store")
 
 
 def store_uri(config: RunConfig) -> str:
-    """Return the store that a config names, or the default; a folder as its absolute path."""
+    """Return the URI of the store that a config names, or of the default store; for a folder, its absolute path."""
     return open_store(config.store.uri or default_store()).uri
 
 
@@ -60,7 +60,9 @@ def attach_run(uri: str) -> RunContext:
 
 
 def await_run(uri: str) -> RunContext:
-    """Return the run at `uri` for a process that works for the run: it waits for a store that does not answer."""
+    """Return the run at `uri` for a process that works for the run: reads and writes wait for a store that does not
+    answer.
+    """
     unread = replace(attach_run(uri), patience=StoreConfig().patience_seconds)
     return replace(unread, patience=unread.config.store.patience_seconds)
 
@@ -71,13 +73,14 @@ def new_run_id(name: str) -> str:
 
 
 def run_id_of(name: str, flow_run: str) -> str:
-    """Return the id of a run that was started without one. A supervisor that takes over gets the same id."""
-    return f"{name}-{flow_run.replace('-', '')[-10:]}"  # the tail: the head of a flow run's id may be a time
+    """Return the id of a run that was started without an id. A supervisor that takes over gets the same id."""
+    # the end of the flow run's id, because its beginning may be a time
+    return f"{name}-{flow_run.replace('-', '')[-10:]}"
 
 
 def find_run(name: str | None, store: str | None = None) -> RunContext:
-    """Return the run that the user names: an id in `store` or the default store, or a run's path or URI; None: the
-    newest.
+    """Return the run that the user names: an id in `store` or the default store, or a run's path or URI. For None,
+    return the newest run.
 
     Raises:
         ConfigError: there is no such run, another release recorded it in another format, or the name is not a run id.
@@ -94,7 +97,7 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
 
 
 def list_runs(store: str | None = None) -> list[RunContext]:
-    """Return the runs of the default store (or `store`), by their ids."""
+    """Return the runs of `store`, or of the default store, by their ids."""
     base = open_store(store or default_store())
     names = [name for name in base.folders("runs") if base.exists(f"runs/{name}/{entry_path(0)}")]
     return [context_of(base.uri, name) for name in names]

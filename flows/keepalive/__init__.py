@@ -1,1 +1,1 @@
-"""Restarts what dies: actors, engines, stages, services and the supervisor."""
+"""Restarts dead actors, engines, stages, services and supervisors."""

@@ -1,11 +1,12 @@
-"""Keeps one actor alive: watches its life and progress, and restarts it from storage, within a budget.
+"""Keeps one actor alive: watches whether the actor lives and makes progress, and restarts it from storage, within a
+budget.
 
     start --> watch --ended--> result
       ^         |
       |         | died, stuck (`keepalive.vitals`), no progress, or raised
       +-- pause-+          (over the budget: `RestartsExhausted` with the reason)
 
-`keepalive.restarts` decides the budget, the pause and the record. If no supervisor watches the run
+`keepalive.restarts` decides the budget, the pause and the record of a restart. If no supervisor watches the run
 (`tasks.actors.lease`), nothing is restarted.
 """
 
@@ -33,12 +34,12 @@ Status = TypeVar("Status", bound=ActorStatus)
 
 @dataclass(frozen=True)
 class WatchedActor(Generic[Status]):
-    """An actor to keep alive, by its name in the run's namespace.
+    """An actor to keep alive, known by its name in the run's namespace.
 
-    `start` starts the actor or finds it. `redone` describes the work that its successor must repeat after a given
-    status, in words and as a number of trajectories. `patience` is the longest time without progress in its status
-    (seconds). The keeper asks for the status every `poll` seconds, and more often after a restart; a death ends the
-    wait.
+    `start` starts the actor or finds it. `redone(status)` describes the work that a restarted actor must repeat if the
+    old actor died after this status, in words and as a number of trajectories. `patience` is the longest time in
+    seconds without progress in the actor's status. The keeper asks for the status every `poll` seconds, and more often
+    after a restart; the actor's death ends the wait.
     """
 
     name: str
@@ -75,7 +76,7 @@ class ActorKeeper(Generic[Status]):
                     self.restarts.mark_launched(self.watched.name)
                     return self._watch(actor, tick)
                 except (ConfigError, NotFinite, StoreFailed, RestartsExhausted, Superseded, SupervisorGone):
-                    raise  # the user or another supervisor must act first
+                    raise  # a restart would not help: the user or another supervisor must act first
                 except Exception as error:  # noqa: BLE001 - the supervisor restarts it, whatever ended it
                     self._prepare_restart(first_line(error))
         finally:
@@ -84,14 +85,15 @@ class ActorKeeper(Generic[Status]):
     def _watch(self, actor: Any, tick: Callable[[Any, Status], None]) -> Any:
         running, vitals = actor.run.remote(), Vitals(self.watched.name, actor, self._answer)
         self._changed, before, name = time.monotonic(), None, self.watched.name
-        poll = 0.0  # the first look is immediate: engines wait for it
+        poll = 0.0  # the keeper reads the status at once for the first time, because engines wait for that
         while not cluster.has_ended(running, poll):
             poll = POLL_SECONDS if self.restarts.outage(name) else self.watched.poll
             status = self._read_status(actor, vitals)
             self._last = status
             set_log_facts(version=status.progress.get("version"))
             self.reporter.report_recovery(self.restarts.note_progress(name, status.made))
-            # A stage that waits for another one by design says so; the other stage's flow watches that one.
+            # A stage's actor says if it waits for another stage by design. The flow of that other stage watches for
+            # progress.
             if status.progress != before or status.waits_for:
                 self._changed, before = time.monotonic(), status.progress
             self._check_progress()
@@ -102,7 +104,9 @@ class ActorKeeper(Generic[Status]):
         return result
 
     def _read_status(self, actor: Any, vitals: Vitals) -> Status:
-        """Return the actor's status. An actor that does not answer is waited for while it starts or computes."""
+        """Return the actor's status. This method waits for an actor that does not answer, as long as the actor starts
+        or computes.
+        """
         asked = actor.status.remote()
         while not cluster.has_ended(asked, POLL_SECONDS):
             if vitals.is_starting():
@@ -122,7 +126,7 @@ class ActorKeeper(Generic[Status]):
             raise SupervisorGone(self._lease.lease.sentence)
 
     def _prepare_restart(self, reason: str) -> None:
-        """Kill what is left of the actor, and wait for the pause that the budget requires."""
+        """Kill the actor's remaining processes, and wait for the pause that the budget requires."""
         redone, trajectories = self.watched.redone(self._last) if self._last else ("its start", 0)
         outage = self.restarts.mark_down(self.watched.name, reason, redone, trajectories)
         self._last = None

@@ -1,8 +1,8 @@
 """CPU seconds of a session: the command, and the services and flows that it started.
 
 Actors report their own CPU seconds in their status, wherever they run, so this module leaves out actors and their
-children. Not counted: a process's time after the last look at it, services that somebody else runs, and Ray's own
-processes on other nodes.
+children. This module does not count a process's time after the last look at the process, services that somebody else
+runs, and Ray's own processes on other nodes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def session_costs(services: Mapping[str, Service], supervisor: str) -> Iterator[
 
 
 def _flow_costs(guard: psutil.Process, supervisor: str) -> Iterator[CpuCost]:
-    """Yield the costs of the runner and of its flows, one by one: a flow that has ended is no cost of the runner."""
+    """Yield the costs of the runner and of each of its flows separately, so that ended flows do not count as the
+    runner's cost.
+    """
     for process in guard.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             flow_run = flow_run_of(process)
@@ -49,7 +51,7 @@ def _flow_costs(guard: psutil.Process, supervisor: str) -> Iterator[CpuCost]:
 def _ray_costs(guard: psutil.Process) -> Iterator[CpuCost]:
     """Yield the costs of Ray's own processes, without the actors and their children."""
     actors: set[int] = set()
-    # parents are older
+    # A parent process is older than its children, so it comes first.
     for process in sorted(guard.children(recursive=True), key=lambda process: process.create_time()):
         with contextlib.suppress(psutil.Error):
             # A process that is ending has no command line.

@@ -30,18 +30,18 @@ START_POLL_SECONDS = 0.1
 
 @dataclass
 class _Engine:
-    """One engine and the calls to it that are under way."""
+    """One engine, and the unfinished calls to that engine."""
 
     number: int
     actor: Any = None
-    joined: bool = False  # the current scheduler uses it
-    starting: Any = None  # reference of its `start`
-    joining: Any = None  # reference of the scheduler's `join`
-    health: Any = None  # reference of the last health check
-    failure: str | None = None  # why the scheduler had given it up when its health was checked
-    began: float = 0.0  # monotonic: when `start` was called
+    joined: bool = False  # True if the current scheduler uses the engine
+    starting: Any = None  # Ray reference of the engine's unfinished `start`
+    joining: Any = None  # Ray reference of the scheduler's unfinished `join`
+    health: Any = None  # Ray reference of the last health check
+    failure: str | None = None  # why the scheduler had given up the engine when the health check began
+    began: float = 0.0  # monotonic time at which `start` was called
     asked: float = 0.0
-    vitals: Vitals | None = None  # since its last answer
+    vitals: Vitals | None = None  # watches the engine's process since the engine's last answer
 
     @property
     def name(self) -> str:
@@ -65,14 +65,15 @@ class Engines:
         self.restarts = Restarts.of_run(context)
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
-        self._patience = context.config.rollout.patience_seconds  # for an engine that computes without answering
+        # longest time in seconds that an engine may compute without answering
+        self._patience = context.config.rollout.patience_seconds
         self._gpus = gpu_shares(context.config).engine
         self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
         own = context.config.evaluation_engine(on_cpu=not self._gpus) is not None
         self._evaluating = [_Engine(EVALUATION)] if own else []
 
     def start(self) -> None:
-        """Start the missing engines side by side; return once one is usable, before any scheduler starts."""
+        """Start the missing engines in parallel; return once one engine is usable, before any scheduler starts."""
         for engine in (*self._engines, *self._evaluating):
             self._find(engine)
         while not any(engine.ready for engine in self._engines):
@@ -92,7 +93,7 @@ class Engines:
             try:
                 self._step(engine, scheduler, status)
             except (ConfigError, StoreFailed, RestartsExhausted):
-                raise  # the user must act first
+                raise  # a restart would not help: the user must act first
             except Exception as error:  # noqa: BLE001 - the supervisor restarts it, whatever ended it
                 self._schedule_restart(engine, first_line(error))
 
@@ -119,7 +120,7 @@ class Engines:
         starting, engine.starting = engine.starting, None
         cluster.call_within(starting, self._answer, f"{engine.name} to start")
         self._log(f"{engine.name} is ready")
-        self.restarts.note_progress(engine.name, 0.0)  # it serves once the scheduler has added it
+        self.restarts.note_progress(engine.name, 0.0)  # the engine serves once the scheduler has added it
 
     def _check_join(self, engine: _Engine) -> None:
         if not cluster.has_ended(engine.joining, 0):
@@ -127,15 +128,17 @@ class Engines:
         joining, engine.joining = engine.joining, None
         try:
             cluster.call_within(joining, self._answer, f"the scheduler to take {engine.name}")
-        except Unreachable as error:  # the scheduler died; the next look asks its successor
+        except Unreachable as error:  # the scheduler died; the next look asks the restarted scheduler
             self._log(f"{engine.name}: {first_line(error)}")
             return
         engine.joined = True
         self.reporter.report_recovery(self.restarts.mark_up(engine.name))
 
     def _check_health(self, engine: _Engine, failure: str | None) -> None:
-        """Check the engine's health, one call at a time; `failure` is why the scheduler has given it up, if it has."""
-        # an answer from before the failure proves nothing
+        """Check the engine's health, one call at a time; `failure` says why the scheduler has given up the engine, if
+        it has.
+        """
+        # a health check that began before the failure proves nothing
         if engine.health is None or (failure and not engine.failure):
             engine.health, engine.asked, engine.failure = engine.actor.health.remote(), time.monotonic(), failure
             engine.vitals = Vitals(engine.name, engine.actor, self._answer)
@@ -143,7 +146,7 @@ class Engines:
             answered, engine.health = engine.health, None
             try:
                 cluster.call_within(answered, self._answer, f"the health of {engine.name}")
-            except EngineFailed as error:  # the actor lives, and can start a new engine
+            except EngineFailed as error:  # the engine's actor lives, and can start a new engine
                 self._schedule_restart(engine, failure or first_line(error), within=True)
             else:
                 if failure:
@@ -154,8 +157,8 @@ class Engines:
             engine.vitals.is_starting()
 
     def _schedule_restart(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
-        """Schedule a restart after the pause: inside the living actor (`within`), or in a new actor after killing the
-        old one.
+        """Schedule a restart of the engine after the pause. With `within` the living actor restarts the engine;
+        otherwise the actor is killed and a new one created.
         """
         self.reporter.report_restart(self.restarts.mark_down(engine.name, reason, "its start; requests go on"))
         if not within:
@@ -168,7 +171,7 @@ class Engines:
         self.restarts.mark_launched(engine.name)
 
     def _find(self, engine: _Engine) -> None:
-        """Find an engine that is alive after a restart of this flow or of the scheduler; it may still be starting."""
+        """Find an engine that survived a restart of this flow or of the scheduler; the engine may still be starting."""
         known = engine.actor is not None
         engine.forget()
         try:

@@ -26,19 +26,20 @@ def gpu_shares(config: RunConfig) -> GpuShares:
 
 
 def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
-    """Divide the GPUs of the nodes (`nodes` has their numbers) among the engines and the learner.
+    """Divide the GPUs of the nodes among the engines and the learner; `nodes` holds the number of GPUs of each node.
 
     An engine and the learner get as many GPUs as they are sharded over (`engine.tensor_parallel`, `train.ranks`). If
-    both are 1 and there are too few GPUs, all get equal fractions. Without GPUs, each share is 0.
+    both numbers are 1 and the cluster has too few GPUs, each engine and the learner get an equal fraction of a GPU.
+    Without GPUs, each share is 0.
 
     Raises:
-        ConfigError: an engine or the learner needs several GPUs, and there are too few, in all or on one node.
+        ConfigError: an engine or the learner needs several GPUs, and the cluster or one node has too few.
     """
     have, largest = sum(nodes), max(nodes, default=0.0)
     if not have:
         return GpuShares(0.0, 0.0)
     engines, width, ranks = count_engines(config), width_of(config), config.train.ranks
-    together = 1 if config.train.multi_node else ranks  # on one node
+    together = 1 if config.train.multi_node else ranks  # GPUs that must be on one node
     needed = engines * width + ranks
     if width == ranks == 1:
         share = min(1.0, 1 / math.ceil(needed / have))
@@ -62,7 +63,7 @@ def spans_gpus(config: RunConfig) -> bool:
 
 
 def count_engines(config: RunConfig) -> int:
-    """Return the number of engines; a separate evaluation engine counts if it is configured like the others."""
+    """Return the number of engines; a separate evaluation engine counts if it is configured like the other engines."""
     return config.engine.replicas + (config.evaluation_engine(on_cpu=False) == config.engine)
 
 

@@ -1,4 +1,6 @@
-"""Compares what a run's actors require with what its cluster has: noted, or refused if it can never come."""
+"""Compares the resources that a run's actors require with those of its cluster. A resource that may still appear gives
+a note, one that cannot appear an error.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,19 @@ from rollflow.tasks.run.config import RunConfig
 
 
 def check_private_placement(config: RunConfig) -> None:
-    """Refuse custom labels and resources on a private cluster: its node has none, so the actors would wait in vain.
+    """Reject custom labels and resources on a private cluster: the cluster's node has none, so the actors would wait in
+    vain.
 
     Raises:
-        ConfigError: a role requires one.
+        ConfigError: a role requires a custom label or resource.
     """
     if config.cluster.address != "auto":
         return
     for role in get_args(Role):
         own = getattr(config.cluster.placement, role)
         labels = {name: value for name, value in own.labels.items() if not name.startswith("ray.io/")}
-        resource = own.resource if own.resource and ":" not in own.resource else None  # Ray's own have a colon
+        # the names of Ray's own resources have a colon
+        resource = own.resource if own.resource and ":" not in own.resource else None
         for key, value in (("labels", labels), ("resource", resource)):
             if value:
                 cure = "set cluster.address to a cluster that does, or remove it"

@@ -1,4 +1,4 @@
-"""Starts a run's actors before the flows of their stages, which then find them.
+"""Starts a run's actors before the flows of the stages start; those flows then find the actors.
 
 Most of the start of an actor or of a flow's process is imports, so starting both side by side saves time.
 """
@@ -15,7 +15,7 @@ from rollflow.tasks.run.context import RunContext
 
 
 def begin_actors(context: RunContext, address: str) -> list[Any]:
-    """Start the actors that do not exist yet, and find the others; the stages look at the results.
+    """Start the actors that do not exist yet, and find the others; the stages check the results of these starts.
 
     The caller keeps the returned references: Ray prints the error of a call that nobody waits for.
 

@@ -1,9 +1,10 @@
-"""The restarts that a run's earlier keepers have spent, read from the run's recovery records.
+"""The restarts that earlier keepers of a run have made, read from the run's recovery records.
 
 A restarted keeper (its flow was killed, or a supervisor took over) continues with the same budget. If a user starts or
 resumes the run, the budget starts full again: the user has looked at the cause.
 
-A background thread reads the records, and the keeper waits for it once, for a moment at most. Unreachable storage
+A background thread reads the records, and the keeper waits for that thread once, for `WAIT_SECONDS` at most.
+Unreachable storage
 delays no restart: until it answers, a keeper counts only the restarts that it has made itself. A damaged record is
 skipped.
 
@@ -23,20 +24,22 @@ from rollflow.storage.errors import Missing, RollflowError, Unreachable
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog
 
-WAIT_SECONDS = 1.0  # for the records, before the first restart
+WAIT_SECONDS = 1.0  # longest wait for the records before the first restart
 AGAIN_SECONDS = 1.0
 BEGUN = "begun.json"
 
 
 @dataclass(frozen=True, slots=True)
 class PastRestarts:
-    """The restarts of one role: their times in seconds since the epoch, and the number of the last."""
+    """The restarts of one role: the times of the restarts in seconds since the epoch, and the number of the newest
+    restart.
+    """
 
     times: tuple[float, ...] = ()
     attempt: int = 0
 
     def then(self, recovery: Recovery) -> PastRestarts:
-        """Return these restarts with those of one more recovery."""
+        """Return these restarts together with the restarts of `recovery`."""
         return PastRestarts((*self.times, *(recovery.restarts or (recovery.noticed_at,))), recovery.attempt)
 
 
@@ -46,7 +49,7 @@ def reset_budgets(run: ObjectStore) -> None:
 
 
 def read_reset_time(run: ObjectStore) -> float:
-    """Return when a user last started the run, in seconds since the epoch; 0 if unknown."""
+    """Return the time at which a user last started the run, in seconds since the epoch; 0 if the time is unknown."""
     try:
         return float(json.loads(run.get(BEGUN))["at"])
     except (Missing, ValueError, KeyError, TypeError):
@@ -63,7 +66,7 @@ def count_restarts(recoveries: Iterable[Recovery], until: float, since: float = 
 
 
 class RestartHistory:
-    """The restarts of a run's roles before this process, by role, on `clock`."""
+    """The restarts of a run's roles before this process began, by role; their times are converted to `clock`."""
 
     def __init__(
         self,
@@ -81,7 +84,9 @@ class RestartHistory:
         thread.start()
 
     def times(self, role: str) -> list[float]:
-        """Return when the role was restarted. Times that a stepped clock puts outside the window are left out."""
+        """Return the times at which the role was restarted. Times that a stepped clock puts outside the window are left
+        out.
+        """
         ages = [self._wall() - at for at in self._spent(role).times]
         return [self._clock() - max(0.0, age) for age in ages if abs(age) < self._window]
 
@@ -103,5 +108,5 @@ class RestartHistory:
                 time.sleep(AGAIN_SECONDS)
                 continue
             except RollflowError:
-                pass  # the records are unreadable, and stays so
+                pass  # the records are damaged, so reading them again would not help
             self._read.set()

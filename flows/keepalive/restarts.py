@@ -1,16 +1,17 @@
-"""The restart rules that all keepers share: which role is down, when it may be restarted, and the record of it.
+"""The restart rules that all keepers share: which role is down, when that role may be restarted, and how its recovery
+is recorded.
 
     up --mark_down()--> waits --mark_launched()--> starts --note_progress(), mark_up()--> up, and one `Recovery`
                          ^                           |
                          +------ mark_down() again --+      over the budget: `RestartsExhausted` with the reason
 
 - A role is restarted each time it goes down, but at most as often within the window as its budget allows.
-- The budget outlives the keeper's process: the run's recoveries tell how much an earlier keeper spent, see
-  `keepalive.spent`.
+- The budget outlives the keeper's process: the run's recovery records say how many restarts an earlier keeper has made,
+  see `keepalive.restart_history`.
 - Several deaths in a row without progress between them are one recovery.
 
-`Restarts` only decides. The keepers of actors, engines, stages and services watch, start and ask. A restarted role
-begins from storage, so a restart loses nothing that was committed.
+`Restarts` only decides. The keepers of actors, engines, stages and services watch the roles and restart them. A
+restarted role begins from storage, so a restart loses nothing that was committed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LONGEST_PAUSE = 60.0
 
 
 class RestartsExhausted(RollflowError):
-    """A dead role is not restarted; the message is the reason."""
+    """A dead role must not be restarted; the error's message is the reason."""
 
 
 def pause_after(restarts: int, limits: RecoveryConfig) -> float:
@@ -45,7 +46,7 @@ class RestartBudget:
     def __init__(
         self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic, earlier: RestartHistory | None = None
     ) -> None:
-        """Create a full budget, less the restarts of `earlier` keepers."""
+        """Create a budget; the restarts of `earlier` keepers are already spent."""
         self._limits, self._clock, self._earlier = limits, clock, earlier
         self._spent: dict[str, list[float]] = {}
         self._attempts: Counter[str] = Counter()
@@ -78,7 +79,8 @@ class RestartBudget:
 class PendingRecovery:
     """A recovery under way: noticed, then restored, then resumed.
 
-    Only the first time is read from the wall clock; the others are the first plus a monotonic difference.
+    Only the time `noticed_at` is read from the wall clock; every later time is `noticed_at` plus a difference on
+    `clock`.
     """
 
     role: str
@@ -91,21 +93,23 @@ class PendingRecovery:
     baseline: float = 0.0
     noticed: float = field(default_factory=time.monotonic)
     clock: Callable[[], float] = time.monotonic  # the clock of `noticed`
-    earlier: tuple[float, ...] = ()  # when the deaths of earlier successors were noticed
+    earlier: tuple[float, ...] = ()  # the times at which earlier deaths in this recovery were noticed
 
     @property
     def _now(self) -> float:
         return self.noticed_at + self.clock() - self.noticed
 
     def note_progress(self, progress: float) -> bool:
-        """Note the successor's progress; return True once it has made some since its first answer."""
+        """Note the progress of the restarted role; return True once the role has made progress since its first
+        answer.
+        """
         if self.restored_at is None:
             self.restored_at, self.baseline = self._now, progress
             return False
         return progress > self.baseline
 
     def after(self, other: PendingRecovery | None) -> PendingRecovery:
-        """Merge this recovery into one that was already under way: its successor died before it made progress."""
+        """Merge this recovery into the `other` one, in which the role died again before it made progress."""
         if other is None:
             return self
         reason, more = f"{other.reason}; then {self.reason}", self.trajectories + other.trajectories
@@ -132,13 +136,15 @@ class PendingRecovery:
 
 @dataclass
 class Outage:
-    """A role that is down. The role may be restarted from `due` on; `launched` is when its successor was started."""
+    """A role that is down. The role may be restarted from the time `due` on, and was restarted at the time
+    `launched`.
+    """
 
     pending: PendingRecovery
-    reason: str  # of its last death
-    pause: float  # seconds
-    due: float  # monotonic
-    launched: float | None = None  # monotonic
+    reason: str  # reason of the role's newest death
+    pause: float  # seconds between the role's death and its restart
+    due: float  # monotonic time
+    launched: float | None = None  # monotonic time
 
 
 class Restarts:
@@ -153,19 +159,19 @@ class Restarts:
 
     @classmethod
     def of_run(cls, context: RunContext) -> Restarts:
-        """Build the restarts of a run, with the restarts by earlier keepers counted in its budget."""
+        """Build the restarts of a run; the restarts by earlier keepers count against the run's budget."""
         limits = context.config.recovery
         return cls(RestartBudget(limits, earlier=RestartHistory(context.store, limits.window_seconds)))
 
     def outage(self, role: str) -> Outage | None:
-        """Return the outage of a role that is down, or None if it is up."""
+        """Return the outage of a role that is down, or None if the role is up."""
         return self._outages.get(role)
 
     def mark_down(self, role: str, reason: str, redone: str = "nothing", trajectories: int = 0) -> Outage:
         """Record that a role has died or must be ended; `redone` and `trajectories` describe the work to repeat.
 
         Raises:
-            RestartsExhausted: its budget is used up.
+            RestartsExhausted: the role's budget is used up.
         """
         pause, now, known = self.budget.spend(role, reason), self._clock(), self._outages.get(role)
         attempt, at = self.budget.attempt(role), self._wall()
@@ -175,7 +181,7 @@ class Restarts:
         return outage
 
     def may_start(self, role: str) -> bool:
-        """Return whether the role's pause is over, so that it may be started."""
+        """Return whether the role's pause is over, so that the role may be started."""
         outage = self._outages.get(role)
         return outage is None or self._clock() >= outage.due
 
@@ -185,12 +191,12 @@ class Restarts:
             outage.launched = self._clock()
 
     def note_progress(self, role: str, progress: float) -> Recovery | None:
-        """Record the progress that a successor reports; return the recovery if this completes it."""
+        """Record the progress that a restarted role reports; return the recovery if this progress completes it."""
         outage = self._outages.get(role)
         return self.mark_up(role) if outage and outage.pending.note_progress(progress) else None
 
     def mark_up(self, role: str) -> Recovery | None:
-        """Record that the role works again; return the recovery if it was down."""
+        """Record that the role works again; return the recovery if the role was down."""
         outage = self._outages.pop(role, None)
         return outage.pending.finish_recovery() if outage else None
 
@@ -206,7 +212,7 @@ class RecoveryReporter:
         self._log(f"{outage.pending.role} is restarted (restart {outage.pending.attempt}): {outage.reason}")
 
     def report_recovery(self, recovery: Recovery | None) -> None:
-        """Report a finished recovery; None means there was none."""
+        """Report a finished recovery; do nothing for None."""
         if recovery is None:
             return
         from prefect.events import emit_event

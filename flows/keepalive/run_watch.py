@@ -1,4 +1,5 @@
-"""The supervisor's watch over a run: twice a second its stages, once a second its status and the users' requests.
+"""The supervisor's watch over a run: it checks the stages twice a second, and the status and the users' requests once a
+second.
 
 A user may end the run through its storage (`rollflow stop`, `rollflow cancel`), or by pausing its flow run. The watch
 then raises `RunEnded`. A stop waits for the next version. A cancel or a pause loses the work since the newest version.
@@ -35,7 +36,7 @@ class RunWatch:
         Raises:
             Ended: the user ended the run.
             RestartsExhausted: a stage failed.
-            ConfigError: the policy learns nothing, and the recipe asks to stop then.
+            ConfigError: the policy learns nothing, and the recipe asks to stop such a run.
         """
         self._until(lambda: self._writer.progress.version >= version)
 
@@ -44,7 +45,7 @@ class RunWatch:
         self._until(lambda: False)
 
     def heed_before(self) -> None:
-        """Obey a stop request that came before the stages started; there is no version to wait for yet.
+        """Obey a stop request that came before the stages started; such a stop does not wait for a version.
 
         Raises:
             Ended: the user ended the run.
@@ -72,14 +73,17 @@ class RunWatch:
             time.sleep(POLL_SECONDS)
 
     def _tell(self) -> None:
-        """Write the run's status and check for requests; the store may be unreachable for as long as its patience."""
+        """Write the run's status and check for requests; the store may be unreachable for as long as the run waits for
+        storage.
+        """
         try:
             self._supervisor.check()
             self._writer.refresh()
             self._check_request()
             self._check_signal()
             self._answered = time.monotonic()
-        except (Unreachable, OSError):  # a folder raises OSError; other stores wait this long themselves
+        # a store in a folder raises OSError at once; other stores wait for storage themselves
+        except (Unreachable, OSError):
             if time.monotonic() - self._answered > self._patience:
                 raise
 

@@ -1,12 +1,13 @@
-"""Keeps the services of a session running: about once a second it checks each one, and restarts it if it died or hangs.
+"""Keeps the services of a session running: about once a second it checks each service, and restarts a service that died
+or hangs.
 
     Prefect server    restarted on its port, with its database
-    Ray head          restarted at its address, empty; the flows that were attached to it end with it
+    Ray head          restarted at its address without actors; the flows attached to the old head end with it
     runner            restarted; its flow runs ended with it, and are marked as crashed
     others            restarted
 
 If a service cannot be restarted within the budget, the session ends with `RestartsExhausted`. This module does not
-watch supervisors or their stages: if they die, their flow runs crash, and `recover` and the supervisor act on that.
+watch supervisors or stages: `recover` restarts a crashed supervisor, and the supervisor restarts a crashed stage.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ class ServiceKeeper:
 
     def __init__(self, deployment: str, services: Mapping[str, Service], limits: RecoveryConfig) -> None:
         self.deployment, self.services, self._limits = deployment, services, limits
-        self.restarts = Restarts(RestartBudget(limits))  # services end with their session, and so does their budget
+        # the budget of services ends with the session, as the services do
+        self.restarts = Restarts(RestartBudget(limits))
         self._answered: dict[str, float] = {}
-        self.cluster_lost_at = 0.0  # monotonic: flows that were attached before this time have lost their actors
+        self.cluster_lost_at = 0.0  # monotonic time; flows that were attached before it have lost their actors
 
     def look(self, record: Callable[[Recovery], None]) -> None:
-        """Advance every service that is down by one step; never wait for a service.
+        """Advance the restart of every service that is down by one step; never wait for a service.
 
         Raises:
             RestartsExhausted: a service's budget of restarts is used up.
@@ -56,7 +58,7 @@ class ServiceKeeper:
                 self._down(role, f"{service.what} does not start; see {service.log}")
 
     def _find_fault(self, role: str, service: Service) -> str:
-        """Return why the service must be restarted, or "" if it need not be."""
+        """Return the reason why the service must be restarted, or "" if it works."""
         now = time.monotonic()
         if not service.running:
             return "its process ended"
@@ -70,7 +72,8 @@ class ServiceKeeper:
         outage = self._down(role, reason)
         if role == RAY:
             self.cluster_lost_at = outage.pending.noticed
-            self.services[RUNNER].kill()  # the flows die with it: they may wait long for actors that are gone
+            # the runner's flows die with it, because they could wait long for actors that are gone
+            self.services[RUNNER].kill()
         return outage
 
     def _down(self, role: str, reason: str) -> Outage:
@@ -82,7 +85,7 @@ class ServiceKeeper:
         try:
             if role == RUNNER:
                 crash_orphans(self.deployment, f"the {RUNNER} died")
-        except Unreachable as error:  # the server is down, too, and must be restarted first
+        except Unreachable as error:  # the Prefect server is down, too, and must be restarted first
             if time.monotonic() - outage.pending.noticed > self._limits.window_seconds:
                 raise RestartsExhausted(f"the {RUNNER} died and cannot be replaced: {error}") from error
             return

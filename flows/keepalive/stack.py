@@ -3,8 +3,8 @@
     up --> this process --> serve --> Prefect server, MLflow, Ray cluster, runner
 
 The process holds the lock `up.keeper` in the run home while it lives; `rollflow down` ends both processes. A stack that
-was asked to end, or that never came up and has said why, is not restarted. The services of a dead stack end by
-themselves (see `services.process`); a restart waits until their addresses are free.
+a user has ended is not restarted, and neither is one that failed to come up and reported the reason. The services of a
+dead stack end by themselves (see `services.process`); a restart waits until their addresses are free.
 
     python -m rollflow.flows.keepalive.stack [OPTIONS OF SERVE]
 """
@@ -27,8 +27,8 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RecoveryConfig
 
 POLL_SECONDS = 0.5
-PORT_SECONDS = 30.0  # for the services of a dead stack to end
-END_SECONDS = 60.0  # `down` waits longer
+PORT_SECONDS = 30.0  # longest wait until the services of a dead stack have ended
+END_SECONDS = 60.0  # longest wait until `serve` has ended; `rollflow down` waits longer
 NAME = "the stack"
 
 
@@ -36,7 +36,7 @@ def keep_stack(place: Path, command: Sequence[str], limits: RecoveryConfig, ende
     """Restart `command` until it ends in order, fails to come up, or `ended` is set; return its exit code.
 
     Raises:
-        RestartsExhausted: it died too often.
+        RestartsExhausted: the command died too often.
     """
     budget = RestartBudget(limits)
     while True:
@@ -55,8 +55,8 @@ def keep_stack(place: Path, command: Sequence[str], limits: RecoveryConfig, ende
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    """End the process and return its exit code; kill it if it is too slow. The services of a killed process end by
-    themselves.
+    """End the process and return its exit code; kill the process if it takes too long. The services of a killed process
+    end by themselves.
     """
     child.terminate()
     try:

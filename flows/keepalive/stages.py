@@ -1,10 +1,10 @@
 """The three stages as the supervisor sees them: child flow runs, and the actors behind them.
 
-A stage is restarted if its flow run crashed (its process was killed), or if its actor is gone and its flow does not
-restart it; the new flow run uses the actors that are alive. A stage that *failed* has given its reason, and ends the
-run. A supervisor that takes over adopts the flow runs of the dead one. Flow runs that are being cancelled are not
-adopted: they may still be ending when a run is resumed at once. While the Prefect server does not answer, each state is
-the one last seen.
+A stage is restarted if its flow run crashed (the flow's process was killed), or if the stage's actor is gone and the
+flow does not restart the actor. The new flow run uses the actors that are alive. A stage that *failed* has reported the
+reason, and its failure ends the run. A supervisor that takes over adopts the flow runs of the dead one. Flow runs that
+are being cancelled are not adopted: such flow runs may still be ending when a run is resumed at once. While the Prefect
+server does not answer, a flow run counts as being in its last known state.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ from rollflow.tasks.runtime.actor_warnings import ActorWarning
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
 STATE_SECONDS = 1.0  # interval at which the states of the child runs are read
 STATUS_SECONDS = 10.0
-PING_SECONDS = 5.0  # time for the channel to answer; its death is noticed at once
+PING_SECONDS = 5.0  # longest wait for the channel's answer; the channel's death is noticed at once
 START_SECONDS = 300.0
 END_SECONDS = 120.0
-UNATTENDED_SECONDS = 1200.0  # longer than an engine may take to start, which is the first work of the rollout stage
+# longest silence of a stage's actor; longer than the start of an engine, the first work of the rollout stage
+UNATTENDED_SECONDS = 1200.0
 
 
 def runner_deployment() -> str:
@@ -57,7 +58,7 @@ def runner_deployment() -> str:
 
 @dataclass
 class Stage:
-    """One stage: its flow run, its last known state, and the time when the state was seen."""
+    """One stage: its flow run, its last known state, and the actor's last status."""
 
     role: str
     run: UUID | None = None
@@ -65,16 +66,16 @@ class Stage:
     running: bool = False
     completed: bool = False
     seen: ActorStatus | None = None
-    started: float = 0.0  # monotonic: when its flow run was created
-    answered: float = 0.0  # monotonic: when its actor last gave its status
-    asked: Any = None  # reference of the call under way
+    started: float = 0.0  # monotonic time at which the stage's flow run was created
+    answered: float = 0.0  # monotonic time of the newest status of the stage's actor
+    asked: Any = None  # Ray reference of the unfinished call for the status
     # Idempotency key of the next flow run: Prefect creates one flow run for each key.
     key: str = field(default_factory=lambda: uuid4().hex)
 
     @property
     def name(self) -> str:
-        """The role under which the stage's recoveries are recorded; `role` alone may be the
-        role of the stage's actor.
+        """The role under which the stage's recoveries are recorded; it differs from `role`, which may be the actor's
+        role.
         """
         return f"{self.role} stage"
 
@@ -89,12 +90,12 @@ class Stages:
         log: Callable[[str], None],
         warn: Callable[[Sequence[ActorWarning]], None] = lambda warnings: None,
     ) -> None:
-        """Start without flow runs. `log` and `warn` write to the run's page, for stages and actors."""
+        """Start without flow runs. `log` and `warn` write messages about stages and about actors to the run's page."""
         self.context, self.address, self._log, self._warn = context, address, log, warn
         self.all = {role: Stage(role) for role in ACTORS}
         self.restarts = Restarts.of_run(context)
         self._reporter = RecoveryReporter(context, log)
-        self.usage = CpuUsage()  # of the actors
+        self.usage = CpuUsage()  # CPU usage of the actors
         self.paused = False  # whether a user paused the supervisor's flow run
         self._own = [UUID(flow_run.id)] if flow_run.id else []
         self._looked = 0.0
@@ -104,7 +105,7 @@ class Stages:
     def start(self) -> None:
         """Adopt the stages' running flow runs, and start the missing ones.
 
-        Stages that work under an older config are ended first.
+        This method first ends stages that work under an older config.
         """
         limit = time.monotonic() + START_SECONDS
         self._end_older(limit)
@@ -123,8 +124,8 @@ class Stages:
     def _end_older(self, limit: float) -> None:
         """End stages and actors that were started before the config was changed.
 
-        Until a role is claimed under the new config, any stage or actor may be older, even one of a supervisor that has
-        died.
+        Until a stage or actor has claimed its role under the new config, it may be an older one, even one that a dead
+        supervisor started.
         """
         state = self.context.log.state
         if len(state.configs) == 1 or state.claims.keys() & {"scheduler", "learner"}:
@@ -146,7 +147,7 @@ class Stages:
         kill_actors(self.context)
 
     def _find_flow_runs(self, client: SyncPrefectClient) -> dict[str, UUID]:
-        """Return the stages' flow runs by role, without those that have ended or are being cancelled."""
+        """Return the stages' flow runs by role, without flow runs that have ended or are being cancelled."""
         there = (run for run in unfinished_runs(client, runner_deployment()) if run.state_type != StateType.CANCELLING)
         ours = (run for run in there if run.parameters.get("run") == self.context.uri)
         return {role: run.id for run in ours for role in ACTORS if self._tags(role)[-1] in run.tags}
@@ -176,11 +177,11 @@ class Stages:
         self.restarts.mark_launched(stage.name)
 
     def _tags(self, role: str) -> list[str]:
-        """Return the tags of a stage's flow run; a supervisor adopts it by the last one."""
+        """Return the tags of a stage's flow run; a supervisor that adopts the flow run finds it by the last tag."""
         return build_tags(self.context.config, self.context.run_id, role)
 
     def look(self) -> None:
-        """Check the channel, the stages' states and their actors; restart what died.
+        """Check the channel, the stages' states and their actors; restart dead ones.
 
         Raises:
             RestartsExhausted: a stage failed, or its budget of restarts is used up; the message has the reason.
@@ -241,16 +242,19 @@ class Stages:
         self._schedule_restart(stage, "its flow run was paused")
 
     def _is_unattended(self, stage: Stage) -> bool:
-        """Return whether the actor has been silent for longer than its flow may take to notice and restart it."""
+        """Return whether the actor has been silent for longer than the stage's flow needs to notice a death and restart
+        the actor.
+        """
         return time.monotonic() - max(stage.answered, stage.started) > UNATTENDED_SECONDS
 
     def _schedule_restart(self, stage: Stage, reason: str) -> None:
         self._reporter.report_restart(self.restarts.mark_down(stage.name, reason))
-        stage.run, stage.running, stage.key = None, False, uuid4().hex  # created once its pause is over
+        # the next flow run is created once the stage's pause is over
+        stage.run, stage.running, stage.key = None, False, uuid4().hex
         self._looked = 0.0
 
     def _poll_status(self, stage: Stage) -> None:
-        """Read the answer to the last status call if it has come, and make the next call; never wait."""
+        """Read the answer to the last status call if the answer has come, and make the next call; never wait."""
         if stage.asked is not None and not cluster.has_ended(stage.asked, 0):
             return
         asked, stage.asked = stage.asked, None
@@ -258,18 +262,19 @@ class Stages:
             if asked is not None:
                 seen: ActorStatus = cluster.call_within(asked, STATUS_SECONDS, f"the status of {stage.role}")
                 stage.seen = seen
-                if seen.attended:  # otherwise the actor was only created, and its flow may hang before it gets to it
+                # otherwise the actor was only created, and the stage's flow may hang before it watches the actor
+                if seen.attended:
                     stage.answered = time.monotonic()
                 self.usage.note(seen.costs)
                 self._warn(seen.warned)
             stage.asked = cluster.find_actor(ACTORS[stage.role]).status.remote()
         except RollflowError:
-            return  # the actor is not up yet, or dead; the stage's own flow restarts it
+            return  # the actor is starting or dead; the stage's own flow restarts a dead actor
         if stage.running:
             self._reporter.report_recovery(self.restarts.mark_up(stage.name))
 
     def _look_after_channel(self) -> None:
-        """Start the channel if it is dead; its clients find the new one by name."""
+        """Restart the channel if it is dead; the channel's clients find the new channel by name."""
         outage = self.restarts.outage(CHANNEL)
         if outage and outage.launched is None:
             self._restart_channel()
@@ -297,7 +302,9 @@ class Stages:
             self.restarts.mark_launched(CHANNEL)
 
     def _start_channel(self) -> None:
-        """Start the channel with a store that does not wait for storage: a client that got no batch asks again."""
+        """Start the channel with a store that does not wait for storage, because a client without a batch asks the
+        channel again.
+        """
         newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
         config = self.context.config
         placed = actor_options(config, "scheduler", 0.0)
@@ -322,7 +329,7 @@ class Stages:
         self._reporter.notes.flush()
 
     def clear(self) -> None:
-        """End the stages that a dead supervisor left behind after the last version. No stage is started."""
+        """End the stages that a dead supervisor left behind after the last version; start no stage."""
         left: dict[str, UUID] = {}
         with contextlib.suppress(Unreachable), open_client() as client:
             left = self._find_flow_runs(client)
@@ -348,7 +355,7 @@ class Stages:
             self._log(f"the reward stage does not answer yet: {error}")
 
     def abandon(self) -> None:
-        """Cancel the stages after a failure, so that they restart no actors, and kill the actors."""
+        """Cancel the stages after a failure, so that the stages restart no actors, and kill the actors."""
         try:
             with open_client() as client:
                 for stage in self.all.values():
@@ -380,7 +387,7 @@ class Stages:
 
 
 def kill_actors(context: RunContext) -> None:
-    """Kill every actor of a run; the processes that they started end with them."""
+    """Kill every actor of a run; processes that an actor started end with the actor."""
     most = max(config.engine.replicas for config in context.all_configs)
     engines = [engine_name(number) for number in (EVALUATION, *range(most))]
     cluster.kill_named([*ACTORS.values(), *engines, CHANNEL])

@@ -1,9 +1,10 @@
-"""A run as its session follows it: its status from storage, its supervisor from the Prefect server.
+"""Follows a run for its session: reads the run's status from storage, and the supervisor's state from the Prefect
+server.
 
 A supervisor is restarted if its flow run *crashed* (its process, its runner or its Ray cluster was killed). A
-supervisor that *failed* has given its reason, and one that was cancelled was meant to end: both end the run. The
+supervisor that *failed* has reported the reason, and a cancelled supervisor was meant to end: both end the run. The
 session waits for a paused supervisor. If the Prefect server or the storage is unreachable for a moment, nothing is
-lost: the session skips that look.
+lost: the session skips one look at the run.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 END_SECONDS = 30.0
 COUNT_SECONDS = 20.0
-READ_SECONDS = 5.0  # unreachable storage must not delay the notice of a death
+READ_SECONDS = 5.0  # deadline of a read, so that unreachable storage does not delay the notice of a death
 AWAY = "the run's storage does not answer; the run waits for it"
 
 
 class SupervisorKeeper:
-    """Keeps one run supervised, through all the flow runs of its supervisor."""
+    """Keeps one run supervised, across all flow runs of the run's supervisor."""
 
     def __init__(self, context: RunContext, flow_run: UUID, services: ServiceKeeper) -> None:
         self._usage, self._writer, self._counted = CpuUsage(), f"session-{flow_run.hex[-12:]}", 0.0
@@ -52,7 +53,7 @@ class SupervisorKeeper:
         try:
             return read_status(self.context, self.flow_run) or before
         except Unreachable:
-            self._moved = self._moved[0], time.monotonic()  # the supervisor waits for storage, too
+            self._moved = self._moved[0], time.monotonic()  # no sign of a hang: the supervisor waits for storage, too
             return before if AWAY in before.messages else replace(before, messages=(*before.messages[-2:], AWAY))
 
     def look(self, status: RunStatus) -> RunStatus:
@@ -69,19 +70,21 @@ class SupervisorKeeper:
             return _mark_failed(status, str(error))
 
     def await_end(self) -> None:
-        """Wait until the supervisor's flow run reaches its final state, before its server stops."""
+        """Wait until the supervisor's flow run reaches its final state, because the Prefect server stops afterwards."""
         self._notes.flush()
         limit = time.monotonic() + END_SECONDS
         while time.monotonic() < limit:
             with contextlib.suppress(Unreachable, RestartsExhausted):
-                self._services.look(self._record)  # the supervisor may be waiting for the server
+                self._services.look(self._record)  # the supervisor may be waiting for the Prefect server
                 state = flow_state(self.flow_run)
                 if state is not None and state.is_final():
                     return
             time.sleep(POLL_SECONDS)
 
     def _store_cpu_usage(self, status: RunStatus) -> None:
-        """Measure the CPU time of services and flows every `COUNT_SECONDS` and at the end; store it with the run."""
+        """Measure the CPU time of services and flows every `COUNT_SECONDS` and at the end; store the result with the
+        run.
+        """
         if not status.ended and time.monotonic() - self._counted < COUNT_SECONDS:
             return
         self._counted = time.monotonic()
@@ -153,7 +156,9 @@ class SupervisorKeeper:
 
 
 def _mark_failed(status: RunStatus, why: Any) -> RunStatus:
-    """Return the status of a failed run; the supervisor's own reason has priority over its flow run's."""
+    """Return the status of a failed run; the reason that the supervisor stored has priority over the reason of its flow
+    run.
+    """
     if status.phase == "failed":
         return status
     return status.at_end("failed", str(why))

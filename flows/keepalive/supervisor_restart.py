@@ -1,10 +1,11 @@
-"""Restarts a run's crashed supervisor, exactly once for each crash, whoever notices it first.
+"""Restarts a run's crashed supervisor, exactly once for each crash, whoever notices the crash first.
 
     crashed flow run --> its run --> ended, or a newer flow run supervises it?  nothing to do
                                  --> otherwise the same deployment, the same parameters, the same run
 
-Only the newest flow run of a run gets a successor. The successor's idempotency key contains the id of the crashed flow
-run, so a session, an automation and a user can all restart it at once and get one flow run.
+Only the newest flow run of a run gets a successor, a flow run that continues the run. The successor's idempotency key
+contains the id of the crashed flow run, so a session, an automation and a user who restart the supervisor at the same
+time get one flow run.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Successor:
         return Notes(self.context.store)
 
     def up(self) -> bool:
-        """Return whether the successor runs or has ended; record the recovery when this is first seen.
+        """Return whether the successor runs or has ended; the first time, record the recovery.
 
         Raises:
             Unreachable: the Prefect server does not answer.
@@ -73,7 +74,9 @@ class SupervisorRestarter:
         self._starting: list[Successor] = []
 
     def look(self, log: Callable[[str], None]) -> None:
-        """Restart newly crashed supervisors. A run that cannot be restarted is logged once and skipped from then on."""
+        """Restart newly crashed supervisors. A run whose supervisor cannot be restarted is logged once and skipped from
+        then on.
+        """
         self._starting = [successor for successor in self._starting if not is_up(successor)]
         with contextlib.suppress(Unreachable), open_client() as client:
             here = {found.id for found in client.read_deployments(deployment_filter=filter_served(self._deployment))}
@@ -107,7 +110,7 @@ def is_up(successor: Successor) -> bool:
 
 
 def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
-    """Restart the supervisor of `context` after `flow_run` crashed, or find the flow run that already follows it.
+    """Restart the supervisor of `context` after `flow_run` crashed, or find the successor that `flow_run` already has.
 
     Returns None if there is nothing to do: the run has ended, or the flow run did not crash. Crashes from before a user
     or a schedule last started the run do not count against the budget.
@@ -139,22 +142,22 @@ def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
             idempotency_key=f"after:{crashed.id}",
         )
     if made.state is None or made.state.state_details.scheduled_time != begin.state_details.scheduled_time:
-        return Successor(context, made.id)  # another process has created it, and records the recovery
+        return Successor(context, made.id)  # another process has created the successor, and records the recovery
     return Successor(context, made.id, PendingRecovery("supervisor", crash_reason(crashed), len(crashes), REDONE))
 
 
 def follows_another(flow_run: UUID) -> bool:
     """Return whether a flow run was started after the crash of another one, and not by a user or a schedule.
 
-    A user may also retry a successor, or resume it after a pause. In both cases the flow run runs a second time, which
-    no recovery does.
+    A user may retry a successor, or resume a paused one. In both cases the flow run runs a second time, whereas a
+    recovery creates a new flow run.
     """
     made = read_flow_run(flow_run)
     return (made.idempotency_key or "").startswith("after:") and made.run_count < 2
 
 
 def list_successors(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:
-    """Return `first` and its successors, each after the one before: by idempotency key, not by a clock."""
+    """Return `first` and its successors in order; idempotency keys give the order, not times."""
     after = {run.idempotency_key: run for run in attempts}
     found = [run for run in attempts if run.id == first]
     while found and (successor := after.get(f"after:{found[-1].id}")):
@@ -172,7 +175,9 @@ def list_predecessors(attempts: Sequence[FlowRun], last: FlowRun) -> list[FlowRu
 
 
 def _read_limits(context: RunContext, crashed: FlowRun) -> RecoveryConfig:
-    """Return the run's current limits; if it crashed before it was prepared, those of the flow run's parameters."""
+    """Return the run's current restart limits; for a run that crashed before it was prepared, those in the flow run's
+    parameters.
+    """
     try:
         return context.config.recovery
     except ConfigError:
@@ -182,7 +187,9 @@ def _read_limits(context: RunContext, crashed: FlowRun) -> RecoveryConfig:
 def _compute_pause(
     client: SyncPrefectClient, crashed: FlowRun, crashes: Sequence[float], limits: RecoveryConfig
 ) -> float:
-    """Return the pause before the restart. Over the budget, mark the flow run as failed, so that nobody restarts it."""
+    """Return the pause before the restart. If the budget is used up, mark the flow run as failed, so that nobody
+    restarts it.
+    """
     from prefect.states import Failed
 
     try:
@@ -210,13 +217,15 @@ def pause_before(crashes: Sequence[float], now: float, limits: RecoveryConfig) -
 
 
 def crash_reason(crashed: FlowRun) -> str:
-    """Return the first sentence of the message with which a flow run crashed."""
+    """Return the first sentence of a crashed flow run's message."""
     message = (crashed.state.message if crashed.state else None) or "its process ended"
     return message.partition(". ")[0]
 
 
 def run_uri(flow_run: FlowRun) -> str:
-    """Return the storage URI of a supervisor flow run's run, or "" if its parameters name none."""
+    """Return the storage URI of the run that a supervisor's flow run supervises, or "" if the flow run's parameters
+    name none.
+    """
     given = _parameters(flow_run)
     if given.get("storage"):
         return str(given["storage"]).rstrip("/")
@@ -249,7 +258,7 @@ def read_flow_run(flow_run: UUID) -> FlowRun:
 
 
 def ended_at(flow_run: FlowRun) -> float:
-    """Return when a flow run ended, in seconds since the epoch."""
+    """Return the time at which a flow run ended, in seconds since the epoch."""
     ended: Any = flow_run.end_time or (flow_run.state.timestamp if flow_run.state else None)
     return float(ended.timestamp()) if ended else 0.0
 

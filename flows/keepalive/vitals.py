@@ -1,10 +1,10 @@
-"""Decides from outside whether a silent actor is dead, stuck or busy, by asking Ray and watching its process.
+"""Decides from outside whether a silent actor is dead, stuck or busy, by asking Ray and watching the actor's process.
 
-    not created yet             it is starting; if its worker died before it registered, the error says so
-    its process computes        it is busy: on a machine short of CPUs, or in a library that holds Python's lock
-    its process is idle         it is stuck once that lasts as long as an actor may be silent
+    not created yet             the actor is starting; if its worker died before it registered, the error says so
+    its process computes        the actor is busy: the machine is short of CPUs, or a library holds Python's lock
+    its process is idle         the actor is stuck once this lasts as long as an actor may be silent
 
-A busy actor may still be stuck: `keepalive.actors` restarts one that makes no progress for its patience.
+A busy actor may still be stuck: `keepalive.actors` restarts an actor that makes no progress for `patience` seconds.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any
 from rollflow.flows.services.actor_process import explain_lost_actor, find_actor_process
 from rollflow.storage.errors import Unreachable
 
-START_SECONDS = 900.0  # longest time until an actor is created
-LEAST_SHARE = 0.02  # share of a CPU; an idle process uses less
+START_SECONDS = 900.0  # longest time in seconds until an actor is created
+LEAST_SHARE = 0.02  # smallest share of a CPU that counts as computing; an idle process uses less
 
 
 class Vitals:
-    """Watches the life of one actor, from one answer to the next."""
+    """Watches the process of one actor between two answers of the actor."""
 
     def __init__(self, name: str, actor: Any, silent_seconds: float) -> None:
         """Watch an actor that may neither answer nor compute for at most `silent_seconds`."""
         self._name, self._id, self._longest = name, actor._actor_id, silent_seconds
         self._began = time.monotonic()
-        self._window: tuple[float, float] | None = None  # time of a look at its process, and its CPU time until then
+        # time of a look at the actor's process, and the process's CPU time at that look
+        self._window: tuple[float, float] | None = None
 
     def note_answer(self) -> None:
         """Record that the actor answered just now."""
@@ -36,7 +37,7 @@ class Vitals:
         """Check an actor that does not answer; return whether it is still being created.
 
         Raises:
-            Unreachable: it is dead or stuck; the message has the evidence.
+            Unreachable: the actor is dead or stuck; the message has the evidence.
         """
         if why := explain_lost_actor(self._id):
             raise Unreachable(f"waited for {self._name}: {why}")
