@@ -1,11 +1,11 @@
-"""Nightly training: trains recipes one after another, and compares each result with the recipe's best so far.
+"""Nightly training: trains recipes one after another, and compares each result with the recipe's best version so far.
 
     for each recipe:  train (from last night's version) --> evaluate --> export --> better beyond noise? --> alias
                                                                                           |
     a report: artifact, and notification   <-- failed nights, too <-- prune old nights <--+
 
-There is one night at a time: the deployment has a limit of one flow run, and cancels a new one while the old one runs.
-If a recipe fails or takes too long, the report says so, and the next recipe and the next night go on.
+There is one night at a time: the deployment has a limit of one flow run, and cancels a new flow run while another one
+runs. If a recipe fails or takes too long, the report says so, and the next recipe and the next night go on.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from rollflow.tasks.runtime.sections import Section, refuse
 
 POLL_SECONDS = 2.0
 CANCEL_SECONDS = 120.0
-MARK = "-night-"  # stands between a recipe's name and the time, in a run id
+MARK = "-night-"  # separates the recipe's name from the time in a night's run id
 
 
 class Nightly(Section):
@@ -87,7 +87,7 @@ class Nightly(Section):
 
 
 def read_nightly(file: Path) -> Nightly:
-    """Read a nightly file; its recipes are relative to the file's folder.
+    """Read a nightly file; relative paths of recipes in the file are relative to the file's folder.
 
     Raises:
         ConfigError: one sentence for each key that the user must change.
@@ -127,16 +127,16 @@ def nightly(plan: Nightly) -> Any:
     text = render_report(plan, when, reports)
     create_markdown_artifact(text, key=f"nightly-{plan.name.lower().replace('.', '-').replace('_', '-')}")
     if plan.notify:
-        # a failed notification shows on the page; it does not fail the night
+        # a failed notification does not fail the night, and is shown on the flow run's page
         notify(plan.notify, text, return_state=True)
     failed = [report for report in reports if not report.ok]
     return Failed(message="; ".join(f"{one.recipe}: {one.result}" for one in failed)) if failed else None
 
 
 @nightly.on_crashed
-def notify_crash(flow: Any, flow_run: Any, state: Any) -> None:  # a runner calls it by these names
-    """Send a notification about a night whose process died. The runner calls this; the next
-    night stops leftover runs.
+def notify_crash(flow: Any, flow_run: Any, state: Any) -> None:  # a runner passes the arguments by these names
+    """Send a notification about a night whose process died. The runner calls this function; the next night stops
+    leftover runs.
     """
     plan = Nightly.model_validate(flow_run.parameters["plan"])
     if plan.notify:
@@ -144,7 +144,7 @@ def notify_crash(flow: Any, flow_run: Any, state: Any) -> None:  # a runner call
 
 
 def run_night(plan: Nightly, when: datetime, train: Train) -> list[Report]:
-    """Train every recipe, even after a failure of the one before."""
+    """Train every recipe, even after another recipe has failed."""
     stamp = when.astimezone(UTC).strftime("%Y%m%d-%H%M")
     return [_train_recipe(plan, Path(file), stamp, train) for file in plan.recipes]
 
@@ -172,12 +172,13 @@ def _train_recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report
 
 
 def _judge(best: RegisteredVersion | None, score: EvaluationScore, plan: Nightly) -> tuple[bool, str]:
-    """Return whether the version becomes the best, and why.
+    """Return whether the version becomes the best one of its recipe, and the reason.
 
     With few answers no version becomes the best, because the z test needs many.
     """
     said = f"{score.accuracy:.1%} of {score.responses} held-out answers"
-    if best is None or best.score == score:  # equal scores: the same night was repeated
+    # a repeated night evaluates the best version itself, so the scores are equal
+    if best is None or best.score == score:
         return best is None, f"{said}; the first" if best is None else f"{said}; as the best"
     known = f"the best so far has {best.score.accuracy:.1%} of {best.score.responses} ({best.run_id})"
     if min(score.responses, best.score.responses) < plan.answers:
@@ -188,7 +189,7 @@ def _judge(best: RegisteredVersion | None, score: EvaluationScore, plan: Nightly
 
 
 def _find_newest(versions: Path, name: str) -> Path | None:
-    """Return the version that the last night ended with; names sort by time."""
+    """Return the version that the last night ended with; run ids of nights sort by time."""
     return max((one for one in versions.glob("*") if _is_night(one.name, name)), default=None)
 
 
@@ -201,7 +202,7 @@ def read_score(context: RunContext) -> EvaluationScore:
     """Return the evaluation of a run's last version.
 
     Raises:
-        Unreachable: the run has none.
+        Unreachable: the run's last version has no evaluation.
     """
     found = read_evaluation(context.store, context.config.versions)
     if found is None or not found.responses:
@@ -210,7 +211,7 @@ def read_score(context: RunContext) -> EvaluationScore:
 
 
 def _export(context: RunContext, folder: Path) -> None:
-    if not folder.exists():  # the same night was repeated
+    if not folder.exists():  # a repeated night finds the folder of its first try
         export(context, context.policies.find(context.config.versions), folder)
 
 
@@ -230,7 +231,7 @@ def _prune(context: RunContext, versions: Path, name: str, keep: int, registry: 
             registry.forget(run_id)
             shutil.rmtree(versions / run_id, ignore_errors=True)
             old = context_of(store, run_id).store
-            # delete the first entry last: it is how the run is found
+            # delete the log's first entry last, because a run is found by this entry
             for path in sorted(old.list(), key=entry_path(0).__eq__):
                 old.delete(path)
 
@@ -255,7 +256,8 @@ def _send(block: str, text: str) -> None:
 
 
 def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
-    """Train on this runner's own deployment, and wait for the end. Cancelling the night cancels the run, too.
+    """Train a run on this runner's own deployment, and wait for the run's end. Cancelling the night cancels the run,
+    too.
 
     Raises:
         Unreachable: the run did not end in time, or failed.
@@ -289,7 +291,7 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
 def _read_outcome(made: UUID, context: RunContext) -> str:
     """Return "" while the run goes on, "done", or the reason of its failure.
 
-    After a crash, the state of the next supervisor counts. A finished run has a summary.
+    After a crash of the supervisor, the state of its successor counts. A finished run has a summary.
     """
     try:
         state = call_until_answered(lambda: _state_of(made))
@@ -303,7 +305,7 @@ def _read_outcome(made: UUID, context: RunContext) -> str:
 
 
 def _state_of(made: UUID) -> Any:
-    """Return the state of a flow run, or, if it crashed, of its last successor."""
+    """Return the state of a flow run, or the state of its last successor if the flow run crashed."""
     state = flow_state(made)
     if state is None or not state.is_crashed():
         return state
@@ -312,14 +314,14 @@ def _state_of(made: UUID) -> Any:
 
 
 def _stop_others(name: str) -> None:
-    """Stop the unfinished runs of this recipe's nights, and wait until they have ended."""
+    """Stop the unfinished runs of this recipe's nights, and wait until these runs have ended."""
     limit = time.monotonic() + CANCEL_SECONDS
     while time.monotonic() < limit and _cancel_nights(name):
         time.sleep(POLL_SECONDS)
 
 
 def _cancel_nights(name: str) -> bool:
-    """Cancel the unfinished runs of this recipe's nights; return whether there is any."""
+    """Cancel the unfinished runs of this recipe's nights; return whether there was one."""
     from prefect.states import Cancelling
 
     with open_client() as client:

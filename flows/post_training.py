@@ -91,7 +91,7 @@ def post_training(
         following = RunWatch(stages, writer, supervisor)
         write_first_anchor(context, tracker, page)
         try:
-            writer.refresh()  # publish that the run starts
+            writer.refresh()  # publishes that the run starts
             if is_trained(context):
                 step("end the stages", stages.clear)
             else:
@@ -125,7 +125,7 @@ def _train(step: Steps, stages: Stages, following: RunWatch, writer: StatusWrite
             get_run_logger().warning(writer.no_signal)
             page.warn(writer.no_signal)
         write_anchor(context.log.state, writer.tracker, page)
-        newest = max(0, len(table_rows) - 2)  # an evaluation may come later than its block
+        newest = max(0, len(table_rows) - 2)  # the last block again, because its evaluation may come later
         table_rows[newest:] = block_rows(context, every[newest : len(table_rows) + 1])
         page.progress(table_rows)
     step("end the stages", lambda: _end(following, stages, writer))
@@ -138,7 +138,7 @@ def _end(following: RunWatch, stages: Stages, writer: StatusWriter) -> None:
 
 
 def _audit(writer: StatusWriter) -> AuditReport:
-    """Audit the run, and show the progress in its status."""
+    """Audit the run, and show the audit's progress in the run's status."""
     expected, further = expected_of(writer.context), functools.partial(writer.note_progress, "ending")
     return audit(writer.context.store, progress=lambda _: further(), expected=expected)
 
@@ -148,17 +148,19 @@ def _format_accuracies(accuracies: list[float]) -> str:
 
 
 def _evaluate(writer: StatusWriter) -> list[float]:
-    """Return the held-out accuracy of the first and the last version: the stored figure, else a new evaluation."""
+    """Return the held-out accuracy of the first and the last version: the stored accuracy, else that of a new
+    evaluation.
+    """
     context, note = writer.context, functools.partial(writer.note_progress, "evaluating")
     left_out = {
         evaluation.version for evaluation in read_skipped(context.store)
-    }  # a skipped evaluation does not fail a run at its end
+    }  # an evaluation that was skipped does not fail a finished run
     ends = [version for version in (0, context.config.versions) if version not in left_out]
     return [evaluate_version(context, version, note).accuracy for version in ends]
 
 
 def _open_or_create_run(config: RunConfig, run_id: str | None, storage: str | None) -> RunContext:
-    """Return the context of the run, which is created if it does not exist yet."""
+    """Return the context of the run; create the run if it does not exist yet."""
     if storage:
         return await_run(storage)
     run_id = run_id or run_id_of(config.name, flow_run.id)
@@ -196,16 +198,18 @@ def _reset_budgets(context: RunContext) -> None:
 
 
 def _reopen(context: RunContext) -> None:
-    """Delete the summary of a run that continues past its old end: a summary tells others that the run has ended."""
+    """Delete the summary of a run that continues past its old end, because a summary says that the run has ended."""
     if context.store.exists(SUMMARY) and not is_trained(context):
         context.store.delete(SUMMARY)
 
 
 def _sweep(context: RunContext) -> None:
-    """Remove unfinished files of killed writers. A store that does not allow the removal does not stop the training."""
+    """Remove files that killed writers left unfinished. A store that does not allow the removal does not stop the
+    training.
+    """
     try:
         sweep(context.store)
-    except (RollflowError, OSError) as error:  # for example, a storage service that lacks the request
+    except (RollflowError, OSError) as error:  # for example, the storage service has no such request
         get_run_logger().warning("could not look for unfinished files of killed writers: %s", error)
 
 
@@ -244,7 +248,9 @@ def mlflow_page(tracker: Tracker, config: RunConfig, otherwise: str) -> str:
 
 @contextlib.contextmanager
 def _record_early_failure(context: RunContext, supervisor: Writer) -> Iterator[None]:
-    """Record the failure of a run that has no status writer yet, or whose status writer could not record it."""
+    """Record the failure of a run that has no status writer yet, or whose status writer could not record the
+    failure.
+    """
     try:
         yield
     except Exception as error:
@@ -254,17 +260,19 @@ def _record_early_failure(context: RunContext, supervisor: Writer) -> Iterator[N
 
 
 def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:
-    """End the stages and record why, unless another supervisor has taken over the run."""
-    if isinstance(error, RestartsExhausted):  # a newer supervisor's actors may have deposed this supervisor's
+    """End the stages and record the reason, unless another supervisor has taken over the run."""
+    # the actors of a newer supervisor may have deposed those of this supervisor
+    if isinstance(error, RestartsExhausted):
         with contextlib.suppress(RollflowError):
             supervisor.log.follow()
     newer = None if supervisor.valid() else supervisor.log.state.claims["supervisor"]
     if newer is None or newer.cluster != stages.address:
         stages.abandon()
     if newer is not None:
-        return  # status and tracking belong to the newer supervisor, too
+        return  # the run's status and tracking belong to the newer supervisor
     phase, writer.failure = _describe_failure(error)
-    with contextlib.suppress(RollflowError):  # the store may be what failed; do not hide the first error
+    # if the store has failed, writing fails, too, and must not hide the first error
+    with contextlib.suppress(RollflowError):
         writer.refresh(phase)
     write_anchor(supervisor.log.state, writer.tracker)
     writer.tracker.finish("FAILED" if phase == "failed" else "KILLED")
@@ -276,7 +284,7 @@ def _describe_failure(error: BaseException) -> tuple[Phase, str]:
         return "paused", "its flow run is paused; it goes on when that is resumed"
     if isinstance(error, RunEnded):
         return "stopped", str(error)
-    if isinstance(error, TerminationSignal):  # its flow run was cancelled, or its runner is shutting down
+    if isinstance(error, TerminationSignal):  # the supervisor's flow run was cancelled, or its runner is shutting down
         return "stopped", "its flow run was told to end"
     return "failed", f"{type(error).__name__}: {error}"
 
@@ -292,9 +300,9 @@ def _finish(
     stages: Stages, writer: StatusWriter, supervisor: Writer, report: AuditReport, page: Page
 ) -> dict[str, Any]:
     context, tracker = writer.context, writer.tracker
-    # leftover files are garbage, or are used when the run is resumed
+    # files that are left are garbage, or are used when the run is resumed
     with contextlib.suppress(StoreFailed, Unreachable):
-        context.policies.prune(supervisor)  # versions that were kept for their evaluation
+        context.policies.prune(supervisor)  # deletes versions that were kept only until their evaluation
     idle = {role: status.idle for role, status in stages.statuses().items()}
     mlflow = mlflow_page(tracker, context.config, "rollflow serve")
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
@@ -302,14 +310,14 @@ def _finish(
     write_anchor(supervisor.log.state, tracker, page)
     plot = run_home() / "plots" / context.key / "reward.png"
     tracker.log_reward_plot(writer.curves, plot)
-    with contextlib.suppress(RollflowError):  # a batch that was damaged since then does not fail the run
+    with contextlib.suppress(RollflowError):  # a batch that was damaged after the training does not fail the run
         tracker.log_ending(build_outcome(context, summary))
     tracker.finish("FINISHED")
     if plot.exists():
         context.store.put("reward.png", plot.read_bytes())
         page.plot(plot)
     every = list(split_blocks(0, context.config.versions))
-    page.progress(list(block_rows(context, every)))  # with the last evaluations
+    page.progress(list(block_rows(context, every)))  # shows all blocks once more, because the last evaluations are new
     page.close()
     writer.refresh("done")
     return summary

@@ -76,8 +76,8 @@ class Preflight:
 def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tell: Tell = lambda _: None) -> Preflight:
     """Check everything that can be checked before a run.
 
-    With `download=False` a hub policy is not fetched; with `ask=False` no service is contacted. `tell` reports
-    progress.
+    With `download=False` a policy from the hub is not fetched; with `ask=False` no service is contacted. `tell` is
+    called with messages about the progress.
 
     Raises:
         ConfigError: one sentence that says what the user must change.
@@ -113,7 +113,8 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         if config.policy.path is not None:
             _check_weights(config, folder, tokenizer)
         probe, pins = probe_tokens(prompts, tokenizer.probe_length), pin_prompts(config, prompts, read)
-    weights = {} if config.policy.path is None else weight_files(config.policy.path)  # a cold start makes new weights
+    # a policy without a folder gets new weights
+    weights = {} if config.policy.path is None else weight_files(config.policy.path)
     return Preflight(files, weights, tuple(probe), pins, read, tuple(notes))
 
 
@@ -231,7 +232,7 @@ def _read_policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
 
 
 def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
-    """Open the policy as the run will: check its files, engine, end tokens, context and templates."""
+    """Open the policy as the run will: check the policy's files, engine, end tokens, context and templates."""
     check_files(folder)
     if config.policy.path is not None:
         check_config(folder)
@@ -264,7 +265,7 @@ def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer) 
 
 
 def _check_engine(config: RunConfig, folder: Path) -> None:
-    """Reject a policy that the engine cannot run: its actors would die one after another."""
+    """Reject a policy that the engine cannot run, because the engine's actors would die one after another."""
     path = config.policy.path
     if isinstance(config.engine, VllmEngineConfig) and config.cluster.address == "auto":
         cold = config.policy.cold_start
@@ -299,7 +300,7 @@ def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
 
 
 def _check_tokenizer_agrees(config: RunConfig, folder: Path, texts: list[str]) -> None:
-    """Reject a policy whose tokenizer other tools load differently: they could not use the trained policy."""
+    """Reject a policy whose tokenizer other tools load differently: those tools could not use the trained policy."""
     path = config.policy.path
     if path is not None and (what := find_other_reading(folder, texts)) is not None:
         raise ConfigError(

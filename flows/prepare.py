@@ -69,8 +69,8 @@ def _describe_stored(path: str, data: Data) -> StoredObject:
 def _store_policy(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> None:
     """Write the policy's files, unless another command with the same run id has written different ones.
 
-    The other command may still be running, or may have died half-way. The other command's weights or chat template must
-    not become this run's.
+    The other command may still be running, or may have died while it wrote. This run must not get the weights or the
+    chat template of the other command.
     """
 
     def refusal_of(path: str) -> ConfigError:

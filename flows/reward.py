@@ -11,7 +11,7 @@ from rollflow.tasks.actors.reward import REWARD, start_reward
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.runtime.names import RunPlace
 
-NO_LIMIT = float("inf")  # an idle reward actor is normal while the other stages prepare; progress is theirs to make
+NO_LIMIT = float("inf")  # no limit, because the reward actor is idle as long as the rollout stage sends no responses
 
 
 @flow(name="reward")

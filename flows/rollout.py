@@ -31,13 +31,15 @@ def rollout(run: RunPlace, ray_address: str) -> None:
             start=start,
             redone=lambda status: _describe_lost_work(status, context.config.group_size),
             patience=context.config.rollout.patience_seconds,
-            poll=POLL_SECONDS,  # the engines are looked after in between
+            poll=POLL_SECONDS,  # between two looks at the scheduler, `tick` checks the engines
         )
         ActorKeeper(context, scheduler, log).run(engines.look)
         engines.reporter.notes.flush()
 
 
 def _describe_lost_work(status: RolloutStatus, group_size: int) -> tuple[str, int]:
-    """Describe the work that was lost with the scheduler and is repeated: its groups are issued again."""
+    """Describe the work that was lost with the scheduler and is repeated: the scheduler's open groups are issued
+    again.
+    """
     groups = status.running + status.buffered
     return f"{groups} groups that were running or not in a batch yet", groups * group_size

@@ -1,4 +1,4 @@
-"""The recipes that `rollflow serve` offers in the Prefect UI: the shipped ones, and the deployed ones.
+"""The recipes that `rollflow serve` offers in the Prefect UI: shipped recipes, and deployed recipes.
 
 `rollflow deploy FOLDER` adds a folder, `rollflow nightly FILE` a nightly file. The list is stored in `deployed.json` in
 the run home.
@@ -36,7 +36,7 @@ def recipes_file(place: Path) -> Path:
 
 
 def list_folders(place: Path) -> list[Path]:
-    """Return the folders whose recipes are served, rollflow's own first."""
+    """Return the folders whose recipes are served; the folder of shipped recipes comes first."""
     return [SHIPPED, *(one for one in _read_deployed(place) if one.suffix != ".toml")]
 
 
@@ -65,7 +65,7 @@ def recipes_of(folder: Path) -> list[ServedRecipe]:
     """Return the recipes of a folder.
 
     Raises:
-        ConfigError: there is none, one is invalid, or two have the same name.
+        ConfigError: the folder has no recipe or an invalid one, or two of its recipes have the same name.
     """
     files = sorted(folder.glob("*.toml"))
     if not files:
@@ -82,8 +82,8 @@ def recipes_of(folder: Path) -> list[ServedRecipe]:
 
 
 def served_recipes(tell: Callable[[str], None]) -> list[ServedRecipe]:
-    """Return every recipe that this home serves; of equal names, the one deployed last. `tell`
-    reports invalid recipes.
+    """Return every recipe that this home serves; of recipes with equal names, the one that was deployed last. `tell` is
+    called with a message for each invalid recipe.
     """
     found: dict[str, ServedRecipe] = {}
     for folder in list_folders(run_home()):

@@ -1,9 +1,10 @@
 """The services that `rollflow run` uses while a run lasts: a Prefect server, a Ray cluster and a runner.
 
-A session starts each service that the user does not provide, and stops it at its end, whatever the reason. Services
-that the session did not start (`PREFECT_API_URL`, `cluster.address`, a stack that is up) are used and left running. The
-Prefect server belongs to the run home, and stops with the last command that uses it. A service that the session started
-is restarted if it dies (`keepalive.services`), and so is the run's supervisor (`keepalive.supervisor`).
+A session starts each service that the user does not provide, and stops these services when the session ends, for
+whatever reason. Services that the session did not start (`PREFECT_API_URL`, `cluster.address`, a stack that is up) are
+used and left running. The Prefect server belongs to the run home, and stops with the last command that uses it. A
+service that the session started is restarted if it dies (`keepalive.services`), and so is the run's supervisor
+(`keepalive.supervisor`).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Session:
     deployment: str
     page: str
     services: Mapping[str, Service]
-    login: str = ""  # how to get the page's credentials; "" if the server is not ours
+    login: str = ""  # how to get the credentials of the page; "" if the session did not start the server
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def submit(self, context: RunContext, began: float) -> UUID:
@@ -116,7 +117,7 @@ class Session:
         return ServiceKeeper(self.deployment, self.services, limits)
 
     def cancel(self, context: RunContext) -> None:
-        """Cancel the run's flow runs, and kill its actors if the cluster is not ours to stop."""
+        """Cancel the run's flow runs, and kill the run's actors if this session does not own the cluster."""
         if RUNNER in self.services:
             self._cancel_flows()
         else:
@@ -175,8 +176,8 @@ def open_session(
 ) -> Iterator[Session]:
     """Start the services that are not provided, serve the deployments as `name`, and stop everything after the block.
 
-    `spares` are the kinds of worker processes that Ray starts in advance. A stack replaces the workers that are used
-    up.
+    `spares` are the kinds of worker processes that Ray starts in advance. A stack replaces each worker that a run
+    takes.
     """
     place, given = run_home(), prefect_url()
     server = None if given else HomeServer(place)
@@ -186,9 +187,9 @@ def open_session(
         **(server.env if server else {"PREFECT_API_URL": given}),
         **(ray.env | {"ROLLFLOW_RAY_ADDRESS": ray.address} if ray else {}),
         "ROLLFLOW_HOME": str(place),
-        "PREFECT_LOCAL_STORAGE_PATH": str(place / "results"),  # what flows return
+        "PREFECT_LOCAL_STORAGE_PATH": str(place / "results"),  # folder for the values that flows return
         "ROLLFLOW_DEPLOYMENT": name,
-        # a stack outlives the command
+        # a stack lives longer than the command that starts it
         "ROLLFLOW_PREFECT_PAGE": "rollflow serve" if server and name != SERVED else page,
         "ROLLFLOW_MLFLOW_PAGE": next((service.url for service in extra if isinstance(service, MlflowServer)), ""),
     }
@@ -217,14 +218,15 @@ def open_session(
 
 
 def _build_runner(place: Path, name: str, environment: Mapping[str, str], begin: Path, *, watched: bool) -> Runner:
-    """Return the session's runner, which serves once the file `begin` exists.
+    """Return the session's runner, which begins to serve the flows once the file `begin` exists.
 
-    Automations restart crashed runs, except where the session itself watches them (`watched`).
+    Automations restart crashed runs, unless the session itself watches its runs (`watched`).
     """
     log, ready = place / "logs" / name / "runner.log", begin.with_name("runner-ready")
     ready.parent.mkdir(parents=True, exist_ok=True)
     begin.unlink(missing_ok=True)
-    level = {"PREFECT_LOGGING_LEVEL": "INFO"}  # for the flow runs' pages; the terminal has the live view
+    # level of the log on a flow run's page; the terminal shows the live view instead
+    level = {"PREFECT_LOGGING_LEVEL": "INFO"}
     variables = {**environment, **logging_settings(shared=name == SERVED), **level}
     arguments = ["--begin", str(begin), "--ready", str(ready), *(["--no-automations"] if watched else [])]
     return Runner(log, variables, arguments=arguments, ready=ready)
@@ -245,7 +247,7 @@ def _import_prefect(runner: Runner) -> None:
         from prefect.settings import get_current_settings
 
         get_current_settings()
-    except ValueError as error:  # pydantic's error for a setting; it does not name the variable
+    except ValueError as error:  # pydantic's error for a Prefect setting, which does not name the variable
         given = ", ".join(sorted(name for name in os.environ if name.startswith("PREFECT_")))
         reason = " ".join(f"{error}".split())[:200]
         raise ConfigError(f"Prefect refuses one of {given} ({reason}); correct it, or unset it") from None

@@ -1,7 +1,8 @@
 """The Prefect tasks of a run, which the Prefect page shows as its graph.
 
-A step is a box on the page, named after its result, and placed after the step before it. Wrapping work in a step does
-not change the work. Prefect keeps no results of steps, so a supervisor that takes over does its own steps. A step makes
+A step is a box on the page; the box is named after the step's result, and placed after the previous step. Wrapping work
+in a step does not change the work. Prefect keeps no results of steps, so a supervisor that takes over repeats the steps
+itself. A step makes
 no request to the Prefect server, so an unreachable or slow server delays nothing: Prefect sends task events in the
 background.
 """
@@ -39,8 +40,8 @@ class Steps:
         self._last: State | None = None
 
     def __call__(self, name: str, do: Callable[[], T], tell: Callable[[T], str] = lambda result: "") -> T:
-        """Run `do` as a step and return its result, or raise its error; `tell` describes the result in a few words for
-        the box.
+        """Run `do` as a step, and return the result of `do` or raise its error; `tell` describes the result in a few
+        words for the box.
         """
         results: list[T] = []
         ended: list[RunEnded] = []
@@ -87,7 +88,7 @@ def run_name() -> str:
 
 
 def build_tags(config: RunConfig, run_id: str, role: str) -> list[str]:
-    """Return the tags by which the page finds the flow runs of a run."""
+    """Return the tags by which Prefect's page finds the flow runs of a training run."""
     return [f"recipe:{config.name}", f"run:{run_id}", f"role:{role}"]
 
 
@@ -113,7 +114,9 @@ def cancel(why: str) -> State:
 
 
 def suspend() -> State:
-    """Suspend this flow run and return its state. Resuming starts a new process, so this process need not wait."""
+    """Suspend this flow run and return the flow run's state. Resuming starts a new process, so this process need not
+    wait.
+    """
     with open_client() as client:
         state = client.read_flow_run(UUID(str(flow_run.id))).state
         if state is None or not state.state_details.pause_reschedule:
@@ -124,10 +127,11 @@ def suspend() -> State:
 
 
 def create_stand_in(client: SyncPrefectClient, name: str, key: str) -> UUID | None:
-    """Create a task run that represents a flow run elsewhere, so that the page shows that one below this flow run.
+    """Create a task run that represents another flow run, so that Prefect's page shows the other flow run below this
+    one.
 
-    `run_deployment` creates the same kind of task run. Calls with the same `key` create only one. Returns None outside
-    a flow run.
+    `run_deployment` creates the same kind of task run. Calls with the same `key` create only one task run. Outside a
+    flow run, the function returns None.
     """
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     if flow is None or flow.flow_run is None:

@@ -22,14 +22,15 @@ def train(run: RunPlace, ray_address: str) -> int:
             name=LEARNER,
             start=lambda: start_learner(context, gpu_shares(context.config).learner, ray_address),
             redone=_describe_lost_work,
-            # The learner itself waits one `patience_seconds` for a batch, and its own error names the missing batch.
+            # The learner itself waits `patience_seconds` for a batch, and then raises an error that names the missing
+            # batch.
             patience=2 * context.config.rollout.patience_seconds,
         )
         return int(ActorKeeper(context, learner, get_run_logger().info).run())
 
 
 def _describe_lost_work(status: LearnerStatus) -> tuple[str, int]:
-    """Describe the work that was lost with the learner: its start if it had not restored a version, else one train
-    step.
+    """Describe the work that was lost with the learner: the learner's start if it had not restored a version, else one
+    train step.
     """
     return ("its start" if status.version < 0 else f"the step of version {status.version + 1}", 0)

@@ -1,4 +1,5 @@
-"""Looks up an actor's process in Ray and in its node's kernel: whether it is created, its process id, its CPU time.
+"""Looks up an actor's process in Ray and in the kernel of the actor's node: whether the actor is created, its process
+id, its CPU time.
 
 No function here calls the actor. So no function waits for the actor's threads, or for the holder of its interpreter
 lock.
@@ -15,7 +16,7 @@ from rollflow.flows.services.lost_workers import explain_lost_worker, list_death
 from rollflow.tasks.actors.early_imports import Kind
 
 CALL_SECONDS = 20.0
-KINDS: dict[str, Kind] = {  # actor class -> the kind of worker that it starts in
+KINDS: dict[str, Kind] = {  # actor class -> the kind of worker that the actor starts in
     "EngineActor": "engine",
     "LearnerActor": "learner",
     "RolloutActor": "rollout",
@@ -25,8 +26,8 @@ KINDS: dict[str, Kind] = {  # actor class -> the kind of worker that it starts i
 
 @dataclass(frozen=True, slots=True)
 class ActorProcess:
-    """The place of an actor. `state` is Ray's word ("PENDING_CREATION", "ALIVE", "DEAD");
-    `pid` is 0 without a process.
+    """The node and process of an actor. `state` is the actor's state in Ray's words ("PENDING_CREATION", "ALIVE",
+    "DEAD"); `pid` is 0 if the actor has no process.
     """
 
     state: str
@@ -45,7 +46,9 @@ class ActorProcess:
         return self.state in ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 
     def cpu_seconds(self) -> float | None:
-        """Return the CPU time of its process; None if the process is gone or its node does not answer."""
+        """Return the CPU time of the actor's process; None if the process is gone or the actor's node does not
+        answer.
+        """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -61,7 +64,7 @@ class ActorProcess:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Return the CPU time of a process of this node, with the time that it waited for disks if that is known."""
+    """Return the CPU time of a process on this node, plus the time that the process waited for disks, if known."""
     try:
         times = psutil.Process(pid).cpu_times()
         return float(times.user + times.system + getattr(times, "iowait", 0.0))
@@ -70,7 +73,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def find_actor_process(actor_id: Any) -> ActorProcess | None:
-    """Return the actor with this id (Ray's `ActorID`); None if Ray knows of none."""
+    """Return the actor with this id (Ray's `ActorID`); None if Ray knows no such actor."""
     from ray._private import state
 
     if actor_id is None or actor_id.is_nil():
@@ -82,12 +85,12 @@ def find_actor_process(actor_id: Any) -> ActorProcess | None:
 
 
 def explain_lost_call(reference: Any) -> str:
-    """Say why the actor of a call cannot be created; reported once, and "" if nothing is known."""
+    """Say why the actor of a call cannot be created; return each reason once, and "" without a known reason."""
     return explain_lost_actor(reference.task_id().actor_id()) if list_deaths() else ""
 
 
 def explain_lost_actor(actor_id: Any) -> str:
-    """Say why an actor cannot be created; reported once, and "" if nothing is known."""
+    """Say why an actor cannot be created; return each reason once, and "" without a known reason."""
     if not list_deaths():
         return ""
     found = find_actor_process(actor_id)

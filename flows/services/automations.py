@@ -3,9 +3,9 @@
     no heartbeat of a flow run for 90 s --> it is marked as crashed
     a post-training flow run crashed    --> `recover` restarts its run
 
-They are installed by name. Installing the same automation again changes nothing, so Prefect keeps its counters. Each
-applies only to the given deployments. Prefect's SQLite database gets slow under automations, so a private server has
-none; its session restarts the runs (`keepalive/supervisor_restart.py`).
+Automations are installed by name. Installing the same automation again changes nothing, so Prefect keeps the
+automation's counters. Each automation applies only to the given deployments. Prefect's SQLite database gets slow under
+automations, so a private server has no automations; its session restarts the runs (`keepalive/supervisor_restart.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from uuid import UUID
 
 from rollflow.flows.services.prefect_api import open_client
 
-HEARTBEAT_SECONDS = 30  # the highest frequency that Prefect allows
+HEARTBEAT_SECONDS = 30  # the shortest interval between heartbeats that Prefect allows
 SILENT_SECONDS = 90
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
@@ -37,7 +37,9 @@ def install_automations(deployment: str, ids: Mapping[str, UUID]) -> None:
 
 
 def silent_flow_runs(deployment: str, ids: Mapping[str, UUID]) -> Any:
-    """Build the automation for flow runs that sent a heartbeat, and then neither another one nor their end."""
+    """Build the automation for flow runs that have sent a heartbeat, and then neither another heartbeat nor their
+    end.
+    """
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import EventTrigger, Posture
@@ -77,7 +79,8 @@ def _build_automation(name: str, trigger: Any, action: Any) -> Any:
     from prefect.events.schemas.automations import AutomationCore
 
     fields = trigger.model_dump(mode="json", exclude={"id"})
-    fields |= {key: sorted(fields[key]) for key in ("after", "expect", "for_each")}  # sets, in any order
+    # these fields are sets without an order, so they are sorted
+    fields |= {key: sorted(fields[key]) for key in ("after", "expect", "for_each")}
     content = {"name": name, "trigger": fields, "actions": [action.model_dump(mode="json")]}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
     # Validated from a dict, because an update sends only the fields that were set.

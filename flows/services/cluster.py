@@ -2,10 +2,11 @@
 
 Guarantees:
 - `attach` either attaches within its deadline or raises `Unreachable`; Ray itself retries a wrong address forever. A
-  head may be down until the deadline, so a caller that works for a run passes the run's `recovery` window. `attach`
+  Ray head may be down until the deadline, so a caller that works for a run passes the run's `recovery` window. `attach`
   keeps this process's SIGTERM and SIGINT handlers. Ray replaces the handlers, and a cancelled flow would then end as
   crashed.
-- Every wait for an actor is bounded (`call_within`); the error says what was waited for, on whom and how long.
+- Every wait for an actor is bounded (`call_within`); the error says what the caller waited for, on which actor and for
+  how long.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rollflow.tasks.actors.placement import LEAST, Role
 from rollflow.tasks.run.config import ClusterConfig
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 10.0  # deadline of one answer from the head
+ANSWER_SECONDS = 10.0  # deadline for one answer of the Ray head
 LOST_SECONDS = 2.0  # interval at which a call checks whether its actor can still be created
 
 
@@ -34,7 +35,7 @@ def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> N
 
     Raises:
         ConfigError: the head rejects this process's token, or runs another version of Ray or Python.
-        Unreachable: no Ray head answers at the address, or it refuses the connection.
+        Unreachable: no Ray head answers at the address, or the head refuses the connection.
     """
     import ray
 
@@ -47,7 +48,7 @@ def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> N
 
 
 def _try_attach(address: str, namespace: str, deadline_seconds: float, *, last: bool) -> bool:
-    """Connect, and return whether that succeeded; the `last` try raises the error instead."""
+    """Connect, and return whether that succeeded; at the `last` try, raise the error instead."""
     try:
         _check_head(address, deadline_seconds)
         _connect(address, namespace)
@@ -65,7 +66,7 @@ def _connect(address: str, namespace: str) -> None:
     try:
         ray.init(address=address, namespace=namespace, logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-        detach()  # undo what Ray has set up, so that another try is possible
+        detach()  # removes what Ray has set up, so that another try is possible
         if "Version mismatch" in str(error):
             raise ConfigError(f"cluster.address = {address!r}: {' '.join(str(error).split())}") from None
         raise Unreachable(f"the Ray cluster at {address} refused this process: {_first_line(error)}") from error
@@ -74,8 +75,8 @@ def _connect(address: str, namespace: str) -> None:
 
 
 def _check_head(address: str, deadline_seconds: float) -> None:
-    """Check that the head answers at the address that Ray will use, and keep Ray on loopback
-    if the head is there only.
+    """Check that the head answers at the address that Ray will use; if the head listens on loopback only, make Ray use
+    loopback.
     """
     from ray._private import ray_constants
     from ray._private import services as ray_services
@@ -83,16 +84,19 @@ def _check_head(address: str, deadline_seconds: float) -> None:
     host, _, port = address.rpartition(":")
     if not speaks_http2(host, int(port), seconds=min(deadline_seconds, ANSWER_SECONDS)):
         raise Unreachable(f"waited {deadline_seconds:.0f} s for a Ray head at {address}; nothing there answers")
-    if os.environ.get("ROLLFLOW_RAY_ADDRESS") != address:  # for the private cluster, this process was given the token
+    # the private cluster's token is in this process's environment
+    if os.environ.get("ROLLFLOW_RAY_ADDRESS") != address:
         check_token(address)
     if host in LOOPBACK and not speaks_http2(ray_services.get_node_ip_address(), int(port), seconds=1.0):
-        # Ray replaces "127.0.0.1" by the host's outside address unless clusters are off; this head is on loopback only.
+        # Unless clusters are off, Ray replaces 127.0.0.1 by the host's outside address, where this head does not
+        # listen.
         ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _restore_handlers(handlers: dict[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
-        # None: the handler was not set from Python; ValueError: this is not the main thread, where Ray set none either.
+        # A handler that was not set from Python is None. Outside the main thread, `signal` raises a ValueError, and Ray
+        # has set no handler.
         if handler is not None:
             with contextlib.suppress(ValueError):
                 signal.signal(number, handler)
@@ -119,7 +123,7 @@ def find_actor(name: str) -> Any:
     """Return the living actor of that name in this process's namespace.
 
     Raises:
-        Unreachable: there is none.
+        Unreachable: there is no living actor of that name.
     """
     import ray
 
@@ -131,7 +135,7 @@ def find_actor(name: str) -> Any:
 
 
 def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[str]:
-    """Kill the actors of these names, and wait until their names are free; names without an actor are skipped.
+    """Kill the actors of these names, and wait until their names are free; skip names without an actor.
 
     Returns the names of the killed actors. The wait is bounded, because the actor's node may just have been lost. If
     the name is still taken, a later start finds the dead actor, and calls this function again.
@@ -168,14 +172,14 @@ def _name_is_taken(name: str) -> bool:
 
 
 def call_within(reference: Any, deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable) -> Any:
-    """Wait for an object reference, for at most `deadline_seconds`, and return its value.
+    """Wait for an object reference, for at most `deadline_seconds`, and return the object.
 
     Args:
-        what: what is waited for and on whom, as the error should name it ("the weights, from engine 0").
+        what: the awaited value and its source, in the words of the error message ("the weights, from engine 0").
         died: the error to raise if the actor is dead (`EngineFailed` for engines).
 
     Raises:
-        Unreachable: no answer in time, or the actor's worker died before the actor was created.
+        Unreachable: the actor did not answer in time, or its worker died before the actor was created.
         RollflowError: the error that the actor's method raised.
     """
     import ray
@@ -203,7 +207,8 @@ def has_ended(reference: Any, seconds: float) -> bool:
 
 @contextlib.contextmanager
 def _unwrap_signal_error() -> Iterator[None]:
-    """Raise the error of a signal handler that ran inside Ray's compiled code, such as the one that cancels a flow run.
+    """Raise the error of a signal handler that ran inside Ray's compiled code, such as the handler that cancels a flow
+    run.
 
     Ray delivers the error as the cause of a `SystemError`, which would look like the death of an actor.
     """
@@ -242,7 +247,7 @@ def check_actor_options(config: ClusterConfig) -> None:
         options.append((f"{key}.labels", "label_selector", own.labels, own.labels))
         options.append((f"{key}.resource", "resources", own.resource, {own.resource: LEAST}))
     given = [one for one in options if one[2]]
-    if not given:  # importing Ray takes seconds
+    if not given:  # nothing to check; importing Ray would take seconds
         return
     import ray
 
@@ -255,7 +260,7 @@ def check_actor_options(config: ClusterConfig) -> None:
 
 
 def count_machine_gpus() -> float:
-    """Count the GPUs that a Ray node on this machine would have; no cluster is needed."""
+    """Count the GPUs that a Ray node on this machine would have; this function needs no cluster."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
 
     return float(get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators())

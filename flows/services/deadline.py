@@ -1,4 +1,4 @@
-"""Runs calls that may hang with a deadline, since a store may accept connections and answer nothing."""
+"""Runs a call that may hang under a deadline, since a store may accept connections and never answer."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""Flow runs as forks of their runner, which has imported what they need; a new interpreter takes seconds for that.
+"""Starts flow runs as forks of their runner, because a new interpreter needs seconds for imports that the runner has
+already made.
 
     runner --before it has threads--> fork server --for each flow run--> flow run
 
 Guarantees:
-- A forked flow run equals one of `python -m prefect.engine`: its environment, folder, output, signals and exit code. It
-  is a process of its own, with the same command line (`process_title`) followed by the flow run's id.
+- A forked flow run equals one of `python -m prefect.engine`: its environment, folder, output, signals and exit code.
+  Each forked flow run is a separate process; its command line (`process_title`) is the same, followed by the flow run's
+  id.
 - A flow run ends with the fork server, and the fork server ends with the runner. The runner learns the true exit code.
-- A dead fork server is replaced: see `tasks.runtime.fork_server`.
+- A new fork server replaces a dead one: see `tasks.runtime.fork_server`.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def fork_flows(module: str) -> None:
-    """Make a Prefect runner in this process, which runs `module`, fork its flow runs."""
+    """Make the Prefect runner of this process fork its flow runs; the process runs `module`."""
     if not sys.platform.startswith("linux"):
         return
     shown_as = (sys.executable, "-m", forkserver.__name__)  # so that the fork server is not mistaken for the runner
     fork_server([module, __name__], shown_as=shown_as)
-    # Prefect's module itself says to patch it to override this function.
+    # The Prefect module itself asks users to override this function by a patch.
     setattr(_starter_engine, "run_process", _run_process)  # noqa: B010
 
 
@@ -55,7 +57,9 @@ async def _run_process(
     cwd: Path | str | None = None,
     **_: object,
 ) -> ForkServerProcess:
-    """Replace Prefect's function: fork the flow run, and return once it has ended; a cancellation ends it too."""
+    """Replace Prefect's function: fork the flow run, and return once the flow run has ended; a cancellation ends the
+    flow run, too.
+    """
     if command != [get_sys_executable(), "-m", ENGINE]:
         raise NotImplementedError(f"only flow runs of this runner are forked, not {command}")
     context = multiprocessing.get_context("forkserver")
@@ -83,7 +87,7 @@ def _run_flow(server: int, environment: dict[str, str], folder: str | None) -> N
     if folder:
         os.chdir(folder)
     sys.argv = [ENGINE]
-    sys.modules.pop(ENGINE, None)  # it must run as the main module
+    sys.modules.pop(ENGINE, None)  # the engine's module must run as the main module
     be_named(sys.executable, "-m", ENGINE, environment[FLOW_RUN])
     refresh_global_settings_context()
     try:
@@ -94,8 +98,8 @@ def _run_flow(server: int, environment: dict[str, str], folder: str | None) -> N
 
 
 def _die_with(server: int) -> None:
-    """Make this process die with the fork server; otherwise its end would go unnoticed, and it
-    would be started twice.
+    """Make this process die with the fork server; otherwise nobody would notice the end of its flow run, which would be
+    started twice.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != server:  # the fork server died before the call

@@ -3,7 +3,7 @@
 The UI shows `anyOf` as buttons, one for each choice. The UI shows other unions (`oneOf`, a list of them) as raw JSON.
 The server checks the same schema, but for a failed `anyOf` it says only that no choice fits. So this schema contains
 each choice twice. The loose copy stands below `anyOf`, for the UI. The strict copy stands below `if` and `then`, which
-the UI ignores; its errors say what is wrong, and where.
+the UI ignores; the errors of the strict copy say what is wrong, and where.
 
 - An optional value without a default is an empty field, and null if left empty.
 - The parts of an objective say "as in the preset" until the user opens one. The form fills in every default that it
@@ -60,13 +60,16 @@ def build_form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> Schema:
 
 
 def _with_new_names(definitions: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Let the server name the new key if a value has an earlier one; the UI does not show `patternProperties`."""
+    """Make the server's error name the new key if a value has the key's earlier name; the UI does not show
+    `patternProperties`.
+    """
     found = dict(definitions)
     for key, today in RECIPE.keys.items():
         place, _, name = key.rpartition(".")
         for section in _sections_at(place, definitions):
             if today in found[section]["properties"]:
-                refused = {f"^{name}$": {"const": f"{place}.{today} in place of {key}"}}  # "... was expected"
+                # the server's error then says that this text "was expected"
+                refused = {f"^{name}$": {"const": f"{place}.{today} in place of {key}"}}
                 found[section] = found[section] | {
                     "patternProperties": found[section].get("patternProperties", {}) | refused
                 }
@@ -103,7 +106,9 @@ class _Form:
         self._more: dict[str, Schema] = {}
 
     def all(self) -> dict[str, Schema]:
-        """Return every definition, both as the server checks it and as the UI shows it below a choice."""
+        """Return every definition in two copies: as the server checks the definition, and as the UI shows it below a
+        choice.
+        """
         checked = {name: self.strict(one) for name, one in self._definitions.items()}
         shown = {name + LOOSE: self._loose(one) | {"title": _title(one)} for name, one in self._definitions.items()}
         return checked | shown | self._more
@@ -121,7 +126,7 @@ class _Form:
         node = {key: value for key, value in node.items() if key not in BOUNDS}
         if "$ref" in node:
             return node | {"$ref": node["$ref"] + LOOSE}
-        # the UI says of a constant that it cannot be changed; an enum of one value shows no such text
+        # for a constant, the UI says that the value cannot be changed; for an enum of one value, it shows no such text
         if "const" in node:
             return {"enum": [node.pop("const")], **node}
         if "oneOf" in node or "anyOf" in node:
@@ -189,7 +194,7 @@ class _Form:
     def _by_kind(self, node: Schema) -> Schema:
         key = node["discriminator"]["propertyName"]
         kinds = list(node["discriminator"]["mapping"])
-        # without a kind, the default kind applies, which the flow knows
+        # a value without a kind has the default kind, which the flow adds
         chain: Schema = {"properties": {key: {"enum": kinds}}}
         for ref, tags in _refs(node).items():
             named = {"properties": {key: {"enum": tags}}, "required": [key]}
@@ -197,8 +202,8 @@ class _Form:
         return chain
 
     def _merge_item(self, node: Schema) -> Schema:
-        """Return the schema of a list item. The UI has no buttons there, so it has the keys of all choices, all of them
-        empty.
+        """Return the schema of a list item. The UI has no buttons within a list, so the item has the keys of all
+        choices, all of them empty.
         """
         key = node["discriminator"]["propertyName"]
         kinds = _refs(node)
@@ -236,7 +241,7 @@ def _map_schemas(node: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
 
 def _refs(node: Schema) -> dict[str, list[str]]:
-    """Return the definitions that a union is made of, each with the kinds that select it."""
+    """Return the definitions of a union's choices, each with the kinds that select the choice."""
     found: dict[str, list[str]] = {}
     for kind, ref in node["discriminator"]["mapping"].items():
         found.setdefault(ref, []).append(kind)
