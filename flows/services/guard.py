@@ -2,13 +2,13 @@
 
     python -I -S guard.py GRACE_SECONDS COMMAND [ARGUMENT...]
 
-Guarantees, on Linux: every descendant of the command is ended as soon as one of these happens: the owner closes this
-process's standard input or dies (SIGKILL included), the command ends, or this process gets SIGTERM. Orphans and
-processes with a session of their own are included. The command is ended first (SIGTERM, GRACE_SECONDS), then the rest
-(SIGTERM, `REST_SECONDS`), then all by SIGKILL. If the command ended by itself, its descendants get SIGKILL at once:
-their parent is gone, so nobody waits for an orderly end. Nothing else is ever signalled. The exit code is the
-command's. All this holds even if the guard itself gets SIGKILL. At the end the pipe to the guard's standard input
-breaks, which tells the owner.
+Guarantees on Linux: the guard ends every descendant of the command as soon as the owner closes this process's standard
+input or dies (SIGKILL included), the command ends, or this process gets SIGTERM. Orphans and processes with a session
+of their own are included. The command is ended first (SIGTERM, GRACE_SECONDS), then the rest (SIGTERM, `REST_SECONDS`),
+then all by SIGKILL. If the command ended by itself, its descendants get SIGKILL at once: their parent is gone, so
+nobody waits for an orderly end. No other process ever gets a signal. The guard's exit code is the command's exit code.
+All this holds even if the guard itself gets SIGKILL. At the end the pipe to the guard's standard input breaks, which
+tells the owner.
 
 Mechanism: the guard is the "child subreaper" of its descendants. So an orphan becomes its child instead of init's, and
 the guard can find it. A second guard stands between the guard and the command. Each of the two ends everything below it
@@ -54,7 +54,7 @@ def _read_parents() -> dict[int, int]:
                 stat = Path("/proc", entry, "stat").read_text(errors="replace")
             except OSError:  # the process ended meanwhile
                 continue
-            state, ppid = stat.rpartition(")")[2].split()[:2]  # the name before ")" may hold anything
+            state, ppid = stat.rpartition(")")[2].split()[:2]  # the process's name before ")" may contain any character
             if state not in "ZX":
                 parents[int(entry)] = int(ppid)
     return parents
@@ -83,7 +83,7 @@ class Guard:
         self._parent, self._input = parent, [] if parent else [0]
         self._told_to_stop = False
         signal.signal(signal.SIGTERM, self._on_term)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to act on
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner acts on Ctrl-C
         self._status: int | None = None
         self._root = os.fork()
         if self._root == 0:
@@ -93,7 +93,7 @@ class Guard:
         self._told_to_stop = True
 
     def _reap(self) -> None:
-        """Collect the exit status of every ended child, adopted ones included."""
+        """Collect the exit status of every ended child, including adopted children."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -143,7 +143,7 @@ class Guard:
         return os.waitstatus_to_exitcode(self._status) if self._status is not None else 1
 
     def serve(self) -> NoReturn:
-        """Watch the command, end its tree, and exit with its code."""
+        """Watch the command, end the command's process tree, and exit with the command's exit code."""
         self.watch()
         code = self.end()
         sys.exit(code if code >= 0 else 128 - code)
@@ -151,7 +151,7 @@ class Guard:
 
 def become(command: list[str]) -> NoReturn:
     """Run the command in this process."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # for the case that both guards were killed
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # the system ends the command if both guards are killed
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -168,7 +168,8 @@ def main() -> None:
     def second() -> NoReturn:
         Guard(grace, lambda: become(command), first).serve()
 
-    Guard(grace + POLL_SECONDS, second).serve()  # longer grace: it learns of the second guard's end that much later
+    # a longer grace, because this guard notices the second guard's end up to `POLL_SECONDS` later
+    Guard(grace + POLL_SECONDS, second).serve()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The Prefect server of a run home: one for all commands of the home, so that no two servers open one SQLite file.
+"""The Prefect server of a run home: all commands of the home share one server, so that no two servers open one SQLite
+file.
 
     commands in the home          holder                  Prefect server
     a shared lock on `users`      the lock on `holder`    under the holder's guard
@@ -6,8 +7,9 @@
          +-- the first starts it ----> +-- ends the server once nobody holds `users`
 
 Guarantees: the server keeps its address and its secret string between starts (`read_addresses.json`, `auth`); it gets
-another port only if its own is taken. A command that ends never takes the server from another command. `holder` is free
-only when the last process of a server is gone. While a server ends, only its holder has `users`, and new commands wait.
+another port only if its own is taken. A command that ends never takes the server from another command. The lock on
+`holder` is free only when the last process of a server is gone. While a server ends, only its holder has the lock on
+`users`, and new commands wait.
 
     python -m rollflow.flows.services.home_server HOME LOCK    the holder; LOCK is the open file that it inherits
 """
@@ -41,7 +43,7 @@ def read_addresses(home: Path) -> dict[str, Any]:
 
 
 def store_addresses(home: Path, **what: Any) -> None:
-    """Store addresses in the home for the next start."""
+    """Store addresses in the run home for the next start of its services."""
     home.mkdir(parents=True, exist_ok=True)
     new = home / f"addresses-{os.getpid()}.new"
     new.write_text(json.dumps(read_addresses(home) | what))
@@ -60,7 +62,7 @@ def stable_port(home: Path, name: str) -> int:
 def is_free(port: int) -> bool:
     """Return whether nobody listens on this loopback port."""
     with socket.socket() as probe:
-        # as servers do: the port of a server that has just ended is free
+        # servers set this option, too: with it, the port of a server that has just ended counts as free
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -79,7 +81,7 @@ class HomeServer(PrefectServer):
         self._using = take_within(self._users, END_SECONDS, shared=True)
         if self._using is None:
             raise Unreachable(f"waited {END_SECONDS:.0f} s for the last Prefect server of {home} to end")
-        self._known = -1  # the holder that answered last, or that this command started
+        self._known = -1  # process id of the holder that answered last, or that this command started
         with one_at_a_time(folder / "starting"):
             if not is_held(self._holder):
                 stable_port(self._place, "prefect")
@@ -114,7 +116,7 @@ class HomeServer(PrefectServer):
 
     @property
     def running(self) -> bool:
-        """True if a server is held, whoever started it."""
+        """True if some process holds the server's lock, whoever started the server."""
         return is_held(self._holder)
 
     @property
@@ -128,9 +130,9 @@ class HomeServer(PrefectServer):
         return guard.list_descendants(pid)[2:] if (pid := self.pid) > 0 else []
 
     def relaunch(self) -> None:
-        """End what is left of the server and restart it, without waiting for it.
+        """End the remaining processes of the server and restart it, without waiting until it answers.
 
-        A server that another command has started in the meantime is left alone.
+        This method does not touch a server that another command has started in the meantime.
         """
         if self.pid == self._known:
             self._end()
@@ -151,13 +153,14 @@ class HomeServer(PrefectServer):
         await_free(self._holder, END_SECONDS)
 
     def stop(self) -> None:
-        """Stop using the server; it ends with its last user."""
+        """Stop using the server, which ends with its last user."""
         if self._using is not None:
             os.close(self._using)
             self._using = None
             if (alone := take(self._users)) is not None:
                 os.close(alone)
-            if alone is not None or is_held(self._users):  # its holder has the lock, and ends the server already
+            # otherwise other commands use the server; if the holder has the lock, it is ending the server
+            if alone is not None or is_held(self._users):
                 await_free(self._holder, END_SECONDS)
 
     def _end(self) -> None:
@@ -170,23 +173,22 @@ class HomeServer(PrefectServer):
 
 
 def _load_secret(file: Path) -> str:
-    """Return the secret that server and clients share; a full disk may have left the file
-    empty, so that is replaced.
-    """
+    """Return the secret that server and clients share; write a new one if the file is empty, as after a full disk."""
     if not file.exists() or not file.read_text():
         write_secret(file, new_auth())
     return file.read_text()
 
 
 def hold(home: Path, lock: int) -> None:
-    """Run the server until nobody uses it, or it ends."""
+    """Run the server until nobody uses the server, or the server ends."""
     known, folder = read_addresses(home), home / "prefect"
     server = PrefectServer(
         home, port=known["prefect"], auth=_load_secret(folder / "auth"), database=known.get("database", "")
     )
     server.passed_on = (lock,)
     with server:
-        while server.running and take(folder / "users") is None:  # a holder that gets the lock keeps it to the end
+        # the holder keeps the lock that it takes until it ends
+        while server.running and take(folder / "users") is None:
             time.sleep(POLL_SECONDS)
 
 

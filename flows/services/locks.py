@@ -14,7 +14,7 @@ from rollflow.storage.errors import ConfigError
 POLL_SECONDS = 0.05
 
 
-PROBE_SECONDS = 0.2  # longer than a process holds the lock that only tests whether it is taken
+PROBE_SECONDS = 0.2  # longer than a process holds a lock only to test whether it is taken
 
 
 def take(file: Path, *, shared: bool = False) -> int | None:
@@ -35,7 +35,7 @@ def take(file: Path, *, shared: bool = False) -> int | None:
     except BlockingIOError:
         os.close(held)
         return None
-    except OSError as error:  # a network folder without locks, for example
+    except OSError as error:  # for example, a network folder does not support locks
         os.close(held)
         raise ConfigError(
             f"{str(file)!r} cannot be locked ({error.strerror}); set ROLLFLOW_HOME to a folder of this machine"
@@ -44,8 +44,8 @@ def take(file: Path, *, shared: bool = False) -> int | None:
 
 
 def take_within(file: Path, seconds: float, *, shared: bool = False) -> int | None:
-    """Take the lock, retrying for this long. `PROBE_SECONDS` is enough to tell a holder from a
-    process that only tests.
+    """Take the lock, retrying for this long. `PROBE_SECONDS` is long enough to distinguish a holder from a process that
+    only tests the lock.
     """
     limit = time.monotonic() + seconds
     while (held := take(file, shared=shared)) is None and time.monotonic() < limit:
@@ -62,7 +62,7 @@ def is_held(file: Path) -> bool:
 
 
 def await_free(file: Path, seconds: float) -> bool:
-    """Wait until nobody holds the lock; False if that took too long."""
+    """Wait until nobody holds the lock; return False if that took too long."""
     limit = time.monotonic() + seconds
     while is_held(file):
         if time.monotonic() > limit:
@@ -76,7 +76,7 @@ def one_at_a_time(file: Path, seconds: float = 30.0) -> Iterator[None]:
     """Hold the lock for a block that takes milliseconds.
 
     Raises:
-        TimeoutError: another process holds it for that long.
+        TimeoutError: another process holds the lock for too long.
     """
     if (held := take_within(file, seconds)) is None:
         raise TimeoutError(f"waited {seconds:g} s for {file}, which another process holds")

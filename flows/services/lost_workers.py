@@ -1,14 +1,14 @@
-"""Finds Ray workers that died before they registered. Ray itself waits ten minutes for such a worker, and so does its
-actor.
+"""Finds Ray workers that died before they registered. Ray itself waits ten minutes for such a worker, and so does the
+worker's actor.
 
     worker begins --> imports --> registers as `ray::...`
                         |
-                        +-- dies: a file in the cluster's folder, named by its process id
+                        +-- dies: a file in the cluster's folder, named by the worker's process id
                                   --> `explain_lost_worker`, once
 
-The worker writes the file itself if it can (`ray_worker`, which knows the error). Otherwise the raylet's parent process
-does (`WorkerWatch`), which sees the worker vanish. `explain_lost_worker` reads the file, if the environment names the
-folder.
+The worker writes the file itself if it can (`ray_worker`, which knows the error). Otherwise `WorkerWatch` in the
+raylet's parent process notices that the worker is gone, and writes the file. `explain_lost_worker` reads the file, if
+the environment names the folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOLDER = "ROLLFLOW_LOST_WORKERS"
 WORKER = Path(__file__).with_name("ray_worker.py")
 READ = ".read"
 LOOK_SECONDS = 0.5
-FRESH_SECONDS = 900.0  # an older death is not reported
+FRESH_SECONDS = 900.0  # the longest age in seconds of a death that is reported
 
 
 class WorkerWatch:
@@ -35,11 +35,13 @@ class WorkerWatch:
 
     def __init__(self, raylet: int, folder: Path) -> None:
         self._raylet, self._folder, self._looked = raylet, folder, 0.0
-        self._starting: dict[int, str] = {}  # process id -> kind
+        self._starting: dict[int, str] = {}  # process id of a starting worker -> the worker's kind
         self._known: set[int] = set()  # process ids of registered workers, and of processes that are no workers
 
     def look(self) -> None:
-        """Record the children that ended since the last call; call this often, it is cheap."""
+        """Record the children that ended since the last call; callers may call this method often, because it is
+        cheap.
+        """
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -62,12 +64,13 @@ class WorkerWatch:
             if line and line[0].startswith("ray::"):
                 self._known.add(pid)
                 self._starting.pop(pid, None)
-            elif str(WORKER) in line:  # at first its kind is missing: Ray sets up the process, then executes the worker
+            # the worker's kind may be missing at first: Ray sets up the process, then executes the worker
+            elif str(WORKER) in line:
                 self._starting[pid] = process.environ().get(KIND, "")
 
 
 def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
-    """Write a worker's death to a file, unless it is already recorded."""
+    """Write a worker's death to a file, unless the death is already recorded."""
     file = folder / str(pid)
     if file.exists() or file.with_suffix(READ).exists():
         return
@@ -77,7 +80,9 @@ def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
 
 
 def explain_lost_worker(kind: str) -> str:
-    """Say, once, how a worker of this kind died before it registered; "" if none did, or if another one is starting."""
+    """Say how a worker of this kind died before it registered, once for each death; "" if none died, or if another
+    worker of the kind is starting.
+    """
     for file in list_deaths():
         with contextlib.suppress(OSError):
             found, _, why = file.read_text().partition("\n")
@@ -91,7 +96,7 @@ def explain_lost_worker(kind: str) -> str:
 
 
 def list_deaths() -> list[Path]:
-    """List the files of deaths that are not yet reported."""
+    """List the files of deaths that nobody has reported yet."""
     named = os.environ.get(FOLDER)
     with contextlib.suppress(OSError):
         return [file for file in sorted(Path(named).iterdir()) if file.suffix != READ] if named else []

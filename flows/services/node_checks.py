@@ -1,6 +1,7 @@
 """Asks every node of a cluster whether a run can work there, and finds faults.
 
-Every wait is bounded. A node that does not answer, or has no rollflow, is a fault of that node and not an error.
+Every wait is bounded. If a node does not answer or has no rollflow, that is reported as a fault of the node and raises
+no error.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from rollflow.flows.services import cluster
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.actors.node_report import NodeReport, NodeReporter, read_versions
 
-ANSWER_SECONDS = 120.0  # time for a worker to start, with its imports, on a slow machine
+ANSWER_SECONDS = 120.0  # longest wait for a node's answer, in which a worker starts and imports on a slow machine
 CLOCK_TRIES = 5
 CLOCK_SECONDS = 30.0  # tolerated difference between clocks
 GIB = 2**30
 LEAST_DISK = 5 * GIB
-# must equal this machine's version; the others matter only on nodes that may have actors
+# packages whose versions must equal this machine's; other packages matter only on nodes that may have actors
 EVERYWHERE = ("python", "rollflow", "ray")
 
 
@@ -40,7 +41,7 @@ class NodeState:
 
 
 def ask_nodes(store: str, runtime_env: Mapping[str, Any]) -> list[NodeState]:
-    """Ask every living node of the attached cluster, all at once."""
+    """Ask all living nodes of the attached cluster at the same time."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -67,7 +68,7 @@ def _read_node(node: Mapping[str, Any], actor: Any, report: Any) -> NodeState:
 
 
 def _measure_clock(actor: Any) -> tuple[float, float]:
-    """Return how long the answer took, and a lower bound of how far the node's clock is ahead."""
+    """Return the seconds that the answer took, and a lower bound of the seconds by which the node's clock is ahead."""
     sent, began = time.time(), time.monotonic()
     there = cluster.call_within(actor.clock.remote(), ANSWER_SECONDS, "the clock of a node")
     took = time.monotonic() - began
@@ -76,7 +77,7 @@ def _measure_clock(actor: Any) -> tuple[float, float]:
 
 
 def find_faults(nodes: Sequence[NodeState], here: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Yield a sentence with its fix for each fault.
+    """Yield a sentence for each fault that names the fault and its fix.
 
     Args:
         here: the versions of this machine.
@@ -112,7 +113,7 @@ def find_faults(nodes: Sequence[NodeState], here: Mapping[str, str] | None = Non
 
 
 def _usual_versions(nodes: Sequence[NodeState], here: Mapping[str, str]) -> dict[str, str]:
-    """Return the most frequent versions among the nodes that may have actors; this machine's, if it is as frequent."""
+    """Return the most frequent versions among the nodes that may have actors; in a tie, this machine's versions."""
     usual = {}
     for name in here:
         found = [node.report.versions.get(name, "") for node in nodes if node.report and node.cpus]
@@ -124,7 +125,9 @@ def _usual_versions(nodes: Sequence[NodeState], here: Mapping[str, str]) -> dict
 def _version_faults(
     node: NodeState, report: NodeReport, here: Mapping[str, str], usual: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield the versions that differ; a node without CPUs has no actors, and needs no engine."""
+    """Yield the versions that differ; a node without CPUs has no actors, so the engine's version does not matter
+    on it.
+    """
     for name in here:
         wanted = here[name] if name in EVERYWHERE else usual[name]
         found = report.versions.get(name, "")

@@ -1,7 +1,7 @@
 """The Prefect API for sessions and recoveries: a call ends within about twenty seconds, or raises `Unreachable`.
 
-A server that is down for a moment must not end a run. A watcher skips that look and continues. A caller that needs the
-answer retries with `call_until_answered`.
+A server that is down for a moment must not end a run. A watcher skips one look at the server and continues. A caller
+that needs the answer retries with `call_until_answered`.
 
 Importing this module does not import Prefect.
 """
@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CALL_SECONDS = 5.0
-RETRIES = 2  # after 2 and 4 s, if the server reports an error (such as a locked SQLite file) or stops answering
+# retries of a request, after 2 and 4 s, if the server reports an error (such as a locked SQLite file) or stops
+# answering
+RETRIES = 2
 INSIST_SECONDS = 60.0
-MESSAGE = 500  # characters of its message; a rejected body is repeated in full
-PAGE = 200  # flow runs in one answer of the server
-SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session serves them by the run's key
-LAST = "zz-"  # prefix of internal deployments: Prefect's page sorts by name, and recipes should come first
+MESSAGE = 500  # longest part of an error message that is shown, in characters: Prefect repeats a rejected body in full
+PAGE = 200  # largest number of flow runs in one answer of the server
+# name of the deployments of `rollflow serve`; a session of one run names its deployments by the run's key
+SERVED = "rollflow"
+LAST = "zz-"  # name prefix of internal deployments: Prefect's page sorts by name, and recipes should come first
 INTERNAL, RECIPE, NIGHTLY, OF_SESSION = "internal", "recipe", "nightly", "of one command"  # tags of deployments
 
 
@@ -49,7 +52,7 @@ def open_client() -> Iterator[SyncPrefectClient]:
     around = get_settings_context()
     try:
         kept = _thread_client(around.settings)
-        # Otherwise the client waits for a server that is down.
+        # Without this setting, the client waits for a server that is down.
         kept.client._client._has_connected = False  # type: ignore[attr-defined]
         with SettingsContext(profile=around.profile, settings=kept.settings):
             yield kept.client
@@ -59,9 +62,11 @@ def open_client() -> Iterator[SyncPrefectClient]:
 
 @dataclass(frozen=True, slots=True)
 class _ThreadClient:
-    """A thread's client. Creating a client takes 70 ms of a core, a call with it 2 ms; watchers call every second."""
+    """A thread's Prefect client, which is reused: creating a client takes 70 ms of a core, a call 2 ms, and watchers
+    call every second.
+    """
 
-    around: Settings  # the settings it was created under
+    around: Settings  # the Prefect settings under which the client was created
     settings: Settings
     client: SyncPrefectClient
 
@@ -84,7 +89,7 @@ def _thread_client(around: Settings) -> _ThreadClient:
 
 
 def call_until_answered(call: Callable[[], T]) -> T:
-    """Return the result of `call`, retried for `INSIST_SECONDS` while the server does not answer; it must be
+    """Return the result of `call`, retried for `INSIST_SECONDS` while the server does not answer; `call` must be
     idempotent.
     """
     limit = time.monotonic() + INSIST_SECONDS
@@ -98,7 +103,7 @@ def call_until_answered(call: Callable[[], T]) -> T:
 
 
 def requested_at(flow_run: UUID) -> float:
-    """Return when a flow run was last asked to run (started, retried or resumed), in seconds since the epoch.
+    """Return the time of the last request to run a flow run (a start, retry or resumption), in seconds since the epoch.
 
     Raises:
         Unreachable: the server did not answer.
@@ -123,8 +128,8 @@ def start(
 ) -> UUID:
     """Schedule a flow run of a deployment; calls with the same `key` give the same flow run.
 
-    `at` is when the flow run was asked for, in seconds since the epoch; by default, the present time. `parent` is the
-    task run of another flow run under which the page shows it.
+    `at` is the time of the request for the flow run, in seconds since the epoch; by default, the present time. `parent`
+    is the task run of another flow run; Prefect's page shows the new flow run below this task run.
     """
     from datetime import UTC, datetime
 
@@ -144,7 +149,7 @@ def start(
 
 
 def _find(client: SyncPrefectClient, flow: str, deployment: str) -> DeploymentResponse:
-    """Return a deployment by its name: an internal deployment by its present name, or by its name in older versions."""
+    """Return the deployment of this name; an internal deployment is also found by its name in older versions."""
     from prefect.exceptions import ObjectNotFound
 
     internal, plain = (f"{flow}/{name}" for name in deployment_names(deployment))
@@ -155,7 +160,9 @@ def _find(client: SyncPrefectClient, flow: str, deployment: str) -> DeploymentRe
 
 
 def deployment_names(deployment: str) -> tuple[str, str]:
-    """Return the names of a runner's internal deployments in Prefect: the present one, and that of older versions."""
+    """Return the names of a runner's internal deployments in Prefect: the present name, and the name in older
+    versions.
+    """
     return f"{LAST}{deployment}", deployment
 
 
@@ -176,7 +183,7 @@ def states_of(client: SyncPrefectClient, flow_runs: Collection[UUID]) -> dict[UU
 
 
 def list_supervisors(client: SyncPrefectClient, most: int | None = PAGE) -> list[FlowRun]:
-    """Return the newest `most` flow runs of the supervisor, of every deployment, newest first; all of them for None."""
+    """Return the newest `most` flow runs of supervisors, of every deployment, newest first; with None, return all."""
     from prefect.client.schemas.filters import FlowFilter, FlowFilterName
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -192,7 +199,7 @@ def list_supervisors(client: SyncPrefectClient, most: int | None = PAGE) -> list
 
 
 def created_at(flow_run: FlowRun) -> float:
-    """Return when a flow run was created, in seconds since the epoch."""
+    """Return the time at which a flow run was created, in seconds since the epoch."""
     return flow_run.created.timestamp() if flow_run.created else 0.0
 
 
@@ -214,7 +221,7 @@ def unfinished_runs(client: SyncPrefectClient, deployment: str) -> list[FlowRun]
     open_types = [kind for kind in StateType if kind not in TERMINAL_STATES]
     unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=open_types)))
     found: dict[UUID, FlowRun] = {}
-    for start in range(0, sys.maxsize, PAGE):  # a schedule alone plans a hundred flow runs
+    for start in range(0, sys.maxsize, PAGE):  # several pages may be needed: a schedule alone plans a hundred flow runs
         page = client.read_flow_runs(
             flow_run_filter=unfinished, deployment_filter=filter_served(deployment), limit=PAGE, offset=start
         )
@@ -225,17 +232,18 @@ def unfinished_runs(client: SyncPrefectClient, deployment: str) -> list[FlowRun]
 
 
 def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list[str]:
-    """Mark a deployment's flow runs as crashed: their processes ended with their runner, which can no longer report it.
+    """Mark a deployment's flow runs as crashed: their processes ended with their runner, so no runner can report the
+    crash.
 
-    `scheduled` includes flow runs that are due and have not started; otherwise the next runner starts those. On
-    `SERVED`, flow runs that wait for a user or for their time are left alone: Prefect would not plan a night a second
-    time. Returns the names of the flow runs.
+    With `scheduled`, flow runs that are due and have not started are marked, too; otherwise the next runner starts
+    these flow runs. On `SERVED`, flow runs that wait for a user or for their time are left alone: Prefect would not
+    plan a night a second time. Returns the names of the flow runs.
     """
     from prefect.states import Crashed
 
     every = scheduled and deployment != SERVED  # a session serves one run only, and its flow runs start from scratch
     with open_client() as client:
-        # the others belong to a worker
+        # a flow run with a work pool belongs to a worker
         here = (run for run in unfinished_runs(client, deployment) if not run.work_pool_name)
         ended = [run for run in here if every or not _waits(run, due=not scheduled)]
         for run in ended:
@@ -244,7 +252,9 @@ def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list
 
 
 def _waits(run: FlowRun, *, due: bool) -> bool:
-    """Return whether the flow run waits for a user or for its time; with `due`, also if that time has come."""
+    """Return whether the flow run waits for a user or for its scheduled time; with `due`, also if that time has
+    come.
+    """
     if run.state is not None and run.state_type == "PAUSED":
         return bool(run.state.state_details.pause_reschedule)
     if run.state_type != "SCHEDULED" or due:

@@ -1,6 +1,6 @@
 """Runs a command of Prefect, such as `server start`, with garbage collection in a thread beside the event loop.
 
-In Prefect's own server, everything can stand still for a minute when several flows start at once:
+Prefect's own server can block for a minute when several flows start at once:
 
 - A connection to SQLite waits for the database's lock, in a thread of its own, for up to 60 seconds.
 - Python frees reference cycles in the thread that happens to allocate. If that is the event loop's thread, and a cursor
@@ -19,8 +19,8 @@ import runpy
 import threading
 import time
 
-YOUNG_SECONDS = 0.5  # interval between collections of young objects
-ALL_EVERY = 60  # one collection in this many is a full one, which stops all other threads
+YOUNG_SECONDS = 0.5  # interval in seconds between collections of young objects
+ALL_EVERY = 60  # number of collections of which one is full; a full collection stops all other threads
 
 
 def start_collector_thread() -> None:
@@ -34,7 +34,7 @@ def _collect_forever() -> None:
         time.sleep(YOUNG_SECONDS)
         gc.collect(1 if count % ALL_EVERY else 2)
         if count == ALL_EVERY:
-            gc.freeze()  # objects from the server's start are not scanned again
+            gc.freeze()  # the collector does not scan objects from the server's start again
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Spare Ray workers: processes that import an actor's modules before a run needs them.
 
-    requested --> imports --> waits, as `ray::IDLE` --> becomes an actor of a run --> another is requested, later
+    requested --> imports --> waits, as `ray::IDLE` --> becomes an actor of a run --> a new spare is requested, later
 
 Guarantees: there is one spare worker for each requested kind, as long as the machine has memory to spare, and none on a
-machine with GPUs. A stack replaces a spare that was taken; a command's own cluster has each once, for its run. Spares
-are children of the raylet like any other worker, and end with it. Without a spare, an actor starts as it would anyway.
+machine with GPUs. A stack replaces a spare that a run took; the cluster of a single command gets one spare of each
+kind, for the command's run. Spares are children of the raylet like any other worker, and end with it. Without a spare,
+an actor starts as it would anyway.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import psutil
 
 from rollflow.tasks.actors.early_imports import KIND, Kind, request_path, worker_environment
 
-AGAIN_SECONDS = 45.0  # after a spare was taken: the run should start first
+AGAIN_SECONDS = 45.0  # pause after a run took a spare, because the run should start before a new spare does
 LOOK_SECONDS = 5.0
 CALL_SECONDS = 5.0
-KEEP_SECONDS = 10 * 365 * 86400  # otherwise Ray ends idle workers as it likes
-LEAST_MEMORY = 4 << 30  # memory that must be available
+KEEP_SECONDS = 10 * 365 * 86400  # how long Ray keeps an idle worker; by default Ray may end it at any time
+LEAST_MEMORY = 4 << 30  # bytes of memory that must be available for a new spare
 
 
 class PrewarmedWorkers:
@@ -34,7 +35,7 @@ class PrewarmedWorkers:
     def __init__(self, address: str, raylet: int, folder: Path, kinds: Sequence[Kind], *, kept: bool) -> None:
         """Keep spares for the raylet with process id `raylet`, which listens at `address`; `folder` is for requests.
 
-        With `kept`, a spare that was taken is replaced; otherwise there is one of each of these `kinds`, once.
+        With `kept`, a spare that a run took is replaced; otherwise one spare of each of these `kinds` is started, once.
         """
         self._address, self._raylet, self._folder = address, psutil.Process(raylet), folder
         self._pause = AGAIN_SECONDS if kept else math.inf
@@ -81,6 +82,6 @@ class PrewarmedWorkers:
         try:
             with init_grpc_channel(self._address) as channel:
                 NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=CALL_SECONDS)
-        except grpc.RpcError as error:  # a later look asks again
+        except grpc.RpcError as error:  # a later look requests the spare again
             request_path(kind, self._folder).unlink(missing_ok=True)
             print(f"no spare worker for {kind}: {error}", flush=True)

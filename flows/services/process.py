@@ -3,15 +3,16 @@
 Guarantees:
 - `start()` returns when the service answers. If the service does not answer, `start()` raises `Unreachable`, which says
   what it waited for, how long, and where the service's log is. `stop()` may be called any number of times. `stop()`
-  returns within the service's grace plus `guard.REST_SECONDS + guard.KILL_SECONDS`. Afterwards every process of that
-  service is gone, and no other was touched.
+  returns within the service's grace plus `guard.REST_SECONDS + guard.KILL_SECONDS`. After `stop()` every process of the
+  service is gone, and no other process was touched.
 - If this process dies, even by SIGKILL, the services end by themselves. A service whose guard is killed ends, too: each
-  runs under a `guard` that holds the other end of a pipe. (A parent-death signal would not do: it fires when the
-  *thread* that forked ends.)
-- `restart()` ends what is left of a service and restarts it at its old address, with its stored data.
+  service runs under a `guard` that holds the other end of a pipe. (A parent-death signal would not do: the signal is
+  sent when the *thread* that forked ends.)
+- `restart()` ends the remaining processes of a service and restarts the service at its old address, with its stored
+  data.
 - Nothing listens outside loopback, and no usage data is sent. But every user of a machine can reach its loopback, and a
   Prefect server starts any code on request. So the server requires its own secret string. The processes that need the
-  string get it by environment; otherwise it lies in a file that only this user can read.
+  string get it in their environment; the string is also kept in a file that only this user can read.
 
 Ctrl-C reaches only this process: each service has its own session.
 
@@ -53,12 +54,14 @@ def free_port() -> int:
 def _await_break(pipe: int, seconds: float) -> None:
     """Wait until nobody holds the pipe's other end."""
     ends = select.poll()
-    ends.register(pipe, 0)  # a break is always reported
+    ends.register(pipe, 0)  # `poll` always reports a broken pipe
     ends.poll(seconds * 1000)
 
 
 class Service(ABC):
-    """A guarded child process. `start()` is `launch()` and `wait()`, so that several can start side by side."""
+    """A guarded child process. `start()` is `launch()` followed by `wait()`, so that several services can start in
+    parallel.
+    """
 
     grace_seconds = 3.0
 
@@ -103,7 +106,7 @@ class Service(ABC):
         """Wait until the service answers.
 
         Raises:
-            Unreachable: it ended or did not answer in time, and was stopped.
+            Unreachable: the service ended or did not answer in time, and was stopped.
         """
         deadline = time.monotonic() + self.start_seconds
         while not self._ready():
@@ -123,7 +126,7 @@ class Service(ABC):
 
     @property
     def running(self) -> bool:
-        """True if the process lives."""
+        """True if the service's process lives."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -142,11 +145,12 @@ class Service(ABC):
         return guard.list_descendants(self._process.pid)[1:] if self._process is not None and self.running else []
 
     def kill(self) -> None:
-        """Kill every process of the service at once, in no order."""
+        """Kill every process of the service at once, in no particular order."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         limit = time.monotonic() + guard.KILL_SECONDS
-        while self.running and time.monotonic() < limit:  # the guard forks its command, and ends when nothing is left
+        # the guard ends when no process is left; until then it may still fork its command
+        while self.running and time.monotonic() < limit:
             for pid in self.processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -154,7 +158,7 @@ class Service(ABC):
         self.stop()
 
     def relaunch(self) -> None:
-        """End what is left of the service and restart it, without waiting for it."""
+        """End the remaining processes of the service and restart it, without waiting until it answers."""
         self.stop()
         self._process = None
         self.launch()

@@ -1,6 +1,6 @@
 """The user's own Prefect server: from `PREFECT_API_URL`, or from the active Prefect profile.
 
-Does not import Prefect, which takes seconds.
+This module does not import Prefect, because that import takes seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def prefect_url() -> str:
-    """Return the address of the server's API, or "" if there is none or `PREFECT_API_URL` is empty."""
+    """Return the address of the server's API, or "" if the user names no server or `PREFECT_API_URL` is empty."""
     return prefect_setting("PREFECT_API_URL")
 
 
@@ -23,11 +23,12 @@ def prefect_setting(name: str) -> str:
 
 
 def _read_profile() -> dict[str, Any]:
-    folder = os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect"))  # unexpanded for a user without a home
+    # for a user without a home, `expanduser` leaves the path unchanged
+    folder = os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect"))
     file = Path(os.path.expanduser(os.environ.get("PREFECT_PROFILES_PATH", f"{folder}/profiles.toml")))
     try:
         kept = tomllib.loads(file.read_text())
         return dict(kept["profiles"][os.environ.get("PREFECT_PROFILE", kept["active"])])
-    # there is no profile, or a broken one that Prefect itself will report
+    # the user has no profile, or a broken one that Prefect itself will report
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -1,6 +1,6 @@
 """Checks whether a Ray cluster admits this machine (token, TLS, a node on it), before Ray is asked.
 
-Ray itself retries a refused call for a minute, and searches for a node of this machine for another one. Ray's error
+Ray itself retries a refused call for a minute, and searches for a node of this machine for another minute. Ray's error
 then names neither the token nor the node. So this module asks the head once for the cluster's id and its nodes, with
 this process's credentials: `RAY_AUTH_MODE` and its token, `RAY_USE_TLS` and its certificates.
 """
@@ -31,7 +31,7 @@ def check_token(address: str) -> None:
 
 
 def check_membership(address: str) -> None:
-    """Check that a driver may run on this machine: Ray needs a node on it, with or without CPUs.
+    """Check that a Ray driver may run on this machine: Ray needs a node on the driver's machine, with or without CPUs.
 
     Raises:
         ConfigError: this machine has no node, or the head rejects the token.
@@ -46,7 +46,7 @@ def check_membership(address: str) -> None:
 
 
 def _ask_head(address: str, *, nodes: bool) -> set[str]:
-    """Ask the head; return the ids of the living nodes if `nodes` is set, else an empty set."""
+    """Ask the Ray head; return the ids of the living nodes if `nodes` is set, else an empty set."""
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
@@ -65,7 +65,7 @@ def _ask_head(address: str, *, nodes: bool) -> set[str]:
             return {node.node_id.hex() for node in answer.node_info_list if node.state == alive}
     except grpc.RpcError as error:
         raise _refusal(address, error) from None
-    # for example, RAY_AUTH_MODE asks for a token and there is none
+    # for example, RAY_AUTH_MODE requires a token and this process has none
     except (RayError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cluster.address = {address!r}: {' '.join(str(error).split())}; {TOKEN_CURE}") from None
 

@@ -28,22 +28,26 @@ NOTICE = {  # the head checks the health of every node: after four failed checks
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "4",
-    "RAY_health_check_timeout_ms": "5000",  # for one answer: a machine that is short of CPU is slow, not dead
+    "RAY_health_check_timeout_ms": "5000",  # deadline for one answer: a machine that is short of CPU is slow, not dead
 }
 IMPORTING = {
-    "RAY_worker_register_timeout_seconds": "600",  # a worker imports before it registers; Ray's default is 60
-    "RAY_prestart_worker_first_driver": "0",  # generic workers, of which a run needs one
+    # time for the imports that a worker makes before it registers; Ray's default is 60
+    "RAY_worker_register_timeout_seconds": "600",
+    # number of generic workers that Ray starts in advance; a run needs only one such worker
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
 }
 
 
-RESERVE = 2  # number of workers that may have died before they registered
+RESERVE = 2  # number of further workers that may start, in place of workers that died before they registered
 
 
 class RayHead(Service):
-    """A private Ray cluster on loopback, with its own token; files in `home/ray/<process>-<number>`."""
+    """A private Ray cluster on loopback, with its own token; the cluster's files are in
+    `home/ray/<process>-<number>`.
+    """
 
-    grace_seconds = 0.5  # nothing in the head needs an orderly end; the data that matters is stored elsewhere
+    grace_seconds = 0.5  # the head needs no orderly end, because the data that matters is stored elsewhere
     _count = 0
 
     def __init__(
@@ -88,10 +92,10 @@ class RayHead(Service):
 
     @property
     def node_env(self) -> dict[str, str]:
-        """The environment of a node's own processes."""
+        """The environment of the processes of a Ray node."""
         # A killed actor takes its child processes with it (an engine's core process holds gigabytes).
         orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
-        # actors give no orders to the Prefect server
+        # actors send no requests to the Prefect server
         inherited = drop_prefix("PREFECT_", drop_prefix("RAY_ADDRESS", os.environ))
         own = {"RAY_enable_metrics_collection": "0", WANTED: str(self._wanted), **IMPORTING}
         # How many workers may start at a time: as many actors as Ray itself would allow, plus the spares, plus dead
@@ -100,12 +104,13 @@ class RayHead(Service):
         return inherited | self.env | orphans | NOTICE | own
 
     def launch(self) -> None:
-        """Start the head without waiting for it."""
+        """Start the head without waiting until it answers."""
         remove_dead_links(self.folder.parent)
         remove_dead_folders(self.folder.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._ready_file.unlink(missing_ok=True)
-        if not (self.folder / "token").exists():  # a restarted head keeps its token: its clients have read it
+        # a restarted head keeps its token, because its clients have read the token
+        if not (self.folder / "token").exists():
             write_secret(self.folder / "token", secrets.token_hex(32))
         if self.temp != self.folder:
             self.temp.symlink_to(self.folder)
@@ -181,7 +186,7 @@ class RayNode(Service):
         return f"{self._name} of {self.head.what}"
 
     def launch(self) -> None:
-        """Start the node without waiting for it."""
+        """Start the node without waiting until it answers."""
         self._ready_file.unlink(missing_ok=True)
         super().launch()
 
@@ -208,7 +213,7 @@ class RayNode(Service):
         return self._ready_file.exists()
 
 
-# Ray appends this to its folder for its longest socket: "/session_<date>_<time>_<pid>/sockets/plasma_store".
+# Ray's longest socket path is its folder followed by "/session_<date>_<time>_<pid>/sockets/plasma_store".
 RAY_SUFFIX_BYTES = len("/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 
 
@@ -235,7 +240,7 @@ def _fits(folder: Path) -> bool:
 
 
 def remove_dead_folders(parent: Path, keep: int = 2) -> None:
-    """Remove the folders of clusters whose owner is gone, but keep the latest `keep`, for their logs."""
+    """Remove the folders of clusters whose owner is gone, but keep the newest `keep` folders for their logs."""
     folders = [path for path in parent.glob("*-*") if path.is_dir()]
     dead = [path for path in folders if not _alive(path.name.partition("-")[0])]
     dead.sort(key=lambda path: path.stat().st_mtime)
@@ -244,9 +249,11 @@ def remove_dead_folders(parent: Path, keep: int = 2) -> None:
 
 
 def remove_dead_links(parent: Path) -> None:
-    """Remove links of `short_folder` for clusters in `parent` whose owner was killed, and links that lead nowhere."""
+    """Remove the links of `short_folder` for clusters in `parent` whose owner was killed, and links without a
+    target.
+    """
     for link in chain.from_iterable(folder.glob("rollflow-*") for folder in short_folders()):
-        with contextlib.suppress(OSError):  # it belongs to another user, or has vanished meanwhile
+        with contextlib.suppress(OSError):  # the link belongs to another user, or another process has removed it
             target = link.readlink()
             if not target.exists() or (target.parent == parent and not _alive(target.name.partition("-")[0])):
                 link.unlink()

@@ -9,10 +9,10 @@ This module uses Ray's private class `Node`, because the public `ray start --blo
 - it always starts the dashboard's process and a Ray client server: twice the CPU seconds of a start, 180 MiB more and
   two more open ports;
 - it goes on waiting if one of the node's processes ended with exit code 0 or by SIGTERM;
-- it joins no node to a head that is on loopback only: it replaces 127.0.0.1 by the machine's outside address, and with
-  clusters switched off, which prevents that, it joins no node.
+- it joins no node to a head that is on loopback only, because it replaces 127.0.0.1 by the machine's outside address.
+  Switching clusters off prevents the replacement, but then no node can join.
 
-`tests/contracts/test_ray_private.py` tests the private parts that this module uses.
+`tests/contracts/test_ray_private.py` tests the private parts of Ray that this module uses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def serve(given: argparse.Namespace) -> str:
 
     class Bare(Node):  # type: ignore[misc]
         def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-            """Start nothing: even with the dashboard off, its process costs a second of a core."""
+            """Start no API server: even with the dashboard off, the server's process costs a second of a core."""
 
     parameters = RayParams(
         node_ip_address=given.ip,
@@ -56,7 +56,7 @@ def serve(given: argparse.Namespace) -> str:
         dashboard_agent_listen_port=free_port(),  # Ray's default (52365) is the same for all clusters of a machine
         **({"gcs_address": given.join} if given.join else {"gcs_server_port": given.port}),
     )
-    # Linux needs no reaper: the kernel ends the node's processes with this one, even after SIGKILL.
+    # Linux needs no reaper: the kernel ends the node's processes when this process ends, even after SIGKILL.
     node = Bare(parameters, head=not given.join, shutdown_at_exit=False, spawn_reaper=sys.platform == "linux")
     given.ready.write_text(node.gcs_address)
     spares = _build_spares(node, given) if given.spares else None

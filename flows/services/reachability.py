@@ -1,4 +1,5 @@
-"""Checks that the services that the config names are there: by plain HTTP and sockets, bounded and quiet.
+"""Checks that the services that the config names answer, by plain HTTP and sockets, within bounded time and without log
+lines.
 
 Each `check_*` returns, or raises `ConfigError` within about ten seconds. The error is one sentence that names the key,
 the value (without user names, passwords and query) and the fix. This module imports neither Prefect nor Ray nor MLflow.
@@ -21,7 +22,8 @@ from rollflow.flows.services.tls import HTTP_SETTINGS, http_context, ray_context
 from rollflow.storage.errors import ConfigError
 
 CHECK_SECONDS = 8.0
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # with an empty SETTINGS frame
+# the preface of HTTP/2, followed by an empty SETTINGS frame
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 SETTINGS_FRAME = 4
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEFAULT_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
@@ -31,9 +33,9 @@ def redact(uri: str) -> str:
     """Return `uri` without user name, password, query and fragment."""
     try:
         parts = urlsplit(uri)
-    except ValueError:  # not a URI, but it may hold a secret
+    except ValueError:  # the text is no URI, but may contain a secret
         return "<not a URI>"
-    if not parts.netloc and parts.scheme.startswith(("http", "socks")):  # slashes are missing, or too many
+    if not parts.netloc and parts.scheme.startswith(("http", "socks")):  # the address has too few or too many slashes
         return f"{parts.scheme}:{parts.path.rpartition('@')[2]}"
     if not parts.scheme or not (parts.netloc or parts.query or parts.fragment):
         return uri
@@ -42,7 +44,7 @@ def redact(uri: str) -> str:
 
 def check_prefect(api_url: str) -> None:
     """Check that a Prefect API answers at `api_url`."""
-    # The body matters: Prefect's web pages answer any path with HTTP 200.
+    # The answer's body is checked, because Prefect's web pages answer any path with HTTP 200.
     _check_http("PREFECT_API_URL", api_url, b"true", "a Prefect API (its address ends in /api)", PREFECT_CURE)
 
 
@@ -106,7 +108,7 @@ def check_ray(address: str) -> None:
         ) from error
     except OSError as error:
         raise ConfigError(f"cluster.address = {address!r} does not answer ({_reason(error)}); {RAY_CURE}") from error
-    if not spoken and uses_tls():  # a head closes the connection of who has another authority's certificate
+    if not spoken and uses_tls():  # a head closes the connection of a client whose certificate is of another authority
         raise ConfigError(
             f"cluster.address = {address!r} and RAY_USE_TLS = {os.environ['RAY_USE_TLS']!r}: what answers there is no "
             f"Ray head, or takes no certificate such as RAY_TLS_SERVER_CERT; {TLS_CURE}"
@@ -139,7 +141,7 @@ def is_local(host: str) -> bool:
     try:
         return all(str(found[4][0]).partition("%")[0] in own for found in socket.getaddrinfo(host, None))
     except OSError:
-        return True  # the host does not exist; another check reports that
+        return True  # the host does not exist, which another check reports
 
 
 def http_answers(url: str, *, seconds: float) -> bool:
@@ -158,7 +160,7 @@ def speaks_http2(host: str, port: int, *, seconds: float, raising: bool = False)
             peer = ray_context().wrap_socket(connection) if uses_tls() else connection
             peer.sendall(HTTP2_PREFACE)
             answer = peer.recv(9)
-    except ConnectionResetError:  # the peer is there, but does not understand the request
+    except ConnectionResetError:  # the peer listens, but does not understand the request
         return False
     except OSError:
         if raising:
@@ -187,13 +189,15 @@ def _reason(error: Exception) -> str:
 
 
 def _check_http(key: str, url: str, healthy: bytes, kind: str, cure: str) -> None:
-    # also the address that is fetched: a health page needs no credentials, and urllib takes them for the host
+    # Fetch the redacted address, too: a health page needs no credentials, and urllib would read them as part of the
+    # host.
     shown = redact(url)
     try:
         with _open(shown.rstrip("/") + "/health", CHECK_SECONDS, key) as response:
             body = response.read(64).strip()
     except urllib.error.HTTPError as error:
-        if error.code in (401, 403):  # the server is there, and asks for the credentials that its own client will send
+        # the server answers, and asks for credentials, which the service's own client will send
+        if error.code in (401, 403):
             return
         body = b""
     except (OSError, ValueError, http.client.HTTPException) as error:

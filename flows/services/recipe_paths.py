@@ -1,4 +1,5 @@
-"""Makes relative paths absolute: those of a recipe are relative to the recipe, those of `--set` to the working folder.
+"""Makes relative paths absolute: paths in a recipe are relative to the recipe's folder, paths in `--set` to the working
+folder.
 
 | key | what counts as a path |
 |---|---|
@@ -20,7 +21,7 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-Place = tuple[str, dict[str, Any], str]  # dotted key, the table it is in, its last part
+Place = tuple[str, dict[str, Any], str]  # dotted key, the table that contains the key, the key's last part
 Anchor = Callable[[str, Path], str]
 
 
@@ -38,7 +39,7 @@ def anchor_paths(tree: Mapping[str, Any], folder: Path, known: Mapping[str, str]
     """Make a tree's relative paths absolute, from `folder`; values that are already `known` stay unchanged.
 
     Raises:
-        ConfigError: `policy.path` is no folder there, but is one in the working folder.
+        ConfigError: `policy.path` is no folder relative to `folder`, but is one relative to the working folder.
     """
     for (key, table, last), anchor in _find_paths(tree):
         if (known or {}).get(key) != table[last]:
@@ -63,7 +64,7 @@ def _find_paths(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
 def _anchor_file(path: str, folder: Path) -> str:
     try:
         return str(folder / Path(path).expanduser())
-    except RuntimeError:  # an unknown user's home: opening the path reports it
+    except RuntimeError:  # the path names an unknown user's home, which opening the path will report
         return path
 
 
@@ -84,7 +85,8 @@ def _anchor_store(uri: str, folder: Path) -> str:
 
 
 def _anchor_tracking(uri: str, folder: Path) -> str:
-    if match := re.fullmatch(r"(sqlite:///)([^/:].*)", uri):  # four slashes: absolute; a colon: in memory
+    # with four slashes the path is absolute; with a colon it names a database in memory
+    if match := re.fullmatch(r"(sqlite:///)([^/:].*)", uri):
         return match[1] + _anchor_file(match[2], folder)
     if match := re.fullmatch(r"file:(?://)?([^/].*)", uri):
         return f"file://{_anchor_file(match[1], folder)}"

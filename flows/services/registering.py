@@ -1,11 +1,12 @@
-"""Registers deployments, and keeps what a user changed in the Prefect UI when it registers them again.
+"""Registers deployments with Prefect; when a deployment is registered again, a user's changes in the Prefect UI are
+kept.
 
 Prefect's own upsert replaces the schedules, the default parameters, the description and the tags. This module instead:
 
 - never sends the paused flag;
-- sends parameters, description, tags, limit and schedules only if they are still as they were last registered. A digest
-  of each registered value is kept in the deployment's version;
-- always sends the entrypoint and the form: they follow the code.
+- sends parameters, description, tags, limit and schedules only if their values are still those that were last
+  registered. A digest of each registered value is kept in the deployment's version;
+- always sends the entrypoint and the form, because both follow the code.
 
 If nothing differs, nothing is sent, so that the runs that a schedule has planned are kept.
 """
@@ -41,8 +42,9 @@ if TYPE_CHECKING:
     from prefect.client.schemas.responses import DeploymentResponse
 
 SLUG = "rollflow"  # slug of the schedule that a file asks for
-SILENT_SECONDS = 120.0  # a session's runner asks for work every second
-# a session that is silent for so long is dead or unreachable; a command that takes over its run waits so long
+SILENT_SECONDS = 120.0  # a session whose runner has not asked for work for so long is dead; a runner asks every second
+# A session that is silent for `DEAD_SECONDS` is dead or unreachable; a command that takes over the session's run waits
+# so long.
 DEAD_SECONDS = 20.0
 POLL_SECONDS = 1.0
 HOME = "home:"  # prefix of the tag that names the run home whose session serves a deployment
@@ -57,8 +59,8 @@ PERSONS = (
 
 @dataclass(frozen=True)
 class DeploymentOffer:
-    """One deployment as it is offered to a Prefect server. `limit` is the most flow runs at a
-    time; more are cancelled.
+    """One deployment as it is offered to a Prefect server. `limit` is the largest number of flow runs at a time;
+    further flow runs are cancelled.
     """
 
     flow: Flow[Any, Any]
@@ -126,7 +128,7 @@ def _update(client: SyncPrefectClient, there: DeploymentResponse, offer: Deploym
 
 
 def _code_fields(offer: DeploymentOffer) -> dict[str, Any]:
-    """Return the fields that follow the code, whatever a user changed."""
+    """Return the fields that follow the code, regardless of a user's changes."""
     digests = ".".join(_digest(value) for value in _user_fields(offer).values())
     return {
         "entrypoint": offer.entrypoint,
@@ -157,7 +159,9 @@ def _digest(value: Any) -> str:
 
 
 def home_tag(home: Path) -> str:
-    """Return the tag of the deployments that a run home's sessions serve: on a shared server, each home has its own."""
+    """Return the tag of the deployments that a run home's sessions serve: on a shared server, each home has its own
+    tag.
+    """
     return f"{HOME}{socket.gethostname()}:{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
 
 
@@ -167,7 +171,7 @@ def check_unserved(name: str, home: Path) -> None:
     Two sessions would take each other's flow runs, and the first to end would delete the deployments of both.
 
     Raises:
-        ConfigError: a session of another home serves them.
+        ConfigError: a session of another home serves these deployments.
     """
     limit = time.monotonic() + DEAD_SECONDS + POLL_SECONDS
     while others := _list_other_homes(name, home_tag(home)):
@@ -191,7 +195,8 @@ def _list_other_homes(name: str, own: str) -> list[str]:
 
 
 def list_superseded(offers: Iterable[DeploymentOffer], name: str) -> list[DeploymentOffer]:
-    """List offers for internal deployments that older versions called `name`, if flow runs still wait for them.
+    """List offers for internal deployments that older versions called `name`, if flow runs still wait for these
+    deployments.
 
     Deployments that no flow run waits for are deleted.
     """
@@ -213,7 +218,7 @@ def list_superseded(offers: Iterable[DeploymentOffer], name: str) -> list[Deploy
 
 
 def withdraw(name: str, home: Path) -> None:
-    """Delete the deployments of this name that this home's session served. Those of other homes are kept."""
+    """Delete the deployments of this name that this home's session served; keep deployments of other homes."""
     with open_client() as client:
         for one in _read_tagged(client, OF_SESSION):
             homes = [tag for tag in one.tags if tag.startswith(HOME)]
@@ -222,7 +227,9 @@ def withdraw(name: str, home: Path) -> None:
 
 
 def sweep() -> list[str]:
-    """Delete deployments of dead sessions, whose work nobody has asked for in a long time. Return their names."""
+    """Delete deployments of dead sessions, whose work nobody has asked for in a long time. Return the deployments'
+    names.
+    """
     with open_client() as client:
         dead = [one for one in _read_tagged(client, OF_SESSION) if _is_silent(one)]
         for one in dead:

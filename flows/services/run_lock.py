@@ -1,8 +1,9 @@
-"""Lets one command at a time follow a run to its end: `run` and `resume` lock a file of the run home.
+"""Lets only one command at a time follow a run to its end: `run` and `resume` lock a file of the run home.
 
-Two commands of one home would serve deployments of the same name, and the first to end would delete them under the
-other. The system frees the lock when the process that holds it ends, in any way. Commands of two homes are kept apart
-by the run's log, where the newest claim holds, and on a shared Prefect server by `services.registering`.
+Two commands of one home would serve deployments of the same name, and the first command to end would delete the
+deployments that the other still serves. The system frees the lock when the process that holds it ends, in any way.
+Commands of two homes are kept apart by the run's log, where the newest claim holds, and on a shared Prefect server by
+`services.registering`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The stack that `rollflow up` or `serve` keeps in a run home; other commands find it, wait for it and end it.
+"""The stack that `rollflow up` or `serve` keeps in a run home; other commands find the stack, wait for it and end it.
 
-up.lock    held by the process that serves, as long as it lives up.json    what another command needs to use the stack;
-only this user can read it, because it holds secrets up.keeper  held by the process that restarts the stack, if there is
-one (`keepalive.stack`); contains its process id
+up.lock    locked by the process that serves, as long as this process lives
+up.json    what another command needs to use the stack; readable by this user only, because it contains secrets
+up.keeper  locked by the process that restarts the stack (`keepalive.stack`), if any; contains its process id
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEEPER = "up.keeper"
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack that is up. `environment` holds the variables that a process needs to use it."""
+    """A stack that is up. `environment` holds the variables that a process needs to use the stack."""
 
     pid: int
     page: str
@@ -35,7 +35,7 @@ class Stack:
 
     @property
     def pages(self) -> str:
-        """The addresses for the user."""
+        """The addresses of the stack's pages, for the user."""
         return f"Prefect {self.page}/deployments{self.login}\nMLflow  {self.mlflow}"
 
 
@@ -54,7 +54,7 @@ class BorrowedStack(Service):
 
     @property
     def running(self) -> bool:
-        """True if a process holds the stack, or restarts it."""
+        """True if a process serves the stack, or restarts it."""
         return is_held(self._home / "up.lock") or is_held(self._home / KEEPER)
 
     @property
@@ -67,7 +67,7 @@ class BorrowedStack(Service):
         return []
 
     def launch(self) -> None:
-        """Do nothing: this command does not start the stack."""
+        """Do nothing, because this command does not start the stack."""
 
     relaunch = launch
 
@@ -87,12 +87,12 @@ def find(home: Path) -> Stack | None:
         return None
     try:
         return Stack(**json.loads((home / "up.json").read_text()))
-    except FileNotFoundError:  # it is starting
+    except FileNotFoundError:  # the stack is starting
         return None
 
 
 def came_up(home: Path, pid: int) -> bool:
-    """Return whether this process serves in this home, or served until it ended out of order."""
+    """Return whether this process serves in this home, or served until it crashed."""
     file = home / "up.json"
     return file.exists() and bool(json.loads(file.read_text())["pid"] == pid)
 
@@ -136,7 +136,7 @@ def hold_keeper(home: Path) -> Iterator[None]:
 
 
 def announce(home: Path, stack: Stack) -> None:
-    """Write the file by which other commands find the stack."""
+    """Write the file with which other commands find the stack."""
     write_secret(home / "up.json.new", json.dumps(asdict(stack)))
     (home / "up.json.new").replace(home / "up.json")
 
@@ -145,11 +145,11 @@ def end(home: Path) -> bool:
     """End the stack of this home; return False if none is up.
 
     Raises:
-        Unreachable: it did not end.
+        Unreachable: the stack did not end.
     """
     pids = [found.pid] if (found := find(home)) else []
     if is_held(home / KEEPER) and (keeper := (home / KEEPER).read_text()):
-        pids.insert(0, int(keeper))  # first, or it would restart the other process
+        pids.insert(0, int(keeper))  # the restarting process ends first, because it would restart the other process
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""Times for people and in names: always UTC, so that two machines, a log and a page can be compared."""
+"""Formats times for people and for names, always in UTC, so that the times of two machines, a log and a page can be
+compared.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""TLS to services that a user runs, by these services' own settings: reads the settings and finds their errors.
+"""TLS to services that a user runs: reads the TLS settings of these services' own libraries and finds errors in them.
 
     Ray      RAY_USE_TLS, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT
     Prefect  PREFECT_API_SSL_CERT_FILE, PREFECT_API_TLS_INSECURE_SKIP_VERIFY (also in a Prefect profile)
     MLflow   MLFLOW_TRACKING_SERVER_CERT_PATH, MLFLOW_TRACKING_INSECURE_TLS
 
-Imports no service's library: each library reads the same settings itself.
+This module imports no service's library; each library reads the same settings itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def ray_context() -> ssl.SSLContext:
             f"{', '.join(RAY_FILES)}: {error.reason or error}; give a certificate, its key and the authority"
         ) from None
     context.set_alpn_protocols(["h2"])
-    # as Ray does: only the authority is checked, since nodes have addresses and no names
+    # Ray, too, checks only the certificate's authority, since nodes have addresses and no names
     context.check_hostname = False
     return context
 

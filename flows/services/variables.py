@@ -1,9 +1,10 @@
-"""The environment variables and limits that a command starts under: repaired if that is safe, otherwise rejected.
+"""Checks the environment variables and limits that a command starts under: repairs an unusable one if that is safe,
+otherwise rejects it.
 
 Guarantees:
-- Loopback never goes through a proxy, in this process or in any that it starts.
-- A variable that would end a run during the start of its services is rejected before: `ConfigError` names the
-  variable, its value and the fix.
+- Requests to loopback never go through a proxy, in this process and in processes that it starts.
+- A variable that would end a run during the start of its services is rejected before that start: `ConfigError` names
+  the variable, its value and the fix.
 - A private Prefect server or Ray cluster ignores the settings for the user's own (`drop_settings`).
 
 Importing this module imports no service's library.
@@ -28,7 +29,7 @@ from rollflow.storage.errors import ConfigError
 PROXIES = tuple(name for proxy in ("http_proxy", "https_proxy", "all_proxy") for name in (proxy, proxy.upper()))
 SOCKS = ("socks5", "socks5h")
 SOCKET_PATH_BYTES = 107  # the longest path of a unix socket
-# vLLM names its sockets below TMPDIR like this; those of multiprocessing have shorter names.
+# vLLM's sockets below TMPDIR have names of this length; the sockets of multiprocessing have shorter names.
 LONGEST_TMPDIR = SOCKET_PATH_BYTES - len("/01234567-0123-0123-0123-0123456789ab")
 OWN_PREFECT = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_PROFILE", "PREFECT_CLIENT_CUSTOM_HEADERS")
 OWN_RAY = (
@@ -53,10 +54,10 @@ def check_variables() -> None:
 
 
 def check_home(home: Path) -> None:
-    """Create the run home, if it does not exist, and write to it.
+    """Create the run home if it does not exist, and check that a file can be written in it.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the run home cannot be written.
     """
     default = "" if os.environ.get("ROLLFLOW_HOME") else " (by default)"
     try:
@@ -79,19 +80,25 @@ def bypass_proxies(environment: MutableMapping[str, str]) -> None:
 
 
 def give_home(environment: MutableMapping[str, str], folder: Path) -> None:
-    """Set `HOME` for a user who has none (no variable, no entry in /etc/passwd): Prefect does not start without."""
+    """Set `HOME` for a user without a home (no variable, no entry in /etc/passwd), because Prefect does not start
+    without `HOME`.
+    """
     if os.path.expanduser("~") == "~":
         environment["HOME"] = str(folder)
 
 
 def drop_settings(environment: MutableMapping[str, str], meant_for: tuple[str, ...]) -> None:
-    """Remove the settings of the user's own service (`OWN_PREFECT`, `OWN_RAY`), because a private one is used."""
+    """Remove the settings of the user's own service (`OWN_PREFECT`, `OWN_RAY`), because the command uses a private
+    service.
+    """
     for name in [name for name in environment if name.startswith(meant_for)]:
         del environment[name]
 
 
 def short_folders() -> Iterator[Path]:
-    """Yield writable folders for temporary files: the user's, then the system's, which have short names."""
+    """Yield writable folders for temporary files: the user's folder, then the system's folders, which have short
+    names.
+    """
     for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
         if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
             yield Path(folder)

@@ -1,8 +1,8 @@
 """`prefect.yaml`: deployments for a work pool of the user's own Prefect server, made from the same recipes.
 
 The names of these deployments end with the pool's name. With equal names, the runner of a stack, or of `rollflow serve`
-on the same server, would take flow runs of the same name away from the workers. A run on the pool starts its stages
-there, too.
+on the same server, would take flow runs of the same name away from the workers. A run on the pool starts its stages on
+the pool, too.
 
 A worker imports rollflow by its modules, so rollflow must be installed where workers run. No code is pulled. The file
 has one pull step, because without one `prefect deploy` adds its own, which takes every entrypoint for a file's.
@@ -29,7 +29,7 @@ PULL = [{"prefect.deployments.steps.set_working_directory": {"directory": "."}}]
 
 
 def name_on(pool: str, name: str = SERVED) -> str:
-    """Return the name of a deployment on this pool; by default, the name of its stages."""
+    """Return the name of a deployment on this pool; by default, the name of the stages' deployments."""
     return f"{name}@{pool}"
 
 

@@ -1,8 +1,9 @@
 """The drawing of a simulation's timeline, shared by the picture (`timeline_png`) and the page (`timeline_html`).
 
-engines     a row each, or a row for neighbours: dark is busy, white is a bubble learner     a bar for each train step
-curves      verdicts in progress; the share of all slots that is busy updates     a band across all rows: the engines
-load a new version
+engines     one row for each engine, or for several neighbours: dark is busy, white is idle
+learner     one bar for each train step
+curves      the number of verdicts in progress, and the share of all slots that is busy
+updates     one band across all rows, in which the engines load a new version
 """
 
 from __future__ import annotations
