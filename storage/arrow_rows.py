@@ -1,7 +1,7 @@
 """Converts trajectory groups to the raw bytes of Arrow columns, so that groups are joined by joining bytes.
 
-A group is packed when it is complete, while others are still generated, so a commit only has to join bytes. For R rows
-each field of the schema gives one or two parts, in the schema's order:
+A group is packed as soon as it is complete, while other groups are still generated. So a commit only has to join bytes.
+For R rows each field of the schema gives one or two parts, in the schema's order:
 
 - a number field: one part with R values;
 - a text or list field: R lengths (int32), then the concatenated contents of all rows (one byte per boolean).
@@ -29,7 +29,7 @@ FLAT: dict[pa.DataType, type[TokenArray[Any]]] = {pa.int32(): Int32s, pa.float32
 WHOLE: dict[pa.DataType, type[TokenArray[Any]]] = {
     pa.int32(): Int32s,
     pa.int64(): Int64s,
-}  # faster than NumPy for few rows
+}  # for few rows, token arrays pack these types faster than NumPy
 LONG = 1 << 20  # bytes; columns of this size or more are joined in Arrow's own memory
 MOST = np.iinfo(LENGTH).max  # the largest number of values in a column: Arrow's offsets have 32 bits
 
@@ -78,7 +78,7 @@ def join_rows(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Tabl
 
 
 def _join_parts(parts: Sequence[bytes]) -> bytes | pa.Buffer:
-    """Concatenate parts. Long ones use memory that Arrow pools, because fresh pages cost more than the copy."""
+    """Concatenate parts. Long parts use Arrow's memory pool: fresh pages cost more than the copy."""
     size = sum(map(len, parts))
     if size < LONG:
         return b"".join(parts)
@@ -88,7 +88,7 @@ def _join_parts(parts: Sequence[bytes]) -> bytes | pa.Buffer:
 
 
 def _column(kind: pa.DataType, parts: Iterator[bytes | pa.Buffer]) -> pa.Array:
-    """Build a column of type `kind` from the next one or two of `parts`."""
+    """Build a column of type `kind` from the next one or two parts of `parts`."""
     if kind in NUMBERS:
         return _numbers(kind, next(parts))
     lengths, contents = np.frombuffer(next(parts), LENGTH), next(parts)

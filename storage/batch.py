@@ -92,7 +92,7 @@ class TrajectoryBatch:
 
     @property
     def keys(self) -> list[GroupKey]:
-        """The keys of the batch's dispatches in order, each once."""
+        """The keys of the batch's dispatches, in order and without repetition."""
         pairs = zip(self.table["index"].to_pylist(), self.table["attempt"].to_pylist(), strict=True)
         return [GroupKey(*pair) for pair, _ in groupby(pairs)]
 
@@ -103,7 +103,7 @@ class TrajectoryBatch:
         return Counter(dict(zip(pairs, self.table["domain"].to_pylist(), strict=True)).values())
 
     def groups(self) -> list[TrajectoryGroup]:
-        """Return the groups as records. This copies; it is for tools and tests, and the learner reads columns."""
+        """Return the groups as records. This method copies all data, so only tools and tests use it."""
         rows = self.table.to_pylist()
         found = []
         for key, members in groupby(rows, key=lambda r: GroupKey(r["index"], r["attempt"])):

@@ -1,13 +1,13 @@
 """The channel: passes committed batches to the learner, and announces published versions to the scheduler.
 
-The channel is a cache of the trajectory store. Everything it holds is committed in the run's log.
+The channel is a cache of the trajectory store. Every batch in the channel is committed in the run's log.
 
-- Bounded: it holds at most `capacity` unacknowledged batches; `put` waits for room, with a deadline.
-- Version-aware: batch b is leased only to train version b. An acknowledgement of b drops all batches up to b.
+- Bounded: the channel holds at most `capacity` unacknowledged batches; `put` waits for room, with a deadline.
+- Version-aware: batch b is leased only to train version b. An acknowledgement of batch b drops all batches up to b.
 - Entry-aware: a lease returns the batch of the log's newest entry with that number, never a voided batch.
-- Lease and acknowledge: a leased batch stays until it is acknowledged, so a restarted learner gets it again.
+- Lease and acknowledge: a leased batch stays until it is acknowledged, so a restarted learner gets the same batch.
 - Idempotent: `put`, `ack` and `announce` may be repeated, because Ray's retries are at-least-once.
-- Losing the channel costs a refill: a batch that it does not hold is read from the store.
+- Replaceable: a batch that the channel does not hold is read from the store, so losing the channel loses no batch.
 
     scheduler --put--> [ b | b+1 | b+2 ] --lease--> learner
     scheduler <--wait_version-- newest version <--ack, announce-- learner
@@ -34,7 +34,7 @@ class Source(Protocol[Refilled]):
     """The part of the trajectory store that the channel uses."""
 
     async def entry(self, number: int) -> int | None:
-        """Return the log entry that committed batch `number`; None if no such batch waits to be trained on."""
+        """Return the log entry that committed batch `number`; None if no batch of this number waits for training."""
 
     async def read(self, number: int) -> Refilled:
         """Read the payload of batch `number`; raises `Missing` or `Corrupt`."""
@@ -72,7 +72,7 @@ class Channel(Generic[Payload]):
         """Return batch `number` from the cache or the store; the channel holds it until it is acknowledged.
 
         Args:
-            afresh: drop the cached batch and read it from the store.
+            afresh: drop the cached copy of the batch, and read the batch from the store.
 
         Raises:
             TimeoutError: the batch was not committed within `deadline` seconds.
@@ -102,7 +102,7 @@ class Channel(Generic[Payload]):
         if self._held_entry(number) < entry:
             try:
                 payload = await self._source.read(number)
-            except Missing:  # the batch was voided in the meantime
+            except Missing:  # the batch was voided after its entry was read
                 return None
             if self._held_entry(number) < entry:
                 self._batches[number] = (entry, payload)

@@ -1,4 +1,4 @@
-"""The errors of rollflow. Each is named for what its catcher does.
+"""The errors of rollflow. The name of an error tells its catcher what to do.
 
 Every error takes one string, so it can be pickled and sent between processes.
 """
@@ -9,7 +9,7 @@ class RollflowError(Exception):
 
 
 class Conflict(RollflowError):
-    """Another process has committed this name first: read again, then retry or stop."""
+    """Another process created this name first: read the state again, then retry or stop."""
 
 
 class Missing(RollflowError):
@@ -17,15 +17,15 @@ class Missing(RollflowError):
 
 
 class Stale(RollflowError):
-    """A group is older than alpha allows: count it, skip it and issue its prompt again."""
+    """A group is older than `async_ratio` allows: count and skip the group, and issue its prompt again."""
 
 
 class Corrupt(RollflowError):
-    """Stored bytes differ from the committed ones: quarantine them, never train on them."""
+    """Stored bytes differ from the committed bytes: quarantine the object, and never train on it."""
 
 
 class EngineFailed(RollflowError):
-    """An engine died or generates with wrong weights: stop it and send its requests to another engine."""
+    """An engine died or generates with wrong weights: stop the engine, and send its requests to another engine."""
 
 
 class RankFailed(RollflowError):
@@ -41,8 +41,8 @@ class StoreFailed(RollflowError):
 
 
 class NotFinite(RollflowError):
-    """A train step gave a NaN or an infinity, and nothing was published: stop, or train on another batch."""
+    """A train step computed a NaN or an infinity, so no version was published: stop, or train on another batch."""
 
 
 class ConfigError(RollflowError):
-    """The user must change something. The message names the key, its value and the fix (exit code 2)."""
+    """The user must change a key or a setting. The message names the key, its value and the fix (exit code 2)."""

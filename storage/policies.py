@@ -1,12 +1,12 @@
-"""The policy versions of a run. A version is one log entry, written after every object that it names.
+"""The policy versions of a run. A version is one log entry, written after every object that the entry names.
 
-The entry commits three things together: the weights, the learner's state, and the batch that was trained on. It names
-the batch's entry, which lists the consumed and the discarded groups. The path of an object contains its writer's claim
-(`policies/<v>/<claim>/...`), so a deposed learner overwrites nothing. Several objects are transferred at a time, and
-every read is checked against the sha256 in the entry.
+A version's entry commits three things together: the weights, the learner's state, and the batch that was trained on.
+The version's entry names the batch's entry, which lists the consumed and the discarded groups. The path of an object
+contains its writer's claim (`policies/<v>/<claim>/...`), so a deposed learner overwrites nothing. Several objects are
+transferred at a time, and every read is checked against the sha256 in the entry.
 
 The run's state holds the entries of versions that may still be pruned. Older versions are found by bisection, because
-each entry holds the newest version at its time.
+each entry records the newest version at the time of that entry.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class PolicyVersion:
     """A published version."""
 
     number: int
-    entry: int  # the log entry that published it
-    claim: int  # the claim of its learner
+    entry: int  # the log entry that published this version
+    claim: int  # the claim of the learner that published this version
     at: float  # seconds since the epoch, by the learner's clock
-    batch_entry: int | None  # the log entry of the batch it was trained on; None for version 0
+    batch_entry: int | None  # the log entry of the batch that this version was trained on; None for version 0
     weights: tuple[StoredObject, ...]
     state: tuple[StoredObject, ...]
     probe: tuple[float, ...]  # log-probs (nats) of the run's probe tokens under these weights
@@ -63,12 +63,12 @@ class PolicyVersion:
 
     @property
     def objects(self) -> tuple[StoredObject, ...]:
-        """The objects of weights and learner state."""
+        """The objects of the weights and of the learner's state."""
         return (*self.weights, *self.state)
 
     @property
     def sha256(self) -> str:
-        """The sha256 of the weight files' hashes, joined in order (for one file: not the hash of that file)."""
+        """The sha256 of the joined hashes of the weight files, in order (not a file's own hash, even for one file)."""
         return hashlib.sha256("".join(stored.sha256 for stored in self.weights).encode()).hexdigest()
 
 
@@ -76,7 +76,7 @@ class PolicyStore:
     """Publishes, finds, reads and prunes the versions of one run. The module's docstring lists the guarantees."""
 
     def __init__(self, log: Log, in_use: Callable[[int], bool] = lambda version: False) -> None:
-        """Open the store. Weights of a version are not pruned while `in_use` is true for it."""
+        """Open the policy store. Weights of a version are not pruned while `in_use` is true for that version."""
         self.log, self.store, self._in_use = log, log.store, in_use
         self._held: HeldFolder | None = None  # the fetched weights of the last `weights_folder` call
 
@@ -94,7 +94,7 @@ class PolicyStore:
 
         Args:
             movers: the number of objects that are uploaded at a time.
-            put: a function that stores each object instead; then the contents of `files` are not read here.
+            put: a function that stores one object; if it is given, this method does not read the contents of `files`.
         """
 
         def staged(name: str) -> StoredObject:
@@ -108,7 +108,7 @@ class PolicyStore:
 
         Raises:
             Deposed: the run has another learner now.
-            Refused: the version is not the next one, or its batch was voided meanwhile.
+            Refused: the version is not the next one, or the version's batch was voided meanwhile.
         """
 
         def body(state: RunState, _: object) -> Body:
@@ -117,9 +117,9 @@ class PolicyStore:
         return PolicyVersion.of(writer.append(body))
 
     def prune(self, writer: Writer) -> tuple[tuple[int, Kind], ...]:
-        """Prune what retention releases, first in the log and then in storage; return the pruned versions and kinds.
+        """Prune the objects that retention releases, first in the log, then in storage; return their version and kind.
 
-        A version whose entry cannot be read keeps its objects; the others are pruned.
+        A version whose entry cannot be read keeps its objects; the other versions are pruned.
         """
         released = self.log.state.releasable
         waiting = dict.fromkeys(version for version, kind in released if kind == "weights")
@@ -167,7 +167,7 @@ class PolicyStore:
     # --- what it consists of ------------------------------------------------------------------------------------
 
     def read(self, stored: StoredObject) -> memoryview:
-        """Read an object and check it against its entry; a local object is memory-mapped.
+        """Read an object and check it against the entry that names it; a local object is memory-mapped.
 
         Raises:
             Corrupt: the object is missing or differs.
@@ -181,7 +181,7 @@ class PolicyStore:
         return data
 
     def file(self, stored: StoredObject, folder: Path) -> Path:
-        """Return a local file of an object, checked against its entry: the store's file, or a copy in `folder`.
+        """Return a local file of an object, checked against its log entry: the store's own file, or a copy in `folder`.
 
         Raises:
             Corrupt: the object is missing or differs.
@@ -225,7 +225,7 @@ class PolicyStore:
                 raise Missing(f"there is no object {stored.path}")
 
     def has_weights(self, version: PolicyVersion) -> bool:
-        """Return whether all weights exist in storage: they may have been pruned before `keep_last` was raised."""
+        """Return whether all weights exist in storage: weights may have been pruned before `keep_last` was raised."""
         return all(self.store.exists(stored.path) for stored in version.weights)
 
     def copy_weights(self, version: PolicyVersion, folder: Path) -> None:

@@ -1,11 +1,13 @@
 """The basic types of rollflow: prompts, trajectories, groups and their fates.
 
-All are frozen. Shapes: T is the number of tokens of one trajectory (prompt and response), G the number of trajectories
+All types are frozen.
+
+Shapes: T is the number of tokens of one trajectory (prompt and response), G the number of trajectories
 of one group.
 
-A *dispatch* is one issue of one prompt: `GroupKey(prompt, attempt)`. Every dispatch ends in exactly one fate: it is
-trained on in one version, or discarded with a reason. A discarded prompt is issued again with the next attempt, unless
-it was filtered.
+A *dispatch* is one issue of one prompt: `GroupKey(prompt, attempt)`. Every dispatch has exactly one fate: one
+version is trained on it, or it is discarded for a reason. A
+discarded prompt is issued again with the next attempt, unless it was filtered.
 
 Prompts come from D sources. The prompt at `position` of source s has the index `position * D + s`, so an index
 identifies its source, and each source can be issued at its own pace.
@@ -33,11 +35,11 @@ class StopReason(StrEnum):
 class DiscardReason(StrEnum):
     """The reason why a dispatched group was not trained on."""
 
-    STALE = "stale"  # older than async_ratio allows when its batch was formed
-    FAILED = "failed"  # its engine or its verifier failed
-    FILTERED = "filtered"  # the run's filter removed it, because it carries no signal
-    REDUNDANT = "redundant"  # one of the extra groups, and not needed
-    CORRUPT = "corrupt"  # its committed batch was voided, because the file was damaged or a value was not finite
+    STALE = "stale"  # when the batch was formed, the group was older than async_ratio allows
+    FAILED = "failed"  # the group's engine or verifier failed
+    FILTERED = "filtered"  # the run's filter removed the group, because it carries no training signal
+    REDUNDANT = "redundant"  # the group was an extra one, and the batch did not need it
+    CORRUPT = "corrupt"  # the group's batch was voided: its file was damaged, or a value was not finite
 
     @property
     def issued_again(self) -> bool:
@@ -46,7 +48,7 @@ class DiscardReason(StrEnum):
 
 
 class GroupKey(NamedTuple):
-    """One dispatch: the index of the prompt, and the number of this issue of it (from 0)."""
+    """The key of one dispatch: the prompt's index, and the number of earlier dispatches of this prompt."""
 
     prompt: int
     attempt: int
@@ -109,7 +111,8 @@ class Trajectory:
 
     `loss_mask[t]` is true if the policy sampled token t. Then `logprobs[t]` (nats) is the log-probability of the token
     under the distribution it was sampled from, and `versions[t]` the policy version that sampled it. For other tokens
-    they are 0.0 and -1. Staleness counts from `started_version`. In a run the four sequences are token arrays.
+    `logprobs[t]` is 0.0 and `versions[t]` is -1. Staleness counts from `started_version`. In a run the four sequences
+    are token arrays.
     """
 
     sample: int
@@ -142,12 +145,12 @@ class TrajectoryGroup:
 
     @property
     def started_version(self) -> int:
-        """The oldest version under which one of its trajectories was started."""
+        """The oldest version under which a trajectory of the group was started."""
         return min(t.started_version for t in self.trajectories)
 
     @property
     def newest_version(self) -> int:
-        """The newest version that sampled one of its tokens; `started_version` if there are none."""
+        """The newest version that sampled a token of the group; `started_version` if no token was sampled."""
         newest = Int32s.joined([Int32s.of(t.versions) for t in self.trajectories]).array.max(initial=-1)
         return max(int(newest), self.started_version)
 
@@ -159,7 +162,7 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True)
 class PackedGroup:
-    """A group whose rows are packed as the raw parts of columns (see `arrow_rows`), with the counts its entry needs."""
+    """A group whose rows are packed as the raw parts of columns (see `arrow_rows`), and its counts for the log."""
 
     key: GroupKey
     parts: tuple[bytes, ...] = field(repr=False)
@@ -169,11 +172,11 @@ class PackedGroup:
     surplus_tokens: int
 
 
-FinishedGroup: TypeAlias = TrajectoryGroup | PackedGroup  # a group whose trajectories need not be read
+FinishedGroup: TypeAlias = TrajectoryGroup | PackedGroup  # a complete group, packed or not
 
 
 class Discard(NamedTuple):
-    """The fate of a dispatch that was not trained on. Its length is kept, because dropping long groups is a bias."""
+    """The fate of an untrained dispatch. The group's length is recorded, because dropping long groups is a bias."""
 
     key: GroupKey
     reason: DiscardReason
@@ -182,5 +185,5 @@ class Discard(NamedTuple):
 
     @property
     def slow(self) -> bool:
-        """True if the dispatch was stale or redundant and had tokens; without tokens it says nothing about length."""
+        """True if the dispatch was stale or redundant and had tokens; a dispatch without tokens shows no length."""
         return self.reason in (DiscardReason.REDUNDANT, DiscardReason.STALE) and self.response_tokens > 0

@@ -1,8 +1,8 @@
 """Immutable arrays of numbers as raw bytes, in the layout that Arrow uses.
 
-A tuple of Python numbers takes 30 to 60 bytes per number, and every process that pickles it pays per number. These
-arrays take four bytes per number (a token), and are sliced, joined and pickled as bytes. They can be read like any
-sequence of numbers.
+A tuple of Python numbers takes 30 to 60 bytes per number, and every process that pickles it pays per number. A token
+array takes four bytes per token, and is sliced, joined and pickled as bytes. It can be read like any sequence of
+numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Number = TypeVar("Number", int, float, bool)
-ANY_TOKEN = 1 << 31  # above every token id that fits into a signed 32-bit integer
-LENGTHS = 4096  # row lengths for which a packer is cached
+ANY_TOKEN = 1 << 31  # a bound above every token id, because a token id fits into a signed 32-bit integer
+LENGTHS = 4096  # the number of row lengths whose packers are cached
 
 
 class TokenArray(Sequence[Number]):
-    """N immutable numbers of one type, equal to any sequence of the same numbers when those are rounded to the type."""
+    """N immutable numbers of one type. An array equals a sequence whose numbers, rounded to the type, are the same."""
 
     __slots__ = ("data",)
     code: ClassVar[str]  # the format character of `struct`
@@ -140,6 +140,6 @@ class Bools(TokenArray[bool]):
     code, size = "?", 1
 
 
-@lru_cache(LENGTHS)  # rows may have any length up to the longest
+@lru_cache(LENGTHS)  # a bounded cache, because a run has rows of many different lengths
 def _packer(count: int, code: str) -> Callable[..., bytes]:
     return struct.Struct(f"{count}{code}").pack

@@ -29,11 +29,11 @@ from rollflow.storage.records import Discard, FinishedGroup, StoredObject
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
-    """The groups of batch `number` before it is durable, with the prompts issued and discarded since the last batch."""
+    """Batch `number` before it is durable: its groups, and the prompts issued and discarded since the batch before."""
 
     number: int
     groups: tuple[FinishedGroup, ...]
-    issued: tuple[int, ...] = ()  # prompts that were dispatched for the first time, in their order
+    issued: tuple[int, ...] = ()  # prompts that were dispatched for the first time, in the order of dispatch
     discards: tuple[Discard, ...] = ()
 
 
@@ -44,11 +44,11 @@ class TrajectoryStore:
         self.log, self.store = log, log.store
 
     def commit(self, writer: Writer, staged: StagedBatch) -> tuple[Entry, Path | pa.Buffer]:
-        """Make a staged batch durable; return its entry, and its local file or (in a remote store) its bytes.
+        """Make a staged batch durable; return its log entry, and its local file or (in a remote store) its bytes.
 
         Raises:
             Deposed: the run has another scheduler now.
-            Refused: the run's state does not allow it; `GroupTooOld` if a group is too old for this batch.
+            Refused: the run's state does not allow the commit; `GroupTooOld` if a group is too old for this batch.
         """
         batch = TrajectoryBatch.from_groups(staged.groups)
         # Each call uses a new name: a repeated call must not overwrite a file that the first call may have committed.
@@ -100,7 +100,7 @@ class TrajectoryStore:
         with contextlib.suppress(Corrupt):
             for n in range(entry - 1, -1 if self.log.state.voids else entry - 1, -1):
                 written = get_entry(self.log, n).entry
-                if written.batch <= batch.number:  # the batch did not exist yet
+                if written.batch <= batch.number:  # before this entry the batch did not exist
                     break
                 if isinstance(written.body, BatchCommitted) and written.body.number == batch.number:
                     found = [*written.body.discards, *found]
@@ -161,7 +161,7 @@ def verify(file: StoredObject, data: bytes | pa.Buffer) -> None:
 
 
 def committed_group(group: FinishedGroup) -> TrainedGroup:
-    """Return the record of a group that a log entry keeps."""
+    """Return the record of a group, as a log entry keeps it."""
     return TrainedGroup(*group.key, group.started_version, group.newest_version, group.response_tokens)
 
 

@@ -1,15 +1,16 @@
 """The object store contract: what every backend guarantees and nothing more.
 
 A store is a flat map from relative paths ("log/0000000007.json") to byte strings, which rollflow rarely replaces.
-`tests/contracts/test_objects.py` tests each guarantee once for all backends:
+`tests/contracts/test_objects.py` tests each of these guarantees on every backend:
 
-- `create` is an atomic put-if-absent: of any number of racing writers exactly one succeeds, and the others get
-  `Conflict`. A reader sees nothing or the whole object.
-- `put` replaces atomically: a reader sees the old bytes or the new ones.
+- `create` is an atomic put-if-absent: of any number of racing writers exactly one succeeds, and the other writers
+  get `Conflict`. A reader sees no object or the whole object.
+- `put` replaces an object atomically: a reader sees the old bytes or the new bytes.
 - A completed write survives a power cut, as far as the backend can ensure it.
 - A read after a completed write sees that write: neither listings nor existence are cached.
-- Content may be given as several buffers (a header and views of tensors); they are written in order, without a copy.
-- A store is a value (root and flags): it can be pickled, is cheap to build and is safe to use from threads.
+- Content may be given as several buffers (a header and views of tensors); the buffers are written in order, without a
+  copy.
+- A store is a value (root and flags): a store can be pickled, is cheap to build and is safe to use from threads.
 
 Paths are relative, use "/", and have no empty, "." or ".." part, so no path leads out of its store. Any other path
 raises `ValueError`.
@@ -39,11 +40,11 @@ class ObjectStat:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedWrite:
-    """A write that was begun and not finished; if its writer was killed, it never becomes an object."""
+    """A write that was begun and not finished. If its writer was killed, the write never becomes an object."""
 
     name: str
     size: int  # bytes
-    touched: float  # when it last grew: seconds since the epoch, by the store's clock
+    touched: float  # the time when the write last grew, in seconds since the epoch by the store's clock
     token: str = ""  # the backend's id of the write
 
 
@@ -109,7 +110,7 @@ class ObjectStore(ABC):
 
         Args:
             content: a function from the sha256 of `data` to the content of `path`.
-            file: a path that was never used; a call that fails may leave a part of the file behind.
+            file: a path that was never used; a failed call may leave an incomplete file at this path.
 
         Raises:
             Conflict, StoreFailed, Unreachable: as `create`. If `content` was called before a Conflict, the whole `file`
@@ -126,12 +127,12 @@ class ObjectStore(ABC):
         Raises:
             Missing: the object does not exist.
             Unreachable: the object cannot be read now and may be undamaged. Every method that reads may raise this.
-            Corrupt: repeated reads gave other bytes than were written (if the store can detect it).
+            Corrupt: repeated reads gave other bytes than were written (only a store with checksums detects this).
         """
 
     @abstractmethod
     def fetch(self, path: str, file: Path) -> str:
-        """Copy the object into a new local file in chunks; return its sha256. Raises as `get`."""
+        """Copy the object into a new local file in chunks; return its sha256. Raises the errors of `get`."""
 
     @abstractmethod
     def stat(self, path: str) -> ObjectStat:
@@ -149,7 +150,7 @@ class ObjectStore(ABC):
     def list(self, prefix: str = "", after: str = "") -> Iterator[str]:
         """List the paths of all objects below the folder `prefix` ("" for all), relative to the store and sorted.
 
-        Only paths after `after` in that order are listed.
+        Only paths that sort after `after` are listed.
         """
 
     def folders(self, prefix: str) -> Sequence[str]:
@@ -160,14 +161,14 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def delete(self, path: str) -> None:
-        """Remove an object if it exists. After a power cut it may exist again."""
+        """Remove an object if it exists. After a power cut the removed object may exist again."""
 
     def list_unfinished(self) -> Iterator[UnfinishedWrite]:
-        """List writes that are in progress, and those that killed writers left unfinished."""
+        """List the writes in progress, and the unfinished writes of killed writers."""
         return iter(())
 
     def discard(self, left: UnfinishedWrite) -> None:  # noqa: B027 - nothing to do for a backend whose writers leave nothing
-        """Remove an unfinished write of a killed writer; that of a living writer stays."""
+        """Remove an unfinished write of a killed writer; a living writer's write stays."""
 
     @abstractmethod
     def check(self) -> None:
@@ -183,14 +184,14 @@ class ObjectStore(ABC):
         return ""
 
     def local_path(self, path: str) -> Path | None:
-        """Return the object's file on this machine, or None if it has to be fetched."""
+        """Return the object's file on this machine, or None if the object must be fetched first."""
         return None
 
 
 def first_missing(store: ObjectStore, path: Callable[[int], str], start: int = 0) -> int:
     """Return the first number from `start` on whose object does not exist; existing numbers must be contiguous.
 
-    The search doubles its strides, then bisects: it needs no listing, and few requests for a long sequence.
+    The search doubles its strides, then bisects. So it lists nothing, and a long sequence takes few requests.
     """
     if not store.exists(path(start)):
         return start

@@ -29,13 +29,13 @@ CURES = {
 
 NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
-AHEAD = 4 << 20  # bytes per write; after each the kernel is asked to begin writing to the disk
+AHEAD = 4 << 20  # bytes per write; after each write the kernel is asked to start writing to the disk
 MOST_PARTS = 512  # buffers of one `writev`; POSIX guarantees 16, Linux and macOS accept 1024
 SYNC_FILE_RANGE_WRITE = 2
 
 
 def _early() -> Callable[[int, int, int, int], int] | None:
-    """Load Linux's `sync_file_range`, which starts the writing that `fsync` later waits for; None on other systems."""
+    """Load Linux's `sync_file_range`, so that writing to the disk starts before `fsync`; None on other systems."""
     try:
         found = ctypes.CDLL(None).sync_file_range
     except (AttributeError, OSError):
@@ -63,7 +63,7 @@ def raise_store_failed(target: Path) -> Iterator[None]:
 
 @contextmanager
 def raise_missing(target: Path) -> Iterator[None]:
-    """Turn the error of a missing file into `Missing`, and other read errors into `Unreachable` (it may be intact)."""
+    """Turn the error of a missing file into `Missing`, and other read errors into `Unreachable`."""
     try:
         yield
     except NO_FILE as error:
@@ -73,9 +73,9 @@ def raise_missing(target: Path) -> Iterator[None]:
 
 
 def map_file(path: Path) -> memoryview:
-    """Memory-map a file: pages are loaded when they are read, and writes to them stay in this process.
+    """Memory-map a file: pages are loaded when they are read, and writes to the pages stay in this process.
 
-    Raises as `raise_missing`.
+    Raises the errors of `raise_missing`.
     """
     with raise_missing(path), open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
@@ -84,13 +84,13 @@ def map_file(path: Path) -> memoryview:
 
 
 def sha256_of(path: Path) -> str:
-    """Hash a file, reading it in chunks. Raises as `raise_missing`."""
+    """Hash a file, reading it in chunks. Raises the errors of `raise_missing`."""
     with raise_missing(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_out(file: int, parts: Sequence[memoryview]) -> None:
-    """Write buffers to a new file in order, and let the disk start early, so that a later `fsync` takes less time."""
+    """Write buffers to a new file in order. The disk starts writing at once, so a later `fsync` takes less time."""
     start = 0
     for group in _groups(parts):
         size = sum(map(len, group))
@@ -115,7 +115,7 @@ def _groups(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _write_all(file: int, parts: list[memoryview]) -> None:
-    """Write all parts; one `writev` call may write less than all."""
+    """Write all parts, with as many `writev` calls as are needed, because one call may write only a part."""
     while parts:
         written = os.writev(file, parts)
         while parts and written >= len(parts[0]):

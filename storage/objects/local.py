@@ -1,9 +1,9 @@
 """A local folder as an object store: readers see whole files only, and exactly one of several racing creators succeeds.
 
-An object is written to a temporary file and synced, then gets its name in one step: `create` uses a hard link, which
-fails if the name exists; `put` uses a rename, which replaces. Then the folder is synced, so a completed write survives
-a power cut. Temporary files lie in `.tmp`, which is not part of the store. A writer locks its temporary file; a file
-without a lock was left by a killed writer.
+An object is written to a temporary file, which is synced and then gets the object's name in one step: `create` uses a
+hard link, which fails if the name exists; `put` uses a rename, which replaces the old file. Then the folder is synced,
+so a completed write survives a power cut. Temporary files lie in `.tmp`, which is not part of the store. A writer locks
+its temporary file; a file without a lock was left by a killed writer.
 
 A name is either an object or a folder of objects.
 """
@@ -44,8 +44,8 @@ class LocalStore(ObjectStore):
     """A store whose objects are files below `root`; the first write creates the folder."""
 
     root: Path
-    scratch: Path | None = field(default=None, compare=False)  # the folder of temporary files; a child shares it
-    _synced: set[Path] = field(default_factory=set, init=False, compare=False, repr=False)  # names that are synced
+    scratch: Path | None = field(default=None, compare=False)  # the folder of temporary files, which child stores share
+    _synced: set[Path] = field(default_factory=set, init=False, compare=False, repr=False)  # folders with synced names
 
     @property
     def uri(self) -> str:
@@ -84,7 +84,7 @@ class LocalStore(ObjectStore):
             _sync_name(target)
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
-        """Write both with one sync: `file` gets its name before it is synced, since no reader knows that name yet."""
+        """Write both objects with one sync. `file` gets its name before the sync, since no reader knows that name."""
         target, named, parts = self._free(path), self.local_path(file), split_buffers(data)
         with (
             raise_store_failed(target),
@@ -137,7 +137,7 @@ class LocalStore(ObjectStore):
             return iter(sorted(name for name in names if name > after))
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """List folders; one may have been created for an object that is still being written."""
+        """List folders. A listed folder may be empty, because its first object is still being written."""
         top = self.local_path(prefix)
         try:
             return sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and entry.name != SCRATCH)
@@ -151,7 +151,7 @@ class LocalStore(ObjectStore):
 
     def list_unfinished(self) -> Iterator[UnfinishedWrite]:
         for path in sorted(self._scratch.glob(f"[!{TURN[0]}]*")):
-            with contextlib.suppress(FileNotFoundError):  # the writer has finished in the meantime
+            with contextlib.suppress(FileNotFoundError):  # the writer finished during the listing
                 found = path.stat()
                 yield UnfinishedWrite(f"{SCRATCH}/{path.name}", found.st_size, found.st_mtime)
 
@@ -198,7 +198,7 @@ class LocalStore(ObjectStore):
             target.parent.mkdir(parents=True, exist_ok=True)
 
     def _sync_above(self, target: Path) -> None:
-        """Sync the names of all folders above `target`, each once per process."""
+        """Sync the names of all folders above `target`. A process syncs each folder name only once."""
         folder = target.parent
         if folder not in self._synced and folder != folder.parent:
             self._sync_above(folder)
@@ -224,7 +224,7 @@ class LocalStore(ObjectStore):
                 write_out(file.fileno(), parts)
                 yield temporary, file.fileno()
         finally:
-            with contextlib.suppress(OSError):  # it may have been renamed; a leftover is removed later
+            with contextlib.suppress(OSError):  # the file may have been renamed, and a leftover file is removed later
                 temporary.unlink()
 
     def _name_once(self, temporary: Path, file: int, target: Path) -> None:
@@ -265,7 +265,7 @@ def _lock(file: int) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if isinstance(error, BlockingIOError):
-            raise  # any other error: this file system has no locks, so only a file's age shows that it was abandoned
+            raise  # any other error: this file system has no locks, so only age shows that a file is abandoned
 
 
 def _files(top: Path) -> Iterator[Path]:
@@ -277,7 +277,7 @@ def _files(top: Path) -> Iterator[Path]:
 
 
 def _unless_gone(error: OSError) -> None:
-    """Ignore a folder that vanished during the listing; raise for one that cannot be read, so it never looks empty."""
+    """Ignore the error of a folder that vanished during the listing; raise it for a folder that cannot be read."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
@@ -296,7 +296,7 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _unless_done(file: int, target: Path) -> Iterator[None]:
-    """Ignore the error of a link or a rename that has succeeded nevertheless: `file` now is at `target`.
+    """Ignore the error of a link or rename if it has succeeded nevertheless, so that `file` is at `target`.
 
     A network file system repeats a request whose answer was lost, and then reports that the name exists.
     """
@@ -320,13 +320,13 @@ def _lies_at(file: int, target: Path) -> bool:
 
 
 def _name_conflict(target: Path) -> Conflict:
-    """Return a `Conflict` for a name that exists, after syncing it: its writer may have been killed before its sync."""
+    """Sync a name that exists, because its writer may have been killed before the sync; return a `Conflict` for it."""
     _sync_name(target)
     return Conflict(f"{target} exists")
 
 
 def _sync_name(created: Path) -> None:
-    """Sync the folder of a new name. On failure the write is unknown, since others may have read it: `Unreachable`."""
+    """Sync the folder of a new name. If the sync fails, raise `Unreachable`: others may have read the object."""
     try:
         _sync_folder(created.parent)
     except OSError as error:

@@ -4,9 +4,10 @@
 
 - If several processes of a node request a folder, one process fills it and the others wait.
 - A folder gets its name only when it is complete. The next process that fills removes what a killed process left.
-- A folder stays while a living process holds it. Of the others, over all stores, the least recently used are removed
-  first. If the disk has no room for a new folder, all of them are removed.
-- Nothing is synced. So a folder from before the node's last boot is not used: a power cut may have truncated it.
+- A folder stays while a living process holds it. The folders that no process holds are limited in number over all
+  stores, and the least recently used are removed first. If the disk has no room for a new folder, every unheld folder
+  is removed.
+- No file is synced, so a power cut may truncate files. A folder from before the node's last boot is not used.
 
 Locks are the kernel's (`flock`), which releases the locks of a dead process. The cache folder must be on a local disk,
 or on a file system with such locks.
@@ -30,10 +31,10 @@ from pathlib import Path
 from rollflow.storage.errors import StoreFailed, Unreachable
 from rollflow.storage.objects.disk import raise_store_failed
 
-KEPT = 3  # the largest number of folders, unless more are held
+KEPT = 3  # the largest number of folders, unless processes hold more folders
 FILLING = ".filling-"  # prefix of the names of incomplete folders
 LOCK = ".lock"
-WAIT_SECONDS = 900.0  # how long to wait for another process of this node that fills, if the store answers
+WAIT_SECONDS = 900.0  # the longest wait for another process of this node that fills a folder, if the store answers
 POLL_SECONDS = 0.02
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -68,16 +69,16 @@ class NodeCache:
         return self._cache / hashlib.sha256(f"{self._store} {boot}".encode()).hexdigest()[:16]
 
     def hold(self, name: str, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> HeldFolder:
-        """Return the folder `name` and hold it; it is filled unless it exists and is `whole`.
+        """Fill the folder `name` unless it exists and is `whole`; return the folder, and hold it.
 
         Raises:
-            Unreachable: another process of this node takes too long to fill it, or the cache cannot be used now.
+            Unreachable: another process of this node takes too long to fill the folder, or the cache cannot be used.
             StoreFailed: this node's disk is full.
             Any error of `fill`; then the folder does not exist.
         """
         try:
             return self._hold(self._mine / name, fill, whole)
-        except OSError as error:  # too many open files, for example: the folder may be intact
+        except OSError as error:  # for example too many open files, when the folder may be intact
             raise Unreachable(f"{self._cache} cannot be used now ({error.strerror or error})") from error
 
     def _hold(self, folder: Path, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> HeldFolder:
@@ -125,7 +126,7 @@ class NodeCache:
         for store in self._cache.iterdir():
             _sweep(store, locked=store == self._mine)
         with contextlib.suppress(FileNotFoundError):
-            _rename_away(folder)  # it is incomplete, even if a process holds it
+            _rename_away(folder)  # the folder is incomplete, even if a process holds it
         present = sorted(self._cache.glob("*/[!.]*"), key=_last_use)
         removable = filter(_remove, present)
         return len([*islice(removable, max(len(present) - most, 0))]) > 0
@@ -146,7 +147,7 @@ def _present(folder: Path, whole: Callable[[Path], bool]) -> HeldFolder | None:
     except FileNotFoundError:
         return None
     held = HeldFolder(folder, descriptor)
-    if _same(folder, descriptor) and whole(folder):  # not the same: it was removed before it was locked
+    if _same(folder, descriptor) and whole(folder):  # the folder may have been removed before the lock
         os.utime(folder)
         return held
     held.release()
@@ -154,18 +155,18 @@ def _present(folder: Path, whole: Callable[[Path], bool]) -> HeldFolder | None:
 
 
 def _lock_shared(folder: Path) -> int:
-    """Open `folder` with a shared lock; a process that removes it holds its exclusive lock only briefly."""
+    """Open `folder` with a shared lock; a process that removes a folder holds an exclusive lock only briefly."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
 def _remove(folder: Path) -> bool:
-    """Remove a folder unless it is held."""
+    """Remove a folder unless a process holds it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        return True  # another process has removed it
+        return True  # another process has removed the folder
     try:
         removable = _lock(descriptor, fcntl.LOCK_EX) and _same(folder, descriptor)
         if removable:

@@ -2,8 +2,8 @@
 
 `create` is a conditional write (`If-None-Match: *`) that stores a unique token in the object's metadata. A write can
 succeed although its answer is lost; the repeated write is then refused, as if another process had been first. So a
-failed write reads the token back: its own token means success, whatever the answer was. For `create` any other token
-means `Conflict`, even if the bytes are the same.
+failed write reads the token back: the writer's own token means success, whatever the answer was. For `create` any
+other token means `Conflict`, even if the bytes are the same.
 
 The metadata also holds the sha256 of the bytes, and every read is checked against it. Bytes that do not match are read
 again, and are `Corrupt` if they never match. `s3_requests` describes how requests are retried.
@@ -46,7 +46,7 @@ from rollflow.storage.objects.s3_requests import (
 )
 
 WRITER, SHA256 = "rollflow-writer", "rollflow-sha256"
-READS = 3  # reads of an object before its bytes count as corrupt
+READS = 3  # the number of reads of an object before its bytes count as corrupt
 FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
 SKEWED = "RequestTimeTooSkewed"
 
@@ -136,7 +136,7 @@ class S3Store(ObjectStore):
             self._call("delete_object", Key=self._key(path))
 
     def list_unfinished(self) -> Iterator[UnfinishedWrite]:
-        """List multipart uploads; one without any part occupies no storage and is left out."""
+        """List multipart uploads, but no upload without parts, which occupies no storage."""
         with self._translate_errors("uploads"):
             pages = self._pages("list_multipart_uploads", ["KeyMarker", "UploadIdMarker"], Prefix=self._prefix)
             for upload in [upload for page in pages for upload in page.get("Uploads", ())]:
@@ -156,7 +156,7 @@ class S3Store(ObjectStore):
                 for page in self._pages("list_parts", ["PartNumberMarker"], **which)
                 for part in page.get("Parts", ())
             ]
-        except FileNotFoundError:  # the upload has ended in the meantime
+        except FileNotFoundError:  # the upload ended during the listing
             return []
 
     def discard(self, left: UnfinishedWrite) -> None:
@@ -168,7 +168,7 @@ class S3Store(ObjectStore):
         return self._connection.late
 
     def check(self) -> None:
-        """Check the store as the contract says; this takes at most about 15 s, even if the service is silent."""
+        """Check the store as `ObjectStore.check` does, in at most about 15 s even if the service is silent."""
         if not self._bucket:
             raise ConfigError(f"store.uri = {self.uri!r} names no bucket; write s3://bucket/prefix")
         try:
@@ -214,7 +214,7 @@ class S3Store(ObjectStore):
     def _read(self, path: str, begin: Callable[[], object], take: Callable[[bytes], object]) -> str:
         """Read the object until its bytes match the stored sha256; return that sha256.
 
-        `begin` is called before each attempt, and `take` with each part.
+        `begin` is called before each attempt, and `take` is called with each part of the object.
         """
         here = self._connection
         for _ in range(READS):
@@ -294,7 +294,7 @@ class S3Store(ObjectStore):
 
 
 def _translate_error(error: Exception, store: S3Store, path: str) -> RollflowError | None:
-    """Return the error that a failed request means for its caller; None if the original error is clear enough."""
+    """Return rollflow's error for a failed request; None if the original error is clear enough."""
     where, code = f"store.uri = {store.uri!r}", code_of(error)
     bucket = store.root.partition("/")[0]
     if isinstance(error, WRONG):

@@ -1,11 +1,12 @@
 """Requests to S3. Each request is retried within limits until it is answered in full.
 
-A request is retried, after a random pause whose limit doubles, if it was throttled, failed in the server, lost its
-connection, ran into its deadline, or if its body arrived incomplete. Only this module retries (botocore and s3fs are
-configured to try once), so a request has one deadline and one retry count. A caller must ensure that a repeated
-request is idempotent, or recognise its own first attempt.
+A request is retried if it was throttled, failed in the server, lost its connection or exceeded its deadline, or if its
+body arrived incomplete. Before each retry there is a random pause, whose upper limit doubles. Only this module retries
+(botocore and s3fs are configured to try once), so a request has one deadline and one retry count. A caller must ensure
+that a repeated request is idempotent, or recognise its own first attempt.
 
-An object larger than `PART_BYTES` is transferred in parts, several at a time. It is never held in memory as a whole.
+An object larger than `PART_BYTES` is transferred in parts, several at a time. Such an object is never held in memory
+as a whole.
 
 A connection belongs to one process and one set of AWS variables. Credentials, region and endpoint
 (`AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`) come from the standard AWS variables and files only.
@@ -36,7 +37,7 @@ PART_BYTES = 8 * 2**20  # S3 accepts parts of at least 5 MiB, and at most 10,000
 AT_ONCE = 8  # parts that a process transfers at a time
 LATE_SECONDS = 5.0  # a request without an answer for this long is reported as late
 
-WRONG = botocore.exceptions.FlexibleChecksumError  # the body does not match the service's checksum
+WRONG = botocore.exceptions.FlexibleChecksumError  # the error for a body that does not match the service's checksum
 LOST = (*s3fs.core.S3_RETRYABLE_ERRORS, botocore.exceptions.ConnectionError, TimeoutError, ConnectionError, WRONG)
 FAILURES = (OSError, botocore.exceptions.BotoCoreError, *LOST)
 REFUSED = {"PreconditionFailed", "412"}
@@ -68,18 +69,18 @@ BUSY = (429, 500, 502, 503, 504)  # HTTP statuses to retry, whatever error code 
 
 @dataclass(frozen=True, slots=True)
 class RetryLimits:
-    """The retry limits of a request. No try begins later than `seconds` after the first one (apart from the pause)."""
+    """The retry limits of a request. No try begins later than `seconds` after the first try (apart from the pause)."""
 
     tries: int = 12
     seconds: float = 180.0
-    try_seconds: float = 60.0  # one try, including the whole body
+    try_seconds: float = 60.0  # the limit of one try, including the whole body
     connect_seconds: float = 5.0
-    silence_seconds: float = 20.0  # between two reads of an answer
+    silence_seconds: float = 20.0  # the longest time between two reads of an answer
     pause_seconds: float = 0.2  # the upper limit of the pause after the first try
     longest_pause_seconds: float = 10.0
 
     def with_seconds(self, seconds: float) -> RetryLimits:
-        """Return the same limits with `seconds` as the time, and no limit on the number of tries."""
+        """Return the same limits with `seconds` as the time limit, and without a limit on the number of tries."""
         return replace(self, tries=sys.maxsize, seconds=seconds)
 
     def pause(self, tried: int) -> float:
@@ -92,7 +93,7 @@ HASTY = RetryLimits(tries=1, try_seconds=10.0, connect_seconds=3.0, silence_seco
 
 
 def get_connection(patience: RetryLimits | None = None) -> S3Connection:
-    """Return this process's connection. It is keyed by process id, since its thread does not survive a fork."""
+    """Return this process's connection. A forked process gets its own, since threads do not survive a fork."""
     variables = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
     return _connection(os.getpid(), variables, patience or PATIENT)
 
@@ -103,7 +104,7 @@ def _connection(pid: int, variables: tuple[tuple[str, str], ...], patience: Retr
 
 
 class S3Connection:
-    """Sends requests: blocking from any thread (`call`, `wait`), or in the connection's event loop (other methods)."""
+    """Sends requests. `call` and `wait` block any thread; the other methods run in the connection's event loop."""
 
     def __init__(self, patience: RetryLimits) -> None:
         self.patience = patience
@@ -133,7 +134,7 @@ class S3Connection:
 
     @property
     def late(self) -> str:
-        """A description of the longest pending request if it is late, else ""; may be read from any thread."""
+        """A description of the longest pending request if that request is late, else ""; any thread may read this."""
         now = time.monotonic()
         began, method = min(list(self._asked.values()), default=(now, ""))
         return f"object storage: {method} for {now - began:.0f} s" if now - began > LATE_SECONDS else ""
@@ -162,7 +163,7 @@ class S3Connection:
             await asyncio.sleep(self.patience.pause(tried))
 
     async def _answer(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        client = await self._filesystem.set_session()  # reuses the open session
+        client = await self._filesystem.set_session()  # `set_session` returns the session that is already open
         try:
             answer: dict[str, Any] = await getattr(client, method)(**arguments)
         except botocore.exceptions.ClientError as error:
@@ -231,7 +232,7 @@ class S3Connection:
         return dict(first["Metadata"])
 
     async def _range(self, target: dict[str, str], start: int, size: int, etag: str) -> bytes:
-        """Read a part of the same object as the first part; the service refuses if a `put` has replaced it."""
+        """Read one more part of an object; the service refuses if a `put` replaced the object after the first part."""
         stop = min(start + PART_BYTES, size)
         async with self._gate:
             answer = await self.ask("get_object", **target, Range=f"bytes={start}-{stop - 1}", IfMatch=etag)
@@ -245,7 +246,7 @@ async def _await_end(tasks: Any) -> None:
 
 
 def cut_parts(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Split the bytes of `parts` into runs of `size` (the last may be shorter), without copying."""
+    """Split `parts` without copying into pieces of `size` bytes; the last piece may be shorter."""
     run: list[memoryview] = []
     room = size
     for part in parts:

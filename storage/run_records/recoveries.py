@@ -1,8 +1,9 @@
 """The recoveries of a run: one object for each restart of a dead process, `recoveries/<n>.json`.
 
-Any process may append: it creates the next free number atomically, and tries the following number if another process
-was faster. The records are for people, the summary and MLflow. A restarted keeper also reads them to continue with its
-predecessor's restart budget. No process waits for them (see `Notes`), and a damaged record is skipped.
+Any process may append a record: the process creates the next free number atomically, and tries the following number if
+another process was faster. The records are for people, the summary and MLflow. A restarted keeper of a run also reads
+the records, to continue with the restart budget of the keeper before. No process waits until a record is stored (see
+`Notes`), and a damaged record is skipped.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ class Recovery:
     """One recovery. Times are seconds since the epoch, by the clock of the process that did the recovery."""
 
     role: str  # "learner", "engine-0", "rollout stage", "supervisor", ...
-    reason: str  # why the process ended, as far as it was seen
+    reason: str  # why the process ended, as far as known
     noticed_at: float
-    restored_at: float  # when its successor was up
-    resumed_at: float  # when its successor had made progress
-    redone: str = "nothing"  # the lost work that is done again
+    restored_at: float  # when the new process was up
+    resumed_at: float  # when the new process had made progress
+    redone: str = "nothing"  # a description of the lost work that is done again
     trajectories: int = 0  # the number of lost trajectories that are generated again
     attempt: int = 1  # the number of this role's last restart, from 1
-    restarts: tuple[float, ...] = ()  # times of the decisions to restart; every successor but the last died
+    restarts: tuple[float, ...] = ()  # times of the restarts; every new process but the last one died
 
     @property
     def seconds(self) -> float:
-        """The seconds from the moment the end was noticed until there was progress again."""
+        """The seconds from the moment when the process's end was noticed until the new process made progress."""
         return self.resumed_at - self.noticed_at
 
     def sentence(self) -> str:
@@ -83,7 +84,7 @@ class RecoveryLog:
         return len(self._known) + len(self.damaged)
 
     def read(self) -> list[Recovery]:
-        """Return all readable recoveries; only those not seen before are read from the store."""
+        """Return all readable recoveries; only new recoveries are read from the store."""
         for number in range(self._read, first_missing(self.store, recovery_path, self._read)):
             path = recovery_path(number)
             try:

@@ -1,7 +1,7 @@
-"""Requests to end a run: `stop.json` in the run's own storage, so that they need no common server or machine.
+"""Requests to end a run: `stop.json` in the run's own storage, so that a request needs no common server or machine.
 
-The run's supervisor looks for a request about once a second. A request applies only to the running supervisor: whoever
-starts or resumes the run removes it. Ending a run loses nothing: the run can be resumed from its storage.
+The run's supervisor looks for a request about once a second. A request applies only to the running supervisor: a start
+or a resume of the run removes older requests. Ending a run loses nothing: the run can be resumed from its storage.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RunEnded(Exception):
 
 
 def request_stop(run: ObjectStore, how: How) -> StopRequest:
-    """Ask the run to end; a "cancel" stays in force if a "stop" follows it."""
+    """Ask the run to end; an earlier "cancel" is stronger than a later "stop"."""
     before = read_request(run)
     asked = StopRequest(before.how if before is not None and before.how == "cancel" else how, time.time())
     run.put(REQUEST, json.dumps(asdict(asked)).encode())
@@ -46,7 +46,7 @@ def request_stop(run: ObjectStore, how: How) -> StopRequest:
 
 
 def read_request(run: ObjectStore) -> StopRequest | None:
-    """Return the request to end the run, or None if there is none or it cannot be read."""
+    """Return the request to end the run, or None if there is no request or the request cannot be read."""
     try:
         found = json.loads(run.get(REQUEST))
         return StopRequest(found["how"], float(found["at"])) if found["how"] in get_args(How) else None

@@ -1,7 +1,7 @@
 """The cost of each weight update: one small object per policy version, `updates/<version>.json`.
 
-The rollout stage writes it once for each version that the engines loaded (they skip some). People and predictions read
-it; no decision of a run depends on it.
+The rollout stage writes one object for each version that the engines loaded; engines skip some versions. People and
+predictions read these objects. No decision of a run depends on them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from rollflow.storage.objects.base import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The engines loaded `version`: they paused for `pause_seconds`, and resumed at `resumed_at` (seconds since the
-    epoch, by the rollout stage's clock).
+    """The update of the engines to `version`, for which the engines paused `pause_seconds`.
+
+    The engines resumed at `resumed_at` (seconds since the epoch, by the rollout stage's clock).
     """
 
     version: int
