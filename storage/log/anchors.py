@@ -1,10 +1,10 @@
-"""Anchors: hashes of a run's entries that are kept outside its storage, out of reach of whoever alters the run.
+"""Anchors: hashes of log entries, kept outside the run's storage, where a person who alters the run cannot reach them.
 
     12:6b86b273...   entry 12 has this sha256
 
-Each entry names the hash of the entry before it, so the anchor of an entry proves all entries up to it. The log is
+Each entry names the hash of the previous entry, so the anchor of an entry also proves all earlier entries. The log is
 append-only, so an anchor stays valid as the run continues. If `rollflow repair` has moved a damaged newest entry away,
-an anchor of that entry is no longer valid, and the check reports it.
+an anchor of that entry is no longer valid, and the check reports the anchor.
 """
 
 from __future__ import annotations

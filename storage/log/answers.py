@@ -29,9 +29,9 @@ class ExpectedRows:
     """The values with which the rows of a batch are compared; a field that is None is not checked."""
 
     limits: BatchLimits | None = None
-    prompts: Mapping[int, Prompt] | None = None  # by index
+    prompts: Mapping[int, Prompt] | None = None  # prompt index -> the prompt
     held: frozenset[int] = frozenset()  # indices of the held-out prompts
-    held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> its id
+    held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> prompt id
     vocabulary: int = ANY_TOKEN
     stops: frozenset[int] = frozenset()
 
@@ -44,7 +44,7 @@ class _Table:
     """The columns of a batch, flattened."""
 
     index_R: Array
-    length_R: Array  # tokens
+    length_R: Array  # length of the row in tokens
     first_R: Array  # position of the row's first token
     prompt_R: Array  # length of the row's prompt in tokens
     row_T: Array
@@ -104,7 +104,7 @@ def check_rows(batch: TrajectoryBatch, asked: ExpectedRows) -> Iterator[Found]:
 def _check_prompts(
     batch: TrajectoryBatch, table: _Table, prompts: Mapping[int, Prompt], asked: ExpectedRows
 ) -> Iterator[Found]:
-    """Check that each row begins with the prompt of its index and names it, and that this prompt is not held out."""
+    """Check that each row begins with the prompt of its index and names that prompt, which must not be held out."""
     names = zip(batch.table["prompt_id"].to_pylist(), batch.table["domain"].to_pylist(), strict=True)
     reported: set[int] = set()
     for row, (index, name) in enumerate(zip(table.index_R.tolist(), names, strict=True)):
@@ -124,7 +124,7 @@ def _check_prompts(
 
 
 def _name_other_prompt(tokens_T: Array, held_out: Mapping[tuple[int, ...], str]) -> str:
-    """Name the held-out prompt that a row answers instead of its own, or else "other tokens"."""
+    """Name the held-out prompt that a row answers instead of its own prompt; else return "other tokens"."""
     found = tuple(tokens_T.tolist())
     for length in sorted({len(tokens) for tokens in held_out}, reverse=True):
         if found[:length] in held_out:
@@ -163,10 +163,11 @@ def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
 
 
 def _check_responses(table: _Table, limits: BatchLimits, *, known: bool) -> Iterator[Found]:
-    """Check that no response exceeds the config's limit, and that each truncated response reaches it.
+    """Check that no response exceeds the config's limit, and that each truncated response reaches the limit.
 
     Args:
-        known: true if the prompts are known. If not, an environment may have added tokens before the policy's first.
+        known: true if the prompts are known. If they are not, an environment may have added tokens before the policy's
+            first token.
     """
     response_R = table.length_R - table.prompt_R
     if (response_R > limits.max_new_tokens).any():

@@ -1,4 +1,4 @@
-"""The audit: checks from a run's log and objects that the run kept its invariants, and reports every violation.
+"""The audit checks a run's log and objects, and reports every violation of the run's invariants.
 
     entries in order --fold--> batches --compare rows with entry-->  report
                         |--> objects of versions --size, sha256--^
@@ -6,21 +6,21 @@
 The audit folds the log again from the entries alone. It trusts no process, snapshot or metric. Kinds of violation:
 
 - `stale`: a trajectory is older than alpha allows, or has tokens from a version that did not exist yet.
-- `duplicate`: a dispatch has two fates, a batch is committed twice, or a sample is in its group twice.
+- `duplicate`: a dispatch has two fates, a batch is committed twice, or a group contains a sample twice.
 - `missing`: an object that is named and needed does not exist, or a sample or a prompt was left out.
-- `gap`: an entry, a version or a batch whose number was skipped.
-- `altered`: bytes differ from the committed ones.
-- `lineage`: an entry contradicts the entries before it, or the file that it names.
+- `gap`: the number of an entry, a version or a batch was skipped.
+- `altered`: bytes differ from the committed bytes.
+- `lineage`: an entry contradicts earlier entries, or contradicts the file that the entry names.
 
 The audit continues after a violation (see `tolerant_fold`). The run may continue during its audit: a violation of an
 object is checked again, and counts only if no later entry voids or prunes the object.
 
-The audit also compares batches with the caller's expectations (`expected`): the prompts that they answer, and the
-limits of the run's config.
+The audit compares batches with the caller's expectations (`expected`), too: with the prompts that the rows answer, and
+with the limits of the run's config.
 
 An audit begins where the newest clean audit ended (`audit_checkpoints`). It checks entry 0 and the newest entries again
-(`recheck`), but reads no older object again. A deep audit begins with entry 0. It reads every object that must exist,
-and every other object that exists and is not pruned.
+(`recheck`), but reads no older object again. A deep audit begins with entry 0. A deep audit reads every object
+that must exist, and every other object that exists and is not pruned.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class AuditProgress:
     """The progress of an audit."""
 
     entries: int
-    of_entries: int  # entries that the log had when the audit began
+    of_entries: int  # the number of log entries when the audit began
     objects: int
-    of_objects: int  # objects to read that were found so far
+    of_objects: int  # the number of objects to read, as far as they were found
     bytes: int  # bytes of the objects that were read
 
 
@@ -80,11 +80,11 @@ def audit(
     progress: Callable[[AuditProgress], None] | None = None,
     expected: Expected = NOTHING,
 ) -> AuditReport:
-    """Audit one run's storage. If the audit is clean, store its end for the next one.
+    """Audit one run's storage. If the audit is clean, store where it ended, so that the next audit continues there.
 
     Args:
         deep: begin with entry 0, and read every object.
-        expected: the run's config and prompts, with which batches are compared.
+        expected: the config's limits and the prompts with which batches are compared.
         progress: called after each entry and each object, in the caller's thread.
 
     Raises:
@@ -104,7 +104,7 @@ class _Audit:
         self.store, self.deep, self.progress = store, deep, progress
         snapshots = audit_checkpoints.list_snapshots(
             store
-        )  # listed before the log is read, so the log must have their entries
+        )  # witnesses are listed before the log is read, so the log must have their entries
         newest, self.others = audit_checkpoints.find_newest(store, thorough=expected.is_thorough)
         self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
         begun = AuditCheckpoint() if deep else newest
@@ -117,10 +117,10 @@ class _Audit:
         self.first, self.opened = begun.first, OpenSince(begun.opened)
         self.fold = TolerantFold(store, begun.state, self.report.add)
         self.rows, self.responses = begun.rows, begun.responses
-        self.latest = begun.state.version  # the newest version that was read; the fold may have stopped before
-        self.most = begun.state.version  # the highest version that the entries so far, lost ones included, can publish
+        self.latest = begun.state.version  # the newest version in any entry that was read, folded or not
+        self.most = begun.state.version  # the highest version that the entries so far (lost ones included) can publish
         self.read_to = begun.state.n
-        self.outcomes: dict[int, int | None] = {}  # entry of a batch -> version trained on it; None: voided
+        self.outcomes: dict[int, int | None] = {}  # entry of a batch -> the version trained on the batch; None: voided
         self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}  # unpruned -> entry, objects
         self.doubts: list[NamedObject] = []
         self.told = AuditProgress(0, first_missing(store, entry_path, self.report.since) if progress else 0, 0, 0, 0)
@@ -200,7 +200,7 @@ class _Audit:
             self._ask(NamedObject(stored, 0, "run"), looking)
 
     def _change(self, body: ConfigChanged, n: int) -> None:
-        """Use a new config, and compare its list of changed keys with the config before."""
+        """Use a new config, and check its list of changed keys against the previous config."""
         self._take_config(body, n)
         before = self.fold.state.config_at(n - 1)
         with contextlib.suppress(Corrupt, Missing):  # an unreadable entry is reported elsewhere
@@ -221,7 +221,7 @@ class _Audit:
         """Return the config's number of redundant responses per prompt; 0 if it has no such key."""
         rollout = config.get("rollout", {})
         known = rollout if isinstance(rollout, Mapping) else {"redundant_responses": None}
-        redundant = known.get("redundant_responses", known.get("extra_responses", 0))  # the earlier name
+        redundant = known.get("redundant_responses", known.get("extra_responses", 0))  # an earlier name of the key
         if isinstance(redundant, int) and redundant >= 0:
             return redundant
         self.report.add(
@@ -245,7 +245,7 @@ class _Audit:
                     self.report.add("lineage", entry_path(0), what)
 
     def _check(self, entry: Entry, counts: bool) -> None:
-        """Compare an entry with the config, if the entry and all before it can be trusted."""
+        """Compare an entry with the config, if this entry and all earlier entries can be trusted."""
         state, body = self.fold.state, entry.body
         if self.fold.missed or not counts:
             return
@@ -272,7 +272,7 @@ class _Audit:
         self._count(batch)
 
     def _count(self, batch: int) -> None:
-        """Count a batch's rows, once they are read and the batch is trained on or voided."""
+        """Count a batch's rows, once the rows are read and the batch is trained on or voided."""
         if batch in self.outcomes and batch in self.rows:
             rows, version = self.rows.pop(batch), self.outcomes.pop(batch)
             if version is not None:
@@ -281,7 +281,7 @@ class _Audit:
     # --- objects ------------------------------------------------------------------------------------------------
 
     def _look_at_versions(self, looking: ObjectChecks) -> None:
-        """Check the objects that retention needs, and the others that were not pruned."""
+        """Check the objects that retention needs, and all other objects that were not pruned."""
         retention = self.fold.state.retention
         for (version, kind), (n, objects) in self.objects.items():
             needed = retention.is_needed(kind, version, self.latest)
@@ -290,14 +290,14 @@ class _Audit:
 
     def _ask(self, named: NamedObject, looking: ObjectChecks) -> None:
         self.told = replace(self.told, of_objects=self.told.of_objects + 1)
-        if named.rules is None:  # a second check keeps the rules of the object's entry
+        if named.rules is None:  # in a second check, keep the rules that were in force at the object's entry
             state = self.fold.state
             rules = Rules(state.alpha, state.group_size, self.responses, self.expecting.expect_rows(named.batch))
             named = replace(named, rules=rules)
         looking.add(named)
 
     def _take(self, looked: ObjectFinding) -> None:
-        """Record the result of an object; a faulty object is checked again at the end."""
+        """Record the result of checking an object; a faulty object is checked again when the audit ends."""
         self.report.bytes += looked.size
         if looked.violations:
             self.doubts.append(looked.named)
@@ -309,7 +309,7 @@ class _Audit:
         self._tell(objects=self.told.objects + 1, bytes=self.report.bytes)
 
     def _recheck_and_report(self) -> None:
-        """Check faulty objects again, and report each one that no entry (even a new one) has voided or pruned."""
+        """Check faulty objects again. Report each faulty object that no entry, old or new, has voided or pruned."""
         again: list[ObjectFinding] = []
         doubts, self.doubts = self.doubts, []
         with ObjectChecks(self.store, again.append) as looking:

@@ -3,9 +3,9 @@
     audits/<n>.json     sealed: the state after entry n, the counts up to there, the rows of waiting batches
 
 Only a clean audit stores a result. A deep audit with violations removes the stored results, so that the next audit
-checks everything again. An audit begins with the newest result whose entry n is unchanged. If entry n of a result has
-another hash or is missing, the log was rewritten or truncated. Snapshots prove the same, because their names contain
-the hash of their entry. No decision of a run depends on these results.
+checks the whole log again. An audit begins with the newest result whose entry n is unchanged. If entry n of a result
+has another hash or is missing, the log was rewritten or truncated. A snapshot proves the same, because the name of a
+snapshot contains the hash of an entry. No decision of a run depends on stored results of audits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
 
 AUDITS = "audits"
-RULES = 2  # raised with any change of an audit's checks, so that everything is checked again
+RULES = 2  # the version of the audit's checks; a change of the checks raises it, so that old results are not used
 KEPT = 3
 
 UNREADABLE = (Missing, Corrupt, ValueError, KeyError)  # pydantic's ValidationError is a ValueError
@@ -36,16 +36,16 @@ class AuditCheckpoint:
 
     state: RunState = field(default_factory=RunState)
     report: AuditReport = field(default_factory=AuditReport)
-    rows: dict[int, RowCounts] = field(default_factory=dict)  # entry of a waiting batch -> its rows
-    responses: int = 0  # responses that are started for a group
+    rows: dict[int, RowCounts] = field(default_factory=dict)  # entry of a waiting batch -> counts of the batch's rows
+    responses: int = 0  # the number of responses that are started for a group
     first: str = ""  # the hash of entry 0
     opened: dict[int, int] = field(default_factory=dict)  # open prompt -> the batch with which its dispatch began
-    thorough: bool = False  # prompts and limits were compared, too
+    thorough: bool = False  # true: the audit compared batches with prompts and limits, too
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """An object that was derived from the log, and records the hash (or its beginning) of entry `n` at that time."""
+    """An object derived from the log. A witness records the hash that entry `n` had then, or the hash's beginning."""
 
     path: str
     n: int
@@ -58,7 +58,7 @@ def audit_path(n: int) -> str:
 
 
 def keep(run: ObjectStore, audited: AuditCheckpoint) -> None:
-    """Store the result of an audit, and remove old ones. If this fails, the next audit only takes longer."""
+    """Store the result of an audit, and remove older results. If this fails, the next audit only takes longer."""
     tree = {"rules": RULES, "fold": FOLD, "audited": _AUDITED.dump_python(audited, mode="json")}
     with contextlib.suppress(RollflowError, OSError):
         run.put(audit_path(audited.state.n), seal_tree(tree))
@@ -67,14 +67,14 @@ def keep(run: ObjectStore, audited: AuditCheckpoint) -> None:
 
 
 def withdraw(run: ObjectStore, others: list[Witness]) -> None:
-    """Remove the stored results, so that everything is checked again. Those of another log stay as witnesses."""
+    """Remove stored results, so that the next audit checks the whole log. Results of another log stay as witnesses."""
     with contextlib.suppress(RollflowError, OSError):
         for path in set(run.list(AUDITS)) - {other.path for other in others}:
             run.delete(path)
 
 
 def find_newest(run: ObjectStore, *, thorough: bool = False) -> tuple[AuditCheckpoint, list[Witness]]:
-    """Return the newest valid result (an empty one if there is none), and the results of another log.
+    """Return the newest valid result (an empty result if there is none), and the results of another log.
 
     Args:
         thorough: accept only a result that compared prompts and limits.
@@ -94,15 +94,15 @@ def find_newest(run: ObjectStore, *, thorough: bool = False) -> tuple[AuditCheck
 
 
 def list_snapshots(run: ObjectStore) -> list[Witness]:
-    """Return the snapshots as witnesses, by their names."""
+    """Return the snapshots as witnesses; their names hold the hashes."""
     names = [name for path in run.list(SNAPSHOTS) if (name := NAME.fullmatch(path))]
     return [Witness(name[0], int(name[1]), name[2]) for name in names]
 
 
 def is_sound(run: ObjectStore, witness: Witness) -> bool:
-    """Return whether a witness is undamaged; a damaged one proves nothing."""
+    """Return whether a witness is undamaged; a damaged witness proves nothing."""
     if not witness.path.startswith(SNAPSHOTS):
-        return True  # `find_newest` has read and parsed it
+        return True  # `find_newest` has already read and parsed this result
     try:
         state = from_bytes(run.get(witness.path))
     except UNREADABLE:

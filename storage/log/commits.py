@@ -21,7 +21,7 @@ HIGHEST_PROBE = 1e-4  # nats; rounding may raise the log-prob of a certain token
 
 
 def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: BatchLimits | None) -> Iterator[Found]:
-    """Report what is wrong with a commit; `after` is the state after it."""
+    """Report what is wrong with the commit of a batch; `after` is the run's state after the commit."""
     if not body.file.path.startswith(f"trajectories/{body.number:08d}-{claim}-"):
         yield "lineage", f"batch {body.number} names {body.file.path}, which is no file of this batch by this writer"
     for discard in body.discards:
@@ -40,7 +40,7 @@ def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Batch
 
 
 def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
-    """Check that a discarded dispatch was started under an existing version, and has no negative length."""
+    """Check that a discarded dispatch was started under an existing version, and that its length is not negative."""
     if not 0 <= discard.started_version <= after.version or discard.response_tokens < 0:
         what = f"started under version {discard.started_version}, with {discard.response_tokens} tokens"
         yield "lineage", f"dispatch {_name(discard.key)} was discarded as {discard.reason}, {what}: this is impossible"

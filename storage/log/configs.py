@@ -3,8 +3,8 @@
     entry 0         RunCreated       from version 0 on
     entry 41        ConfigChanged    from version 7 on     differences(before, after): [("versions", 6, 9)]
 
-The log holds each config as it was recorded. The run's state lists their entries (`RunState.configs`); `rules` says for
-which entries each config holds.
+The log holds each config as it was recorded. The run's state lists the entries of the configs (`RunState.configs`).
+The module `rules` says for which entries each config is in force.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RecordedConfig:
     config: Mapping[str, Any]
     sha256: str
     at: float  # seconds since the epoch
-    changes: tuple[Change, ...] = ()  # none for the first config
+    changes: tuple[Change, ...] = ()  # empty for the first config
     who: str = ""
 
     @classmethod

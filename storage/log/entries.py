@@ -1,9 +1,10 @@
-"""The entries of a run's log. They are numbered and immutable, and each names the hash of the entry before it.
+"""The entries of a run's log. Entries are numbered and immutable, and each entry names the hash of the previous one.
 
     log/0000000041.json   {"n": 41, "prev": sha256 of entry 40, "id": ..., "role": "scheduler", "claim": 37,
                            "version": 12, "batch": 14, "at": ..., "body": {"kind": "batch-committed", ...}, "seal": ...}
 
-Because of these hashes, an altered, swapped or inserted entry is detected. The seal detects damage to the entry itself.
+Because of these hashes, an altered, swapped or inserted entry is detected. The seal of an entry detects damage to the
+entry itself.
 Each entry holds the newest version and the number of the next batch, so a version can be found by bisection.
 
 An entry is small. Long lists (thousands of groups, hundreds of objects) are stored in an index object,
@@ -35,8 +36,8 @@ class TrainedGroup(NamedTuple):
 
     prompt: int
     attempt: int
-    started: int  # the oldest version under which one of its samples was started
-    newest: int  # the newest version that sampled one of its tokens
+    started: int  # the oldest version under which a sample of the group was started
+    newest: int  # the newest version that sampled a token of the group
     tokens: int  # the number of tokens that the policy sampled, over all samples
 
     @property
@@ -47,25 +48,25 @@ class TrainedGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunCreated:
-    """Entry 0. `config` is the whole config; `sources` is the number of its prompt sources."""
+    """The body of entry 0. `config` is the whole config; `sources` is the number of prompt sources in the config."""
 
     run_id: str
     config: Mapping[str, Any]
     config_sha256: str
     sources: int
-    prompts: tuple[Mapping[str, Any], ...] = ()  # pins, one per source: they identify the exact prompts
+    prompts: tuple[Mapping[str, Any], ...] = ()  # one pin per source, which identifies the source's exact prompts
     policy: tuple[StoredObject, ...] = ()  # the files of the initial policy
     probe_tokens: tuple[int, ...] = ()  # the fixed tokens of the probe after each weight update
     code_version: str = ""
     format: int = 0  # the format number of the run's records
-    own_code: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the files with user-defined parts
+    own_code: Mapping[str, str] = field(default_factory=dict)  # config section -> SHA-256 of its user-defined code
     single_start: bool = False  # true: prompts have at most one start token, and do not end with an end token
     kind: Literal["run-created"] = "run-created"
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The claim of a role. `under` is the claim of the supervisor that started it; None for a supervisor."""
+    """The claim of a role. `under` is the claim of the supervisor that started the role; None for a supervisor."""
 
     under: int | None = None
     who: str = ""
@@ -79,8 +80,8 @@ class Claimed:
 class BatchCommitted:
     """The commit of batch `number`, which trains version `number` into `number + 1`.
 
-    `issued` are the prompts that were dispatched for the first time since the scheduler's last commit, in their order.
-    `discards` are the dispatches that were discarded since then.
+    `issued` are the prompts that were dispatched for the first time since the scheduler's last commit, in order.
+    `discards` are the dispatches that were discarded since the scheduler's last commit.
     """
 
     number: int
@@ -110,7 +111,7 @@ class BatchVoided:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """Publishes policy `number`. `batch_entry` is the entry of the batch it was trained on (None for version 0)."""
+    """Publishes policy `number`, trained on the batch of entry `batch_entry` (None for version 0)."""
 
     number: int
     batch_entry: int | None
@@ -124,7 +125,7 @@ class VersionPublished:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Announces that these objects, given by version and kind, will be deleted because nothing needs them."""
+    """Announces that objects, listed by version and kind, will be deleted because no version needs them."""
 
     objects: tuple[tuple[int, Kind], ...]
     kind: Literal["pruned"] = "pruned"
@@ -149,7 +150,7 @@ class ConfigChanged:
     config: Mapping[str, Any]  # the whole new config
     config_sha256: str
     changes: tuple[Change, ...]
-    who: str = ""  # the person and machine that changed it
+    who: str = ""  # the person and the machine that changed the config
     kind: Literal["config-changed"] = "config-changed"
 
 
@@ -161,16 +162,16 @@ Body = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The content of one entry."""
+    """The content of one log entry."""
 
     n: int
     prev: str  # sha256 of entry n - 1; "" for entry 0
-    id: str  # the id of the append, the same through all its tries
+    id: str  # the id of the append, the same in all tries of one append
     role: Role
-    claim: int  # the entry that claimed the role; a claim must name itself
+    claim: int  # the number of the entry that claimed the role; a claim names its own number
     version: int  # the newest version after this entry; -1 if there is none
     batch: int  # the number of the next batch after this entry
-    at: float  # seconds since the epoch, by its writer's clock
+    at: float  # seconds since the epoch, by the clock of the entry's writer
     body: Body
 
 
@@ -269,7 +270,7 @@ def open_sealed(data: bytes) -> dict[str, Any]:
 def _loads(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except RecursionError as error:  # no writer of entries nests this deep
+    except RecursionError as error:  # no entry is nested this deep
         raise ValueError("it is nested too deep") from error
 
 

@@ -22,19 +22,19 @@ class BatchLimits:
     group_size: int  # G, trajectories per group
     redundant_responses: int  # responses that are started per group beyond G
     max_new_tokens: int
-    reasons: frozenset[DiscardReason]  # reasons for which a scheduler of this config discards
-    made_up: bool = False  # true: the timed engine makes up tokens, so no response ends with a stop token
-    single_turn: bool = True  # true: all tokens of a response are the policy's
-    oldest_token: bool = False  # true: a trajectory's started version is that of its oldest token
-    filtered: Callable[[Sequence[float]], str | None] = lambda rewards: None  # why a group is not trained on
+    reasons: frozenset[DiscardReason]  # reasons for which a scheduler with this config discards groups
+    made_up: bool = False  # true: a timed engine invents the tokens, so no response ends with a stop token
+    single_turn: bool = True  # true: the policy sampled all tokens of a response
+    oldest_token: bool = False  # true: a trajectory's started version is the version of its oldest token
+    filtered: Callable[[Sequence[float]], str | None] = lambda rewards: None  # why the filter removes a group
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPrompts:
     """The pinned prompts of a run, and the tokens of its policy."""
 
-    ask: Callable[[int], tuple[Prompt, bool]]  # index -> its prompt, and whether it is held out
-    held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> its id
+    ask: Callable[[int], tuple[Prompt, bool]]  # index -> the prompt, and whether the prompt is held out
+    held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> prompt id
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     stops: frozenset[int] = frozenset()  # tokens that end a response
 
@@ -44,7 +44,7 @@ class Expected:
     """The expectations of an audit. `unchecked` says why `prompts` (or `prompts` and `limits`) are missing."""
 
     limits: Callable[[Mapping[str, Any]], BatchLimits] | None = (
-        None  # recorded config -> its limits; may raise `Corrupt`
+        None  # recorded config -> the limits that it sets; may raise `Corrupt`
     )
     prompts: ExpectedPrompts | None = None
     unchecked: str = ""

@@ -1,5 +1,7 @@
-"""The expectations of an audit at each entry of a log: the limits of the config in force, the prompts of a batch, and
-the batch since which each prompt is open.
+"""The expectations of an audit at each entry of a log.
+
+The expectations are the limits of the config in force, the prompts of a batch, and the batch since which each prompt is
+open.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ MOST_OVERDUE = 20  # the largest number of prompts that are listed
 
 
 class Expecting:
-    """The limits in force and the prompts. What is not available is not compared, and the report says why."""
+    """The limits in force, and the prompts. Missing limits or prompts are not compared, and the report says why."""
 
     def __init__(self, expected: Expected, report: AuditReport) -> None:
         self._limits_of, self._prompts, self._report = expected.limits, expected.prompts, report
@@ -35,7 +37,7 @@ class Expecting:
         return self._limits_of is not None and self._prompts is not None
 
     def take_config(self, config: Mapping[str, Any]) -> None:
-        """Use a recorded config from here on."""
+        """Use a recorded config for all later entries."""
         try:
             self.limits = self._limits_of(config) if self._limits_of else None
         except Corrupt as error:
@@ -53,14 +55,14 @@ class Expecting:
     def expect_rows(self, body: BatchCommitted | None) -> ExpectedRows:
         """Return the values with which an object is compared; `body` is given for a batch file.
 
-        The prompts are created here, in the audit's own thread, because only one thread may use a prompt source.
+        This method creates the prompts, and runs in the audit's own thread: only one thread may use a prompt source.
         """
         prompts = self._prompts
         if body is None or prompts is None:
             return ExpectedRows(self.limits)
         try:
             found = {group.prompt: prompts.ask(group.prompt) for group in body.groups}
-        except ConfigError as error:  # a prompt file has changed, for example
+        except ConfigError as error:  # for example a changed prompt file
             self._give_up(f"prompts are not checked, because {error}")
             return ExpectedRows(self.limits)
         asked = {index: prompt for index, (prompt, _) in found.items()}
@@ -78,7 +80,7 @@ class OpenSince:
     batches: dict[int, int] = field(default_factory=dict)  # prompt -> batch
 
     def commit(self, body: BatchCommitted, after: RunState) -> None:
-        """Record the dispatches that ended with a batch, and those that began."""
+        """Record the dispatches that ended with a batch, and the dispatches that began with it."""
         ended = {*(group.prompt for group in body.groups), *(discard.key.prompt for discard in body.discards)}
         self.batches = {prompt: since for prompt, since in self.batches.items() if prompt not in ended}
         self.note(after)

@@ -34,7 +34,7 @@ def first_nonfinite(data: bytes | memoryview | mmap.mmap) -> str | None:
 
 
 def _tensors(data: bytes | memoryview | mmap.mmap) -> Iterator[tuple[str, str, int, int]]:
-    """List name, type, first byte and end of each tensor."""
+    """List each tensor's name, type, first byte and end."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise ValueError("its header is truncated")

@@ -4,10 +4,10 @@
 
 - The path of an object contains its writer's claim. If the claim is superseded, an object that no entry names is
   garbage at once, because that claim can append no more entries. If the claim is live, the object is never garbage,
-  because its writer may be about to append the entry.
-- A pruned object that still exists is garbage. An object that is named and not pruned never is.
-- The path of an index object contains no claim. If no entry names it, it is garbage once it is a week old. The same
-  holds for unfinished writes (a temporary file, a multipart upload).
+  because the writer may be about to append an entry that names the object.
+- A pruned object that still exists is garbage. An object that is named and not pruned is never garbage.
+- The path of an index object contains no claim. An index object that no entry names is garbage once it is a week old.
+  An unfinished write (a temporary file, a multipart upload) is garbage at the same age.
 - An object whose writer is unknown stays. If the log does not fold, nothing is garbage.
 
 The log is read after the objects are listed, so an object that is named in between counts as named. Ages are measured
@@ -57,7 +57,7 @@ class Orphan:
     size: int  # bytes
     age: float  # seconds
     why: str
-    left: UnfinishedWrite | None = None  # the unfinished write, if it is one
+    left: UnfinishedWrite | None = None  # set if the orphan is an unfinished write
 
 
 def store_clock(run: ObjectStore) -> float:
@@ -86,7 +86,7 @@ def list_orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) 
         try:
             stat = run.stat(path)
         except Missing:
-            continue  # it was pruned and removed in the meantime
+            continue  # the object was pruned and removed after the listing
         if now - stat.modified >= least:
             found.append(Orphan(path, stat.size, now - stat.modified, why))
     return sorted(found, key=lambda orphan: orphan.path)
@@ -113,7 +113,7 @@ def collect(run: ObjectStore, found: Iterable[Orphan]) -> int:
 
 
 def sweep(run: ObjectStore) -> int:
-    """Remove abandoned unfinished writes; return the freed bytes. Runs call this themselves."""
+    """Remove abandoned unfinished writes; return the freed bytes. Each run calls this function itself."""
     return collect(run, list(list_abandoned(run, store_clock(run))))
 
 
@@ -123,7 +123,7 @@ class _Names:
 
     live: set[int] = field(default_factory=set)  # entries of the newest claims
     superseded: set[int] = field(default_factory=set)  # entries of superseded claims
-    named: dict[str, tuple[int, Kind] | None] = field(default_factory=dict)  # path -> its version and kind, if any
+    named: dict[str, tuple[int, Kind] | None] = field(default_factory=dict)  # path -> version and kind, if any
     pruned: set[tuple[int, Kind]] = field(default_factory=set)
     indexes: set[str] = field(default_factory=set)
 
@@ -151,7 +151,7 @@ class _Names:
         return names
 
     def verdict(self, path: str) -> str | None:
-        """Return the reason to remove an object; None if it stays."""
+        """Return the reason to remove an object; None if the object stays."""
         if path in self.named:
             part = self.named[path]
             return PRUNED.format(version=part[0], kind=part[1]) if part and part in self.pruned else None

@@ -1,7 +1,7 @@
 """Finds the fate of each dispatch of a prompt, and the entry that published a version, in a run's log.
 
 A dispatch is in flight from its issue until it is discarded or committed in a batch. A committed dispatch waits until
-a version is trained on it. If its batch is voided, it is quarantined and its prompt is issued again.
+a version is trained on it. If a batch is voided, its dispatches are quarantined and their prompts are issued again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A dispatch in a voided commit of batch `batch`; its prompt is issued again."""
+    """A dispatch in a voided commit of batch `batch`; the prompt of the dispatch is issued again."""
 
     batch: int
 
@@ -103,7 +103,7 @@ def list_fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
 
 
 def find_version(log: Log, version: int) -> WrittenEntry:
-    """Find the entry that published a version: one read if the state holds it, else O(log n) reads.
+    """Find the entry that published a version, with one read if the state holds its number, else with O(log n) reads.
 
     Raises:
         Missing: no entry read so far publishes this version.

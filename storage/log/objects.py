@@ -32,10 +32,10 @@ class NamedObject:
     stored: StoredObject
     entry: int
     kind: Kind | Literal["batch", "run"]
-    version: int = -1  # the version it belongs to; for a batch: the newest version at its commit
+    version: int = -1  # the version to which the object belongs; for a batch, the newest version at the commit
     needed: bool = True  # false: the object may have been pruned
     batch: BatchCommitted | None = None
-    rules: rows.Rules | None = None  # the rules in force at its entry
+    rules: rows.Rules | None = None  # the rules in force at the entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ObjectFinding:
     """The result of checking one object."""
 
     named: NamedObject
-    size: int = 0  # bytes that were read
+    size: int = 0  # the number of bytes that were read
     there: bool = True  # the object exists
     violations: tuple[Violation, ...] = ()
     rows: RowCounts | None = None
@@ -70,7 +70,7 @@ def look(run: ObjectStore, named: NamedObject) -> ObjectFinding:
 
 
 def _check_weights(run: ObjectStore, path: str) -> tuple[Violation, ...]:
-    """Check that weights are finite. A file on this machine is memory-mapped; the index of several files has none."""
+    """Check that weights are finite. An index of several weight files holds no weights."""
     if path.endswith(".json"):
         return ()
     local = run.local_path(path)
@@ -101,7 +101,7 @@ def _look_inside(named: NamedObject, body: BatchCommitted, data: bytes) -> Objec
 
 
 def _bytes(run: ObjectStore, path: str, *, whole: bool) -> tuple[int, str, bytes]:
-    """Return size and sha256 of an object, and its bytes if `whole` is true."""
+    """Return the size and sha256 of an object, and the object's bytes if `whole` is true."""
     local = run.local_path(path)
     if whole or local is None:
         data = run.get(path)

@@ -19,7 +19,7 @@ from rollflow.storage.log.entries import FOLDER, WrittenEntry, entry_number, ent
 from rollflow.storage.log.run_log import AHEAD, Log
 from rollflow.storage.objects.base import ObjectStore
 
-AT_ONCE = 32  # reads at a time; fewer at first, to request little beyond the end of a short log
+AT_ONCE = 32  # reads at a time; the first reads are fewer, to request little beyond the end of a short log
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ def read_entries(
     """Yield the numbers and bytes of the entries from `first` to the end of the log.
 
     Args:
-        to_the_last: list the log to find its end, which may take long. Otherwise on a local disk only the next `AHEAD`
-            numbers are probed, and a longer gap counts as the end.
+        to_the_last: list the log to find its end, which may take long. If false, on a local disk only the next `AHEAD`
+            numbers are probed, and a longer gap counts as the end of the log.
     """
     pool = ThreadPoolExecutor(AT_ONCE, "log")
     ahead: deque[Future[bytes | Missing | Corrupt]] = deque()
@@ -55,7 +55,7 @@ def read_entries(
                 behind = next_number(run, n, to_the_last=to_the_last)
                 if behind is None:
                     return
-                found = _read(run, n)  # read again: it may have been written in the meantime
+                found = _read(run, n)  # read again, because the entry may have been written since the first read
                 if isinstance(found, Missing):
                     found = LogGap(n, behind)
                     ahead.clear()
@@ -70,7 +70,7 @@ def iterate_written(log: Log, first: int, last: int) -> Iterator[WrittenEntry]:
     """Yield the parsed entries `first` to `last`, which the log must have read before.
 
     Raises:
-        Corrupt: as `get_entry`.
+        Corrupt: an entry is missing or damaged, and its segment does not have the entry either.
     """
     pool = ThreadPoolExecutor(AT_ONCE, "log")
     try:
@@ -85,10 +85,10 @@ def get_entry(log: Log, n: int) -> WrittenEntry:
     """Read entry `n`, which the log must have read before.
 
     Raises:
-        Corrupt: the entry is missing or damaged, and its segment does not have it either.
+        Corrupt: the entry is missing or damaged, and its segment does not have the entry either.
     """
     found = log.read(n)
-    assert found is not None  # it existed at the first read
+    assert found is not None  # the entry existed at the first read
     return found
 
 

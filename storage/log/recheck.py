@@ -1,7 +1,7 @@
 """Rereads entry 0 and the newest entries that an earlier audit has read.
 
-A plain audit trusts the stored result of the earlier audit from which it continues. So it checks that this result still
-matches the log: the rules of entry 0, and the hash chain of the last entries that the earlier audit read.
+A plain audit trusts the stored result of the earlier audit from which it continues. So it also checks that this
+result still matches the log: the rules in entry 0, and the hash chain of the last entries that the earlier audit read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NEWEST = 8  # the number of newest entries that are read again
 
 
 def recheck(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]:
-    """Report where entry 0, or the last entries up to the end of the audit `begun`, differ from what that audit saw."""
+    """Report where entry 0, or the last entries that the audit `begun` read, have changed since that audit."""
     return [*_recheck_first(run, begun), *_recheck_newest(run, begun)]
 
 
@@ -41,10 +41,10 @@ def _recheck_first(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]:
 
 
 def _recheck_newest(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]:
-    """Follow the hash chain back from the last entry of `begun`, and check its link to entry 0."""
+    """Follow the hash chain back from the last entry of the audit `begun`, and check the chain's link to entry 0."""
     end = begun.state.n
     found: list[Violation] = []
-    named: dict[int, str] = {}  # entry -> its hash in the next entry
+    named: dict[int, str] = {}  # entry -> its hash as the next entry names it
     numbers = [*range(end, max(end - NEWEST, 0), -1), *([1] if end > NEWEST else [])]
     for n in numbers:
         try:

@@ -1,9 +1,9 @@
-"""Repairs a damaged log. `plan_repairs` lists the possible steps, and `repair` carries out those that the user accepts.
+"""Repairs a damaged log. `plan_repairs` lists the possible steps; `repair` carries out the steps that the user accepts.
 
 - A damaged or missing entry in the middle is restored from its segment, if the hash in the next entry matches.
-- A damaged newest entry cannot be restored, so it is moved away and the log ends before it. Its commit is undone: the
-  batch is formed again, or the version is trained again.
-- Other damage cannot be repaired, because the entries after it cannot be trusted.
+- A damaged newest entry cannot be restored. The entry is moved away, so the log ends before it. The entry's commit is
+  undone: the batch is formed again, or the version is trained again.
+- Other damage cannot be repaired, because the entries after the damage cannot be trusted.
 
 No process may work on the run during a repair. An entry that is moved away stays in storage under another name.
 """
@@ -27,10 +27,10 @@ ASIDE = "log_damaged"
 
 @dataclass(frozen=True, slots=True)
 class LogRepair:
-    """One step of a repair: restore entry `n` from `data`, or move it away (None)."""
+    """One step of a repair: restore entry `n` from `data`, or move the entry away if `data` is None."""
 
     n: int
-    what: str  # the damage
+    what: str  # a description of the damage
     data: bytes | None = None
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ def repair(run: ObjectStore, agreed: Sequence[LogRepair]) -> None:
 
 
 def _made_of(run: ObjectStore, n: int) -> list[str]:
-    """List snapshots and audits made after entry `n`; left in place, they would report that the log was truncated."""
+    """List snapshots and audits made after entry `n`, because they would report that the log was truncated."""
     found = (path for folder in (SNAPSHOTS, AUDITS) for path in run.list(folder))
     return [path for path in found if int(path.rpartition("/")[2][:10]) >= n]
 
@@ -94,7 +94,7 @@ def _count_following(n: int, numbers: Sequence[int]) -> str:
 
 
 def _entry(run: ObjectStore, n: int, numbers: Sequence[int]) -> tuple[WrittenEntry | None, LogRepair | None]:
-    """Read entry `n`; return it (None if it must be moved away), and the step that repairs it, if any."""
+    """Read entry `n`; return the entry (None if it must be moved away), and the step that repairs the entry, if any."""
     try:
         return decode(run.get(entry_path(n)), n, run.get), None
     except Missing:

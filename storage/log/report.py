@@ -10,7 +10,7 @@ from typing import Literal
 from rollflow.storage.log.state import RunState
 
 ViolationKind = Literal["stale", "duplicate", "missing", "gap", "altered", "lineage"]
-SPANS = 64  # the largest number of version ranges with own counts, so that a report does not grow with the run
+SPANS = 64  # the largest number of version ranges with their own counts, so a report does not grow with the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """The trajectories of one batch file."""
+    """Counts of the trajectories and groups of one batch file."""
 
     staleness: Counter[int]  # staleness -> trajectories
     domains: Counter[str]  # domain -> groups
@@ -41,15 +41,15 @@ class AuditReport:
     versions: int = 0
     trajectories: int = 0
     staleness: Counter[int] = field(default_factory=Counter)  # staleness -> trajectories
-    staleness_by_version: dict[int, Counter[int]] = field(default_factory=dict)  # by the first version of each span
-    span: int = 1  # versions per range
+    staleness_by_version: dict[int, Counter[int]] = field(default_factory=dict)  # first version of each range -> counts
+    span: int = 1  # the number of versions per range
     domains: Counter[str] = field(default_factory=Counter)  # domain -> groups trained on
     fates: Counter[str] = field(default_factory=Counter)  # fate -> dispatched groups
     discarded_tokens: int = 0
-    surplus_tokens: int = 0  # tokens of extra responses of the trained groups
+    surplus_tokens: int = 0  # tokens of the extra responses of groups that were trained on
     trained_tokens: int = 0
-    objects: int = 0  # objects that were read and hashed
-    bytes: int = 0  # bytes of the objects that this audit read
+    objects: int = 0  # the number of objects that were read and hashed
+    bytes: int = 0  # the total size in bytes of the objects that this audit read
     quarantined: list[str] = field(default_factory=list)  # voided batches, with the reasons
     overdue: list[str] = field(default_factory=list)  # prompts that are open for too long
     unchecked: str = ""  # why prompts (or prompts and limits) were not checked
@@ -57,11 +57,11 @@ class AuditReport:
 
     @property
     def clean(self) -> bool:
-        """True if there are no violations."""
+        """True if the audit found no violation."""
         return not self.violations
 
     def add(self, kind: ViolationKind, where: str, what: str) -> None:
-        """Add a violation."""
+        """Add a violation to the report."""
         self.violations.append(Violation(kind, where, what))
 
     def count_trained(self, version: int, rows: RowCounts) -> None:
@@ -77,7 +77,7 @@ class AuditReport:
                 self.staleness_by_version.setdefault(self._first(first), Counter()).update(counts)
 
     def close(self, state: RunState) -> None:
-        """Copy the counts of the folded state."""
+        """Copy the counts of the folded state into the report."""
         totals = state.totals
         discarded = {fate: count for fate, count in totals.groups.items() if fate != "trained"}
         self.run, self.async_ratio = state.run_id, state.alpha

@@ -1,11 +1,11 @@
-"""Decides which objects of a version must stay: its weights, and the learner's state.
+"""Decides which objects of a version must stay in storage: the weights, and the learner's state.
 
 - Weights stay for the newest `keep_last` versions and for every `keep_every`-th version, version 0 included.
 - State stays for the newest version, for version 0, and for the *base* of every kept version. The base of a version is
-  the newest version before it that stored the learner's state. The base keeps its weights, too, so that the kept
-  version can be trained again from the base and the batches after it.
+  the newest earlier version that stored the learner's state. A base also keeps its weights, so that the kept version
+  can be trained again from the base and the later batches.
 
-Batches always stay. Once an object is not needed, it is never needed again.
+Batches always stay. An object that is not needed at some version is not needed at any later version.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Retention:
         return version % self.state_every == 0
 
     def is_needed(self, kind: Kind, version: int, latest: int) -> bool:
-        """Return whether these objects of `version` must exist. Once false, it stays false as `latest` grows."""
+        """Return whether these objects of `version` must exist. Once false, the answer stays false as `latest` grows."""
         if kind == "weights" and self.keeps(version, latest):
             return True
         return version in (0, latest) or self._is_base(version, latest)

@@ -68,7 +68,7 @@ def _staleness(batch: TrajectoryBatch, number: int, alpha: float) -> Iterator[Fo
 
 
 def _samples(batch: TrajectoryBatch, rules: Rules) -> Iterator[Found]:
-    """Check that each group has G samples, each once."""
+    """Check that each group has G different samples."""
     columns = (batch.table[name].to_pylist() for name in ("index", "attempt", "sample"))
     for (prompt, attempt), rows in groupby(zip(*columns, strict=True), key=lambda row: row[:2]):
         samples = Counter(sample for _, _, sample in rows)

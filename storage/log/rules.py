@@ -1,24 +1,24 @@
-"""The rules of a run. The state is a fold over the log, and `apply` alone decides whether an entry may follow.
+"""The rules of a run's log. The run's state is a fold over the log, and `apply` alone decides which entry may follow.
 
     state = apply(state, entry)        a pure function; `EntryRefused` says why an entry cannot follow
 
-A writer applies its entry before it appends it. A reader applies each entry that it reads, and stops at a refused one.
+A writer applies an entry before appending it. A reader applies each entry in turn, and stops at a refused entry.
 The rules keep these invariants:
 
-- One writer: an entry is valid only under its role's newest claim. A role is claimed under the newest supervisor's
-  claim, and on its cluster. A claim stays valid when the supervisor changes.
+- One writer: an entry is valid only under the newest claim of the writer's role. A role is claimed under the newest
+  supervisor's claim, and on that supervisor's cluster. A claim stays valid when the supervisor changes.
 - Exactly once: a dispatch is *open* from its issue until its fate. The prompts of a source are issued in order. A
-  prompt is issued again, as the next attempt, if the reason of its discard allows it.
-- Freshness: every group of batch b was started under a version >= b - alpha, and no token of it comes from a
+  discarded prompt is issued again, as the next attempt, if the discard reason allows another attempt.
+- Freshness: every group of batch b was started under a version >= b - alpha, and no token of the group comes from a
   version that did not exist.
-- Order: version v is trained on batch v - 1, by the newest entry of that batch. A batch that was trained on cannot be
-  voided.
+- Order: version v is trained on batch v - 1, as committed by the newest entry of that batch. A batch that was trained
+  on cannot be voided.
 - Config: a change holds for all later entries until the next change. Version v is trained under the config in force at
-  its entry, and batch b is formed under the config in force at *its* entry. A change ends the claims of scheduler and
-  learner, so a role that acts after the change has claimed after it and has read the new config. A waiting batch is
-  trained under the new config. So the keys in `FORMED`, by which batches are formed, cannot change while a batch waits,
-  and the new alpha must allow the versions under which its groups were started. No version is withdrawn, and the keys
-  in `FIXED`, on which earlier entries depend, never change.
+  the version's entry, and batch b is formed under the config in force at the batch's entry. A change ends the claims of
+  scheduler and learner, so these roles must claim again, and read the new config, before they append another entry. A
+  waiting batch is trained under the new config. So the keys in `FORMED`, by which batches are formed, cannot change
+  while a batch waits, and the new alpha must allow the versions under which the waiting batch's groups were started. No
+  version is withdrawn, and the keys in `FIXED`, on which earlier entries depend, never change.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def apply(state: RunState, written: WrittenEntry) -> RunState:
 
 
 def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunState:
-    """Return the state after `body` as entry `n`, without the hash of that entry. Raises as `apply`."""
+    """Return the state after `body` as entry `n`, without the hash of that entry. Raises the errors of `apply`."""
     _need(role in WRITERS[type(body)], f"a {role} does not append {body.kind}")
     after = state.copy()
     after.n = n
@@ -116,7 +116,7 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
 
 
 def with_file(after: RunState, body: Body, file: StoredObject) -> tuple[RunState, Body]:
-    """Set the hash of a batch's file in the state and in the body. No rule needs the hash, so it may come last."""
+    """Set the hash of a batch's file in the state and in the body. No rule needs this hash, so it may be set last."""
     assert isinstance(body, BatchCommitted), "only a batch has a file"
     waiting = after.waiting | {body.number: replace(after.waiting[body.number], file=file)}
     return replace(after, waiting=waiting), replace(body, file=file)
@@ -174,7 +174,7 @@ def _configure(s: RunState, config: Mapping[str, Any]) -> None:
     _need(math.isfinite(alpha) and alpha >= 0, f"the config says async_ratio = {alpha:g}")
     store = config.get("store", {})
     known = {name: _number(store, name) for name in ("keep_last", "keep_every", "state_every") if name in store}
-    rules, capacity = Retention(**known), int(alpha) + 1  # engines may still fetch versions this far behind
+    rules, capacity = Retention(**known), int(alpha) + 1  # engines may still fetch the newest `capacity` versions
     s.alpha, s.group_size, s.formed = (
         alpha,
         _number(config, "group_size"),
@@ -191,7 +191,7 @@ def _get(config: Mapping[str, Any], key: str) -> object:
 
 
 def _number(section: Mapping[str, object], key: str) -> int:
-    """Return a config's count; refuse one below 1."""
+    """Return a count from a config; refuse a count below 1."""
     value = section[key]
     _need(isinstance(value, int) and value > 0, f"the config says {key} = {value!r}")
     assert isinstance(value, int)
@@ -287,7 +287,7 @@ def _prune(s: RunState, body: Pruned) -> None:
 
 
 def _issue(s: RunState, prompt: int) -> None:
-    """Record a prompt's first dispatch; it must be the next prompt of its source."""
+    """Record a prompt's first dispatch; the prompt must be the next one of its source."""
     source, sources = prompt % len(s.issued), len(s.issued)
     if prompt != s.issued[source] * sources + source:
         raise EntryRefused(f"prompt {prompt} is not the next one of source {source}")
@@ -296,7 +296,7 @@ def _issue(s: RunState, prompt: int) -> None:
 
 
 def _close(s: RunState, prompt: int, attempt: int) -> None:
-    """Close an open dispatch, because it has its fate."""
+    """Close an open dispatch, because its fate is known."""
     if s.open.get(prompt) != attempt:
         raise EntryRefused(f"dispatch {GroupKey(prompt, attempt)} is not open")
     del s.open[prompt]
@@ -324,7 +324,7 @@ def _count_trained(totals: RunTotals, number: int, batch: CommittedBatch) -> Non
 
 
 def _forget_kept(s: RunState) -> None:
-    """Drop kept versions from the state, once they are older than the window in which versions are pruned."""
+    """Drop a kept version from the state, once it is older than the window in which versions are pruned."""
     oldest = s.version - s.retention.window
     for version in [version for version in s.held if version < oldest]:
         left = {k: n for k, n in s.held[version].items() if not s.retention.is_needed(k, version, s.version)}

@@ -1,15 +1,17 @@
-"""A run's log: one sequence of numbered entries, each created atomically. Only the log decides what the run is.
+"""A run's log: a sequence of numbered entries, each created atomically. The log is the only authority on the run.
 
     append   state --decide--> entry n + 1 --create--> stored, and so are all objects that it names
                 ^                       |
                 +--fold-- read n + 1 <--+ Conflict: entry n + 1 exists, by another writer or by our earlier try
 
 - The writer of entry n has read all entries before it: a writer tries number n + 1 only after *reading* entry n. A free
-  number does not prove that all lower numbers are taken.
-- An append keeps one id through all its tries and numbers. Its data object is written once; only the entry is retried.
-- A reader folds every entry it reads. A refused, damaged or missing entry stops it with an error that names the entry,
-  so no process appends after a gap. A damaged entry is read from its segment if the next entry's hash matches.
-- An append does not read first: a writer that is behind learns it from the conflict.
+  number does not prove that every lower number has an entry.
+- An append keeps one id through all its tries and numbers. The append's data object is written once; only the entry is
+  retried.
+- A reader folds every entry that it reads. A refused, damaged or missing entry stops the reader with an error that
+  names the entry, so no process appends after a gap. A damaged entry is read from its segment if the next entry's hash
+  matches.
+- An append does not read the log first: if other entries came first, `create` fails with a conflict.
 """
 
 from __future__ import annotations
@@ -52,18 +54,18 @@ from rollflow.storage.log.state import EntryRefused, RunState
 from rollflow.storage.objects.base import Data, ObjectStore, split_buffers
 from rollflow.storage.records import StoredObject
 
-TRIES = 1_000  # the largest number of tries of one append, most of them lost races
-UNANSWERED = 20  # tries while the store answers reads but no writes; each takes the store's whole patience
-FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0  # seconds before a retry of an append that met no entry
+TRIES = 1_000  # the largest number of tries of one append; most tries fail because another writer is faster
+UNANSWERED = 20  # tries while the store answers reads but no writes; each try takes the store's whole patience
+FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0  # seconds before a retry, if no other entry had the number
 READERS = 16  # entries that are read at a time from a remote store
 WINDOW = 1_024  # the largest number of entries held in memory if a long log has no readable snapshot
-AHEAD = 256  # numbers after a free one that are probed, in a store that cannot list from a name on
+AHEAD = 256  # how many numbers after a free number are probed, if the store cannot list names from a given name on
 
 Decide = Callable[[RunState, StoredObject | None], Body]
 
 
 def read_creation(run: ObjectStore) -> Entry:
-    """Read entry 0 of a run; its body is `RunCreated`.
+    """Read entry 0 of a run, whose body is `RunCreated`.
 
     Raises:
         Missing: there is no run.
@@ -85,7 +87,7 @@ def read_origin(run: ObjectStore) -> tuple[int, str] | None:
 
 
 class Log:
-    """One process's view of a run's log. It is safe to use from threads; `state` is an immutable value."""
+    """One process's view of a run's log. A log is safe to use from threads; `state` is an immutable value."""
 
     def __init__(self, store: ObjectStore) -> None:
         """Open the log: load the newest snapshot, and fold the entries after it.
@@ -122,10 +124,10 @@ class Log:
         return self._follow()[0]
 
     def read(self, n: int) -> WrittenEntry | None:
-        """Read entry `n`, which may be an old one; None if it does not exist.
+        """Read entry `n`, which may be an old entry; return None if the entry does not exist.
 
         Raises:
-            Corrupt: the entry is damaged, and its segment does not have it either.
+            Corrupt: the entry is damaged, and its segment does not have the entry either.
         """
         path = entry_path(n)
         try:
@@ -140,10 +142,10 @@ class Log:
         self._append("creator", 0, lambda state, stored: body)
 
     def claim(self, role: Role, under: int | None = None, **who: object) -> Writer:
-        """Claim a role, and so depose its previous owner.
+        """Claim a role, and so depose the role's previous owner.
 
         Args:
-            under: the supervisor's claim under which the role is claimed; by default the newest one.
+            under: the supervisor's claim under which the role is claimed; by default the newest claim.
             who: fields of `Claimed`: `who`, `cluster`, `host`, `process`.
 
         Raises:
@@ -152,7 +154,7 @@ class Log:
 
         def claimed(state: RunState, stored: StoredObject | None) -> Body:
             newest = None if role == "supervisor" else state.newest_claim("supervisor")
-            return Claimed(under=newest if under is None else under, **who)  # type: ignore[arg-type]  # its fields
+            return Claimed(under=newest if under is None else under, **who)  # type: ignore[arg-type]  # fields of `Claimed`
 
         return Writer(self, role, self._append(role, None, claimed).n)
 
@@ -181,7 +183,7 @@ class Log:
                 n = self._state.n + 1
                 written, lost = self._try_write(draft, n)
                 if written is not None and written is draft.written:
-                    self._state = replace(draft.after, sha256=written.sha256)  # already folded by `decide`
+                    self._state = replace(draft.after, sha256=written.sha256)  # `decide` has already folded the entry
                 elif written is not None:
                     self._fold(written)
                 due = self._state if written is not None and is_due(n) else None
@@ -204,12 +206,12 @@ class Log:
             if found is None and isinstance(error, EntryRefused):
                 raise  # the state is current, so reading cannot help
             if isinstance(error, Unreachable) and self._is_near and found and found.entry.id == draft.id:
-                with contextlib.suppress(Conflict):  # this conflict proves that the entry's name is synced
+                with contextlib.suppress(Conflict):  # a conflict proves that the entry's name is synced
                     self._write(draft, n)
             return found, error
 
     def _write(self, draft: _Draft, n: int) -> WrittenEntry:
-        """Create entry `n`, after all objects that it names."""
+        """Create entry `n`, after all objects that the entry names."""
         attached = draft.attached
         if attached is None or draft.stored is not None:
             entry, encoded = self._encode_entry(self._propose_entry(draft, n, draft.stored))
@@ -220,7 +222,7 @@ class Log:
         return draft.written
 
     def _write_both(self, draft: _Draft, n: int, attached: AttachedObject) -> tuple[Entry, EncodedEntry]:
-        """Write the attached object, and entry `n` that names it. If the entry is refused, nothing is written."""
+        """Write the attached object, and entry `n`, which names the object. If the entry is refused, write nothing."""
         unhashed = self._propose_entry(draft, n, StoredObject(attached.path, attached.size, ""))
         made: list[tuple[StoredObject, Entry, EncodedEntry]] = []
 
@@ -239,7 +241,7 @@ class Log:
         return made[0][1:]
 
     def _encode_entry(self, entry: Entry) -> tuple[Entry, EncodedEntry]:
-        """Encode an entry, and store its index object if it has one."""
+        """Encode an entry, and store the entry's index object if there is one."""
         encoded = encode(entry)
         if encoded.index is not None:
             self.store.put(encoded.index.path, encoded.index_data)
@@ -277,26 +279,26 @@ class Log:
             raise Corrupt(f"{entry_path(written.entry.n)} is refused by the log's rules: {error}") from error
 
     def _restore_entry(self, n: int, why: str) -> WrittenEntry:
-        """Read entry `n` from its segment, if its hash is the one that the next entry names; else raise `Corrupt`."""
+        """Read entry `n` from its segment, if the next entry names the same hash; else raise `Corrupt`."""
         found = restore_segment(self.store, n, n + 1)
         if found is None:
             raise Corrupt(f"{why}; no segment has it: `rollflow repair` lists the possible repairs")
         return self._decode_entry(found[0], n)
 
     def _list_entries(self) -> list[int]:
-        """List the numbers of the entries after the snapshot; empty in a local store, which needs no read-ahead."""
+        """List the numbers of the entries after the snapshot; for a local store, which needs no read-ahead, list none."""
         if self._is_near:
             return []
         paths = self.store.list(FOLDER, after=entry_path(self._state.n) if self._state.n >= 0 else "")
         return [n for path in paths if (n := entry_number(path)) is not None]
 
     def _read_ahead(self, numbers: Sequence[int]) -> None:
-        """Prefetch these entries, several at a time."""
+        """Prefetch the entries with these numbers, several at a time."""
         with ThreadPoolExecutor(READERS) as readers:
             self._ahead |= zip(numbers, readers.map(self.store.get, map(entry_path, numbers)), strict=True)
 
     def _goes_on(self) -> bool:
-        """Check for an entry beyond the end, and fold the one before it: it was just written, or is in a segment.
+        """If a later entry exists, fold the missing entry, which was just written or is in a segment.
 
         Return whether an entry was folded.
         """
@@ -315,7 +317,7 @@ class Log:
         return self.store.local_path(FOLDER) is not None
 
     def _keep(self, state: RunState | None) -> None:
-        """Write a snapshot of `state` in the background, if it is not None."""
+        """Write a snapshot of `state` in the background, if `state` is not None."""
         if state is None:
             return
         self._keeping = [thread for thread in self._keeping if thread.is_alive()]
@@ -330,7 +332,7 @@ class Log:
 
 @dataclass(slots=True)
 class AttachedObject:
-    """A data object to be stored with an entry that names it, at a path that was never used."""
+    """A data object at a never-used path, to be stored together with an entry that names the object."""
 
     path: str
     data: Sequence[memoryview]
@@ -350,9 +352,9 @@ class _Draft:
     body: Decide
     attached: AttachedObject | None
     stored: StoredObject | None = None  # the attached object, once it is durable
-    after: RunState = field(default_factory=RunState)  # the state after this entry, by its last try
+    after: RunState = field(default_factory=RunState)  # the state after this entry, as the last try computed it
     written: WrittenEntry | None = None  # the entry of the last completed write
-    folded: WrittenEntry | None = None  # the entry, if it was read from the log
+    folded: WrittenEntry | None = None  # the appended entry, if it was read from the log
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -365,13 +367,13 @@ class Writer:
     claim: int
 
     def append(self, body: Decide, attached: AttachedObject | None = None) -> Entry:
-        """Append an entry. `body` builds it from the state and the attached object, again after each lost race.
+        """Append an entry. `body` builds the entry from the state and the attached object, and is called for each try.
 
         Raises:
             Deposed: another process has claimed the role.
-            Refused: the rules do not allow the entry; `body` may raise this, too.
+            Refused: the rules do not allow the entry; `body` may also raise this error.
             StoreFailed: nothing was committed.
-            Unreachable: it is unknown whether the entry was committed: read the log again.
+            Unreachable: it is unknown whether the entry was committed, so the log must be read again.
         """
         return self.log._append(self.role, self.claim, body, attached)
 

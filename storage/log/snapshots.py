@@ -4,8 +4,9 @@
     log_segments/<first>.jsonl                   EVERY entries from `first` on, verbatim
 
 Both are written after every EVERY-th entry, in the background, by the process that appended the entry, or by the next
-process that opens the log and finds them missing. A snapshot that cannot be read, or is of another version of the fold,
-is ignored. Only the newest snapshots are kept. No decision of a run depends on either.
+process that opens the log and finds them missing. A snapshot that cannot be read, or that was written by another
+version of the fold, is ignored. Only the newest snapshots are kept. No decision of a run depends on snapshots or
+segments.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from rollflow.storage.log.entries import entry_path, open_sealed, seal_tree
 from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
 
-EVERY = 64  # entries
-KEPT = 3  # snapshots
+EVERY = 64  # the number of entries between two snapshots
+KEPT = 3  # the number of snapshots that are kept
 SNAPSHOTS, SEGMENTS = "log_snapshots", "log_segments"
 NAME = re.compile(rf"{SNAPSHOTS}/(\d{{10}})-([0-9a-f]{{16}})\.json")
 
@@ -57,9 +58,9 @@ def from_bytes(data: bytes) -> RunState:
 
 
 def newest_snapshot(run: ObjectStore) -> RunState:
-    """Return the state of the newest valid snapshot, or that of an empty log.
+    """Return the state of the newest valid snapshot; without a valid snapshot, return the state of an empty log.
 
-    A snapshot is valid if its entry exists with the same hash; a snapshot of an altered log is ignored.
+    A snapshot is valid if the log still holds the snapshot's entry with the same hash.
     """
     for path in sorted(run.list(SNAPSHOTS), reverse=True):
         if (name := NAME.fullmatch(path)) is None:
@@ -73,7 +74,7 @@ def newest_snapshot(run: ObjectStore) -> RunState:
 
 
 def keep_snapshot(run: ObjectStore, state: RunState) -> None:
-    """Write the snapshot of a state, and remove old ones. If this fails, a later start only takes longer."""
+    """Write the snapshot of a state, and remove old snapshots. If this fails, a later start only takes longer."""
     with contextlib.suppress(RollflowError, OSError):
         run.put(snapshot_path(state.n, state.sha256), to_bytes(state))
         for old in sorted(run.list(SNAPSHOTS))[:-KEPT]:
@@ -81,7 +82,7 @@ def keep_snapshot(run: ObjectStore, state: RunState) -> None:
 
 
 def keep_segments(run: ObjectStore, n: int) -> None:
-    """Write the segment that ends with entry `n`, and earlier ones that are missing."""
+    """Write the segment that ends with entry `n`, and earlier segments that are missing."""
     with contextlib.suppress(RollflowError, OSError):
         missing = list(takewhile(lambda last: not run.exists(segment_path(last)), range(n, -1, -EVERY)))
         for last in reversed(missing):
@@ -109,7 +110,7 @@ def restore_segment(run: ObjectStore, first: int, end: int) -> list[bytes] | Non
 
 
 def from_segment(run: ObjectStore, n: int) -> bytes:
-    """Read entry `n` from its segment; raise `Missing` if there is none."""
+    """Read entry `n` from its segment; raise `Missing` if no segment has the entry."""
     lines = run.get(segment_path(n)).split(b"\n")
     if len(lines) != EVERY:
         raise Missing(f"{segment_path(n)} is truncated")

@@ -16,20 +16,20 @@ from rollflow.storage.log.entries import Role, TrainedGroup
 from rollflow.storage.log.retention import Kind, Retention
 from rollflow.storage.records import Cursor, GroupKey, StoredObject
 
-FOLD = 3  # raised with any change of the rules or the state, so that older snapshots are not read
+FOLD = 3  # the fold's version; a change of the rules or the state raises it, so that older snapshots are not read
 NOBODY = -1  # used instead of a claim's entry if a role was never claimed
 
 
 class EntryRefused(Conflict):
-    """The rules do not allow an entry: nothing was changed, and the entry is not appended."""
+    """The rules do not allow an entry, so the entry is not appended and the state is unchanged."""
 
 
 class Deposed(EntryRefused):
-    """Another process has claimed the role: this writer must stop."""
+    """Another process has claimed the writer's role, so the writer must stop."""
 
 
 class Superseded(Deposed):
-    """A role cannot be claimed, because its supervisor is not the newest."""
+    """A role cannot be claimed, because the role's supervisor is not the newest supervisor."""
 
 
 class GroupTooOld(EntryRefused, Stale):
@@ -64,18 +64,18 @@ class CommittedBatch:
     rows: int
     groups: tuple[TrainedGroup, ...]
     surplus_tokens: int
-    behind: Mapping[int, int]  # prompt -> how often it was discarded as slow before
+    behind: Mapping[int, int]  # prompt -> how often the prompt was discarded as slow before
 
 
 @dataclass(slots=True)
 class RunTotals:
-    """Counts over the whole run. The staleness of a group is that of its oldest sample."""
+    """Counts over the whole run. The staleness of a group is the staleness of its oldest sample."""
 
-    groups: Counter[str] = field(default_factory=Counter)  # fate -> dispatches
-    tokens: Counter[str] = field(default_factory=Counter)  # fate -> response tokens
-    staleness: Counter[int] = field(default_factory=Counter)  # staleness -> groups that were trained on
-    surplus_tokens: int = 0  # tokens of extra responses of the batches that were trained on
-    rows: int = 0  # trajectories that were trained on
+    groups: Counter[str] = field(default_factory=Counter)  # fate -> number of dispatches
+    tokens: Counter[str] = field(default_factory=Counter)  # fate -> number of response tokens
+    staleness: Counter[int] = field(default_factory=Counter)  # staleness -> number of groups that were trained on
+    surplus_tokens: int = 0  # number of tokens in the extra responses of batches that were trained on
+    rows: int = 0  # number of trajectories that were trained on
 
     def copy(self) -> RunTotals:
         """Return a copy that can be changed."""
@@ -95,26 +95,26 @@ class RunState:
     n: int = -1
     sha256: str = ""  # the hash of entry n
     run_id: str = ""
-    configs: tuple[ConfigPlace, ...] = ()  # all configs of the run in order; the last one is in force
+    configs: tuple[ConfigPlace, ...] = ()  # all configs of the run in order; the last config is in force
     fixed: str = ""  # hash of the config keys that never change
-    formed: dict[str, Any] = field(default_factory=dict)  # the config keys by which batches are formed, with values
+    formed: dict[str, Any] = field(default_factory=dict)  # the config keys by which batches are formed -> values
     alpha: float = 0.0
     group_size: int = 1
     retention: Retention = field(default_factory=Retention)
-    claims: dict[str, Claim] = field(default_factory=dict)  # role -> its newest claim
+    claims: dict[str, Claim] = field(default_factory=dict)  # role -> the role's newest claim
     version: int = -1  # the newest policy version
-    published: int = -1  # the entry of the newest version
+    published: int = -1  # the entry that published the newest version
     next_batch: int = 0
     issued: list[int] = field(default_factory=list)  # per source: the first position that was never dispatched
     filtered: list[int] = field(default_factory=list)  # per source: the number of filtered groups
-    open: dict[int, int] = field(default_factory=dict)  # prompt -> attempt, in the order of issue
-    behind: dict[int, int] = field(default_factory=dict)  # open prompt -> how often it was discarded as slow
+    open: dict[int, int] = field(default_factory=dict)  # open prompt -> attempt, in the order of issue
+    behind: dict[int, int] = field(default_factory=dict)  # open prompt -> how often the prompt was discarded as slow
     waiting: dict[int, CommittedBatch] = field(default_factory=dict)  # batch number -> the batch
-    holes: list[int] = field(default_factory=list)  # voided batches to form again, in order
+    holes: list[int] = field(default_factory=list)  # numbers of voided batches that must be formed again, in order
     voids: int = 0
-    not_finite: int = 0  # batches that were voided as not finite since the newest version
-    redraws: dict[int, int] = field(default_factory=dict)  # untrained prompt -> not-finite batches that had it
-    held: dict[int, dict[Kind, int]] = field(default_factory=dict)  # version -> kind -> entry, while it may be pruned
+    not_finite: int = 0  # number of batches since the newest version that were voided because of a non-finite value
+    redraws: dict[int, int] = field(default_factory=dict)  # untrained prompt -> number of its non-finite batches
+    held: dict[int, dict[Kind, int]] = field(default_factory=dict)  # version that may be pruned -> kind -> entry
     totals: RunTotals = field(default_factory=RunTotals)
 
     def config_of(self, version: int) -> int:
@@ -137,7 +137,7 @@ class RunState:
 
     @property
     def releasable(self) -> list[tuple[int, Kind]]:
-        """The versions and kinds of objects that may be pruned and were not."""
+        """The versions and kinds of the objects that may be pruned, but were not pruned yet."""
         return [
             (version, kind)
             for version, kinds in self.held.items()
@@ -146,7 +146,7 @@ class RunState:
         ]
 
     def newest_claim(self, role: Role) -> int:
-        """Return the entry of the newest claim of `role`; `NOBODY` if there is none."""
+        """Return the entry of the newest claim of `role`; `NOBODY` if no process has claimed the role."""
         return self.claims[role].entry if role in self.claims else NOBODY
 
     def copy(self) -> RunState:

@@ -1,10 +1,11 @@
 """A tolerant fold over a log, for the audit: it reports an entry that it cannot fold, and continues.
 
-`apply` decides, and every entry that it refuses is reported. Then:
+`apply` decides, and every entry that it refuses is reported. After the report, the fold continues as follows:
 
-- An entry with a wrong hash of the entry before it, or with a wrong version or batch number, is folded nevertheless.
-- An entry with groups that are too old, or with tokens of versions that did not exist, is folded as if they were fresh.
-- Any other refused entry is skipped, as every reader of the run would do.
+- An entry with a wrong hash of the previous entry, or with a wrong version or batch number, is folded nevertheless.
+- An entry with groups that are too old, or with tokens of versions that did not exist, is folded as if the
+  groups and tokens were fresh.
+- Any other refused entry is skipped. Every reader of the run would also skip this entry.
 - After a lost entry (missing or damaged, and in no segment) the state is unknown, so later entries are read but not
   folded.
 """
@@ -25,14 +26,14 @@ from rollflow.storage.log.state import EntryRefused, GroupTooOld, RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
 
-MOST = 5  # refused entries that are reported after the first skipped one, which may be the cause of the others
+MOST = 5  # refused entries that are reported after the first skipped entry, which may have caused the others
 REFUSALS = (
     EntryRefused,
     KeyError,
     TypeError,
     ValueError,
     ArithmeticError,
-)  # all but `EntryRefused` come from contents that no role writes
+)  # each error but `EntryRefused` comes from a content that no role writes
 
 
 @dataclass(slots=True)
@@ -42,11 +43,11 @@ class TolerantFold:
     store: ObjectStore
     state: RunState
     add: Callable[[ViolationKind, str, str], None]
-    lost: bool = False  # an entry on which the state depends cannot be read
-    sound: bool = True  # all entries so far could be folded (damaged ones from their segments)
-    _refused: list[int] = field(default_factory=list)  # the first skipped entry, and the refused ones after it
-    _broken: list[int] = field(default_factory=list)  # entries with a wrong hash of the entry before them
-    _unlinked: bool = False  # the hash that the next entry must name is unknown
+    lost: bool = False  # true: an entry on which the state depends cannot be read
+    sound: bool = True  # true: every entry so far could be folded, a damaged entry from its segment
+    _refused: list[int] = field(default_factory=list)  # the first skipped entry, and later refused entries
+    _broken: list[int] = field(default_factory=list)  # entries with a wrong hash of the previous entry
+    _unlinked: bool = False  # true: the hash that the next entry must name is unknown
 
     @property
     def missed(self) -> bool:
@@ -56,7 +57,8 @@ class TolerantFold:
     def over(self, found: Iterable[tuple[int, bytes | LogGap | Corrupt]]) -> Iterator[tuple[WrittenEntry, bytes, bool]]:
         """Fold entries; yield each readable one, parsed and as bytes, and whether it is trusted.
 
-        The first skipped entry is not trusted. A later refused entry is: the skipped one may be the reason.
+        The first skipped entry is not trusted. A later refused entry is trusted, because the skipped entry may be the
+        reason for the refusal.
         """
         for n, item in found:
             if isinstance(item, LogGap):
@@ -74,8 +76,8 @@ class TolerantFold:
     def close(self) -> None:
         """Report what can only be decided at the log's end: broken links and the number of refused entries.
 
-        A broken link between two entries is reported for the first one. It is reported for the second one if the link
-        after that is broken, too, or if the log ends there.
+        A broken link between two entries is usually reported for the first entry. If the next link is broken, too, or
+        if the log ends with the second entry, the broken link is reported for the second entry.
         """
         for n in self._broken:
             own = n + 1 in self._broken or n == self.state.n
@@ -98,7 +100,7 @@ class TolerantFold:
         for n, data in zip(range(hole.first, hole.end), found, strict=True):
             try:
                 written = decode(data, n, self.store.get)
-            except Corrupt:  # its index object is missing or altered
+            except Corrupt:  # the entry's index object is missing or altered
                 self._lose(LogGap(n, n + 1))
                 continue
             yield written, data, self._fold(written)
@@ -151,7 +153,7 @@ def _wants(error: Corrupt) -> bool:
 
 
 def _as_if_fresh(state: RunState, entry: Entry) -> RunState | None:
-    """Return the state after a commit as if its groups were fresh; None if something else is wrong with it."""
+    """Return the state after a commit as if its groups were fresh; None if the commit has another fault."""
     lifted = state.copy()
     lifted.alpha = math.inf
     assert isinstance(entry.body, BatchCommitted)
