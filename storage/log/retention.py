@@ -34,7 +34,7 @@ class Retention:
         return version % self.state_every == 0
 
     def is_needed(self, kind: Kind, version: int, latest: int) -> bool:
-        """Return whether these objects of `version` must exist. Once false, the answer stays false as `latest` grows."""
+        """Return whether these objects of `version` must exist. Once false, it stays false as `latest` grows."""
         if kind == "weights" and self.keeps(version, latest):
             return True
         return version in (0, latest) or self._is_base(version, latest)
