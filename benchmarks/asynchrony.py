@@ -35,7 +35,7 @@ def train(alpha: int, versions: int, turn: int, home: Path) -> dict[str, Any]:
 
 
 def rows_of(alpha: int, found: list[dict[str, Any]]) -> list[Row]:
-    """Return the medians over turns."""
+    """Return rows with the medians over all turns."""
     case = f"alpha = {alpha}"
 
     def median(value: Callable[[dict[str, Any]], float]) -> float:

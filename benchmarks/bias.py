@@ -1,18 +1,18 @@
-"""Computes bias and spread of each objective's gradient on stale samples of a problem with a known gradient.
+"""Computes the bias and spread of each objective's gradient on stale samples of a problem with a known gradient.
 
     python -m benchmarks.bias [--json FILE]
 
-The policy generates `LENGTH` tokens out of `TOKENS`; the token before selects the row of logits of the next one. Every
+The policy generates `LENGTH` tokens out of `TOKENS`; each token selects the row of logits for the next token. Every
 response has a fixed reward. There are few responses, so all expectations are exact sums: the true gradient of the mean
 reward under the policy being trained, and the expected gradient of an objective's loss over samples of a behaviour
 policy whose log-probs differ by `staleness` nats per token. Each figure is the median over `BANDITS` problems.
 
-The objectives are the shipped ones. To make presets comparable, the baseline is the exact mean reward (none for
-`reinforce`), no preset divides by a standard deviation, and losses are summed over a response. So presets differ in
+The objectives are those that rollflow ships. To make presets comparable, the baseline is the exact mean reward (none
+for `reinforce`), no preset divides by a standard deviation, and losses are summed over a response. So presets differ in
 ratio, surrogate, correction, weights of the two signs and penalties only. The proximal policy is the policy being
-trained, as with one update per version. "bias" is the distance of the mean gradient from the true one, "aligned" their
-cosine, and "spread" the standard deviation of one response's gradient. Bias and spread are relative to the length of
-the true gradient.
+trained, as with one update per version. "bias" is the distance of the mean gradient from the true gradient, "aligned"
+is the cosine between the two, and "spread" is the standard deviation of one response's gradient. Bias and spread are
+relative to the length of the true gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollflow.tasks.objectives.presets import PRESETS
 TOKENS, LENGTH = 3, 3
 STALENESS = (0.0, 0.3, 1.0)
 BANDITS = 25
-COPIES = 10_000  # responses that stand for the behaviour policy where an objective looks at a whole batch
+COPIES = 10_000  # responses in the batch of an objective that needs a whole batch
 F64 = torch.float64
 
 

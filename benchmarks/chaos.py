@@ -1,11 +1,12 @@
 """Kills every role of whole runs with SIGKILL at random moments, and measures recovery times and losses.
 
-`python -m benchmarks.chaos` makes 200 kills on the timed engine and 20 on vLLM; `--s3 20` makes 20 more on S3 behind a
-proxy that corrupts 2% of the answers. A kill counts when the process is gone. It counts as survived when the role lives
-again, a version was published after that, *and* storage has a recovery of the same role. "seconds to progress" is the
-time from the kill until then, or `inf` if the run did not recover. It is longer than "seconds to a version", because
-other roles may publish the next version earlier. "own record" counts the kills whose recovery was recorded: a death
-within a second of another one may be recorded together with it. Deaths of reward workers are not recorded.
+`python -m benchmarks.chaos` makes 200 kills on the timed engine and 20 on vLLM; `--s3 20` makes 20 more kills on S3
+behind a proxy that corrupts 2% of the answers. A kill counts when the process is gone. A kill counts as survived when
+the role lives again, a version was published after that, *and* storage has a recovery of the same role. "seconds to
+progress" is the time from the kill until all three hold, or `inf` if the run did not recover. "seconds to progress" is
+longer than "seconds to a version", because other roles may publish the next version earlier. "own record" counts the
+kills with a recovery record of their own: two deaths within a second may share one record. Deaths of reward workers are
+not recorded.
 
 Lost and duplicated trajectories are those that the audit of each finished run finds. Regenerated trajectories are those
 that the recoveries report. A run allows `RESTARTS` restarts per role, more than the default, because the benchmark
@@ -53,10 +54,10 @@ from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
 
-ENGINES = ("engine", "vllm core")  # on vLLM their processes are there seconds before they can serve
+ENGINES = ("engine", "vllm core")  # on vLLM these processes exist seconds before they can serve
 LIMIT_SECONDS = 180.0  # longest wait for one recovery
-RECORD_SECONDS = 30.0  # longest wait for the record of one that is over
-LEFT = 80  # versions that a run must have left before another kill, or it ends before that one's recovery is seen
+RECORD_SECONDS = 30.0  # longest wait for the record of a complete recovery
+LEFT = 80  # versions that a run must have left before another kill, so that the run does not end before the recovery
 BUCKET, ON_S3 = "chaos", "timed, on S3:"
 
 RECIPE = (
@@ -101,7 +102,7 @@ class Victim:
     def __init__(
         self, home: Path, recipe: str, *options: str, endpoint: str | None = None, store: str | None = None
     ) -> None:
-        """`endpoint`: where the run finds S3, with `store` as its root; else it stores in a folder."""
+        """Prepare a run; with an S3 `endpoint` its store is `store`, without one a folder."""
         self.home, parsed, self._endpoint = home, tomllib.loads(recipe), endpoint
         self.engine, self.versions = parsed["engine"]["kind"], parsed["versions"]
         self.groups, self.group_size = parsed["groups"], parsed["group_size"]
@@ -128,7 +129,7 @@ class Victim:
 
     @property
     def newest(self) -> int:
-        """The newest version at the last read of the log."""
+        """The newest version when the log was last read."""
         return self.log.state.version
 
     def wait_version(self, version: int, seconds: float) -> None:
@@ -142,20 +143,20 @@ class Victim:
             time.sleep(0.02)
 
     def strike(self, role: str, draw: random.Random, *, record: bool = True) -> Kill:
-        """Kill one process of `role` and wait until the role and the run are back, and with `record` for its record."""
+        """Kill one process of `role`. Wait until role and run are back and, with `record`, until this is recorded."""
         before = sorted(self._wait_role(role, set()), key=lambda process: process.pid)
         victim, began = draw.choice(before), time.monotonic()
         version, recorded = self.version(), self._recovered(role)
-        if not kill(victim):  # it ended by itself just then: that is no kill
+        if not kill(victim):  # the process had ended by itself, so this is no kill
             return self.strike(role, draw, record=record)
         self.struck = role
-        first: list[float] = []  # when a version was seen that was not there at the kill
+        first: list[float] = []  # the time when the first version after the kill was seen
 
         def watch() -> None:
             if not first and self.version() > version:
                 first.append(time.monotonic())
 
-        # A second reward worker stands in while the first is slow: it comes back when there is need of one again.
+        # A second reward worker helps while the first is slow, so it is restarted only when it is needed again.
         self._wait_role(role, {victim.pid}, 1 if role == "reward worker" else len(before), watch)
         if self.engine == "vllm" and role in ENGINES:
             self._wait(lambda: self._recovered(role) > recorded, "an engine that serves", watch)
@@ -235,7 +236,7 @@ class Victim:
         regenerated: dict[str, int] = defaultdict(int)
         for recovery in self.recoveries.read():
             regenerated[recovery.role] += recovery.trajectories
-        trained = report.versions * self.groups * self.group_size  # what it says; a batch that is gone is one violation
+        trained = report.versions * self.groups * self.group_size  # expected, as a lost batch is one violation
         kinds = [violation.kind for violation in report.violations]
         return Outcome(
             self.engine,
@@ -257,10 +258,10 @@ def one_run(
 ) -> Outcome:
     """Execute a run with these kills, in this order and at random moments, until its end.
 
-    `settled`: each death waits until the flows are back from the one before. `s3`: on S3, behind a faulty proxy.
+    `settled`: before each kill, wait until all flows run again. `s3`: store the run on S3, behind a faulty proxy.
     """
     recipe = RECIPE.format(seed=seed, versions=versions, engine=engine, timing=TIMING[engine])
-    bucket = f"{BUCKET}-{seed}"  # the server in this process keeps those of the runs before
+    bucket = f"{BUCKET}-{seed}"  # the S3 server in this process still has the buckets of earlier runs
     with faulty_s3(bucket, seed) if s3 else nullcontext() as endpoint:
         store = f"s3://{bucket}" if s3 else None
         options = ("--set", f"store.uri={store}") if s3 else ()

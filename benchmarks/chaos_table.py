@@ -14,7 +14,7 @@ from rollflow.tasks.run.config import RecoveryConfig
 
 EVERYTHING = "everything"
 TARGET_SECONDS = 10.0
-RESTARTS = 1000  # of a role, in these runs
+RESTARTS = 1000  # restarts that each role has in these runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Kill:
     role: str
     to_version: float
     to_progress: float
-    recorded: bool | None = None  # whether storage has the recovery; None: it is no role that is written down
+    recorded: bool | None = None  # whether storage has the recovery; None: recoveries of this role are not recorded
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Outcome:
     engine: str
     kills: list[Kill]
     right: bool
-    trained: int = 0  # these three are trajectories
+    trained: int = 0  # this count and the next two are numbers of trajectories
     lost: int = 0
     doubled: int = 0
     violations: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Outcome:
 
 
 def table_of(engine: str, outcomes: Sequence[Outcome]) -> tuple[Table, list[Row]]:
-    """Return the table, one row per role, and the same as rows of figures."""
+    """Return the table with one row per role, and the same figures as rows."""
     trained, usual = sum(outcome.trained for outcome in outcomes), RecoveryConfig().restarts
     title = f"chaos, {engine} engine: {trained:,} trajectories; {RESTARTS} restarts a role allowed (default {usual})"
     table = Table(title=title, title_justify="left")
@@ -91,5 +91,5 @@ def table_of(engine: str, outcomes: Sequence[Outcome]) -> tuple[Table, list[Row]
 
 
 def _recovered_as(role: str) -> tuple[str, ...]:
-    """Return the names of a role in recoveries that generate trajectories again."""
+    """Return the names under which a role's recoveries report regenerated trajectories."""
     return {"scheduler": ("rollout",)}.get(role, ())

@@ -7,12 +7,12 @@
     publish             tensors -> shards, hashed, durable, entry           vs   durable write of one such file
     pull                checked local folder, tensors loaded                vs   durable copy of that file
 
-The two sides take turns. A ratio is the median over the turns of their time / our time, so 1 is equally fast and more
-is faster. Both sides write to the same disk (`--folder`, default: a temporary one), and both writes survive a power
-cut: a durable write syncs its file, renames it and syncs its folder. Files that are read are in the page cache on both
-sides. The sides swap their order after each turn, and the first turn does not count. Before the turns, enough memory
-for all of them is touched: on a virtual machine, memory that was never used makes a write five times as slow, on either
-side by chance.
+The two sides take turns. A ratio is the other side's time divided by rollflow's time, as the median over the turns. So
+a ratio of 1 means equally fast, and a ratio above 1 means that rollflow is faster. Both sides write to the same disk
+(`--folder`, default: a temporary folder), and both writes survive a power cut: a durable write syncs its file, renames
+it and syncs its folder. Files that are read are in the page cache on both sides. The sides swap their order after each
+turn, and the first turn does not count. Before the turns, enough memory for all turns is touched. On a virtual machine,
+never-used memory makes a write five times as slow, on either side by chance.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Work = Callable[[], object]
 
 
 def ratio(ours: Work, theirs: Work, turns: int, size: int = 0) -> tuple[float, float, float]:
-    """Median (ratio theirs / ours, seconds of ours, seconds of theirs) over the turns, which write `size` bytes."""
+    """Return medians over the turns: ratio theirs / ours, our seconds, their seconds. A turn writes `size` bytes."""
     touch_memory((2 * turns + 8) * size)
     times = []
     for turn in range(turns + 1):
@@ -72,7 +72,7 @@ def ratio(ours: Work, theirs: Work, turns: int, size: int = 0) -> tuple[float, f
 
 
 def touch_memory(size: int) -> None:
-    """Allocate and free so many bytes, so that the host of a virtual machine has them ready."""
+    """Allocate and free `size` bytes, so that the host of a virtual machine has this memory ready."""
     whole = min(size, MOST_TOUCHED) // HUGE_PAGE * HUGE_PAGE + HUGE_PAGE
     with mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -165,13 +165,13 @@ def batches(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
     """Measure commit and read of whole batches."""
     rows = []
     for size in sizes:
-        made = tuple(pack_group(group) for group in groups(size))  # as the scheduler holds them once they are scored
+        made = tuple(pack_group(group) for group in groups(size))  # groups as the scheduler holds them after scoring
         data = TrajectoryBatch.from_groups(made).to_bytes()
         case = f"{size} trajectories, {data.size / 1e6:.1f} MB"
         log, writer, _ = new_run(LocalStore(folder / uuid.uuid4().hex))
         store = TrajectoryStore(log)
         write_synced(folder / "plain", [memoryview(data)])
-        fresh = (folder / f"plain-{size}-{turn}" for turn in range(2 * (turns + 1)))  # a commit's file is new, too
+        fresh = (folder / f"plain-{size}-{turn}" for turn in range(2 * (turns + 1)))  # a commit writes new files, too
         plain = partial(lambda fresh, data: write_synced(next(fresh), [memoryview(data)]), fresh, data)
         found = ratio(partial(commit_next, store, writer, made), plain, turns, data.size)
         rows += rows_of(f"commit, {case}", found, "durable write", 0.7)
@@ -254,7 +254,7 @@ def channel(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
     from rollflow.tasks.actors.channel import start_channel
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=uuid.uuid4().hex)
-    loop = asyncio.Runner()  # as the rollout actor has one: making one takes a millisecond
+    loop = asyncio.Runner()  # one loop for all calls, because creating a loop takes a millisecond
     try:
         run = LocalStore(folder / uuid.uuid4().hex)
         log, writer, _ = new_run(run)
@@ -264,7 +264,7 @@ def channel(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
             payload = pa.py_buffer(os.urandom(size))
             file = folder / f"payload-{size}"
             file.write_bytes(payload)
-            small = groups(GROUP_SIZE)  # committed so that the channel hands out what is put in its place
+            small = groups(GROUP_SIZE)  # the committed batch whose place in the channel the measured payload takes
             committed = iter([commit_next(TrajectoryStore(log), writer, small) for _ in range(turns + 1)])
 
             def ours(file: Path = file, committed: Iterator[Entry] = committed) -> None:
@@ -277,7 +277,7 @@ def channel(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
             def theirs(payload: pa.Buffer = payload) -> None:
                 touch_pages(ray.get(ray.put(payload)))
 
-            ours()  # connects
+            ours()  # the first call connects
             through.finish(done[-1], done[-1] + 1)
             times = []
             for _ in range(turns):
@@ -291,7 +291,7 @@ def channel(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
 
 
 def touch_pages(data: object) -> None:
-    """Read every page, as a reader would: memory-mapping alone reads nothing."""
+    """Read one byte of every page, because memory-mapping alone reads nothing."""
     np.frombuffer(data, np.uint8)[:: mmap.PAGESIZE].sum()  # type: ignore[call-overload]
 
 

@@ -12,13 +12,13 @@ from tests.support.s3_server import s3_server
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 KINDS = (Fault.THROTTLE, Fault.ERROR, Fault.RESET, Fault.LOST, Fault.TRUNCATED)
-SHARE = 0.02  # of all requests
+SHARE = 0.02  # the fraction of all answers that are corrupted
 
 
 @contextmanager
 def faulty_s3(bucket: str, seed: int) -> Iterator[str]:
     """Yield the endpoint with corrupted answers. This process, which only watches the run, uses the server directly."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # or it prints every request
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # on lower levels werkzeug prints every request
     rates = dict.fromkeys(KINDS, SHARE / len(KINDS))
     with s3_server(bucket) as endpoint, FaultyProxy(endpoint, rates, seed) as proxy:
         before = {name: os.environ.get(name) for name in (*KEYS, "AWS_ENDPOINT_URL_S3")}

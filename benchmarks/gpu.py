@@ -44,7 +44,7 @@ from benchmarks.gpu_rows import (
 )
 
 ROOT = Path(__file__).parents[1]
-PARTS = {  # name: its module in `benchmarks`, and the most seconds that it may take on a GPU
+PARTS = {  # name: its module in `benchmarks`, and its time limit in seconds on a GPU
     "card": ("gpu_speed", 40),
     "learners": ("gpu_checks", 70),
     "head": ("gpu_memory", 40),
@@ -58,9 +58,9 @@ PARTS = {  # name: its module in `benchmarks`, and the most seconds that it may 
     "bits": ("gpu_bits", 60),
     "generation": ("gpu_speed", 60),
 }
-SECONDS = 330.0  # of all parts, on a GPU
-CPU_SECONDS = 600.0  # likewise, without one: for a hang
-STARTS = 3  # of a child, in all
+SECONDS = 330.0  # the time limit of all parts together, on a GPU
+CPU_SECONDS = 600.0  # the time limit of all parts together without a GPU, for the case of a hang
+STARTS = 3  # the largest number of starts of a child
 READY, ROW, DONE = "READY ", "ROW ", "DONE "
 TAIL = 12  # lines of a child's output that are kept for the row of its death
 
@@ -71,7 +71,7 @@ class Child:
     command: ClassVar[Sequence[str]] = (sys.executable, "-m", "benchmarks.gpu", "--child")
 
     def __init__(self, path: str) -> None:
-        """`path` is its PYTHONPATH."""
+        """Start the child with `path` as its PYTHONPATH."""
         own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             list(self.command),
@@ -193,7 +193,7 @@ class Kit:
 
 
 def serve() -> None:
-    """Run as a child: import, report it, and run the parts that standard input names."""
+    """Run as a child: import the packages, report that, and run the parts that standard input names."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     map_package()
     import torch

@@ -1,7 +1,8 @@
 """Checks on a GPU whether the transformers engine's bits depend on the state of its process.
 
-Several engines generate the same requests in one process, one after the other, with a change in between. Each is
-compared with the first engine: its responses, and inputs and outputs of its model's modules in the first passes.
+Several engines generate the same requests in one process, one after the other, with a change in between. Each
+engine is compared with the first engine: its responses, and the inputs and outputs of its model's modules in the first
+passes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rollflow.tasks.engines import fixed_shape
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.policies.device import WORKSPACE, fix_workspace
 
-PASSES = 40  # whose modules are compared: past the first 64 positions, where differences were seen
+PASSES = 40  # passes whose modules are compared; they go beyond position 64, where differences were seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def _generate(folder: Path, requests: Sequence[GenerationRequest]) -> Made:
 async def _generated(folder: Path, requests: Sequence[GenerationRequest]) -> Made:
     engine = await start_engine(folder, "bfloat16", DEVICE)
     was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)  # the engine's sums of probabilities have no such kind
+    torch.use_deterministic_algorithms(False)  # the engine's sums of probabilities have no deterministic algorithm
     try:
         with _watched(engine._sampler._model) as digests:
             made = await generate_all(engine, requests)
@@ -142,7 +143,7 @@ def _watched(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits weighted by position; of integers, so its order does not matter."""
+    """Return the sum of a tensor's bits weighted by position; a sum of integers does not depend on the order."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().contiguous().view(kinds[tensor.element_size()]).flatten().long()
     return (bits * (torch.arange(len(bits), device=bits.device) % 1_000_003 + 1)).sum()

@@ -42,10 +42,10 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "grpo, LoRA": {"lora": {"rank": 4}},
     "grpo, no shared prompts": {"share_prompts": False},
 }
-NATS, RELATIVE, STEP = 1e-4, 1e-4, 0.02  # float32: log-probs, gradients, a step (AdamW turns tiny gradients into steps)
-BFLOAT = 1.5  # times the processor's own distance from float64, at bfloat16
-BACK = {"float32": 1e-4, "bfloat16": 0.2}  # relative: the next gradient of a state that moved to another device
-ROUNDED = 1e-6  # relative
+NATS, RELATIVE, STEP = 1e-4, 1e-4, 0.02  # float32 limits of log-probs, gradients and steps
+BFLOAT = 1.5  # limit in bfloat16: this many times the CPU's own distance from float64
+BACK = {"float32": 1e-4, "bfloat16": 0.2}  # relative limit of the next gradient, after a move to another device
+ROUNDED = 1e-6  # relative limit of differences by rounding
 TOKENS = list(range(3, 120))
 
 
@@ -127,13 +127,13 @@ def _moved(name: str, dtype: str, keys: Mapping[str, Any]) -> Iterator[Row]:
                 first.step(batch, version)
             weights, state = _files(first)
             second = build(folder, there, dtype, **keys)
-            second.step(batch, 0)  # so that it has something to forget
+            second.step(batch, 0)  # a step with other data, whose state the load must replace
             second.load(weights, state)
             own_weights, own_state = _files(second)
             yield check_at_most(f"{way}: moments and generators that differ", _apart_in(own_state, state), 0, "tensors")
             if "lora" not in keys:
                 yield check_at_most(f"{way}: weights that differ", _apart_in(own_weights, weights), 0, "tensors")
-            else:  # another device's sum of weight and adapter is rounded otherwise
+            else:  # another device rounds the sum of weight and adapter differently
                 off = distance(from_files(own_weights), from_files(weights))
                 yield check_at_most(f"{way}: weights, off what was stored", off, ROUNDED, "relative")
             one, other = step_once(first, batch, 2), step_once(second, batch, 2)

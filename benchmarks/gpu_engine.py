@@ -32,15 +32,15 @@ from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.engines.transformers import TransformersEngine
 from rollflow.tasks.learners.torch_learner import TorchLearner
 
-TOLERANCE = {"float32": 0.01, "bfloat16": 1.0}  # the probe's, where a run sets none
-MEAN = {"float32": 1e-4, "bfloat16": 0.05}  # nats, of all tokens
-TOGETHER = 1.15  # times the larger of two peaks, at most
+TOLERANCE = {"float32": 0.01, "bfloat16": 1.0}  # the default tolerance of the probe, in nats
+MEAN = {"float32": 1e-4, "bfloat16": 0.05}  # limit of the mean difference over all tokens, in nats
+TOGETHER = 1.15  # limit of the common peak, as a multiple of the larger single peak
 KEYS = {"deterministic": True, "micro_tokens": 4096}
-TINY: Mapping[str, Any] = {"vocab_size": 512, "initializer_range": 0.2}  # its tokens are far from equally probable
+TINY: Mapping[str, Any] = {"vocab_size": 512, "initializer_range": 0.2}  # tokens get very different probabilities
 
 
 def make_requests(count: int, vocabulary: int, prompt: int, tokens: int) -> list[GenerationRequest]:
-    """Create requests with different prompts, each with its seed."""
+    """Create requests with different prompts and different seeds."""
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(2, vocabulary, (count, prompt), generator=draw).tolist()
     return [GenerationRequest(f"r{n}", given[: prompt - n % 8], tokens, seed=n) for n, given in enumerate(prompts)]
@@ -146,7 +146,7 @@ def run_turns() -> Iterator[Row]:
 
 
 def _turns(runner: asyncio.Runner, folder: Path, requests: Sequence[GenerationRequest], batch: Any) -> Iterator[Row]:
-    """Measure each alone, both side by side, and both alternating."""
+    """Measure engine and learner each alone, both side by side, and both alternating."""
     engine_peak, apart_made = runner.run(_alone(folder, requests))
     clear_memory()
     yield from _peak_row("peak of the engine alone", engine_peak)
@@ -204,7 +204,7 @@ def _hand_over(runner: asyncio.Runner, engine: TransformersEngine, learner: Torc
 def _generate(
     runner: asyncio.Runner, engine: TransformersEngine, requests: Sequence[GenerationRequest]
 ) -> list[Generation]:
-    """Generate without deterministic algorithms: there is none for the engine's sums of probabilities."""
+    """Generate without deterministic algorithms, which do not exist for the engine's sums of probabilities."""
     torch.use_deterministic_algorithms(False)
     try:
         return runner.run(generate_all(engine, requests))
@@ -254,7 +254,7 @@ def _free_engine(runner: asyncio.Runner, engine: TransformersEngine) -> None:
 
 
 def move_learner(learner: TorchLearner, device: str) -> None:
-    """Move weights, masters and moments to a device; between two versions there are no gradients."""
+    """Move weights, masters and moments to a device. Between two versions a learner has no gradients to move."""
     learner.model.to(device)
     for parameter in learner.policy.trained.parameters.values():
         parameter.data = parameter.data.to(device)

@@ -31,13 +31,13 @@ from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner
 
 ENTROPY = 0.1
-WORSE = {torch.float32: 1.5, torch.bfloat16: 2.0}  # times the plain way's distance from float64, at most
-FLOOR = {torch.float32: 1e-5, torch.bfloat16: 1e-3}  # below it no distance counts
-HEAD_SHARE = 0.5  # of the plain way's memory, at most
-NEAR = 0.03  # relative: what is kept, of what the formula says
-WORKSPACE = 5e7  # bytes that libraries may take
+WORSE = {torch.float32: 1.5, torch.bfloat16: 2.0}  # limit as a multiple of the plain formula's distance from float64
+FLOOR = {torch.float32: 1e-5, torch.bfloat16: 1e-3}  # distances below this value do not count
+HEAD_SHARE = 0.5  # limit of the head's memory, as a fraction of the plain formula's memory
+NEAR = 0.03  # relative limit of the difference between the kept bytes and the formula
+WORKSPACE = 5e7  # bytes that libraries may allocate for themselves
 LARGE_BATCH = BatchShape(8, 8, QWEN_05B["vocab_size"], (48, 80), 160, 0.5, 448)
-Way = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden states and targets: log-probs and entropies
+Way = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # (hidden states, targets) -> (log-probs, entropies)
 
 
 def run_head() -> Iterator[Row]:

@@ -40,7 +40,7 @@ SMALL: Mapping[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "initializer_range": 0.08,  # so that the tokens' probabilities differ
+    "initializer_range": 0.08,  # large enough for tokens to have different probabilities
     "tie_word_embeddings": True,
     "bos_token_id": None,
     "eos_token_id": 1,
@@ -76,7 +76,7 @@ def policy_folder(kind: str, dtype: str = "float32", **sizes: Any) -> Iterator[P
     try:
         torch.manual_seed(0)
         large = sizes.get("hidden_size", 0) > 512
-        with torch.device(DEVICE if large else "cpu"):  # a processor draws half a billion numbers in many seconds
+        with torch.device(DEVICE if large else "cpu"):  # a CPU needs many seconds to draw half a billion numbers
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         model.save_pretrained(folder)
         del model
@@ -114,7 +114,7 @@ class BatchShape:
     groups: int = 4
     group_size: int = 4
     vocabulary: int = SMALL["vocab_size"]
-    prompt: tuple[int, int] = (6, 24)  # from, to
+    prompt: tuple[int, int] = (6, 24)  # shortest and longest prompt, in tokens
     median: float = 20.0
     sigma: float = 0.7
     cap: int = 64
@@ -157,7 +157,7 @@ class Stepped:
     """The result of a version's first update, in float64 on the CPU."""
 
     gradients: dict[str, Tensor]
-    change: dict[str, Tensor]  # of each trained weight, by the whole step
+    change: dict[str, Tensor]  # trained weight -> its change by the whole step
 
 
 def step_once(learner: TorchLearner, batch: TrajectoryBatch, version: int = 0) -> Stepped:
@@ -184,7 +184,7 @@ def to_double(tensor: Tensor) -> Tensor:
 
 
 def distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """Return |found - exact| / |exact| over all tensors together; infinite if one is missing."""
+    """Return |found - exact| / |exact| over all tensors together; infinite if a tensor is missing."""
     if found.keys() != exact.keys():
         return float("inf")
     off = sum(float((found[name].double() - exact[name].double()).square().sum()) for name in exact)

@@ -29,7 +29,7 @@ class Row:
     bound: str = ""
     verdict: str = ""
     part: str = ""
-    seconds: float = 0.0  # since the part began
+    seconds: float = 0.0  # seconds since the part began
 
 
 Part = Callable[[], Iterator[Row]]
@@ -61,7 +61,7 @@ def target_at_most(what: str, value: float, bound: float, unit: str = "") -> Row
 
 
 def guard(what: str, rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
-    """Yield rows; an exception becomes a row, too, so that the caller continues."""
+    """Yield rows; an exception also becomes a row, so that the caller continues."""
     try:
         yield from rows()
     except Exception as error:  # noqa: BLE001 - one case's failure is a row, and not the end of the others
@@ -102,7 +102,7 @@ def format_line(cells: Sequence[str], widths: Sequence[int] = (14, 58, 12, 10, 1
 
 
 def format_row(row: Row) -> str:
-    """Format a row for printing as soon as it is there."""
+    """Format a single row, so that it can be printed before the table is complete."""
     return format_line((row.part, row.what, _shown(row.value), row.unit, row.bound, row.verdict))
 
 

@@ -43,10 +43,10 @@ from rollflow.tasks.engines.fixed_shape import Shape
 from rollflow.tasks.learners.forward import token_logprobs
 from rollflow.tasks.learners.torch_learner import load_model
 
-TIMED = 3 if GPU else 1  # steps
-MICRO = 8192 if GPU else 256  # padded tokens in a pass
-AS_PLAIN = 1.0  # times the plain loop's tokens/s, at least
-LOSS = 1e-2  # relative: the losses of two sides at bfloat16
+TIMED = 3 if GPU else 1  # the number of timed steps
+MICRO = 8192 if GPU else 256  # the number of padded tokens in a pass
+AS_PLAIN = 1.0  # target of rollflow's tokens/s, as a multiple of the plain loop's
+LOSS = 1e-2  # relative limit of the difference between two losses in bfloat16
 SIZES: Mapping[str, Any] = QWEN_05B if GPU else SMALL
 BATCH = BatchShape(16, 8, SIZES["vocab_size"], (48, 80), 224, 0.5, 640) if GPU else BatchShape()
 
@@ -121,7 +121,7 @@ def run_speed() -> Iterator[Row]:
     """Time a train step and a plain loop over the same rows and micro-batches."""
     batch = make_batch(BATCH)
     with policy_folder("qwen2", "bfloat16", **SIZES) as folder:
-        found: dict[str, tuple[float, float]] = {}  # tokens/s and loss
+        found: dict[str, tuple[float, float]] = {}  # side -> (tokens/s, loss)
         yield from guard("plain loop", partial(_plain_rows, folder, batch, found))
         sides: dict[str, dict[str, Any]] = {
             "rollflow, same micro-batches": {"share_prompts": False},
@@ -153,7 +153,7 @@ def _own_rows(
 
 
 def _time_learner(folder: Path, batch: TrajectoryBatch, keys: Mapping[str, Any]) -> tuple[float, float, Peak]:
-    """Return the seconds of a step, the loss of the first one, and the peak memory."""
+    """Return the seconds of a step, the loss of the first step, and the peak memory."""
     learner = build(folder, DEVICE, "bfloat16", **{"micro_tokens": MICRO, "learning_rate": 1e-6, **keys})
     losses: list[float] = []
     with Peak() as peak:
@@ -164,7 +164,7 @@ def _time_learner(folder: Path, batch: TrajectoryBatch, keys: Mapping[str, Any])
 def _chunked(
     name: str, folder: Path, batch: TrajectoryBatch, found: dict[str, tuple[float, float]], times: int
 ) -> Iterator[Row]:
-    """Measure as `_own_rows`, with chunks of logits that are so many times larger than on a CPU."""
+    """Measure as `_own_rows`, with chunks of logits that are `times` times as large as on a CPU."""
     with mock.patch.object(token_logprobs, "ON_GPU", times):
         yield from _own_rows(name, folder, batch, found, {"share_prompts": False})
 
@@ -183,7 +183,7 @@ def _plain_rows(folder: Path, batch: TrajectoryBatch, found: dict[str, tuple[flo
 
 
 def _time_plain(folder: Path, batch: TrajectoryBatch) -> tuple[float, float, Peak]:
-    """Time the plain loop as `_time_learner` does the learner."""
+    """Time the plain loop as `_time_learner` times the learner."""
     loop, losses = PlainLoop(folder, batch), list[float]()
     with Peak() as peak:
         seconds = time_median(lambda: losses.append(loop.step()), TIMED)

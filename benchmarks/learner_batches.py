@@ -1,9 +1,10 @@
 """Writes the inputs of `benchmarks.learner_step`: a policy folder with weights, and one batch of trajectories.
 
-Both come from a seed. Behaviour log-probs are the policy's own with some noise, so that tokens of both signs are
-clipped. In a `still` group all rewards are equal, so its advantages are zero.
+Policy and batch are drawn from a seed. The behaviour log-probs are the policy's log-probs with some noise, so that
+tokens of both signs are clipped. In a `still` group all rewards are equal, so all advantages are zero.
 
-`python -m benchmarks.learner_batches WORKLOAD FOLDER SHARE` writes both, and prints the number of response tokens.
+`python -m benchmarks.learner_batches WORKLOAD FOLDER SHARE` writes policy and batch, and prints the number of response
+tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from rollflow.tasks.run.prompt_pins import read_once
 
 RECIPE = Path("flows/recipes/sorting.toml")
 BATCH = "batch.arrow"
-NOISE = 0.25  # nats, between the policy and the one that sampled
-PROMPT = (16, 65)  # tokens of a made-up prompt: from, to
+NOISE = 0.25  # nats between the log-probs of the policy and of the behaviour policy
+PROMPT = (16, 65)  # the range of a random prompt's length in tokens
 Pair = tuple[Sequence[int], Sequence[int]]  # tokens of a prompt and of a response to it
 
 
@@ -43,8 +44,8 @@ class Workload:
     groups: int
     group_size: int
     cold: ColdStart | None = None  # None: the quick start's policy, prompts and answers
-    vocabulary: int = 0  # of a made-up policy
-    median: float = 0.0  # tokens of a made-up response
+    vocabulary: int = 0  # vocabulary size of a random policy
+    median: float = 0.0  # median length of a random response in tokens
     sigma: float = 1.0
     cap: int = 0
     correlation: float = 0.7
@@ -85,7 +86,7 @@ def write(workload: Workload, folder: Path, still: float) -> int:
 
 
 def _answers(workload: Workload, folder: Path) -> Iterator[list[Pair]]:
-    """Return the quick start's prompts, each with its own answer and with answers of other prompts."""
+    """Return the quick start's prompts, each paired with its own answer and with answers to other prompts."""
     config, tokenizer = load_recipe(RECIPE), PolicyTokenizer(folder)
     prompts: RunPrompts = open_prompts(config, tokenizer, read_once())
     asked = [prompts.demonstration(index) for index in range(workload.groups + workload.group_size)]

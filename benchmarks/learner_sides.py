@@ -1,17 +1,18 @@
 """The learners of `benchmarks.learner_step`. Each runs in its own process, and takes a step on request.
 
-All minimise the same loss: GRPO's clipped surrogate with the ratio to the recorded log-probs, clipping at 0.2 and 0.28,
-and the mean over the tokens of the whole batch. Then the gradient norm is clipped to 1, and AdamW steps. All is in
-float32, with one optimizer step over the batch, which is timed. The process prints its seconds, loss, gradient norm and
-peak memory.
+All learners minimise the same loss: GRPO's clipped surrogate with the ratio to the recorded log-probs, clipping at 0.2
+and 0.28, and the mean over the tokens of the whole batch. Then the gradient norm is clipped to 1, and AdamW takes a
+step. All computations are in float32. One optimizer step over the batch is timed. The process prints its seconds, loss,
+gradient norm and peak memory.
 
 - `rollflow` is `build_learner(...).step(batch, version)`: it starts with the stored Arrow batch, and includes
   advantages and packing.
 - `trl` is `GRPOTrainer.train()` of TRL, with a rollout that returns the recorded batch. The clock runs from the scored
   and padded batch (the result of `_generate_and_score_completions`) to the end of the optimizer step (`on_step_end`).
-  Its `old_per_token_logps` are the recorded ones, so it needs no pass for them. AdamW is fused, as by its default.
-- `trl-compact` is the same, but runs the head on the completions' tokens only, as TRL does on a GPU; on a CPU TRL runs
-  the head on every position.
+  TRL's `old_per_token_logps` are the recorded log-probs, so TRL needs no pass to compute them. AdamW is fused, which is
+  TRL's default.
+- `trl-compact` is `trl` with the head on the completions' tokens only, as TRL does on a GPU; on a CPU TRL runs the head
+  on every position.
 - `plain` is a loop of twenty lines. Rows keep the order of the batch, padded on the right to the longest row of a
   micro-batch. AdamW is fused.
 
@@ -19,8 +20,8 @@ Run it as `python -m benchmarks.learner_sides SIDE SETTING FOLDER THREADS`; `Tur
 setting is the number of padded tokens of a micro-batch for rollflow, and the number of rows for the others; with a `c`,
 activations are recomputed (rollflow's `checkpoint_activations`, TRL's gradient checkpointing).
 
-Memory counts from the end of loading. By then every side has its weights; gradients, AdamW's two moments, activations,
-logits and the tensors of micro-batches come later. The rows are loaded before, but TRL then copies them into one padded
+Memory counts from the end of loading, when every side has its weights and rows. Gradients, AdamW's two moments,
+activations, logits and the tensors of micro-batches come later. After loading, TRL also copies the rows into one padded
 batch.
 
 Seconds are wall-clock seconds. CPU seconds are reported, too, because other work on the machine changes them less.
@@ -53,9 +54,9 @@ from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.torch_learner import load_model
 
-RATE = 1e-6  # so low that the next step of a side finds nearly the same weights
+RATE = 1e-6  # a learning rate so low that the weights are nearly the same in the next step
 BETAS, LOW, HIGH, LONGEST_GRADIENT = (0.9, 0.95), 0.2, 0.28, 1.0
-MANY = 10**6  # steps that TRL's trainer may take
+MANY = 10**6  # the largest number of steps that TRL's trainer may take
 
 
 class Turns:
@@ -72,7 +73,7 @@ class Turns:
         """Report the end of loading, from which memory counts."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
         self._tell({"peak": peak()})
 
     def wait(self) -> bool:
@@ -98,7 +99,7 @@ def now() -> tuple[float, float]:
 
 
 def since(began: tuple[float, float]) -> tuple[float, float]:
-    """Return the elapsed seconds of both."""
+    """Return the elapsed wall-clock and CPU seconds."""
     clock, processor = now()
     return clock - began[0], processor - began[1]
 
@@ -144,7 +145,7 @@ def plain(folder: Path, setting: str, turns: Turns) -> None:
         turns.tell(since(began), total, float(norm))
 
 
-Row = tuple[Tensor, Tensor, Tensor, float]  # tokens, which of them are the response's, their log-probs, the advantage
+Row = tuple[Tensor, Tensor, Tensor, float]  # tokens, mask of the response's tokens, their log-probs, the advantage
 
 
 def rows_of(groups: Sequence[TrajectoryGroup]) -> list[Row]:
@@ -193,7 +194,7 @@ def trl(folder: Path, setting: str, turns: Turns) -> None:
 def trl_compact(folder: Path, setting: str, turns: Turns) -> None:
     """Run TRL's trainer with the head on the completions only."""
     utils: Any = importlib.import_module("trl.trainer.utils")
-    utils._use_triton = lambda device: True  # here it only says which positions; the kernels ask for themselves
+    utils._use_triton = lambda device: True  # in TRL this only selects the head's positions
     trl(folder, setting, turns)
 
 
@@ -208,7 +209,7 @@ def _trl_settings(groups: Sequence[TrajectoryGroup], rows: int) -> dict[str, Any
         "num_generations": size,
         "max_steps": MANY,
         "shuffle_dataset": False,
-        "loss_type": "dapo",  # the mean over the tokens of the batch
+        "loss_type": "dapo",  # DAPO's loss is the mean over the tokens of the batch
         "epsilon": LOW,
         "epsilon_high": HIGH,
         "learning_rate": RATE,
@@ -246,7 +247,7 @@ def _take_turns(trainer: Any, turns: Turns, callback: Any) -> None:
         made = score(inputs)
         made["old_per_token_logps"] = made["sampling_per_token_logps"]
         if not turns.wait():
-            os._exit(0)  # no more steps: there is nothing to save
+            os._exit(0)  # exit at once after the last step, because nothing must be saved
         began = now()
         return made
 

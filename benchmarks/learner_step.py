@@ -1,10 +1,11 @@
 """Compares a train step with TRL's and with a plain loop: trained tokens per second, and peak memory.
 
 All sides have the same policy, ragged batch and loss (see `learner_sides`). Each side runs in its own process, with its
-best setting: the one with the least memory of those within 5% of its fastest. The sweep over settings comes first and
-is printed; it uses CPU time, which other work on the machine changes less. Then the sides step in turns, and a ratio is
-that of two consecutive steps. Memory is the peak above the memory after loading, by `getrusage`. The losses and
-gradient norms of all sides and steps must agree, so that no side does less work.
+best setting. The best setting is the setting with the least memory among those within 5% of the side's fastest time.
+The sweep over settings comes first and is printed; the sweep uses CPU time, which other work on the machine changes
+less. Then the sides step in turns, and a ratio compares two consecutive steps. Memory is the peak above the memory
+after loading, by `getrusage`. The losses and gradient norms of all sides and steps must agree, so that no side does
+less work.
 
 Tokens are those of the responses. rollflow skips rows with advantage zero, because they have no gradient; TRL does not.
 So each workload is measured without such rows, and with them: in the fraction `still` of the groups all rewards are
@@ -27,9 +28,9 @@ from pathlib import Path
 from benchmarks.report import Row, arguments, at_least, at_most, publish
 
 STILL = 0.5
-NEAR = 1e-4  # relative, of gradient norms; absolute, of losses
+NEAR = 1e-4  # limit of relative differences of gradient norms, and of absolute differences of losses
 FASTER, LESS_MEMORY = 2.0, 0.5
-LIKE_THE_FASTEST = 1.05  # of its seconds
+LIKE_THE_FASTEST = 1.05  # settings up to this multiple of the fastest setting's seconds count as equally fast
 NO_TRL = "TRL is not measured: install it beside rollflow with `pip install trl==1.16.*`."
 SETTINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "quick-start": {
@@ -93,10 +94,10 @@ class Step:
     """The result of one step."""
 
     seconds: float
-    cpu: float  # seconds of the processor
+    cpu: float  # CPU seconds
     loss: float
-    norm: float  # of the gradient
-    memory: float  # bytes, the most until now
+    norm: float  # the norm of the gradient
+    memory: float  # the peak memory so far, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class Case:
     workload: str
     folder: Path
     still: float
-    tokens: int  # of its responses
+    tokens: int  # the number of tokens in the batch's responses
 
     @property
     def name(self) -> str:
@@ -119,7 +120,7 @@ def written(workload: str, still: float, folder: Path) -> Case:
     place = folder / f"{workload}-{still:g}"
     command = [sys.executable, "-m", "benchmarks.learner_batches", workload, str(place), str(still)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return Case(workload, place, still, int(done.stdout.splitlines()[-1]))  # a library may say something first
+    return Case(workload, place, still, int(done.stdout.splitlines()[-1]))  # a library may print other lines first
 
 
 def swept(
@@ -147,7 +148,7 @@ def _tried(case: Case, name: str, setting: str, threads: int, steps: int) -> tup
 
 
 def in_turns(case: Case, best: Mapping[str, str], threads: int, turns: int) -> dict[str, list[Step]]:
-    """Run the steps of all sides in turns, alternating their order; the first step of each side is a warm-up."""
+    """Run the steps of all sides in turns, in alternating order; the first step of each side is a warm-up."""
     found: dict[str, list[Step]] = {name: [] for name in best}
     with ExitStack() as stack:
         sides = [stack.enter_context(Side(name, best[name], case.folder, threads)) for name in best]
@@ -158,7 +159,7 @@ def in_turns(case: Case, best: Mapping[str, str], threads: int, turns: int) -> d
 
 
 def rows_of(case: Case, best: Mapping[str, str], found: Mapping[str, list[Step]]) -> Iterator[Row]:
-    """Return the rows with speed and memory of each side, and rollflow's over theirs."""
+    """Return rows with each side's speed and memory, and rollflow's figures divided by each other side's."""
     ours = found["rollflow"]
     for name, steps in found.items():
         side = f"{name} ({best[name]})"

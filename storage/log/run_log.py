@@ -286,7 +286,7 @@ class Log:
         return self._decode_entry(found[0], n)
 
     def _list_entries(self) -> list[int]:
-        """List the numbers of the entries after the snapshot. A local store needs no read-ahead, so its list is empty."""
+        """List the numbers of the entries after the snapshot; none in a local store, which needs no read-ahead."""
         if self._is_near:
             return []
         paths = self.store.list(FOLDER, after=entry_path(self._state.n) if self._state.n >= 0 else "")
