@@ -87,13 +87,19 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
     """
     base = store or default_store()
     if name is not None:
-        found = attach_run(name) if "/" in name else context_of(base, name)
+        found = locate_run(name, base)
         found.check_format()
-        return replace(found, uri=found.store.uri)  # a canonical URI, because other processes work in other folders
+        return found
     runs = list_runs(base)
     if not runs:
         raise ConfigError(f"there is no run in {base} yet; start one with `rollflow run RECIPE`")
     return max(runs, key=_created_at)
+
+
+def locate_run(name: str, store: str) -> RunContext:
+    """Return the run of this id in `store`, or at this path or URI, without reading anything of it."""
+    found = attach_run(name) if "/" in name else context_of(store, name)
+    return replace(found, uri=found.store.uri)  # a canonical URI, because other processes work in other folders
 
 
 def list_runs(store: str | None = None) -> list[RunContext]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.locations import default_store, find_run, run_home
+from rollflow.flows.locations import default_store, find_run, locate_run, run_home
 from rollflow.flows.services.deadline import call_in_time
 from rollflow.flows.views.console import format_duration, render
 from rollflow.flows.views.last_status import read_last_status, save_last_status
@@ -67,7 +67,7 @@ def _read_store(run: str | None, store: str | None) -> StoredStatus:
 def _show_seen(options: argparse.Namespace, why: Unreachable) -> int:
     """Print the last status that this machine has seen, because the store does not answer."""
     if options.run:
-        seen = read_last_status(run_home(), find_run(options.run, options.store).uri)
+        seen = read_last_status(run_home(), locate_run(options.run, options.store or default_store()).uri)
     else:
         seen = read_last_status(run_home(), None, open_store(options.store or default_store()).uri)
     if seen is None:

@@ -389,7 +389,7 @@ def test_logged_addresses_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> No
         store=SimpleNamespace(uri=uri),
         policies=SimpleNamespace(retention=retention, newest=lambda: 1, find=lambda _: version, has_weights=bool),
     )
-    for name in ("figures", "_sample_responses"):
+    for name in ("list_figures", "_sample_responses"):
         monkeypatch.setattr(mlflow_payload, name, lambda *_: {})
     monkeypatch.setattr(mlflow_payload, "read_evaluation", lambda *_: None)
     told = [*mlflow_payload._list_prompts(run), mlflow_payload.build_outcome(run, {"storage": uri, "tokens": 3})]

@@ -336,7 +336,7 @@ def test_version_0_has_no_batch_and_version_1_has_one(rich: Rich) -> None:
         decided(state, ("learner", 2, version | {"batch_entry": 0}))
     with pytest.raises(EntryRefused, match="version 1 cannot follow version -1"):
         decided(state, ("learner", 2, version | {"number": 1}))
-    with pytest.raises(EntryRefused, match="version 0 has no learner state"):
+    with pytest.raises(EntryRefused, match="version 0 needs the learner's state"):
         decided(state, ("learner", 2, stateless))
     state = decided(state, ("learner", 2, version))
     assert state.held == {0: {"weights": 3, "state": 3}}
