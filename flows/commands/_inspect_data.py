@@ -55,7 +55,8 @@ def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]
 
 
 def trajectory_value(context: RunContext, prompt: int, attempt: int, sample: int | None = None) -> dict[str, Any]:
-    """Return a group's fate; if it was committed, also its trajectories (or only `sample`) with their texts.
+    """Return a group's fate and, if the group was committed, its trajectories (or only trajectory `sample`) with their
+    texts.
 
     Raises:
         ConfigError: there is no such group or sample.
@@ -81,7 +82,9 @@ def _with_texts(context: RunContext, one: Trajectory) -> dict[str, Any]:
 def trajectories_of(
     context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None
 ) -> Sequence[Trajectory]:
-    """Return the trajectories of a group, or only that of `sample`; raise `ConfigError` if it does not exist."""
+    """Return the trajectories of a group, or only trajectory `sample`; raise `ConfigError` if that trajectory does not
+    exist.
+    """
     group = next(one for one in groups_of(context, batch.file) if one.key == key)
     chosen = [one for one in group.trajectories if sample in (None, one.sample)]
     if not chosen:

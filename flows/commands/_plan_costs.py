@@ -1,4 +1,4 @@
-"""The prices of `rollflow plan --cost`, and sentences about what a plan costs."""
+"""Reads the prices for `rollflow plan --cost`, and describes the costs of a plan in sentences."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.fit import RecordedVersion, fit_hardware
 
-FEWEST = 5  # fewest versions after the warm-up for a comparison
+FEWEST = 5  # smallest number of versions after the warm-up that a comparison needs
 SCHEDULED = ("async_ratio", "groups", "group_size", "engine", "rollout", "reward")  # keys that the schedule depends on
 
 
 def compare(
     config: RunConfig, context: RunContext, versions: int | None, outputs: Outputs, save: Path | None = None
 ) -> float:
-    """Simulate `config` on the hardware that fits run `context`; return predicted over measured step time, less 1.
+    """Simulate `config` on the hardware that fits run `context`; return (predicted step time / measured step time) - 1.
 
     Raises:
         ConfigError: the run is too short, or belongs to another recipe.
@@ -64,7 +64,7 @@ def compare(
 
 
 def _list_differences(config: RunConfig, other: RunConfig) -> list[str]:
-    """List the differing keys that the schedule depends on."""
+    """List the keys that the schedule depends on and whose values differ."""
     return [name for name in SCHEDULED if getattr(config, name) != getattr(other, name)]
 
 

@@ -7,8 +7,8 @@
 
 Guarantees:
 - A file that loads names only variables that rollflow or one of its libraries reads, and only keys of a recipe.
-- A secret in the file is rejected, and its value is never shown. That covers variables for secrets and passwords in
-  addresses.
+- A secret in the file is rejected, and its value is never shown. Variables for secrets count as secrets, and passwords
+  in addresses do, too.
 - `--settings FILE` sets the variables and then the keys. `--set` has priority over the file, and the file over the
   recipe.
 """
@@ -48,7 +48,8 @@ VARIABLES = (
     *("PREFECT_API_URL", "PREFECT_PROFILE", "RAY_AUTH_MODE", "RAY_USE_TLS"),
     *("ROLLFLOW_HOME", "ROLLFLOW_LOG_FORMAT", "ROLLFLOW_STORE"),
 )
-SECRETS = ("AWS_ACCESS_KEY_ID", "PREFECT_CLIENT_CUSTOM_HEADERS")  # secrets whose names do not show it
+# variables with secrets whose names do not indicate a secret
+SECRETS = ("AWS_ACCESS_KEY_ID", "PREFECT_CLIENT_CUSTOM_HEADERS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def _check_variables(variables: object) -> None:
         raise ConfigError("variables is a value, not a section; write [variables] above the names")
     for name, value in variables.items():
         key = f"variables.{name}"
-        if name not in VARIABLES:  # its value may be a secret
+        if name not in VARIABLES:  # the error names only the variable, because its value may be a secret
             if name in SECRETS or SECRET_NAME.search(name):
                 instead = f"name its file in {name}_PATH" if f"{name}_PATH" in FILES else "export it before the command"
                 raise ConfigError(f"{key} is a secret, which this file must not hold; remove it, and {instead}")
@@ -125,7 +126,9 @@ def _check_address(key: str, value: str) -> None:
 
 
 def _overrides(tree: Mapping[str, Any], section: Section, prefix: str = "") -> Iterator[str]:
-    """Yield the tree's keys in the form of `--set`; a table that is no section (such as labels) is one value."""
+    """Yield the tree's keys in the form of `--set`; a table that is no section (such as `labels`) counts as one
+    value.
+    """
     for name, value in tree.items():
         below = getattr(section, name)
         if isinstance(below, Section):

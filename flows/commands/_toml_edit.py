@@ -1,4 +1,4 @@
-"""Writes TOML: a tree as a document, or an existing document with other values and all of its comments."""
+"""Writes TOML: a tree as a new document, or an existing document with changed values and all of its comments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rewrite_toml(text: str, tree: Mapping[str, Any]) -> str:
             table.trivia.indent = above + table.trivia.indent
         found = tomlkit.dumps(document)
         return found if tomllib.loads(found) == wanted else to_toml(wanted)
-    # below a dotted key, or in a section that is split in two
+    # tomlkit fails for values below a dotted key, or in a section that is split in two
     except (TOMLKitError, LookupError, tomllib.TOMLDecodeError):
         return to_toml(wanted)
 
@@ -41,13 +41,13 @@ def _update_table(node: MutableMapping[str, Any], wanted: Mapping[str, Any]) -> 
     for key, value in wanted.items():
         if not (key in node and _edit(node[key], value)):
             node[key] = value
-    # Last: a section that is split in two loses its heading with its last key.
+    # Keys are deleted last, because a section that is split in two loses its heading with its last key.
     for key in [key for key in node if key not in wanted]:
         del node[key]
 
 
 def _edit(found: Any, wanted: Any) -> bool:
-    """Edit `found` in place to equal `wanted`; return whether that was possible."""
+    """Edit `found` in place until it equals `wanted`; return whether that was possible."""
     if isinstance(found, MutableMapping) and isinstance(wanted, Mapping):
         _update_table(found, wanted)
         return True

@@ -43,7 +43,8 @@ def _collect_anchors(context: RunContext, said: str) -> Sequence[Anchor]:
     """Return the anchors that the user gives, or those in MLflow."""
     if said != "mlflow":
         return [parse_anchor(said)]
-    from rollflow.flows.post_training import tracking_place  # imports Prefect, which takes seconds
+    # a late import, because it imports Prefect, which takes seconds
+    from rollflow.flows.post_training import tracking_place
 
     return read_anchors(context, tracking_place(context.config))
 

@@ -1,7 +1,8 @@
 """`rollflow check RECIPE`: the preflight of a run, without the run.
 
 `rollflow check` rejects what `rollflow run` would reject before its first token, with the same sentence. The check
-downloads nothing, and with `--offline` it contacts no service. It prints a note for each check that it could not make.
+downloads nothing, and with `--offline` it contacts no service. The check prints a note for each part that it could not
+check.
 """
 
 from __future__ import annotations

@@ -26,17 +26,17 @@ STDERR = 2  # the highest file descriptor of the standard streams
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb, which is `command(options)` of its module; return the exit code.
 
-    Ends silently if the reader of its output has gone, as in `rollflow keys | head`.
+    The process ends silently if the reader of its output is gone, as in `rollflow keys | head`.
     """
     _open_streams()
     try:
         try:
             return _run(arguments)
         finally:
-            sys.stdout.flush()  # flushed here: an error at the interpreter's end could not be caught
+            sys.stdout.flush()  # flush inside the `try`, because an error at the interpreter's end could not be caught
     except BrokenPipeError:
         gone = [stream for stream in (sys.stdout, sys.stderr) if _is_reader_gone(stream)]
-        if not gone:  # another pipe broke
+        if not gone:  # the broken pipe is not a standard stream
             raise
         for stream in gone:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -88,7 +88,9 @@ def _open_streams() -> None:
 
 
 def _escape_unprintable() -> None:
-    """Escape letters that the terminal's encoding lacks. Only this process is affected: services write to files."""
+    """Escape letters that the terminal's encoding lacks. This changes only this process, because services write to
+    files.
+    """
     os.environ.pop("PYTHONIOENCODING", None)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -100,7 +102,7 @@ def _is_reader_gone(stream: TextIO) -> bool:
     try:
         polled = select.poll()
         polled.register(stream, 0)
-    except (OSError, ValueError):  # not a file, or a closed one
+    except (OSError, ValueError):  # the stream is not a file, or is closed
         return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in polled.poll(0))
 

@@ -48,7 +48,9 @@ def _check_apart(contexts: Sequence[RunContext]) -> None:
 
 
 def compared_table(runs: Sequence[ComparedRun]) -> Table:
-    """Build a table with a column for each run; the rows above the first line are the differing config keys."""
+    """Build a table with a column for each run; the rows above the first horizontal line are the config keys that
+    differ.
+    """
     table = Table(title=f"{len(runs)} runs", title_justify="left", box=SIMPLE)
     table.add_column("", overflow="fold", min_width=20)
     for run in runs:

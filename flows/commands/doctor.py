@@ -48,7 +48,7 @@ UNTRACKED = "SQLite in the run home"
 def command(options: argparse.Namespace) -> int:
     """Run the checks and print them."""
     if options.cluster is not None:
-        from rollflow.flows.commands import _doctor_cluster  # imports Ray
+        from rollflow.flows.commands import _doctor_cluster  # a late import, because it imports Ray
 
         return _doctor_cluster.command(options)
     checks = run_checks(run_home(), options.settings)
@@ -61,7 +61,9 @@ def command(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One checked item: its name, its state, and the finding. With "missing" the default recipe cannot run."""
+    """One checked item: its name, its state, and the finding. The state "missing" means that the default recipe cannot
+    run.
+    """
 
     name: str
     outcome: Outcome
@@ -209,7 +211,7 @@ def _check_credentials() -> Check:
 
 
 def _has_profile(variable: str, default: str) -> bool:
-    """Return whether the file contains a profile; its values are not read."""
+    """Return whether the file contains a profile, without reading the profile's values."""
     parser = configparser.RawConfigParser()
     try:
         parser.read(os.path.expanduser(os.environ.get(variable, default)))

@@ -11,7 +11,7 @@ from rollflow.flows.locations import find_run
 
 
 def command(options: argparse.Namespace) -> int:
-    """Export the version and say how to serve it."""
+    """Export the version and say how to serve the exported folder."""
     context = find_run(options.run, options.store)
     export(context, find_published(context, options.version), options.folder)
     dtype = context.config.policy.dtype

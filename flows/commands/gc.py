@@ -33,7 +33,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def collect_orphans(context: RunContext, older_than: str, dry_run: bool) -> tuple[list[Orphan], int]:
-    """Return the run's orphans that are older than `older_than`, and their bytes; delete them unless `dry_run`.
+    """Return the run's orphans that are older than `older_than`, and their size in bytes; delete the orphans unless
+    `dry_run`.
 
     Raises:
         ConfigError: `older_than` is not an age, or there is no such run.

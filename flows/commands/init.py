@@ -40,7 +40,7 @@ def build_recipe(name: str) -> str:
 
 
 def _section_lines(section: Section, path: str) -> Iterator[str]:
-    """Yield a section's own keys, then the sections below it, each under its heading."""
+    """Yield a section's own keys, then the sections below this section, each under its heading."""
     below: list[tuple[str, Section]] = []
     for name, info in type(section).model_fields.items():
         value, meaning = getattr(section, name), info.description or ""
@@ -56,7 +56,7 @@ def _section_lines(section: Section, path: str) -> Iterator[str]:
 
 
 def _to_toml(value: Any) -> str:
-    """Return a value in TOML. JSON has the same form for all defaults: only non-empty tables differ, and there are
-    none.
+    """Return a value in TOML. For all defaults, JSON has the same form: only non-empty tables differ, and no default is
+    one.
     """
     return json.dumps(value, ensure_ascii=False)

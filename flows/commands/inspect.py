@@ -43,7 +43,7 @@ from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import name_of
 
-SHOWN = 12  # keys in a list; the others are only counted
+SHOWN = 12  # largest number of keys in a list; further keys are only counted
 
 
 def command(options: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def value_of(context: RunContext, what: str | None) -> dict[str, Any]:
-    """Return the content of `inspect` as JSON values."""
+    """Return what `rollflow inspect` shows, as JSON values."""
     if what is None:
         return run_value(context)
     if (version := _parse_version(what)) is not None:
@@ -144,7 +144,7 @@ def _print_quarantined(context: RunContext, console: Console) -> None:
     state = context.log.state
     console.print(f"quarantined batches: {state.voids or 'none'}")
     if not state.voids:
-        return  # no need to read the log
+        return  # without quarantined batches, the log need not be read
     for record in iterate_written(context.log, 0, state.n):
         if isinstance(body := record.entry.body, BatchVoided):
             file = context.batches.committed(body.entry).file.path
@@ -198,8 +198,8 @@ def _describe_parent(context: RunContext, number: int) -> str:
 
 
 def _add_batch_rows(context: RunContext, entry: int, table: Table) -> None:
-    """Add rows for the batch: its groups, the prompts issued and discarded when it was formed, and its tokens by
-    version.
+    """Add rows for the batch: its groups, its tokens by version, and the prompts issued and discarded while the batch
+    was formed.
     """
     batch = context.batches.committed(entry)
     groups = f"{len(batch.groups)} groups: {_format_keys([group.key for group in batch.groups])}"
@@ -259,7 +259,7 @@ def _print_trajectory(
 
 
 def _read_question(context: RunContext, prompt: int) -> str:
-    """Return the question's text, or why it is not available: a run may not keep its prompts in storage."""
+    """Return the question's text, or the reason why the text is missing: a run may not keep its prompts in storage."""
     try:
         return context.prompts().prompt(prompt).text
     except (ConfigError, Corrupt) as error:
@@ -344,7 +344,7 @@ def _grid() -> Table:
 
 
 def _format_keys(keys: Sequence[GroupKey]) -> str:
-    """Format group keys as PROMPT.ATTEMPT, at most `SHOWN` of them."""
+    """Format at most `SHOWN` group keys, each as PROMPT.ATTEMPT."""
     named = ", ".join(f"{key.prompt}.{key.attempt}" for key in sorted(keys)[:SHOWN])
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return f"{named}{more}" if keys else "none"

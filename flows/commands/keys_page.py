@@ -1,7 +1,7 @@
 """Writes every key of a recipe and of a hardware file as one Markdown page, from the config models alone.
 
-One heading for each section, one row for each key. The page is `docs/configuration.md`; a test compares it with the
-models.
+The page has one heading for each section and one row for each key. The page is `docs/configuration.md`; a test compares
+it with the models.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ def keys_page() -> str:
 
 
 def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[str]:
-    """Yield a section's own keys as a table, then the sections below it; `default` is the section's default value."""
+    """Yield a section's own keys as a table, then the sections below this section; `default` is the section's default
+    value.
+    """
     plain: list[tuple[str, FieldInfo]] = []
     nested: list[tuple[str, FieldInfo]] = []
     for name, info in section.model_fields.items():
-        if not (name == "kind" and _fixed_kind(section)):  # the heading already has it
+        if not (name == "kind" and _fixed_kind(section)):  # the section's heading already names the kind
             (nested if list(sections_of(info.annotation)) else plain).append((name, info))
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     yield from (_row(name, info) for name, info in plain)
@@ -57,7 +59,9 @@ def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[
 
 
 def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: Any) -> Iterator[str]:
-    """Yield a section under its heading as a recipe writes it; a section with several kinds shows its kind."""
+    """Yield a section under the heading that it has in a recipe; the heading of a section with several kinds names the
+    kind.
+    """
     heading = f"`[[{path}]]`" if get_origin(info.annotation) is tuple else f"`[{path}]`"
     kind = _fixed_kind(section)
     yield from (f"### {heading} with `kind = {json.dumps(kind)}`" if kind else f"### {heading}", "")

@@ -42,8 +42,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _read_row(context: RunContext) -> dict[str, Any]:
-    """Return the values that `--json` prints. `state` is the last recorded phase; `why` says
-    why a run is unreadable.
+    """Return the values that `--json` prints for one run. `state` is the last recorded phase; `why` says why a run is
+    unreadable.
     """
     row: dict[str, Any] = dict.fromkeys((*COLUMNS, "versions")) | {
         "run": context.uri.rpartition("/")[2],

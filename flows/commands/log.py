@@ -30,8 +30,8 @@ from rollflow.storage.log.reading import iterate_written
 from rollflow.storage.log.run_log import Log
 from rollflow.tasks.run.context import RunContext
 
-LOOK_SECONDS = 1.0  # interval at which a followed log is read
-SHOWN = ("reward", "loss")  # metrics of a version that are shown
+LOOK_SECONDS = 1.0  # interval in seconds at which a followed log is read
+SHOWN = ("reward", "loss")  # metrics that are shown for each version
 
 
 def command(options: argparse.Namespace) -> int:
@@ -68,7 +68,7 @@ def _format_entry(entry: Entry) -> Text:
 
 
 def describe_entry(entry: Entry) -> str:
-    """Describe an entry in words."""
+    """Describe a log entry in words."""
     body = entry.body
     match body:
         case RunCreated():

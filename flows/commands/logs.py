@@ -1,7 +1,7 @@
 """`rollflow logs [RUN]`: prints the log lines and output of a run's flows on this machine.
 
-A command that runs the run alone writes its own log file. `rollflow serve` (`up`) writes one log for all runs; of that
-log, the lines of this run are shown.
+A command that trains a single run writes its own log file. `rollflow serve` (`up`) writes one log for all runs; of that
+shared log, only the lines of this run are printed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _log_files(context: RunContext) -> dict[Path, Callable[[str], bool]]:
-    """Return the files that may have lines of the run, each with a test for its lines; a run may be in both."""
+    """Return the log files that may have lines of the run, each with a test that selects the run's lines; a run may
+    have lines in both.
+    """
     logs = run_home() / "logs"
     wanted = {
         logs / context.key / "runner.log": lambda line: True,

@@ -1,8 +1,8 @@
 """`rollflow plan`: finds by simulation the best GPU split between rollout and training, and the best alpha.
 
-`rollflow plan` prints the best candidates beside proven bounds. On request the command writes the recipe with the
-changes and the divided hardware, ready for `rollflow run` and `rollflow simulate`; the comments of both files are kept.
-The command needs neither Ray nor torch.
+`rollflow plan` prints the best candidates beside proven bounds. On request the command writes the changed recipe and
+the divided hardware, ready for `rollflow run` and `rollflow simulate`; the comments of both files are kept. The command
+needs neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.planner import TOLERANCE, Plan, plan
 from rollflow.tasks.simulation.prices import Prices, cost_of
 
-WIDTH = 180  # width of the table without a terminal
-EARLIER = re.compile(r"\A# Planned for .*\n(# changed: .*\n)*\n?")  # the lines that `_write` puts above a recipe
+WIDTH = 180  # width of the table in characters if there is no terminal
+# the lines that an earlier `_write_files` put above a recipe
+EARLIER = re.compile(r"\A# Planned for .*\n(# changed: .*\n)*\n?")
 HEADINGS = (
     "rollout:train", "alpha", "step s", "traj/s", "speed-up", "idle", "staleness", "wasted", "length bias",
     "Prop. 2 s", "beta*", "redundancy", "",
@@ -195,7 +196,7 @@ def describe_split(candidate: Candidate) -> str:
 
 
 def describe_redundancy(candidate: Candidate) -> str:
-    """Describe the groups issued beyond a batch, and what happens to slow ones."""
+    """Describe the groups issued beyond a batch, and what happens to slow groups."""
     parts = [f"+{candidate.redundant_groups} groups"] if candidate.redundant_groups else []
     parts += [f"+{candidate.redundant_responses} responses"] if candidate.redundant_responses else []
     parts += ["tail batching"] if candidate.tail_batching else []
@@ -206,7 +207,7 @@ def describe_redundancy(candidate: Candidate) -> str:
 
 
 def describe_plan(planned: Plan, asked: PlanRequest, seconds: float) -> Iterator[str]:
-    """Yield sentences on the choice, its basis and its limits."""
+    """Yield sentences about the chosen plan: the reasons for the choice, and its limits."""
     limits = asked.limits
     yield _describe_choice(planned, asked)
     fastest = planned.finals[0]
@@ -265,7 +266,7 @@ def _describe_choice(planned: Plan, asked: PlanRequest) -> str:
 
 
 def _describe_wider(taken: CandidateOutcome, wider: CandidateOutcome) -> str:
-    """Describe the gain of a larger bound with as many responses in flight."""
+    """Describe the gain of a larger staleness bound with the same number of responses in flight."""
     return (
         f"A wider bound would pay: alpha = {wider.candidate.async_ratio:g} with rollout.max_batches_ahead = "
         f"{wider.candidate.lead:g} takes {wider.figures.step_seconds:,.4g} s a step instead of "

@@ -14,12 +14,13 @@ from rollflow.tasks.run.context import RunContext
 
 
 def command(options: argparse.Namespace) -> int:
-    """Show the repair, or make it."""
+    """Show how the log can be repaired, or repair it."""
     return OK if repair_log(find_run(options.run, options.store), agreed=options.yes) else FAILED
 
 
 def repair_log(context: RunContext, *, agreed: bool, console: Console | None = None) -> bool:
-    """Say how the run's log can be repaired, and do it if the user has `agreed`; return whether the log is whole.
+    """Say how the run's log can be repaired, and repair it if the user has `agreed`; return whether the log is
+    undamaged.
 
     Raises:
         ConfigError: there is no such run.

@@ -3,9 +3,10 @@
 A replay needs neither Ray nor Prefect nor an engine, and writes nothing. It restores the parent of a version, trains on
 the batch that the version's entry names, and compares each file with the published one.
 
-Each version is trained under its own config from the log. As many ranks as in that config give the same bits. Another
-number of ranks adds numbers in another order. With another number of ranks, each version is trained from its published
-parent, and must come close to the published one (`replay_diff`). Versions without these weights in storage are skipped.
+Each version is trained under its own config from the log. The same number of ranks as in that config gives the same
+bits. Another number of ranks adds numbers in another order. In that case each version is trained from its published
+parent, and must come close to the published version (`replay_diff`). Versions without these weights in storage are
+skipped.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ def command(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """A version that was retrained by `ranks` processes, and trained by `recorded` processes in the run."""
+    """The result of a version that `ranks` processes retrained, and that `recorded` processes trained in the run."""
 
     replayed: ReplayedVersion
     ranks: int
     recorded: int
-    apart: ReplayDistance | None  # distance from the published version; None if it is zero or cannot be computed
+    # distance of the weights from the published ones; None if the distance is zero or cannot be computed
+    apart: ReplayDistance | None
 
     @property
     def right(self) -> bool:
@@ -113,7 +115,8 @@ def replay(
 
 
 def _select_comparable(policies: PolicyStore, numbers: Sequence[int], say: Callable[[str], None]) -> Sequence[int]:
-    """Return the versions whose weights are all kept, back to the newest state before them.
+    """Return the versions that can be compared: all weights from the newest state before the version up to the version
+    are kept.
 
     Raises:
         ConfigError: there is no such version.

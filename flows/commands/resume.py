@@ -38,7 +38,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def record_change(context: RunContext, overrides: Sequence[str]) -> None:
-    """Record that the run continues with another config, unless it already has that config.
+    """Record that the run continues with another config, unless the run already has that config.
 
     Raises:
         ConfigError: a key cannot change, or the run is under way.

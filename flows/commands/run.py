@@ -43,7 +43,8 @@ def drive(context: RunContext) -> int:
     """Start the run's services, show the run until it ends, and print its summary."""
     began = time.time()
     print(f"run {context.run_id} in {context.store.uri}", flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job scheduler sends SIGTERM; treat it like Ctrl-C
+    # a job scheduler ends a command by SIGTERM, which is treated like Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _announce(context, began)
         with session_of(context) as session:
@@ -53,7 +54,7 @@ def drive(context: RunContext) -> int:
     except RollflowError as error:  # a service does not start
         record_end(context, "failed", str(error))
         raise
-    if status.phase == "stopped":  # stopped by the user, from elsewhere
+    if status.phase == "stopped":  # the user stopped the run by another command
         return _report_stop(context)
     if status.phase == "failed":
         reason = status.messages[-1] if status.messages else "no reason was recorded"
@@ -71,7 +72,9 @@ def drive(context: RunContext) -> int:
 
 
 def _suggest_next_step(reason: str, uri: str) -> str:
-    """Say what the user can do after a failure. If the config was the reason, the unchanged run would fail again."""
+    """Say what the user can do after a failure. If the config was the reason, resuming the unchanged run would fail
+    again.
+    """
     if ConfigError.__name__ in reason:
         change = f"rollflow resume {uri} --set KEY=VALUE"
         return f"unchanged, it would fail again: change what the error names ({change}), or start a new run"
@@ -79,7 +82,9 @@ def _suggest_next_step(reason: str, uri: str) -> str:
 
 
 def _complete_summary(context: RunContext) -> dict[str, Any]:
-    """Return the run's summary, with the final CPU seconds: some flows were still running when it was written."""
+    """Return the run's summary with the final CPU seconds, because some flows still ran when the summary was
+    written.
+    """
     summary: dict[str, Any] = json.loads(context.store.get(SUMMARY))
     summary["cpu_seconds"] = read_usage(context.store).totals()
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
@@ -89,7 +94,7 @@ def _complete_summary(context: RunContext) -> dict[str, Any]:
 def _announce(context: RunContext, began: float) -> None:
     """Publish that the run starts: `rollflow stop` works from here on, and earlier requests are removed.
 
-    A store that does not answer here is waited for later.
+    If the store does not answer, nothing is published: the run waits for the store when it is trained.
     """
     with contextlib.suppress(Unreachable, StoreFailed):
         take_back(context.store, began)
@@ -107,7 +112,8 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
         with open_view(sys.stdout) as view:
             for status in session.follow(context, flow_run):
                 view.show(status)
-                if status != kept:  # a store that does not answer leaves the status unchanged, and its copy grows older
+                # the status stays unchanged while the store does not answer, and the saved copy must then grow older
+                if status != kept:
                     save_last_status(run_home(), context.uri, status)
                     kept = status
     except KeyboardInterrupt:
@@ -118,7 +124,7 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
 
 
 def _report_stop(context: RunContext) -> int:
-    """Say what is stored and how to resume, after Ctrl-C or a stop from elsewhere."""
+    """Say what is stored and how to resume the run, after Ctrl-C or after a stop by another command."""
     try:
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         context.store.put(STATUS, last.at_end("stopped").to_json().encode())

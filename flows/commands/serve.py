@@ -1,5 +1,5 @@
-"""`rollflow serve`: serves the Prefect UI, to start runs, and MLflow, to compare runs. `rollflow up` serves both in the
-background.
+"""`rollflow serve`: serves the Prefect UI for starting runs, and MLflow for comparing runs. `rollflow up` serves both
+in the background.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:
-    """Return the addresses that the user requests, which the home keeps.
+    """Return the addresses that the user requests, and which the run home stores.
 
     Raises:
         ConfigError: an address cannot be used.

@@ -20,13 +20,14 @@ from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.run.context import RunContext
 
-STORE_SECONDS = 6.0  # deadline of all reads: with the imports, an answer takes at most ten seconds
-SILENT_SECONDS = 60.0  # a supervisor writes once a second while it follows its stages
+STORE_SECONDS = 6.0  # deadline of all reads together; with the imports, the command takes at most ten seconds
+# age at which a status counts as old; a supervisor writes the status once a second while it follows its stages
+SILENT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class StoredStatus:
-    """The store's view of a run. `age` is the time since its status was written, in seconds."""
+    """A run's status as read from the store. `age` is the time since the status was written, in seconds."""
 
     context: RunContext
     status: RunStatus | None

@@ -1,4 +1,6 @@
-"""`rollflow stop RUN`: ends a run at its next version, from any place that reaches its storage; it can be resumed."""
+"""`rollflow stop RUN`: ends a run at its next version, from any place that reaches its storage; the run can be
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,13 @@ from rollflow.tasks.run.context import RunContext
 
 LOOK_SECONDS = 0.5
 WAIT_SECONDS = 1800.0
-SILENT_SECONDS = 120.0  # a supervisor writes the run's status once a second
+# time without a new status after which the supervisor counts as dead; it writes the status once a second
+SILENT_SECONDS = 120.0
 WORDS: dict[How, str] = {"stop": "to end at its next version", "cancel": "to end now"}
 
 
 def command(options: argparse.Namespace) -> int:
-    """Ask the run to stop, and wait until it has ended."""
+    """Ask the run to stop, and wait until the run has ended."""
     return end_run(find_run(options.run, options.store), "stop", wait=not options.no_wait)
 
 

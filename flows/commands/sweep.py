@@ -41,7 +41,7 @@ MOST = 1000  # largest number of runs of a study
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """One run of a study: its id, its config, and its difference from the others, for users."""
+    """One run of a study: its id, its config, and a text for users about its difference from the other runs."""
 
     run_id: str
     config: RunConfig
@@ -54,7 +54,7 @@ class SweepRun:
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check every run before the first one begins; a run that fails does not stop the others."""
+    """Check every run before the first run begins; a run that fails does not stop the other runs."""
     points = points_of(options)
     checked_configs = set[str]()
     for point in points:
@@ -85,7 +85,8 @@ def points_of(options: argparse.Namespace) -> list[SweepRun]:
     """
     _check_values(options.set)
     varied = list(combine_values(options.set))
-    first = load_recipe(options.recipe, varied[0])  # without the varied values, the recipe may be incomplete
+    # the recipe is loaded with the first varied values, because it may be incomplete without them
+    first = load_recipe(options.recipe, varied[0])
     study = checked(options.study or new_run_id(f"{first.name}-sweep"), "--study")
     if len(study) > LONGEST_RECIPE:
         raise ConfigError(f"--study {study!r}: the names of its runs are longer; give at most {LONGEST_RECIPE} letters")
@@ -156,7 +157,7 @@ def _is_whole(text: str) -> bool:
 
 
 def _list_fixed(sets: Sequence[str]) -> list[str]:
-    """Return the overrides that have only one value."""
+    """Return the overrides that have only one value, which all runs share."""
     return [one for override in sets if len(values := _list_values(override)) == 1 for one in values]
 
 
@@ -171,7 +172,7 @@ def _is_begun(point: SweepRun) -> bool:
 
 
 def _complete_run(point: SweepRun, number: int, count: int) -> bool:
-    """Follow a run to its end, unless it is already done; return whether it is done."""
+    """Follow a run to its end, unless the run is already done; return whether the run is done."""
     context = point.context
     print(f"--- {number + 1} of {count}: {point.words}", flush=True)
     if read_summary(context).get("audit") == "clean":
@@ -192,7 +193,8 @@ def drive(context: RunContext) -> int:
     The child has its own servers and Ray cluster. The child is stopped together with this process.
     """
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "resume", context.uri]
-    child = subprocess.Popen(command, start_new_session=True)  # a new session, so that Ctrl-C reaches the child once
+    # the child has a new session, so that Ctrl-C does not reach it twice
+    child = subprocess.Popen(command, start_new_session=True)
     signals = list[int]()
 
     def end(number: int, _: object) -> None:

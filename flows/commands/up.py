@@ -19,7 +19,7 @@ POLL_SECONDS = 0.1
 
 
 def command(options: argparse.Namespace) -> int:
-    """Start the stack and wait until it serves; a stack that is already up is only reported."""
+    """Start the stack and wait until it serves; only report a stack that is already up."""
     place, limit = run_home(), time.monotonic() + START_SECONDS
     while _is_begun(place) and time.monotonic() < limit:  # wait for a stack that is starting
         if found := stack.find(place):

@@ -1,6 +1,7 @@
-"""Logs the actors' warnings in the run's own flow: each once, and without secrets.
+"""Logs the actors' warnings in the run's own flow: each warning once, and without secrets.
 
-A restarted actor counts from 1 again. A supervisor that takes over logs the newest warnings again, on its own page.
+A restarted actor numbers its warnings from 1 again. A supervisor that takes over logs the newest warnings again, on its
+own page.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NAMED = re.compile(r"([\w-]+)(['\"]?\s*[=:]\s*)(?:(?:Bearer|Basic)\s+)?([^\s,;]+
 
 
 class ActorWarnings:
-    """Logs the warnings that are not yet logged."""
+    """Logs each warning that was not logged before."""
 
     def __init__(self, warn: Callable[..., None]) -> None:
         """Log through `warn`, a logger's method."""
@@ -25,7 +26,7 @@ class ActorWarnings:
         self._logged: dict[str, int] = {}  # process -> number of its newest logged warning
 
     def tell(self, warned: Sequence[ActorWarning]) -> None:
-        """Log the new warnings among these."""
+        """Log those of these warnings that are new."""
         for warning in warned:
             if warning.number > self._logged.get(warning.process, 0):
                 self._logged[warning.process] = warning.number

@@ -1,7 +1,9 @@
-"""Anchors of a run, kept where an attacker on its storage cannot reach: tags of its MLflow run, an artifact in Prefect.
+"""Anchors of a run, kept where an attacker on the run's storage cannot reach them: in tags of the MLflow run, and in an
+artifact in Prefect.
 
 Anchors are written when a supervisor takes the run, after each block of versions, and at the end. An anchor vouches for
-all entries up to its own. So a run that is killed between two anchors has older ones, which still hold.
+its own entry and for all entries before. So a run that is killed between two anchors has older anchors, which stay
+valid.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> None:
-    """Give the anchors of entry 0 and of the newest entry to the tracker and the page, which write them in the
+    """Give the anchors of entry 0 and of the newest entry to the tracker and the page, which write the anchors in the
     background.
 
     An unreadable store does not end the run: the next anchor vouches for the same entries.

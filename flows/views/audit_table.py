@@ -1,4 +1,4 @@
-"""The audit of a run for its user: a progress line while it works, then its report as tables."""
+"""Shows the audit of a run to users: a progress line while the audit works, then the audit's report as tables."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
 
 
 def read_line(report: AuditReport) -> str:
-    """Say how much this audit read, and how much an earlier one had read."""
+    """Say how much this audit read, and how much an earlier audit had read."""
     read = f"read {report.entries - report.since:,} entries and {report.bytes:,} bytes of objects"
     return f"{read}, from entry {report.since} on: an audit found nothing wrong before it" if report.since else read
 
 
 def tokens_line(report: AuditReport) -> str:
-    """Say how many tokens were trained on and discarded, and whether discarded groups were longer.
+    """Say how many tokens were trained on, how many were discarded, and whether discarded groups were longer.
 
     Discarding long groups biases training towards short answers.
     """
@@ -87,7 +87,7 @@ def tokens_line(report: AuditReport) -> str:
 
 
 def staleness_table(report: AuditReport) -> Table:
-    """Build a table of trajectories by staleness (columns) and by version (rows, each a range of versions)."""
+    """Build a table of trajectories by staleness (columns) and by range of versions (rows)."""
     ages = sorted(report.staleness)
     table = Table(title="trajectories by staleness", title_justify="left")
     table.add_column("versions")

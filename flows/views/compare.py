@@ -1,6 +1,6 @@
-"""Compares several runs: one frozen value for each, read from its storage alone, and the differences between them.
+"""Compares several runs: reads each run from its storage alone into a frozen value, and finds the differences.
 
-Runs that differ only in their seed, their name and their storage are one band of a chart.
+A chart shows runs that differ only in their seed, their name and their storage as one band.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollflow.tasks.run.restore import name_of
 
 Numbers = npt.NDArray[np.float64]
 NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "tracking.study")
-PLACES = "cluster."  # prefix of the keys that say where a run was trained, which does not affect its versions
+PLACES = "cluster."  # prefix of the keys that say where a run is trained, which does not affect the run's versions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +44,9 @@ class VersionCurve:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComparedRun:
-    """One run. `result`, `cost` and `idle` (share of time, by stage) are texts for users; `config` is flat."""
+    """One run of a comparison. `result`, `cost` and `idle` (share of time, by stage) are texts for users; `config` has
+    dotted keys.
+    """
 
     name: str
     config: Mapping[str, str]
@@ -52,17 +54,18 @@ class ComparedRun:
     cost: Mapping[str, str]
     idle: Mapping[str, str]
     curves: Mapping[str, VersionCurve]
-    policies: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # version -> weight file -> its sha256
+    # version -> weight file -> sha256 of the file
+    policies: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def recipe(self) -> tuple[tuple[str, str], ...]:
-        """The run's config without the seed and the places, which is equal for two seeds of one recipe."""
+        """The run's config without its seed and places: two seeds of one recipe have the same value here."""
         own = {key: value for key, value in self.config.items() if key not in NO_RECIPE and not key.startswith(PLACES)}
         return tuple(sorted(own.items()))
 
 
 def read_compared(contexts: Sequence[RunContext]) -> list[ComparedRun]:
-    """Read the runs, named by their ids, or by their addresses if two have the same id."""
+    """Read the runs; a run's name is its id, or its address if two runs have the same id."""
     ids = [context.run_id for context in contexts]
     return [
         _read_run(context, context.run_id if ids.count(context.run_id) == 1 else context.uri) for context in contexts
@@ -70,7 +73,7 @@ def read_compared(contexts: Sequence[RunContext]) -> list[ComparedRun]:
 
 
 def diff_configs(runs: Sequence[ComparedRun]) -> dict[str, tuple[str, ...]]:
-    """Return the config keys that differ between runs, each with its value in every run."""
+    """Return the config keys whose values differ between runs, each key with its value in every run."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = {key: tuple(run.config.get(key, UNSET) for run in runs) for key in keys}
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
@@ -85,7 +88,9 @@ def group_seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
 
 
 def describe_same_weights(runs: Sequence[ComparedRun]) -> list[str]:
-    """Say for each run but the first which earlier run has the same weights, and up to which version."""
+    """Say for each run but the first which earlier run has the same weights, and up to which version the weights are
+    the same.
+    """
     lines = []
     for place, run in enumerate(runs[1:], 1):
         shared = [(_count_shared(run, other), other) for other in runs[:place]]
@@ -95,7 +100,7 @@ def describe_same_weights(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def _count_shared(run: ComparedRun, other: ComparedRun) -> int:
-    """Count the versions, from 0 on, whose weight files have equal hashes."""
+    """Count the consecutive versions from 0 on whose weight files have equal hashes in both runs."""
     both = range(min(len(run.policies), len(other.policies)))
     return next((v for v in both if run.policies[v] != other.policies[v]), len(both))
 
@@ -162,7 +167,7 @@ def _metric(versions: Sequence[PolicyVersion], name: str) -> Numbers:
 
 
 def _share(part: Numbers, whole: Numbers) -> Numbers:
-    """Return part / whole, clipped to [0, 1]; 0 if the whole is 0."""
+    """Return part / whole, clipped to [0, 1]; return 0 if the whole is 0."""
     shares: Numbers = np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
     return np.clip(shares, 0.0, 1.0)
 
@@ -189,7 +194,7 @@ def _audit_text(summary: Mapping[str, Any]) -> str:
 def _cost_rows(
     context: RunContext, versions: Sequence[PolicyVersion], curves: Mapping[str, VersionCurve]
 ) -> dict[str, str]:
-    """Return the cost rows; the seconds run from version 0 to the newest version, without pauses."""
+    """Return the cost rows; seconds are counted from version 0 to the newest version, without pauses."""
     if (reward := curves.get("reward")) is None:
         return {}
     seconds, tokens = reward.seconds[-1], reward.tokens[-1]

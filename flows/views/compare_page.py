@@ -1,7 +1,8 @@
-"""The comparison of runs as one HTML file: it fetches nothing, runs no script, and is readable by a screen reader.
+"""Writes the comparison of runs as one HTML file, which fetches nothing, runs no script, and works with a screen
+reader.
 
 Each chart is an SVG picture with a text that says the same in words. A curve has at most `SHOWN` points, each the mean
-of its neighbours, so the page stays small for long runs.
+of neighbouring versions, so the page stays small for long runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Axis = Literal["versions", "tokens", "seconds"]
 SHOWN = 120
-# Distinguishable without colours, too: each style has its own dash pattern.
+# Each style has its own dash pattern, so that the curves can be distinguished without colours.
 STYLES = (
     ("#0b5fa5", ""),
     ("#b3470b", "6 2"),
@@ -38,7 +39,7 @@ SECTIONS: dict[str, tuple[tuple[str, Axis], ...]] = {
     "Training reward": (("reward", "versions"), ("reward", "tokens"), ("reward", "seconds")),
     "Staleness, idle, waste": (("staleness", "versions"), ("idle", "versions"), ("waste", "versions")),
 }
-# Curve -> its caption, and the label of its axis.
+# Name of a curve -> the curve's caption, and the label of its vertical axis.
 SAID = {
     "accuracy": ("held-out accuracy", "accuracy"),
     "reward": ("training reward", "reward"),
@@ -51,7 +52,7 @@ TEMPLATE = Path(__file__).with_name("compare.html")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeedBand:
-    """A chart's band for one recipe: the mean over its seeds, and their smallest and largest values."""
+    """A chart's band for one recipe: the mean, the smallest and the largest value over the recipe's seeds."""
 
     label: str
     colour: str

@@ -1,6 +1,6 @@
-"""The history of a run's config for its users: since which version it holds, what changed, who changed it.
+"""Shows the history of a run's config to users: what changed, who changed it, and from which version on.
 
-Keys whose names indicate a secret are left out, as everywhere that a config is shown.
+Keys whose names indicate a secret are left out, as in every view of a config.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOML = {"None": UNSET, "True": "true", "False": "false"}
 
 @dataclass(frozen=True, slots=True)
 class ShownChange:
-    """One key of one change, effective from `version` on. Values are written as in a recipe."""
+    """One key of one config change, effective from `version` on. The old and new values are written as in a recipe."""
 
     version: int
     key: str
@@ -35,7 +35,7 @@ class ShownChange:
 
 
 def shown_changes(recorded: RecordedConfig) -> list[ShownChange]:
-    """List the keys of one change, without secrets."""
+    """List the keys of one config change, without secrets."""
     return select_shown(recorded.changes, recorded.version)
 
 
@@ -52,13 +52,13 @@ def _today(change: Change) -> tuple[str, Any, Any]:
 
 
 def change_sentence(recorded: RecordedConfig) -> str:
-    """Describe one change in words."""
+    """Describe one config change in words."""
     changes = ", ".join(map(str, shown_changes(recorded)))
     return f"config changed from version {recorded.version} on: {changes}"
 
 
 def list_changes(context: RunContext) -> list[RecordedConfig]:
-    """List the changes of a run in order, including one under which no version was trained."""
+    """List the config changes of a run in order, including a change under which no version was trained."""
     return context.configs[1:]
 
 
@@ -72,7 +72,7 @@ def flat_history(context: RunContext) -> dict[str, str]:
 
 
 def change_table(context: RunContext) -> dict[str, list[Any]]:
-    """Return all changes as a table, by column."""
+    """Return all config changes as a table, by column."""
     rows = [(one, recorded) for recorded in list_changes(context) for one in shown_changes(recorded)]
     return {
         "from version": [one.version for one, _ in rows],

@@ -1,9 +1,9 @@
 """Console output of a run: a live view on a terminal, plain lines elsewhere, the closing summary.
 
-Guarantees: a view only draws the status that it is given (`show(status)`). A view starts no thread that outlives its
-block. A view never raises for an odd value (an unknown stage, no reward yet, an empty buffer). The last state stays on
-the screen. `PlainView` writes a line only if something changed, and at most one every `every_seconds`; a new phase, a
-new accuracy or a message is written at once.
+Guarantees: a view only draws the status that `show(status)` gets. A view starts no thread that outlives its block. A
+view never raises for an odd value (an unknown stage, no reward yet, an empty buffer). The last status stays on the
+screen. `PlainView` writes a line only if something changed, and at most one every `every_seconds`; a new phase, a new
+accuracy or a message is written at once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rollflow.flows.views.status import RunStatus, StageStatus
 BLOCKS = "▁▂▃▄▅▆▇█"
 STALENESS_STYLES = ("green", "cyan", "yellow", "magenta", "red")
 PHASE_STYLES = {"done": "bold green", "failed": "bold red", "training": "bold cyan"}
-WORTH_SAYING = 0.02  # smallest share of a run that is worth a line
-# roles that only watch; they train nothing
+WORTH_SAYING = 0.02  # smallest share of the run's CPU seconds that gets a line
+# roles that only watch the run and train nothing
 WATCHING = {"command", "supervisor", "stage flows", "runner", "prefect server"}
 STATE_MARKS = {
     "running": ("●", "green"),
@@ -39,8 +39,8 @@ BAD_STATES = {"failed", "crashed", "lost", "stalled", "cancelled"}
 
 
 def draw_sparkline(values: Sequence[float], width: int) -> str:
-    """Draw `values` as one line of blocks, scaled to their own range; too many values are averaged with their
-    neighbours.
+    """Draw `values` as one line of blocks, scaled to the range of the values; if there are too many values, neighbours
+    are averaged.
     """
     if not values or width < 1:
         return ""
@@ -63,7 +63,7 @@ def format_duration(seconds: float) -> str:
 
 
 def staleness_bar(counts: Mapping[int, int], width: int) -> Text:
-    """Draw one bar that is divided by the staleness of the trained trajectories, and its legend."""
+    """Draw one bar that is divided by the staleness of the trained trajectories, with a legend."""
     total = sum(counts.values())
     if total == 0:
         return Text("nothing trained yet", style="dim")
@@ -176,7 +176,7 @@ def _pass_at(shares: Mapping[int, float]) -> Text:
 
 
 def _domains(status: RunStatus) -> Text:
-    """Format the share of each domain in the trained groups, beside its configured share."""
+    """Format the share of each domain in the trained groups, beside the domain's configured share."""
     total, text = max(sum(status.domains.values()), 1), Text()
     for domain, groups in status.domains.items():
         text.append("  " if text else "").append(f"{domain} ").append(f"{groups / total:.0%}", style="bold")
@@ -198,7 +198,7 @@ def _stage_table(stages: Mapping[str, StageStatus]) -> Table:
 
 
 class PlainView:
-    """Writes one line if something changed."""
+    """Writes one line each time the status has changed."""
 
     def __init__(
         self, stream: TextIO, *, every_seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
@@ -245,7 +245,7 @@ def _find_new(before: Sequence[str], now: Sequence[str]) -> list[str]:
 
 
 def plain_line(status: RunStatus) -> list[str]:
-    """Return the parts of one plain line: the time, then the known figures."""
+    """Return the parts of one plain line of status: the time, then the known figures."""
     parts = [f"[{format_duration(status.seconds)}]", status.phase]
     if status.versions:
         parts.append(f"version {status.version}/{status.versions}")
@@ -267,13 +267,13 @@ def plain_line(status: RunStatus) -> list[str]:
 
 
 def open_view(stream: TextIO) -> LiveView | PlainView:
-    """Open a live view if `stream` is a terminal that can redraw, otherwise plain lines."""
+    """Open a live view if `stream` is a terminal that can redraw, otherwise a view that writes plain lines."""
     console = Console(file=stream)
     return LiveView(console=console) if console.is_terminal and not console.is_dumb_terminal else PlainView(stream)
 
 
 def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None, *, console: Console | None = None) -> None:
-    """Print the closing summary (the content of `summary.json`); missing keys are left out."""
+    """Print the closing summary (the content of `summary.json`); leave out missing keys."""
     console = console or Console(file=stream, highlight=False)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -286,7 +286,7 @@ def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None, *, c
 
 
 def cpu_line(seconds: Mapping[str, float]) -> str:
-    """Format CPU seconds: the share of each large role, and the share of all roles that only watch."""
+    """Format CPU seconds: the share of each role with a large share, and the share of all roles that only watch."""
     total = max(sum(seconds.values()), 1e-9)
     shares = [f"{role} {used / total:.0%}" for role, used in seconds.items() if used / total >= WORTH_SAYING]
     watching = sum(used for role, used in seconds.items() if role in WATCHING)
@@ -294,7 +294,7 @@ def cpu_line(seconds: Mapping[str, float]) -> str:
 
 
 def _change_rows(label: str, before: float | None, after: float | None) -> list[tuple[str, Text]]:
-    """Return a row with both values, or no row if one is unknown."""
+    """Return a row with both values, or no row if one of the values is unknown."""
     if before is None or after is None:
         return []
     now = Text(f"{after:.1%}", style="bold green" if after > before else "bold red")
@@ -302,7 +302,7 @@ def _change_rows(label: str, before: float | None, after: float | None) -> list[
 
 
 def _no_signal_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    """Return the row that counts the versions in which nothing was learned, or no row if there are none."""
+    """Return the row that counts the versions in which nothing was learned, or no row if there are no such versions."""
     if not (lost := (summary.get("no_signal") or {}).get("versions")):
         return []
     said = f"nothing was learned in {lost} of {summary.get('versions', lost)} versions: no row had an advantage"

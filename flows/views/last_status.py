@@ -1,4 +1,4 @@
-"""The last status of a run that this machine has seen, kept in the run home for when the run's store does not answer.
+"""The last status of a run that this machine has seen, kept in the run home in case the run's store does not answer.
 
 The home has one small file for each run, named after the run's address. Each command that shows a status updates it.
 """
@@ -19,7 +19,7 @@ FOLDER = "seen"
 
 @dataclass(frozen=True, slots=True)
 class LastStatus:
-    """A status and its age: seconds since it was written."""
+    """A run's status and its age: the seconds since the status was written."""
 
     status: RunStatus
     age: float
@@ -38,7 +38,9 @@ def save_last_status(home: Path, uri: str, status: RunStatus, age: float = 0.0) 
 
 
 def read_last_status(home: Path, uri: str | None, store: str | None = None) -> LastStatus | None:
-    """Return the last seen status of the run at `uri`; for None, the newest of any run, or of any run in `store`."""
+    """Return the last seen status of the run at `uri`; if `uri` is None, the newest status of any run, or of any run in
+    `store`.
+    """
     files = [_file(home, uri)] if uri else list((home / FOLDER).glob("*.json"))
     found = [seen for file in files if (seen := _read(home, file, store)) is not None]
     return min(found, key=lambda seen: seen.age, default=None)

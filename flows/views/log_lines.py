@@ -3,8 +3,8 @@
     {"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "run": "one", "stage": "train", "actor": "learner",
      "version": 7, "attempt": 1, "message": "recovered ..."}
 
-Unknown facts are left out: a line of the runner itself has no run. `format_line` converts a line to plain text for
-users.
+Unknown facts are left out: a line of the runner itself has no key `run`. `format_line` converts a line to plain text
+for users.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from rollflow.storage.errors import ConfigError
 
 FORM = "ROLLFLOW_LOG_FORMAT"
 FACTS = ("run", "stage", "actor", "rank", "version", "attempt")
-UTC_LINES = "rollflow.flows.services.utc_lines.UtcLines"  # by name, because only a runner imports Prefect
-# facts of this process, which belongs to one flow run; `logging` is global to the process, too
+# named and not imported, because only a runner imports Prefect
+UTC_LINES = "rollflow.flows.services.utc_lines.UtcLines"
+# The facts are global because this process belongs to one flow run, and because `logging` is global, too.
 _about: dict[str, object] = {}
 
 
@@ -30,7 +31,8 @@ def set_log_facts(**facts: object) -> None:
 
 
 def logging_settings(*, shared: bool = False) -> dict[str, str]:
-    """Return the environment of a runner that logs in the configured format; a `shared` runner always logs JSON.
+    """Return the environment variables of a runner that logs in the configured format; a `shared` runner always logs
+    JSON.
 
     The runs of a shared runner write into one file, and only JSON tells which line belongs to which run.
 
@@ -55,14 +57,14 @@ def _formatter(name: str) -> dict[str, str]:
 
 
 class LogLines(logging.Formatter):
-    """Formats each record as one JSON object. A fact of the record has priority over a fact of the process."""
+    """Formats each record as one JSON object. A fact of the log record has priority over a fact of the process."""
 
     def __init__(self, *_: object) -> None:
         """Ignore the arguments: Prefect's logging passes the format of its own formatter."""
         super().__init__()
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one JSON object. See the module's docstring."""
+        """Return the log record as one JSON object. See the module's docstring."""
         known = {"stage": getattr(record, "flow_name", None)} | _about
         facts = {name: getattr(record, name, known.get(name)) for name in FACTS}
         line = {
@@ -83,12 +85,12 @@ def is_of(line: str, run: str) -> bool:
 
 
 def as_json(line: str, run: str) -> str:
-    """Return a log line as JSON, whatever its format; a plain line becomes a message with only its run."""
+    """Return a log line of any format as JSON; a plain line becomes an object with only the message and the run."""
     return line if _parse(line) else json.dumps({"run": run, "message": line})
 
 
 def format_line(line: str) -> str:
-    """Return a log line as plain text, whatever its format."""
+    """Return a log line of any format as plain text."""
     parsed = _parse(line)
     if parsed is None:
         return line

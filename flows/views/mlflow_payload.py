@@ -1,4 +1,4 @@
-"""The facts that MLflow gets of a run beside its points: its description at the start, its result at the end.
+"""The facts that MLflow gets of a run besides metrics: the run's description at the start, the run's result at the end.
 
 All facts are read from the run's storage. This module does not import MLflow.
 """
@@ -26,12 +26,12 @@ from rollflow.tasks.run.context import RunContext
 
 PACKAGES = ("rollflow", "torch", "transformers", "vllm", "deepspeed", "ray", "prefect", "mlflow", "pyarrow", "numpy")
 SAMPLES = 32  # rows of the table of samples
-MODELS = 20  # number of newest kept versions that are logged to MLflow
+MODELS = 20  # largest number of kept versions that are logged to MLflow, the newest ones
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSourceFacts:
-    """One source of prompts; `digest` is the hash that the run is pinned to."""
+    """One source of prompts; `digest` is the hash of the source's prompts, to which the run is pinned."""
 
     name: str
     digest: str
@@ -41,7 +41,9 @@ class PromptSourceFacts:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanges:
-    """The `count` changes of a run's config: a table by column, the recipe after each, the values of changed keys."""
+    """The `count` changes of a run's config: `table` by column, `texts` with the recipe after each change, `keys` with
+    the changed keys' values.
+    """
 
     count: int = 0
     table: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -65,7 +67,7 @@ class KeptVersion:
 
     number: int
     tags: Mapping[str, str]
-    accuracy: float | None  # on held-out prompts
+    accuracy: float | None  # accuracy of the version on held-out prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ class RunOutcome:
     """The result of a run; `samples` is a table, by column."""
 
     version: int = 0
-    when: float = 0.0  # seconds since the epoch, of its newest version; the same each time it is logged
+    # time of the run's newest version in seconds since the epoch, so that logging again gives the same value
+    when: float = 0.0
     figures: Mapping[str, float] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     models: Sequence[KeptVersion] = ()
@@ -125,8 +128,8 @@ def build_outcome(context: RunContext, summary: Mapping[str, Any]) -> RunOutcome
 
 
 def list_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return the closing figures. Idle shares are of a stage's time, waste is a share of all tokens, hours are CPU
-    hours.
+    """Return the closing figures. The idle figures are shares of a stage's time, waste is a share of all tokens, and
+    hours are CPU hours.
     """
     accuracy = summary["accuracy"]
     lost, used = summary["discarded_tokens"], summary["tokens"]
@@ -153,7 +156,7 @@ def _list_kept(context: RunContext) -> Iterator[KeptVersion]:
     for number in islice(numbers, MODELS):
         version, held_out = context.policies.find(number), read_evaluation(context.store, number)
         if not context.policies.has_weights(version):
-            continue  # pruned before store.keep_last was raised
+            continue  # the version was pruned before store.keep_last was raised
         tags = {
             "rollflow.version": str(number),
             "rollflow.weights": f"{redact(context.store.uri)}/{version.weights[0].path}",

@@ -1,8 +1,8 @@
-"""One run in MLflow: finds or creates it, and writes to it. Each call may fail as MLflow's client does.
+"""One run in MLflow: finds or creates the run, and writes to it. Each call may raise the errors of MLflow's client.
 
 An experiment holds the runs of a recipe. A study (`tracking.study`, for example a sweep or several seeds) is a parent
 run. The facts that are logged once (see `mlflow_payload`) are logged again if it is unknown whether they arrived;
-logging them twice leaves them there once.
+logging them twice has the same result as logging them once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel, Run
 
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # otherwise MLflow's client reports each call to its makers
+# otherwise MLflow's client reports each call to MLflow's developers
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 RUN_TAG, KEY_TAG, STUDY_TAG = "rollflow.run_id", "rollflow.run_key", "rollflow.study"
-ANCHOR_TAG = "rollflow.anchor."  # followed by the number of an entry; its value is the entry's sha256
+# prefix of a tag: the number of a log entry follows; the tag's value is the entry's sha256
+ANCHOR_TAG = "rollflow.anchor."
 BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"  # tags which confirm that the facts logged once have arrived
 PARENT_TAG = "mlflow.parentRunId"
-KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages before 3.17 require it
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # a tag that MLflow's pages before 3.17 require
 VIEW_TAG, VIEW_NAME = "mlflow.sharedViewState.rollflow", "accuracy, reward, tokens a second"
 COLUMNS = "eval/accuracy", "rollout/reward", "system/tokens_per_second"
 VERSION, EVALUATED, RECOVERIES = "version", "evaluation", "recovery"
@@ -38,14 +40,16 @@ PREFIXES = {VERSION: ("rollout/", "train/", "system/"), EVALUATED: ("eval/",), R
 SAMPLES, TABLES_TAG = "samples.json", "mlflow.loggedArtifacts"
 # `CHANGED` is the prefix of tags of changed keys
 CHANGES, CHANGES_TAG, CHANGED = "config_changes.json", "rollflow.config_changes", "config."
-PARAMETERS_A_CALL = 100  # MLflow accepts no more in one call
+PARAMETERS_A_CALL = 100  # largest number of parameters that MLflow accepts in one call
 
 
 @dataclass(frozen=True, slots=True)
 class MetricPoint:
-    """Metrics of one version, evaluation or recovery, at least one of them; `marker` says which of the three it is.
+    """At least one metric of a version, an evaluation or a recovery; `marker` says which of the three the metrics
+    belong to.
 
-    The step of its metrics tells a resumed run which points were logged, so no metric has to repeat the version.
+    From the steps of logged metrics, a resumed run knows which points were logged, so no metric has to repeat the
+    version.
     """
 
     marker: str
@@ -64,7 +68,7 @@ class TrackingPlace:
 
     @classmethod
     def default(cls, home: Path, experiment: str) -> TrackingPlace:
-        """Return the local place: SQLite and a folder in the run home."""
+        """Return the local place for tracking: SQLite and a folder in the run home."""
         folder = home.absolute() / "mlflow"
         return cls(f"sqlite:///{folder}/mlflow.db", experiment, folder / "artifacts")
 
@@ -77,9 +81,9 @@ class MlflowRun:
     run_id: str
     experiment_id: str
     last: dict[str, int] = field(default_factory=dict)
-    ended: str = ""  # newest version when the end was logged; "yes" in older runs
-    changes: int = 0  # number of config changes that are logged
-    anchors: set[int] = field(default_factory=set)  # numbers of the entries whose hashes are logged
+    ended: str = ""  # the newest version at the time when the run's end was logged; "yes" in older runs
+    changes: int = 0  # number of config changes that MLflow has
+    anchors: set[int] = field(default_factory=set)  # numbers of the log entries whose hashes MLflow has
 
     def log_points(self, points: Sequence[MetricPoint]) -> None:
         """Log all points in one call, so that all of them arrive or none."""
@@ -92,7 +96,7 @@ class MlflowRun:
         self.client.log_batch(self.run_id, metrics=metrics)
 
     def log_beginning(self, beginning: RunFacts) -> None:
-        """Log the beginning's files, and its prompts as datasets."""
+        """Log the files of the run's description, and the run's prompts as datasets."""
         for name, text in beginning.texts.items():
             self.client.log_text(self.run_id, text, name)
         if beginning.prompts:
@@ -100,15 +104,15 @@ class MlflowRun:
         self.client.set_tag(self.run_id, BEGUN_TAG, "yes")
 
     def log_anchor(self, anchor: Anchor) -> None:
-        """Log an entry's hash, unless it is already logged: an entry never changes."""
+        """Log an entry's hash, unless MLflow already has the hash: an entry never changes."""
         if anchor.n not in self.anchors:
             self.client.set_tag(self.run_id, f"{ANCHOR_TAG}{anchor.n:010d}", anchor.sha256)
             self.anchors.add(anchor.n)
 
     def log_ending(self, ending: RunOutcome) -> None:
-        """Log figures, files, samples and kept versions, unless they are already logged.
+        """Log the result's figures, files, samples and kept versions, unless MLflow already has them.
 
-        Figures are tags: as metrics, each would be a plot of one point.
+        Figures are logged as tags, because MLflow would show each metric as a plot of one point.
         """
         from mlflow.entities import RunTag
 
@@ -126,7 +130,7 @@ class MlflowRun:
         self.ended = str(ending.version)
 
     def log_changes(self, changes: ConfigChanges) -> None:
-        """Log the config changes as a table, files and tags: MLflow's parameters keep their first values."""
+        """Log the config changes as a table, files and tags, because a parameter in MLflow keeps its first value."""
         if changes.count == self.changes:
             return
         for name, text in changes.texts.items():
@@ -168,7 +172,7 @@ class MlflowRun:
 def open_run(
     place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str], beginning: RunFacts
 ) -> MlflowRun:
-    """Find or create the MLflow run of this rollflow run, and log what is not logged yet."""
+    """Find or create the MLflow run of this rollflow run, and log the facts that MLflow does not have yet."""
     from mlflow import MlflowClient
     from mlflow.entities import Param
 
@@ -221,7 +225,7 @@ def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
 
 
 def _newest_steps(run: Run) -> dict[str, int]:
-    """Return the newest step of each marker's metrics. One call logs all metrics of a step or none."""
+    """Return the newest step of each marker's metrics. One call logs either all metrics of a step or none."""
     metrics = run.data.to_proto().metrics
     steps = {name: [one.step for one in metrics if one.key.startswith(prefix)] for name, prefix in PREFIXES.items()}
     return {name: max(found) for name, found in steps.items() if found}
@@ -253,7 +257,7 @@ def _open_study(client: MlflowClient, experiment_id: str, name: str) -> str:
 
     if not found():
         made = client.create_run(experiment_id, run_name=name, tags={STUDY_TAG: name})
-        client.set_terminated(made.info.run_id, "FINISHED")  # nothing is logged to it
+        client.set_terminated(made.info.run_id, "FINISHED")  # nothing more is logged to the study's own run
     return found()[0]
 
 

@@ -1,6 +1,8 @@
-"""Finds versions in which nothing was learned: no row of their batch had an advantage, so no reward moved the weights.
+"""Finds versions in which nothing was learned: no row of the version's batch had an advantage, so no reward moved the
+weights.
 
-The module reads the metrics of each version in the run's log. So a resumed run, a summary and a live view agree.
+The module reads each version's metrics from the run's log, so that a resumed run, a summary and a live view show the
+same counts.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ CAUSE = (
 
 
 def lacks_signal(version: PolicyVersion) -> bool:
-    """Return whether no reward moved the weights of a version; False for old records without that figure."""
+    """Return whether no reward moved the weights of a version; return False for old records, whose metrics lack the
+    figure.
+    """
     return version.number > 0 and version.metrics.get("rows_with_signal", 1.0) == 0.0
 
 
@@ -27,7 +31,7 @@ def count_without_signal(versions: Iterable[PolicyVersion]) -> int:
 
 
 def count_newest_without(versions: Sequence[PolicyVersion]) -> int:
-    """Count the versions without a signal after the last one that has it."""
+    """Count the versions without a signal after the last version with a signal."""
     return sum(1 for _ in takewhile(lacks_signal, reversed(versions)))
 
 

@@ -1,4 +1,4 @@
-"""The artifacts of a run's page in Prefect, beside its graph: a progress table, links, the reward plot.
+"""The artifacts of a run's page in Prefect, beside the run's graph: a progress table, links, the reward plot.
 
 The page is only a view and blocks nobody: every method returns at once, and one thread makes the requests. If the
 server is unreachable or rejects a request, the log says so once. The next row that arrives completes the table.
@@ -37,19 +37,19 @@ class Page:
         self._anchors: list[str] = []
         self._away = False
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        context = copy_context()  # the flow run's context, which names the server
+        context = copy_context()  # the flow run's context, which names the Prefect server
         # A daemon thread: a server that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=lambda: context.run(self._work), name="page", daemon=True)
         self._thread.start()
 
     def progress(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Show the progress table, with a row for each block of versions."""
+        """Show the progress table with these rows, one for each block of versions."""
         self._show(
             "progress", "table", json.dumps([dict(row) for row in rows]), "The run so far, by blocks of versions"
         )
 
     def links(self, places: Mapping[str, str]) -> None:
-        """Show where else to look: each name with its address or command."""
+        """Show links: names, each with an address or a command."""
         lines = (f"- {what}: {_write_link(where)}" for what, where in places.items())
         self._show("places", "markdown", "\n".join(lines), "Where to see this run")
 
@@ -64,8 +64,9 @@ class Page:
         self._show("anchors", "markdown", lines, "Hashes of the run's entries, for rollflow audit --anchor")
 
     def plot(self, picture: Path) -> None:
-        """Show the reward plot (PNG), embedded in the artifact, because the page reads no file."""
-        # Markdown, because below an artifact of the kind "image" the page prints the whole address. Prefect's
+        """Show the reward plot (PNG). The plot is embedded in the artifact, because the page reads no file."""
+        # The artifact is Markdown, because below an artifact of the kind "image" the page prints the whole address.
+        # Prefect's
         # experimental pages show the alternative text instead of a picture.
         text = base64.b64encode(picture.read_bytes()).decode()
         drawn = f"![The plot is reward.png in the run's storage](data:image/png;base64,{text})"

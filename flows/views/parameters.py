@@ -34,7 +34,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same tree without secrets; values that are not text are unchanged."""
+    """Return the same tree without secrets; values other than text stay unchanged."""
     return {name: _safe(value) for name, value in tree.items() if not names_secret(str(name))}
 
 

@@ -1,8 +1,8 @@
 """Computes from the log how long a run was paused, stopped or down between two of its versions.
 
-A resumed run has a new supervisor, and stages that claim their roles again under it. The pause lasts from the newest
-batch or version before the resumption to the newest of these claims before work goes on. Unfinished work of the stopped
-stages counts as pause, since the log does not show it. A stage that restarts alone causes no pause.
+A resumed run has a new supervisor, under which the stages claim their roles again. The pause lasts from the newest
+batch or version before the resumption to the newest of these claims before the next batch or version. Unfinished work
+of the stopped stages counts as pause, since the log does not show it. The restart of a single stage causes no pause.
 
 Only entries between versions of different claims are read, so the cost grows with the claims, not with the run.
 """
@@ -25,7 +25,9 @@ def paused_seconds(context: RunContext, first: PolicyVersion, last: PolicyVersio
 def _find_reclaimed(
     context: RunContext, first: PolicyVersion, last: PolicyVersion
 ) -> Iterator[tuple[PolicyVersion, PolicyVersion]]:
-    """Yield pairs of consecutive versions with different claims; a lost claim never comes back."""
+    """Yield the pairs of consecutive versions that were published under different claims; a lost claim never comes
+    back.
+    """
     if first.number >= last.number or first.claim == last.claim:
         return
     if last.number == first.number + 1:

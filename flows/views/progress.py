@@ -1,7 +1,7 @@
 """A run's progress according to its log; the live view, MLflow and the summary are built from this progress.
 
-The cost of following does not grow with the run: totals are part of the log's state, and only the newest versions are
-read.
+The cost of following a run does not grow with its length: totals are part of the log's state, and only the newest
+versions are read.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ KEPT = 128  # number of versions kept in memory
 
 @dataclass
 class RunProgress:
-    """Follows a run's log."""
+    """Follows a run's log, and computes the run's progress."""
 
     context: RunContext
     versions: deque[PolicyVersion] = field(default_factory=lambda: deque(maxlen=KEPT))  # the newest versions
-    _pauses: dict[int, float] = field(default_factory=dict)  # version -> seconds of pause before it, if any
+    _pauses: dict[int, float] = field(default_factory=dict)  # version -> seconds of pause before this version, if any
     _paused: float = 0.0  # seconds between version 0 and the newest version
 
     def advance(self) -> list[PolicyVersion]:
-        """Return the versions that were published since the last complete read; at first, the newest `KEPT`."""
+        """Return the versions that were published since the last complete read; at the first read, the newest `KEPT`
+        versions.
+        """
         newest = self.context.policies.newest()
         seen = self.versions[-1].number if self.versions else newest - KEPT
         new = list(self.context.policies.since(max(seen + 1, 0))) if newest > seen else []
@@ -55,7 +57,7 @@ class RunProgress:
 
     @property
     def version(self) -> int:
-        """The newest version seen; -1 before the first."""
+        """The newest version that was read from the log; -1 before the first version."""
         return self.versions[-1].number if self.versions else -1
 
     @property
@@ -65,12 +67,12 @@ class RunProgress:
 
     @property
     def staleness(self) -> Counter[int]:
-        """Staleness -> groups trained on, by their oldest response."""
+        """Number of trained groups by staleness; a group's staleness is that of its oldest response."""
         return self.state.totals.staleness
 
     @property
     def domains(self) -> Counter[str]:
-        """Domain -> groups trained on."""
+        """Number of trained groups by domain."""
         return trained_domains(self.state, self.context.config)
 
     @cached_property
@@ -94,7 +96,7 @@ class RunProgress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Trained response tokens per second of training; 0 if the clock stepped back."""
+        """Trained response tokens per second of training; 0 if the machine's clock stepped back."""
         return self.tokens / self.training_seconds if self.training_seconds else 0.0
 
     @property
@@ -106,7 +108,8 @@ class RunProgress:
 
 
 def system_figures(before: PolicyVersion, version: PolicyVersion, paused: float = 0.0) -> dict[str, float]:
-    """Compute the cost figures of a version, without the `paused` seconds before it; none if the clock stepped back.
+    """Compute the cost figures of a version, without the `paused` seconds before the version; no figures if the clock
+    stepped back.
 
     The figures are trained tokens per second, the share of the time that the learner waited, and the share of discarded
     tokens.
@@ -120,7 +123,8 @@ def system_figures(before: PolicyVersion, version: PolicyVersion, paused: float 
 
 
 def length_bias(tokens: float, groups: float, lost_tokens: float, lost_groups: float) -> float:
-    """Return the share by which trained groups are longer (+) or shorter (-) than all generated groups.
+    """Return the share by which the mean length of trained groups is above (+) or below (-) that of all generated
+    groups.
 
     A discarded group counts with the tokens that it had, so the true bias may be larger; surplus responses do not
     count.
@@ -130,7 +134,9 @@ def length_bias(tokens: float, groups: float, lost_tokens: float, lost_groups: f
 
 
 def trained_domains(state: RunState, config: RunConfig) -> Counter[str]:
-    """Count trained groups by domain: its issued prompts, less those that are filtered, open or in an unused batch."""
+    """Count trained groups by domain: the domain's issued prompts, less prompts that are filtered, open or in an unused
+    batch.
+    """
     waiting = (group.prompt for batch in state.waiting.values() for group in batch.groups)
     elsewhere = _count_by_source((*state.open, *waiting), len(config.prompts))
     trained: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""A run in blocks of versions: the rows of the progress table on its page."""
+"""Divides a run into blocks of versions: the rows of the progress table on the run's page."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rollflow.tasks.run.context import RunContext
 
 
 def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
-    """Yield the row of each block (first, last) whose versions are all published: their training figures and their
+    """Yield the row of each block (first, last) whose versions are all published: the block's training figures and
     cost.
 
     Reward and staleness are means over versions. Tokens are those trained on. Idle is the share of time that the
-    learner waited. Waste is the share of tokens that were discarded. Accuracy is the newest on the held-out prompts.
-    The bias is `length_bias`.
+    learner waited. Waste is the share of tokens that were discarded. Accuracy is that of the block's newest evaluation
+    on the held-out prompts. The bias is `length_bias`.
     """
     for first, last in blocks:
         published = list(islice(context.policies.since(first - 1), last - first + 2))
@@ -38,7 +38,8 @@ def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> d
     def total(name: str) -> float:
         return sum(version.metrics.get(name, 0.0) for version in trained)
 
-    seconds = trained[-1].at - before.at - paused  # 0 or less if the clock stepped back: then there is no figure
+    # 0 or less if the clock stepped back; the row then has no figures that need a time
+    seconds = trained[-1].at - before.at - paused
     used, lost = total("response_tokens"), total("discarded_tokens") + total("surplus_tokens")
     bias = length_bias(used, groups * len(trained), total("discarded_tokens"), total("discarded_groups"))
     return {

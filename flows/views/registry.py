@@ -1,6 +1,6 @@
-"""The best version so far in MLflow's model registry: an alias on one of a model's versions.
+"""Marks the best version so far in MLflow's model registry by an alias on one of the model's versions.
 
-A registered version names the run and the folder that it was exported to, and keeps its evaluation as tags.
+A registered version names its run and the folder to which it was exported, and keeps its evaluation as tags.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class RegisteredVersion:
 
 
 def z_score(new: EvaluationScore, old: EvaluationScore) -> float:
-    """Return by how many standard errors the accuracy of `new` is higher than that of `old`; 0 without a standard
-    error.
+    """Return the number of standard errors by which the accuracy of `new` is above that of `old`; 0 if the standard
+    error is 0.
 
     z = (p1 - p0) / sqrt(p (1 - p) (1 / n1 + 1 / n0)), with p the share over both: the test of two proportions. The test
     assumes independent responses. Several samples of one prompt are not quite independent, so the true noise is larger.
@@ -60,7 +60,7 @@ class Registry:
             self._client = MlflowClient(uri, uri)
 
     def best(self) -> RegisteredVersion | None:
-        """Return the version that has the alias, or None if there is none yet.
+        """Return the version that has the alias, or None if no version has the alias yet.
 
         Raises:
             ConfigError: a user gave the alias to a version of their own, which has no score.
@@ -81,7 +81,7 @@ class Registry:
             return {self._client.get_model_version(self._model, str(one)).tags.get("run", "") for one in numbers}
 
     def add(self, folder: str, run_id: str, score: EvaluationScore) -> RegisteredVersion:
-        """Register a version; a run that is already registered is left unchanged."""
+        """Register a version; leave a run that is already registered unchanged."""
         with self._translate_errors():
             try:
                 self._client.create_registered_model(self._model)

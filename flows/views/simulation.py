@@ -1,7 +1,7 @@
 """`rollflow simulate`: shows how a recipe would run on other hardware, in virtual time.
 
-Prints figures. On request the command draws the timeline, writes the figures as JSON, or compares a prediction with a
-recorded run. Needs neither Ray nor torch.
+The command prints figures. On request it draws the timeline, writes the figures as JSON, or compares a prediction with
+a recorded run. The command needs neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ PLOTS = (".png", ".html")
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Files to write besides the table."""
+    """Files that the command writes besides the table."""
 
     plots: tuple[Path, ...] = ()
     json: Path | None = None
 
     @classmethod
     def of(cls, plot: Path | None, json: Path | None) -> Outputs:
-        """Build it from the options. `plot` names a .png or an .html file, or both if it has no suffix.
+        """Build the list of files from the options. `plot` names a .png or an .html file, or both if `plot` has no
+        suffix.
 
         Raises:
-            ConfigError: the suffix is another one, or a folder does not exist.
+            ConfigError: `plot` has another suffix, or a file's folder does not exist.
         """
         plots: tuple[Path, ...] = ()
         if plot is not None:
@@ -93,7 +94,7 @@ def _draw(timeline: Timeline, title: str, path: Path) -> None:
 
 @contextmanager
 def _show_progress(versions: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on standard error, if it is a terminal, until the simulation ends."""
+    """Show a progress bar until the simulation ends, if standard error is a terminal."""
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TextColumn("versions"))
     console = Console(file=sys.stderr)
     quiet = not console.is_terminal
@@ -106,7 +107,7 @@ def _show_progress(versions: int) -> Iterator[Callable[[int], None]]:
 
 
 def build_table(figures: Figures, config: RunConfig, hardware: Hardware) -> Panel:
-    """Build the table of figures."""
+    """Build the table of the simulation's figures."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")

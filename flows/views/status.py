@@ -1,7 +1,7 @@
 """The status of a run at one moment: the value behind the live view, `rollflow status` and `status.json`.
 
-`from_json(to_json(status)) == status`. Unknown keys in the JSON are ignored, so that an older reader can show a newer
-run.
+`from_json(to_json(status)) == status`. The reader ignores unknown keys in the JSON, so that an older rollflow can show
+a newer run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ STAGE_ENDS = ("completed", "failed", "crashed", "cancelled", "cancelling")  # st
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """One stage (rollout, reward, train): its state, a note, and the share (0 to 1) of its time that it idled."""
+    """One stage (rollout, reward, train): its state, a note, and the share (0 to 1) of its time in which it was
+    idle.
+    """
 
     state: str
     note: str = ""
@@ -35,14 +37,15 @@ class StageStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """One moment of a run.
+    """The status of a run at one moment.
 
-    `reward` is the recent mean training reward, and `rewards` that of each newest version (oldest first). `accuracy`
-    holds the held-out points `(version, accuracy)` of version 0 and of the newest evaluated versions. `pass_at` is
-    pass@k by k of the newest evaluation (empty with one sample a prompt). `staleness` counts trained groups by the
-    staleness of their oldest response, `domains` counts them by domain, and `shares` has the configured shares.
-    `tokens_per_second` is recent, `tokens_per_second_total` covers the whole run. `buffer_groups` of `buffer_capacity`
-    groups are ready for the learner. `flow_run` is the supervisor that wrote the status.
+    `reward` is the recent mean training reward, and `rewards` holds the mean reward of each of the newest versions
+    (oldest first). `accuracy` holds the held-out points `(version, accuracy)` of version 0 and of the newest evaluated
+    versions. `pass_at` holds pass@k by k in the newest evaluation (empty with one sample for each prompt). `staleness`
+    counts trained groups by the staleness of their oldest response, `domains` counts trained groups by domain, and
+    `shares` has the domains' configured shares. `tokens_per_second` covers the newest versions,
+    `tokens_per_second_total` the whole run. `buffer_groups` of `buffer_capacity` groups are ready for the learner.
+    `flow_run` is the supervisor that wrote the status.
     """
 
     run_id: str
@@ -68,11 +71,11 @@ class RunStatus:
 
     @property
     def ended(self) -> bool:
-        """True if nothing more will happen."""
+        """True if the run has ended, so that its status will not change."""
         return self.phase in ENDED
 
     def at_end(self, phase: Phase, *messages: str) -> RunStatus:
-        """Return this status with the run ended as `phase`, and all its stages ended."""
+        """Return a copy of this status in which the run has ended as `phase`, and all stages have ended."""
         stages = {
             role: stage if stage.state.lower() in STAGE_ENDS else replace(stage, state="Cancelled")
             for role, stage in self.stages.items()
@@ -113,7 +116,7 @@ def _read_stage(raw: Mapping[str, Any]) -> StageStatus:
 def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus | None:
     """Return the run's `status.json`, or None if another supervisor than `flow_run` wrote it.
 
-    A damaged status counts as missing: the next one is written within a second, and damage here ends no run.
+    A damaged status counts as missing, because the supervisor writes the next status within a second.
     """
     try:
         status = RunStatus.from_json(context.store.get(STATUS))
@@ -123,9 +126,7 @@ def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus 
 
 
 def record_end(context: RunContext, phase: Phase, why: str) -> None:
-    """Store that the run has ended, unless its supervisor has already; a store that fails here
-    raises no further error.
-    """
+    """Store that the run has ended, unless the supervisor has stored an end; ignore a store that fails."""
     with contextlib.suppress(RollflowError, OSError):
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         if not last.ended:

@@ -1,6 +1,6 @@
-"""Writes the supervisor's view of a run, once a second: `status.json` for users, MLflow for comparison.
+"""Writes the supervisor's view of a run once a second: to `status.json` for users, and to MLflow for comparisons.
 
-Status and metrics come from the run's log and from the stages' statuses. No part of rollflow decides by status or
+Status and metrics come from the run's log and from the stages' statuses. No decision of rollflow depends on status or
 metrics.
 """
 
@@ -38,7 +38,7 @@ USAGE_SECONDS = 30.0  # interval at which the actors' CPU seconds are stored
 
 
 class LastStages(Protocol):
-    """The supervisor's last view of its stages, and the CPU usage of their actors."""
+    """The supervisor's last view of its stages, and the CPU usage of the stages' actors."""
 
     @property
     def usage(self) -> CpuUsage: ...
@@ -61,17 +61,17 @@ class StatusWriter:
         self.messages = [change_sentence(one) for one in list_changes(context)]
         self.failure = ""
         self.recoveries = RecoveryLog(context.store)
-        self._recovered = 0  # number of logged recoveries
-        # The run's age by the wall clock, read once; after that, a clock that steps cannot change it.
+        self._recovered = 0  # number of recoveries that were logged to MLflow
+        # The run's age by the wall clock is computed once, so that a later step of the clock cannot change it.
         self._began = time.monotonic() - max(0.0, time.time() - context.created_at)
-        self._before: PolicyVersion | None = None  # the version that was logged last
+        self._before: PolicyVersion | None = None  # the version that was logged to MLflow last
         self._evaluated: dict[int, Evaluation] = {}
         self._written_at = 0.0
         self.no_signal = ""  # a sentence about the newest versions, if they have no learning signal
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 
     def refresh(self, phase: Phase | None = None) -> None:
-        """Read the log's new entries, log them to MLflow, and write the status."""
+        """Read the new entries of the run's log, log their versions to MLflow, and write the status."""
         for version in self.progress.advance():
             if version.number:
                 self.tracker.log_version(version.number, self._metrics_of(version), version.at)
@@ -91,7 +91,7 @@ class StatusWriter:
         self.context.store.put(STATUS, written.to_json().encode())
 
     def note_progress(self, phase: Phase) -> None:
-        """Record that a step of the supervisor itself made progress; the status is written at most once a second."""
+        """Record that a step of the supervisor itself made progress; write the status at most once a second."""
         if time.monotonic() - self._written_at > TELL_SECONDS:
             with contextlib.suppress(Unreachable, OSError):
                 self.refresh(phase)
@@ -103,7 +103,9 @@ class StatusWriter:
         return {**version.metrics, **system_figures(self._before, version, self.progress.pause_before(version))}
 
     def _new_evaluations(self) -> list[Evaluation]:
-        """Return the new evaluations; at first, the newest ones and that of version 0, the baseline of all others."""
+        """Return the new evaluations; on the first call, the newest evaluations and that of version 0, the baseline of
+        all others.
+        """
         if self._evaluated:
             return read_evaluations(self.context.store, max(self._evaluated))
         oldest = self.progress.version - KEPT
@@ -155,7 +157,7 @@ class StatusWriter:
 
     @property
     def figures(self) -> str:
-        """The newest reward and accuracy, in a few words."""
+        """The newest reward and accuracy as a short text."""
         status = self.status(self._phase())
         reward = [] if status.reward is None else [f"reward {status.reward:.3f}"]
         held_out = [f"held-out {value:.3f} at {version}" for version, value in status.accuracy[-1:]]
@@ -197,7 +199,7 @@ class StatusWriter:
 
 
 def points_of(context: RunContext, marker: str, wanted: range) -> Iterator[MetricPoint]:
-    """Yield the points that MLflow gets of these versions, or (`EVALUATED`) of their evaluations."""
+    """Yield the points that MLflow gets of these versions or, for the marker `EVALUATED`, of their evaluations."""
     if marker == EVALUATED:
         for evaluation in read_evaluations(context.store, wanted.start - 1, wanted.stop - 1):
             yield evaluation_point(evaluation.version, evaluation.metrics, time.time())

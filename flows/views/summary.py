@@ -28,12 +28,12 @@ def summarize(
     rollout: RolloutStatus,
     pages: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Write and return the summary.
+    """Write the run's summary to its storage, and return the summary.
 
     Args:
         report: the run's audit.
         idle: each stage's idle share.
-        rollout: the last status of the rollout actor; its shares cover the whole run.
+        rollout: the last status of the rollout actor; the shares in that status cover the whole run.
         pages: the addresses of pages (prefect, mlflow).
     """
     progress = RunProgress(context)
@@ -75,7 +75,7 @@ def summarize(
 
 
 def _count_no_signal(context: RunContext) -> dict[str, int]:
-    """Count the versions in which no row had an advantage: all of them, and the newest consecutive ones."""
+    """Count the versions in which no row had an advantage: in the whole run, and consecutively at its end."""
     trained = list(context.policies.since(1))
     return {"versions": count_without_signal(trained), "newest": count_newest_without(trained)}
 
@@ -96,7 +96,7 @@ def _shares(rollout: RolloutStatus) -> dict[str, float]:
 
 
 def read_summary(context: RunContext) -> dict[str, Any]:
-    """Return the summary of a run that has finished; an empty one for any other run."""
+    """Return the summary of a run that has finished; return an empty summary for any other run."""
     try:
         found: dict[str, Any] = json.loads(context.store.get(SUMMARY))
     except (Missing, Corrupt, ValueError):
@@ -105,7 +105,7 @@ def read_summary(context: RunContext) -> dict[str, Any]:
 
 
 def domain_shares(trained: Mapping[str, int], shares: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return each domain's trained groups and their share, beside the configured share."""
+    """Return each domain's number of trained groups and their share, beside the domain's configured share."""
     total = max(sum(trained.values()), 1)
     return {
         domain: {"groups": trained.get(domain, 0), "share": round(trained.get(domain, 0) / total, 4), "asked": asked}

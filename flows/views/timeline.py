@@ -18,7 +18,7 @@ from rollflow.tasks.simulation.records import Span
 from rollflow.tasks.simulation.timeline import Timeline
 
 BUSY = ("#ffffff", "#c6dbef", "#6baed6", "#2171b5", "#08306b")  # from idle to all slots busy, in equal steps
-LEARNER = ("#c2410c", "#fb923c")  # alternating, so that neighbouring steps can be distinguished
+LEARNER = ("#c2410c", "#fb923c")  # two alternating colours, so that neighbouring train steps can be distinguished
 UPDATE = "#7c3aed"
 REWARD = "#15803d"
 SLOTS = "#3b82f6"
@@ -26,7 +26,7 @@ SLOTS = "#3b82f6"
 
 @dataclass(frozen=True, slots=True)
 class TimeCurve:
-    """An area over time: a value for each of B bins, from 0 to `top`."""
+    """An area over time: a value from 0 to `top` for each of B time bins."""
 
     label: str
     values_B: NDArray[np.float32]
@@ -38,13 +38,13 @@ class TimeCurve:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """R rows of B bins; times are virtual seconds."""
+    """A drawing of R rows with B time bins each; times are virtual seconds."""
 
     title: str
     bin_seconds: float
     engines: int
     slots: int
-    rows_RB: NDArray[np.float32]  # occupancy, 0 to 1
+    rows_RB: NDArray[np.float32]  # share of busy slots in each row and bin, 0 to 1
     steps: Sequence[Span]
     updates: Sequence[Span]
     curves: tuple[TimeCurve, ...]
@@ -62,7 +62,9 @@ class Drawing:
 
 
 def build_drawing(timeline: Timeline, title: str, most_rows: int) -> Drawing:
-    """Build the drawing with at most `most_rows` rows; with more engines, a row is the mean of neighbours."""
+    """Build the drawing with at most `most_rows` rows; with more engines than that, a row is the mean of neighbouring
+    engines.
+    """
     engines = timeline.engines
     parts = np.array_split(engines, min(len(engines), most_rows))
     verdicts, busy = timeline.rewards, 100 * engines.mean(axis=0)

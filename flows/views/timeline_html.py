@@ -18,18 +18,18 @@ import numpy as np
 from rollflow.flows.views.timeline import BUSY, LEARNER, UPDATE, Drawing
 from rollflow.tasks.simulation.records import Span
 
-ROWS = 256  # largest number of rows, each an engine or the mean of neighbours; more rows are too thin to point at
+ROWS = 256  # largest number of rows in the page; more rows would be too thin to point at with a mouse
 
 
 def draw_html(drawing: Drawing, path: Path) -> None:
     """Write the page to `path`."""
-    # "<" in a title could end the script element.
+    # A "<" in the title could end the script element, so it is escaped.
     data = json.dumps(_numbers(drawing), separators=(",", ":")).replace("<", "\\u003c")
     path.write_text(PAGE.replace("{{title}}", html.escape(drawing.title)).replace("{{data}}", data))
 
 
 def _numbers(drawing: Drawing) -> dict[str, Any]:
-    """Return the drawing as JSON values, with occupancy in 256 steps, as base64."""
+    """Return the drawing as JSON values; the shares of busy slots are stored in 256 steps, as base64."""
     rows, bins = drawing.rows_RB.shape
     levels = np.clip(np.rint(drawing.rows_RB * 255), 0, 255).astype(np.uint8)
     curves = [asdict(curve) | {"values_B": np.round(curve.values_B, 2).tolist()} for curve in drawing.curves]

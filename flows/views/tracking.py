@@ -5,14 +5,14 @@ A metric's prefix names its subject: `rollout/` is computed from a batch's traje
 The results of the run are in its tags (`final.accuracy`, ...).
 
 MLflow is only a view, so tracking never delays or ends a run:
-- every method returns at once; one thread imports MLflow (seconds), opens the store (seconds when it is new) and
-  writes, many versions in one call;
+- every method returns at once; one thread imports MLflow (which takes seconds), opens the store (which takes seconds if
+  the store is new) and writes many versions in one call;
 - a failure of MLflow, its database or its server is recorded in `warnings` and counted in `failures`. The unwritten
-  data is kept and tried again with the next write. Only `flush` and `finish` wait, within a deadline.
+  data is kept and written with the next write. Only `flush` and `finish` wait, within a deadline.
 
 No point is logged twice. When the run is opened (or opened again after a failure), the last logged version is read back
-from MLflow: versions up to it are skipped, and versions that nobody has logged since are asked for (`missed`). Log a
-version after it is committed.
+from MLflow: versions up to the last logged one are skipped, and `missed` gives later versions that nobody has logged.
+Callers log a version after it is committed.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from rollflow.flows.views.parameters import flatten
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.log.anchors import Anchor
 
-VIEW = "?workflowType=machine_learning"  # otherwise MLflow's pages show GenAI traces, of which there are none
+VIEW = "?workflowType=machine_learning"  # otherwise MLflow's pages show GenAI traces, and a run has no such traces
 ROLLOUT = ("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_")
 SYSTEM = ("wait_seconds", "step_seconds", "publish_seconds", "tokens_per_second", "idle", "waste")
-METRICS_A_CALL = 900  # MLflow accepts 1,000 in one call
+METRICS_A_CALL = 900  # largest number of metrics in one call; MLflow accepts 1,000
 KEPT_POINTS = 10_000
 STOP = object()
 
@@ -82,7 +82,7 @@ class Tracker:
         """Open the MLflow run in the background.
 
         Args:
-            key: distinguishes the run from a run of the same name in another store.
+            key: distinguishes this run from a run of the same name in another store.
             missed: returns the points that nobody has logged.
             beginning: the facts that are logged once, at the start.
         """
@@ -95,10 +95,11 @@ class Tracker:
         self._pending: list[MetricPoint] = []
         self._finished = False
         self._queue: queue.Queue[Any] = queue.Queue()
-        # A daemon thread: a tracking server that hangs must not keep the process from ending.
+        # The thread is a daemon, so that a tracking server that hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
         self._thread.start()
-        self._queue.put(lambda: None)  # open the run at once, so that the import overlaps the start of the run
+        # opens the MLflow run at once, so that the import of MLflow overlaps the start of the training run
+        self._queue.put(lambda: None)
 
     def log_version(self, version: int, metrics: Mapping[str, float], when: float) -> None:
         """Log the metrics of a committed version (`when`: seconds since the epoch)."""
@@ -125,13 +126,17 @@ class Tracker:
         self._queue.put(lambda: self._log_ending(ending))
 
     def flush(self, deadline_seconds: float = 10.0) -> bool:
-        """Wait until everything handed over was written or has failed; return False if the deadline came first."""
+        """Wait until everything that was handed over is written or has failed; return False if the deadline came
+        first.
+        """
         done = threading.Event()
         self._queue.put(done.set)
         return done.wait(deadline_seconds)
 
     def finish(self, status: Status, deadline_seconds: float = 20.0) -> bool:
-        """Write what is left, close the MLflow run and end the thread; return False if the deadline came first."""
+        """Write the remaining data, close the MLflow run and end the thread; return False if the deadline came
+        first.
+        """
         self._queue.put(lambda: self._terminate(status))
         self._queue.put(STOP)
         self._thread.join(deadline_seconds)
@@ -147,7 +152,7 @@ class Tracker:
         return self.page_on(redact(self.place.uri))
 
     def page_on(self, server: str) -> str:
-        """Return the run's address on a server that shows this store."""
+        """Return the run's address on an MLflow server that shows this store."""
         where = f"/{self._open.experiment_id}/runs/{self._open.run_id}" if self._open else ""
         return f"{server.rstrip('/')}/#/experiments{where}{VIEW}"
 
@@ -159,7 +164,8 @@ class Tracker:
             with contextlib.suppress(queue.Empty):
                 while True:
                     items.append(self._queue.get_nowait())
-            for item in items:  # points are gathered and written in one call, before the next action
+            # points that follow each other are collected, and written in one call before the next action
+            for item in items:
                 if isinstance(item, MetricPoint):
                     self._pending.append(item)
                     continue
@@ -180,13 +186,15 @@ class Tracker:
                     run.last[point.marker] = max(point.version, run.last.get(point.marker, -1))
             self._pending.clear()
             return
-        self._open = None  # before the next try, read back what arrived
+        self._open = None  # reopening the run before the next try reads back which points arrived
         if len(self._pending) > KEPT_POINTS:
             self._warn(f"{len(self._pending) - KEPT_POINTS} points were dropped, MLflow is away for too long")
             del self._pending[:-KEPT_POINTS]
 
     def _missed_points(self, run: MlflowRun, new: Sequence[MetricPoint]) -> Iterator[MetricPoint]:
-        """Yield the points between the last one in MLflow and the first of `new`, from a time without a supervisor."""
+        """Yield the points between the last point in MLflow and the first of `new`, which belong to a time without a
+        supervisor.
+        """
         for marker in (VERSION, EVALUATED):
             first = min((point.version for point in new if point.marker == marker), default=0)
             if versions := range(run.last.get(marker, 0) + 1, first):
@@ -262,7 +270,7 @@ def evaluation_point(version: int, metrics: Mapping[str, float], when: float) ->
 
 
 def shown_name(metric: str) -> str:
-    """Return the name in MLflow of a version's metric."""
+    """Return the name that a version's metric has in MLflow."""
     if metric in SYSTEM:
         return f"system/{metric}"
     return f"rollout/{metric}" if metric.startswith(ROLLOUT) else f"train/{metric}"
@@ -295,7 +303,7 @@ def draw_curves(curves: Curves, path: Path) -> None:
         upper.plot(*zip(*curves.accuracy, strict=True), "o-", color="#d1622b", label="held-out accuracy")
     for k, points in curves.pass_at.items():
         upper.plot(*zip(*points, strict=True), "--", color="#d1622b", linewidth=1, label=f"held-out pass@{k}")
-    lowest = min([0.0, *(reward for _, reward in curves.reward)])  # below 0 if a format penalty applies
+    lowest = min([0.0, *(reward for _, reward in curves.reward)])  # a reward is below 0 if a format penalty applies
     upper.set(ylabel="reward, accuracy", ylim=(lowest, 1.02), title=curves.title)
     if curves.reward or curves.accuracy:
         upper.legend(loc="lower right", frameon=False)

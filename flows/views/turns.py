@@ -1,6 +1,6 @@
 """Splits a trajectory into its parts: the prompt, the policy's generations, the environment's answers.
 
-A part ends where the loss mask changes. Two generations with nothing between them are one part.
+A part ends where the loss mask changes. Two generations without tokens of the environment between them are one part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TurnPart:
     author: Author
     start: int
     tokens: Sequence[int]
-    logprobs: Sequence[float] = ()  # nats
+    logprobs: Sequence[float] = ()  # one log-probability for each token, in nats
     versions: Sequence[int] = ()
 
     def value(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class TurnPart:
 
 
 def split_turns(trajectory: Trajectory) -> list[TurnPart]:
-    """Split a trajectory into its parts."""
+    """Split a trajectory into its parts, in order."""
     parts = list[TurnPart]()
     start = 0
     for chosen, masks in groupby(trajectory.loss_mask):
