@@ -41,6 +41,9 @@ def compute_batch_metrics(
 
 
 def count_domain_groups(batch: TrajectoryBatch, domains: Iterable[str]) -> dict[str, float]:
-    """Count the groups of each of the run's domains in a batch; over many versions the counts follow the shares."""
+    """Count the groups of each of the run's domains in a batch.
+
+    Over many versions, the counts of the domains are in the ratio of the configured shares.
+    """
     found = batch.domains
     return {f"groups_{UNSAFE.sub('_', domain)}": float(found[domain]) for domain in domains}

@@ -1,12 +1,13 @@
 """The channel in a Ray actor: one named actor per run, which owns the batches in the channel.
 
-A payload is an Arrow buffer or the name of a local file. For a file only the name travels, and the learner maps the
-file into memory, where the page cache already shares it. A learner on a machine without that file asks for the bytes.
-The actor itself puts a buffer into Ray's object store, because an object is lost with the process that put it. The
-actor hands out a reference, so that the learner reads shared memory without a copy.
+A batch's payload is an Arrow buffer or the name of a local file. If the payload is a file, only the name is sent, and
+the learner memory-maps the file. A learner on a machine without that file asks the channel for the bytes. The actor
+itself puts a buffer into Ray's object store, because Ray loses an object with the process that put it. The actor
+returns an object reference, so that the learner reads the buffer from shared memory without a copy.
 
-Clients outlive the actor: a call that finds the actor dead is repeated on its successor of the same name. Every call
-may be repeated safely, so nothing is lost or duplicated. The new actor reads missing batches from storage.
+Clients of the channel outlive its actor: a call that finds the actor dead is repeated on the new actor of the same
+name. Every call to the channel may be repeated, so no batch is lost or duplicated. The new actor reads missing batches
+from storage.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.actors.lease import Lease
 
 CHANNEL = "channel"
-GRACE_SECONDS = 30.0  # time beyond a call's own deadline, in which the channel may be restarted
+GRACE_SECONDS = 30.0  # seconds after a call's own deadline in which the channel's actor may still be restarted
 AGAIN_SECONDS = 0.2  # pause before a call to a dead actor is repeated
 
 
@@ -38,7 +39,7 @@ class StoredBatches:
     """Implements `Source` from the run's log: returns references to Arrow buffers owned by the calling process."""
 
     def __init__(self, run: ObjectStore) -> None:
-        """Read nothing yet, so that the actor starts even while storage does not answer."""
+        """Do not read storage yet, so that the actor starts even while storage does not answer."""
         self._run = run
         self._is_local = run.local_path("log") is not None
 
@@ -47,7 +48,10 @@ class StoredBatches:
         return TrajectoryStore(Log(self._run))
 
     async def entry(self, number: int) -> int | None:
-        """Find the batch's entry, as `Source` does. In a local folder that is quicker than starting a thread."""
+        """Find the batch's log entry, as `Source` does.
+
+        In a local folder, looking up a log entry is quicker than starting a thread.
+        """
         if self._is_local:
             return self._entry(number)
         return await asyncio.to_thread(self._entry, number)
@@ -76,18 +80,22 @@ class ChannelActor:
         self.channel: Channel[Any] = Channel(capacity, StoredBatches(run), version)
 
     async def ping(self, seconds: float) -> None:
-        """Answer after `seconds`; if the actor dies, Ray answers immediately with an error."""
+        """Answer after `seconds`. If the actor dies before that, Ray immediately raises an error at the caller."""
         await asyncio.sleep(seconds)
 
     async def put(self, number: int, payload: pa.Buffer | str, deadline: float, entry: int) -> None:
-        """Put a batch, as `Channel.put` does. A string is a file name; the learner checks a batch against its
-        commit.
+        """Put a batch, as `Channel.put` does; a `payload` that is a string is a file name.
+
+        The channel does not check the payload, because the learner compares each batch with its commit.
         """
         held = payload if isinstance(payload, str) else ray.put(payload)
         await self.channel.put(number, held, deadline, entry)
 
     async def lease(self, number: int, deadline: float, *, afresh: bool) -> str | list[Any]:
-        """Lease a batch, as `Channel.lease` does; return a file name, or a list, so that Ray passes the reference."""
+        """Lease a batch, as `Channel.lease` does; return a file name, or an object reference in a list.
+
+        The object reference is in a list because Ray would replace a bare reference by its object.
+        """
         held = await self.channel.lease(number, deadline, afresh=afresh)
         return held if isinstance(held, str) else [held]
 
@@ -128,13 +136,13 @@ def start_channel(
 
 
 class RayChannel:
-    """A client of the channel. Every wait is bounded, and a dead actor is waited for until its successor is there."""
+    """A client of the channel. Every wait is bounded; a call that finds the actor dead waits for the new actor."""
 
     def __init__(self, actor: Any = None) -> None:
         self._actor = actor
 
     async def put(self, number: int, payload: object, deadline: float, entry: int = 0) -> None:
-        """Put a batch, as `Channel.put` does; of a `Path`, only the name is sent."""
+        """Put a batch, as `Channel.put` does; if the payload is a `Path`, only the file's name is sent."""
         sent = str(payload) if isinstance(payload, Path) else payload  # Ray passes strings without pickling
         await self._wait(lambda a, left: a.put.remote(number, sent, left, entry), deadline, f"take batch {number}")
 
@@ -147,18 +155,21 @@ class RayChannel:
         return int(await self._wait(lambda a, _: a.waiting.remote(), 0, "count its batches"))
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
-        """Lease a batch, as `Channel.lease` does; blocks the calling thread. The buffer is a view of shared memory."""
+        """Lease a batch, as `Channel.lease` does, and block the calling thread meanwhile.
+
+        The returned buffer is a view of shared memory.
+        """
         patience = _CallDeadline(deadline, f"lease batch {number}")
         while True:
             with patience.translate_errors():
                 while isinstance(leased := self._lease(number, patience, afresh=afresh), str):
-                    afresh = True  # this machine does not have the file
+                    afresh = True  # ask for the bytes, because this machine does not have the file
                 return leased
-            self._actor, afresh = None, True  # the actor's copy may be lost
+            self._actor, afresh = None, True  # the actor may have lost its copy of the batch
             time.sleep(AGAIN_SECONDS)
 
     def _lease(self, number: int, patience: _CallDeadline, *, afresh: bool) -> pa.Buffer | str:
-        """Return the bytes of a batch, or the name of a file that cannot be mapped here."""
+        """Return the bytes of a batch, or the name of a file that this machine cannot memory-map."""
         held = ray.get(self.actor.lease.remote(number, patience.own, afresh=afresh), timeout=patience.left)
         if isinstance(held, str):
             try:
@@ -178,7 +189,7 @@ class RayChannel:
     @property
     def actor(self) -> Any:
         """The actor that has the channel's name now."""
-        actor = self._actor  # read once: another thread may reset it
+        actor = self._actor  # a local copy, because another thread may set `self._actor` to None
         if actor is None:
             try:
                 actor = self._actor = ray.get_actor(CHANNEL)
@@ -213,7 +224,7 @@ LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, _ChannelAw
 
 
 class _CallDeadline:
-    """The time limit of one call: its own deadline plus a grace period for a restart of the channel."""
+    """The time limit of one call: the call's own deadline plus a grace period for a restart of the channel's actor."""
 
     def __init__(self, deadline: float, what: str) -> None:
         self._deadline, self._what = deadline, what
@@ -231,7 +242,7 @@ class _CallDeadline:
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Translate Ray's errors; ignore a lost actor or payload until the time is up."""
+        """Translate Ray's errors; ignore the loss of an actor or a payload until the call's time limit."""
         waited = self._deadline + GRACE_SECONDS
         try:
             yield

@@ -1,11 +1,12 @@
-"""Early imports: what a Ray worker imports before an actor starts in it.
+"""Early imports: the modules that a Ray worker process imports before an actor starts in that process.
 
-A *spare* is a worker started before there is a run (`flows.services.spares`). It makes all imports of its kind, and
-then an actor of that kind starts in it. A worker that Ray starts for an actor makes early imports only for an engine:
-the other actors are asked for their status meanwhile, and the callers' waits are bounded.
+A *spare* is a worker that is started before any run needs it (`flows.services.spares`). A spare imports all modules of
+its kind, and then an actor of that kind starts in the spare. A worker that Ray starts for a waiting actor imports
+modules early only if the actor is an engine. Actors other than engines start at once, because callers wait only a
+limited time for their status.
 
-With GPUs nothing is imported early: an actor learns which GPUs it has when it starts, and libraries look at that when
-they are imported.
+On a machine with GPUs no module is imported early: an actor learns which GPUs it has when it starts, and libraries read
+the list of GPUs when they are imported.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from rollflow.tasks.run.config import RunConfig
 Kind = Literal["engine", "learner", "rollout", "reward"]
 KIND = "ROLLFLOW_IMPORTS"  # environment variable of a worker: the kind of its actor
 WANTED = "ROLLFLOW_SPARES"  # environment variable of a private cluster: the folder with a request file for each kind
-IMPORTING = ".importing"  # suffix of the lock file beside it, which an importing worker holds
+IMPORTING = ".importing"  # suffix of the lock file that a worker holds while it imports
 POLL_SECONDS = 0.1
-LONGEST_SECONDS = 300.0  # longest wait of a worker for another one's imports, for an engine
-SHORT_SECONDS = 15.0  # the same for other kinds, which are asked for their status
-REGISTER_SECONDS = 1.0  # from the end of the imports until Ray knows the worker
+LONGEST_SECONDS = 300.0  # most seconds that an engine's worker waits for the imports of another worker
+SHORT_SECONDS = 15.0  # most seconds that any other worker waits for the imports of another worker
+REGISTER_SECONDS = 1.0  # seconds from the end of a worker's imports until Ray knows the worker
 MODULES: dict[Kind, tuple[str, ...]] = {
     "engine": ("rollflow.tasks.actors.rollout",),
     "learner": (
@@ -51,7 +52,7 @@ MODULES: dict[Kind, tuple[str, ...]] = {
 def list_kinds(config: RunConfig) -> tuple[Kind, ...]:
     """List the kinds of workers that a run needs where there are no GPUs, the slowest to start first."""
     if config.cluster.env or config.cluster.runtime_env:
-        return ()  # its workers have a different environment
+        return ()  # the workers of such a run have a different environment
     return ("learner", "engine") if imports_vllm(config.engine) else ("learner",)
 
 
@@ -71,10 +72,10 @@ def request_path(kind: Kind, folder: Path) -> Path:
 
 
 def import_early() -> None:
-    """Import a worker's libraries before Ray starts threads in it.
+    """Import a worker's libraries before Ray starts threads in the worker.
 
-    It raises nothing, because a worker that ends before it registers keeps its actor waiting. An import that fails here
-    fails again in the actor.
+    This function raises no error, because an actor would wait for a worker that ends before it registers with Ray. An
+    import that fails in this function fails again, visibly, in the actor.
     """
     kind, folder = os.environ.get(KIND), os.environ.get(WANTED)
     if kind not in MODULES or folder is None or glob.glob("/dev/nvidia[0-9]*"):
@@ -86,7 +87,10 @@ def import_early() -> None:
 
 
 def _import_in_turn(kind: Kind, file: Path) -> None:
-    """Import as a spare if one is requested; otherwise only for an engine, and only if no spare is importing."""
+    """Import the modules of a kind, if this worker becomes a spare or is the worker of an engine.
+
+    An engine's worker imports nothing while a spare of its kind is importing.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         file.unlink()
@@ -100,7 +104,7 @@ def _import_in_turn(kind: Kind, file: Path) -> None:
 
 @contextlib.contextmanager
 def _hold_import_lock(file: Path) -> Iterator[None]:
-    """Hold the lock that tells other workers of this kind about the imports."""
+    """Hold the lock that shows other workers of this kind that this worker is importing."""
     held = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(held, fcntl.LOCK_SH)
     try:
@@ -111,7 +115,7 @@ def _hold_import_lock(file: Path) -> Iterator[None]:
 
 
 def _wait_for_spare(kind: Kind, file: Path) -> bool:
-    """Wait while another worker of this kind imports, and return whether this one can leave the actor to it."""
+    """Wait while another worker of this kind imports; return whether the actor can start in that other worker."""
     held, waited = os.open(file, os.O_RDWR | os.O_CREAT, 0o600), False
     try:
         limit = time.monotonic() + (LONGEST_SECONDS if kind == "engine" else SHORT_SECONDS)

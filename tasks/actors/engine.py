@@ -21,8 +21,8 @@ from rollflow.tasks.engines.meter import EngineMeter, EngineStats
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.cpu import CpuClock
 
-COALESCE_SECONDS = 0.003  # wait for further generations after one has finished
-PROGRESS_SECONDS = 0.25  # between two progress reports: at most this much work is lost with an actor
+COALESCE_SECONDS = 0.003  # seconds that a finished generation waits for others, to be returned together
+PROGRESS_SECONDS = 0.25  # seconds between two progress reports; an actor that dies loses the work of at most this time
 
 
 class OwnershipLost(EngineFailed):
@@ -33,8 +33,11 @@ class EngineActor:
     """Owns the engine in the actor's process, runs its requests and keeps their results until they are collected."""
 
     def __init__(self, build: Callable[[], Engine], lease: Lease | None = None) -> None:
-        """Store `build`, which makes the engine on this node when it is started; `lease` is that of a detached
-        actor.
+        """Store the arguments; `start` creates the engine.
+
+        Args:
+            build: creates the engine on the actor's node.
+            lease: the lease of a detached actor.
         """
         if lease:
             lease.hold("engine")
@@ -46,7 +49,7 @@ class EngineActor:
         self._cpu = CpuClock("engine", "engine core")
         self._started: asyncio.Task[None] | None = None
         self._owner: str | None = None
-        self._have: dict[str, int] = {}  # running request -> number of its tokens that the owner has received
+        self._have: dict[str, int] = {}  # id of a running request -> number of tokens that the owner has received
         self._reported = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: list[Generation] = []
@@ -54,10 +57,10 @@ class EngineActor:
         self._news = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the engine; a second call (from a stage that replaced a dead one) joins the first.
+        """Start the engine. A second call, from a stage that replaced a dead stage, waits for the same start.
 
-        A dead engine is replaced by a new one without weights and without an owner. The process is kept, because most
-        of a start is importing and compiling.
+        A dead engine is replaced by a new engine without weights and without an owner. The actor's process is kept,
+        because importing and compiling take most of the time of an engine's start.
         """
         if self._started is None or self._is_dead():
             self._started = asyncio.create_task(self._start())
@@ -74,7 +77,7 @@ class EngineActor:
 
     async def _start(self) -> None:
         if self._built is not None:
-            self._owner = None  # the client of the dead engine must not take the new one for it
+            self._owner = None  # the client of the dead engine must not use the new engine
             await self._built.close()
         self._built = await asyncio.to_thread(self._build)
         await self._built.start()
@@ -86,7 +89,7 @@ class EngineActor:
         return self._built
 
     async def attach(self, owner: str) -> None:
-        """Serve this owner from now on; abort and forget the requests of the previous one."""
+        """Serve this owner from now on; abort and forget the requests of the previous owner."""
         self._owner = owner
         tasks = list(self._tasks)
         for task in tasks:
@@ -114,14 +117,17 @@ class EngineActor:
             self._meter.count_prefill(len(request.prompt) + len(request.prefix), generation.cached)
             self._finished.append(generation)
             del self._have[request.id]
-        except Exception as error:  # noqa: BLE001 - a request's error is a value, which is raised at its caller
+        except Exception as error:  # noqa: BLE001 - the error of a request is raised at its caller
             self._errors.append((request.id, error))
-        finally:  # also when a new owner cancels the request
+        finally:  # runs even if a new owner cancels the request
             self._meter.change(running=-1, tokens=tokens)
             self._news.set()
 
     async def collect(self, owner: str) -> Collected:
-        """Return what ended since the last call; wait for the first result until the next progress report is due."""
+        """Return the results since the last call, and the new tokens of running requests.
+
+        Without a result, the call waits until a request ends or the next progress report is due.
+        """
         try:
             async with asyncio.timeout(PROGRESS_SECONDS):
                 await self._news.wait()
@@ -132,13 +138,17 @@ class EngineActor:
         self._news.clear()
         finished, self._finished = self._finished, []
         errors, self._errors = self._errors, []
-        report = self._collect_progress(now=bool(errors))  # with failed requests, because the engine may be dead
+        # A failed request forces a progress report, because the engine may be dead.
+        report = self._collect_progress(now=bool(errors))
         for id, _ in errors:
             del self._have[id]
         return pack_generations(finished), errors, pack_partials(report)
 
     def _collect_progress(self, *, now: bool) -> dict[str, TokenSpan]:
-        """Return new tokens of the running requests, unless the last report was a moment ago."""
+        """Return new tokens of the running requests; none if the last report is newer than `PROGRESS_SECONDS`.
+
+        With `now`, the age of the last report does not matter.
+        """
         if not now and asyncio.get_running_loop().time() - self._reported < PROGRESS_SECONDS:
             return {}
         self._reported = asyncio.get_running_loop().time()
@@ -168,11 +178,11 @@ class EngineActor:
             await self._engine.update(version, folder)
 
     def _fetch_weights(self, version: int, source: WeightsSource) -> Path:
-        if self._source != source:  # keep an equal source, which may have fetched weights already
+        if self._source != source:  # an equal source is kept, because it may have fetched weights already
             self._source = source
         try:
             return self._source.weights(version)
-        except (RollflowError, OSError) as error:  # an error of this engine, because another node may have the weights
+        except (RollflowError, OSError) as error:  # other nodes may have the weights
             raise EngineFailed(f"version {version} is not available on this node: {error}") from error
 
     async def resume(self, owner: str) -> None:
@@ -190,7 +200,7 @@ class EngineActor:
         return dataclasses.replace(self._meter.read(), costs=tuple(self._cpu.read()), warned=warned)
 
     async def health(self) -> None:
-        """Raise `EngineFailed` if the engine is dead, even if it has no request."""
+        """Raise `EngineFailed` if the engine is dead, even if the engine has no request."""
         if self._started is not None and self._started.done():
             self._engine.check()
 

@@ -11,11 +11,13 @@ One actor call per request would cost more than generating a short answer, so ca
 
 Guarantees:
 
-- Every wait has a deadline. When the actor dies, does not answer by a deadline, or generates no token for that long,
-  every call raises `EngineFailed`, including calls that already wait. `progress` still returns the tokens received.
-- A request's own error reaches only its caller.
-- An owner that lost the actor to another owner can no longer change it.
-- The request of a cancelled caller ends, and its id may be reused immediately. Later results of it are ignored.
+- Every wait has a deadline. When the actor dies, does not answer by a deadline, or generates no token before a
+  deadline, every call raises `EngineFailed`, including calls that already wait. `progress` still returns the tokens
+  that the client has received.
+- The error of one request is raised only at the caller of that request.
+- A client that lost the actor to another owner can no longer change the actor.
+- The request of a cancelled caller is aborted, and its id may be reused immediately. Later results of an aborted
+  request are ignored.
 """
 
 from __future__ import annotations
@@ -48,8 +50,12 @@ from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 
 START_SECONDS = 900.0
-SILENT_SECONDS = 60.0  # for a call, and for the next token; longer than an engine's own deadline, so its error arrives
-FETCH_SECONDS = 1000.0  # in addition to the patience for storage; longer than a node waits for another fetch
+# Most seconds until a call is answered, and until the next token. An engine's own deadline is shorter, so that the
+# engine's own error arrives first.
+SILENT_SECONDS = 60.0
+# Seconds that a fetch of weights may take in addition to the patience for storage. A node waits less long for another
+# fetch of the same weights.
+FETCH_SECONDS = 1000.0
 UPDATE_SECONDS = 150.0
 CLOSE_SECONDS = 10.0
 
@@ -57,21 +63,22 @@ CLOSE_SECONDS = 10.0
 class RayEngine:
     """The `Engine` in an `EngineActor`. See `base.Engine` for the contract of the methods.
 
-    An actor serves one client at a time: a client in a restarted process takes the actor over at its first call.
+    An actor serves one client at a time. The first call of a client in a restarted process takes over the actor.
     """
 
     def __init__(
         self, actor: Any, *, name: str = "engine", silent_seconds: float = SILENT_SECONDS, keep_actor: bool = False
     ) -> None:
-        """Connect to an actor; one that is silent or generates no token for `silent_seconds` counts as dead.
+        """Connect to an actor.
 
         Args:
-            keep_actor: the caller manages the actor. `close` then closes the engine, and kills the actor only if it
-                does not answer.
+            silent_seconds: an actor that is silent, or generates no token, for this time counts as dead.
+            keep_actor: the caller manages the actor. `close` then closes the engine, and kills the actor only if the
+                actor does not answer.
         """
         self._actor = actor
         self._keep_actor = keep_actor
-        self._answers = True  # whether the actor answers, even if its engine has failed
+        self._answers = True  # True while the actor answers, even if the actor's engine has failed
         self._name = name
         self._silent = silent_seconds
         self._moved = 0.0  # loop time of the last new token, or of the last time without requests
@@ -82,12 +89,13 @@ class RayEngine:
         self._failure: EngineFailed | None = None
         self._numbers = itertools.count()
         self._outbox: dict[str, GenerationRequest] = {}  # by the number under which each request is sent
-        # Also by that number. A future's error keeps its stack frames, so no long-lived object may hold a future.
+        # The futures of sent requests, keyed by the requests' numbers. A future's error keeps its stack frames, so no
+        # long-lived object may hold a future.
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._sent: dict[str, PendingCall] = {}
         self._calls: dict[
             str, PendingCall
-        ] = {}  # the same, by the caller's id; includes calls that waited at the failure
+        ] = {}  # the calls keyed by the caller's id, including calls that waited when the engine failed
         self._submits: set[asyncio.Task[None]] = set()
         self._collector: asyncio.Task[None] | None = None
 
@@ -101,7 +109,7 @@ class RayEngine:
         name: str = "engine",
         **options: Any,
     ) -> RayEngine:
-        """Create the actor; call `start` next. `options` are Ray's: num_cpus, num_gpus, name, ..."""
+        """Create the actor; call `start` next. `options` are Ray's actor options: num_cpus, num_gpus, name, ..."""
         remote = ray.remote(EngineActor).options(**{"max_restarts": 0, "num_cpus": 0, **options})
         return cls(remote.remote(functools.partial(build_engine, config, policy_folder, dtype=dtype)), name=name)
 
@@ -121,7 +129,7 @@ class RayEngine:
         self.check()
         if request.id in self._calls:
             raise ValueError(f"{request.id} is already being generated")
-        Int32s.of(request.prompt)  # raises for an invalid prompt, here, so that only its caller gets the error
+        Int32s.of(request.prompt)  # raises for an invalid prompt, so that only its caller gets the error
         loop = asyncio.get_running_loop()
         if not self._outbox:
             loop.call_soon(self._flush)
@@ -158,7 +166,7 @@ class RayEngine:
         await self._ask(FETCH_SECONDS + (weights.patience or 0.0), "fetch", version, weights)
 
     async def update(self, version: int, weights: WeightsSource) -> None:
-        await self.fetch(version, weights)  # usually fetched already; a joining engine may not have it
+        await self.fetch(version, weights)  # a joining engine may not have fetched the weights yet
         await self._ask_as_owner(UPDATE_SECONDS, "update", version, weights)
         self._version = version
 
@@ -184,7 +192,7 @@ class RayEngine:
 
     async def close(self) -> None:
         if self._attached is not None and self._failure is None:
-            with suppress(EngineFailed):  # the actor is killed below in any case, and its processes end with it
+            with suppress(EngineFailed):  # the actor and its processes are killed below in any case
                 await self._ask_as_owner(CLOSE_SECONDS, "close")
         failure = self._fail(EngineFailed(f"{self._name} is closed"))
         if self._attached is None or isinstance(failure, OwnershipLost):
@@ -193,7 +201,7 @@ class RayEngine:
             ray.kill(self._actor)
 
     async def owns(self) -> bool:
-        """Return whether the actor still serves this client, with the engine that this client updated."""
+        """Return whether the actor still serves this client with the engine that this client updated."""
         try:
             await self._ask_as_owner(self._silent, "abort", [])
         except EngineFailed:
@@ -241,7 +249,7 @@ class RayEngine:
         packed, errors, report = collected
         progress = unpack_partials(report)
         for number, new in progress.items():
-            if number in self._sent:  # otherwise its caller was cancelled
+            if number in self._sent:  # otherwise the caller of the request was cancelled
                 self._sent[number].arrived.add(new)
         finished = unpack_generations(packed)
         for generation in finished:
@@ -262,16 +270,16 @@ class RayEngine:
             self._fail(outcome)
         future = self._waiting.get(number)
         if future is None or future.done():
-            return  # its caller was cancelled
+            return  # the caller of the request was cancelled
         if isinstance(outcome, Exception):
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
 
     def _drop_cancelled(self, call: PendingCall) -> None:
-        """Abort the request of a cancelled caller, so that it frees its slot."""
+        """Abort the request of a cancelled caller, so that the request frees its slot."""
         if self._outbox.pop(call.number, None) is None and call.submit is not None:
-            call.submit.add_done_callback(lambda _: self._abandon(call.number))  # after the submit, never before it
+            call.submit.add_done_callback(lambda _: self._abandon(call.number))  # an abort must follow the submit
 
     def _abandon(self, number: str) -> None:
         if self._failure is None:
@@ -305,7 +313,7 @@ class RayEngine:
             raise self._fail(EngineFailed(f"{self._name}'s actor died: {error}")) from error
 
     def _fail(self, failure: EngineFailed) -> EngineFailed:
-        """Fail all waiting calls; the first failure is the one that every caller gets."""
+        """Fail all waiting calls and return the error; every caller gets the first failure."""
         self._failure = self._failure or failure
         for future in self._waiting.values():
             if not future.done():
@@ -317,12 +325,12 @@ class RayEngine:
 class PendingCall:
     """A request whose caller waits, or waited when the engine failed.
 
-    `number` is its id in the actor. A caller's id may be reused while its first request still ends.
+    `number` is the request's id in the actor. A caller may reuse its own id while the earlier request is still ending.
     """
 
     number: str
     arrived: ReceivedTokens = field(default_factory=lambda: ReceivedTokens())
-    submit: asyncio.Task[None] | None = None  # the task that sends it
+    submit: asyncio.Task[None] | None = None  # the task that sends the request
 
 
 class ReceivedTokens:

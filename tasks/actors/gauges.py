@@ -3,9 +3,9 @@
     rollflow_rollout_running{run="sorting-1"} 64
     rollflow_rollout_discards{run="sorting-1", what="stale"} 3
 
-A gauge is a number of a status (`statuses`) and has the name of its field. If the field has several values, the label
-`what` tells which. The gauges are set whenever a status is read, once a second. Where Ray collects no metrics, as in a
-private cluster, nothing is done.
+A gauge shows a number from an actor's status (`statuses`) and is named after the status field. If a field has several
+values, the label `what` tells them apart. The gauges are set whenever a status is read, once a second. On a cluster
+where Ray collects no metrics, such as a private cluster, no gauge is set.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ray.util.metrics import Gauge
 
 from rollflow.tasks.actors.statuses import ActorStatus
 
-SWITCH = "RAY_enable_metrics_collection"  # Ray's switch; Ray collects if it is not set
+SWITCH = "RAY_enable_metrics_collection"  # environment variable; Ray collects metrics if the variable is not set
 TAGS = ("run", "what")
 Status = TypeVar("Status", bound=ActorStatus)
 Figure = tuple[str, str, float]  # name, label ("" if there is only one value), value
 
 
 def read_figures(status: ActorStatus) -> Iterator[Figure]:
-    """Yield the numbers of a status; a text, such as `waits_for`, gives 1 or 0."""
+    """Yield the numbers of a status; a text field, such as `waits_for`, gives 1 if it has text, else 0."""
     for field in fields(status):
         value = getattr(status, field.name)
         if field.name == "costs":
@@ -54,21 +54,21 @@ def collects_metrics() -> bool:
 
 
 class Gauges:
-    """The gauges of one actor. A gauge that gets no new value is set to zero."""
+    """The gauges of one actor. A gauge without a new value is set to zero."""
 
     def __init__(self, role: str, uri: str) -> None:
-        """Create the gauges of a role; `uri` is that of the run's storage, which is not read."""
+        """Create the gauges of a role; `uri` is the address of the run's storage, which is not read."""
         self._role, self._run_id = role, uri.rpartition("/")[2]
         self._made: dict[str, Gauge] = {}
         self._known: set[tuple[str, str]] = set()
 
     @cached_property
     def on(self) -> bool:
-        """True if the gauges are set at all."""
+        """True if this process sets gauges."""
         return collects_metrics()
 
     def show(self, status: Status, more: Mapping[str, float] | None = None) -> Status:
-        """Set the gauges to a status and to the metrics `more`, and return the status."""
+        """Set the gauges to the values of a status and to the metrics `more`; return the status."""
         if self.on:
             self._set_gauges(status, more or {})
         return status

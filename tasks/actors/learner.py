@@ -4,14 +4,16 @@
                        ^                                  |
                        +--- v + 1, while publishing ------+
 
-It starts from storage alone: it restores the newest published version, or makes version 0. A version is committed
-together with the batch it was trained on. Once another learner has claimed the run, this one gets `Deposed` and stops.
-A batch that differs from its commit is voided and formed again, and is never trained on. With `train.not_finite =
-"skip"` the same happens to a batch that makes the weights not finite.
+The learner starts from storage alone: it restores the newest published version, or creates version 0. A version is
+committed together with the batch that the version was trained on. When another learner claims the run, the previous
+learner gets the error `Deposed` and stops. A batch that differs from its commit is never trained on: the learner voids
+the batch, and the rollout stage forms the batch again. With `train.not_finite = "skip"`, a batch that makes weights NaN
+or infinite is voided and formed again, too.
 
 While version v + 1 is published (see `publishing`), batch v + 1 may be leased and trained on if alpha is 1 or more.
 Versions are committed in order, and batch v + 1 stays in the channel until version v + 2 is committed. If publishing
-v + 1 fails or the learner dies, the training on top of it is lost, and batch v + 1 is trained on again.
+version v + 1 fails or the learner dies, the training that followed version v + 1 is lost, and batch v + 1 is trained on
+again.
 """
 
 from __future__ import annotations
@@ -58,8 +60,10 @@ from rollflow.tasks.verifiers.base import score_response
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
-MAKINGS = 8  # times that one batch may be damaged or not finite before the run fails
-CALLS = 32  # concurrent calls: `run` of the stage's flow and of dead flows before it, `status` of any observer
+MAKINGS = 8  # most times that one batch may be damaged or not finite before the run fails
+# Most concurrent calls of the actor: `run` by the stage's flow and by dead flows before that flow, `status` by any
+# observer.
+CALLS = 32
 
 
 class BatchFeed(Protocol):
@@ -85,7 +89,7 @@ def start_learner(context: RunContext, gpus: float, address: str) -> Any:
 
 
 class LearnerActor:
-    """Trains one run, in one thread; `run` waits for it, and `status` may be called at any time."""
+    """Trains one run in one thread; `run` waits for that thread, and `status` may be called at any time."""
 
     config: RunConfig
     policies: PolicyStore
@@ -96,23 +100,23 @@ class LearnerActor:
     def __init__(
         self, context: RunContext, address: str = "", channel: BatchFeed | None = None, lease: Lease | None = None
     ) -> None:
-        """Read nothing yet, so that `status` can report a wait for storage.
+        """Do not read storage yet, so that `status` can report a wait for storage.
 
         Args:
-            address: of the actor's Ray cluster.
-            lease: of a detached actor.
+            address: the address of the actor's Ray cluster.
+            lease: the lease of a detached actor.
         """
         if lease:
             lease.hold(LEARNER)
         self.context, self._address = context, address
         self.channel: BatchFeed = channel or RayChannel()
         self.version = -1  # newest committed version
-        self.reached = -1  # version of the learner's tensors: `version`, or one that is being published
+        self.reached = -1  # version of the learner's tensors: the committed version, or the version being published
         self.trained = 0  # number of versions trained by this actor
         self.phase, self.note = LearnerPhase.STARTING, "starting"
         self.steps = 0  # steps of work done on the way to a version
         self.restored: RestoredVersion | None = None
-        self._metrics: Mapping[str, float] = {}  # of the newest version that this actor trained
+        self._metrics: Mapping[str, float] = {}  # metrics of the newest version that this actor trained
         self._gauges = Gauges(LEARNER, context.uri)
         self.meter = BusyMeter()
         self.cpu = CpuClock(LEARNER)
@@ -141,7 +145,7 @@ class LearnerActor:
         return self._gauges.show(status, self._metrics)
 
     def run(self) -> int:
-        """Train up to the last version and return it. A second call joins the first and ends with it."""
+        """Train up to the last version and return its number. A second call waits for the same training."""
         with self._starting:
             if self._work is None:
                 self._work = self._worker.submit(self._train_all)
@@ -162,7 +166,10 @@ class LearnerActor:
         return self.version
 
     def _train_one_more(self) -> None:
-        """Train one more version, or wait for the last one; after a batch was voided, restore the version before it."""
+        """Train one more version; after the last batch, wait until the last version is published.
+
+        If a batch was voided, restore the version that was to be trained on that batch.
+        """
         try:
             if self.reached < self.config.versions:
                 self._train_next(self.reached)
@@ -182,7 +189,7 @@ class LearnerActor:
         with self.meter.busy():
             self._train(number, batch, entry, metrics)
             if self.config.async_ratio < 1:
-                self._settle()  # the next batch starts under this version
+                self._settle()  # the groups of the next batch start under this version
 
     def _settle(self) -> None:
         """Wait for the version that is being published; raise the error if publishing failed."""
@@ -199,7 +206,7 @@ class LearnerActor:
         self.version = self.policies.newest()
         ranks = rank_hosts(self.context) if self.config.train.multi_node else NEAR
         if self.version < 0:
-            cold = self.config.policy.cold_start is not None  # otherwise the policy folder has the first weights
+            cold = self.config.policy.cold_start is not None  # without a cold start, the policy folder has the weights
             self.learner = new_learner(self.context, None if cold else self.context.first_weights, ranks=ranks)
             self._make_first()
         else:
@@ -245,8 +252,9 @@ class LearnerActor:
         cold_start(model, cold, prompts, tokenizer, accuracy, report, self.config.seed)
 
     def _keep_weights(self) -> None:
-        """Store the weights of the cold start in the run's policy folder, so that it can be the `policy.path` of
-        another run.
+        """Store the weights of the cold start in the run's policy folder.
+
+        With these weights, the folder can be the `policy.path` of another run.
         """
         for name, data in self.learner.weights().items():
             self.writer.check()  # another learner may have stored its own weights there
@@ -259,25 +267,31 @@ class LearnerActor:
         self.phase, self.note = LearnerPhase.TRAINING, self.restored.sentence() or "training"
 
     def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:
-        """Return batch `number`, exactly as committed, and its entry; a damaged batch is voided and formed again."""
+        """Return batch `number`, exactly as committed, and the number of the batch's log entry.
+
+        A damaged batch is voided, and the rollout stage forms the batch again.
+        """
         reason = ""
         for attempt in range(MAKINGS):
             try:
                 data = self._lease(number, afresh=attempt > 0)
                 waiting = self.batches.waiting(number)
                 if waiting is None:
-                    continue  # it was voided a moment ago; the next lease waits until it is formed again
+                    continue  # the batch was voided a moment ago; the next lease waits until the batch is formed again
                 verify(waiting.file, data)
                 return TrajectoryBatch.from_bytes(data), waiting.entry
             except Corrupt as error:
                 self._settle()  # the log itself may be damaged
                 reason = str(error)
                 self._step(f"forming batch {number} again: {reason}")
-                self.batches.void(self.writer, number, reason)  # does nothing if only the channel's copy is damaged
+                self.batches.void(self.writer, number, reason)  # no effect if only the channel's copy is damaged
         raise Corrupt(f"batch {number} was damaged {MAKINGS} times: {reason}; check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
-        """Lease batch `number`; wait as long as the rollout stage may take, plus the time in which storage is away."""
+        """Lease batch `number`; wait as long as the rollout stage may take to form the batch.
+
+        Time in which storage does not answer does not count.
+        """
         patience, waited, why = self.config.rollout.patience_seconds, 0.0, ""
         while waited < patience:
             try:
@@ -286,12 +300,15 @@ class LearnerActor:
                 why = str(error)
             self._settle()  # the batch may need the version that is being published
             self.learner.check_ranks()
-            self.writer.check()  # returns once storage answers: that time does not count
+            self.writer.check()  # returns once storage answers; the time of this call does not count as waiting
             waited += LEASE_SECONDS
         raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")
 
     def _train(self, number: int, batch: TrajectoryBatch, entry: int, batch_metrics: Mapping[str, float]) -> None:
-        """Train on batch `number` and start publishing the result; void a batch that is not finite, if allowed."""
+        """Train on batch `number` and start publishing the result.
+
+        With `train.not_finite = "skip"`, a batch that makes weights NaN or infinite is voided.
+        """
         began = time.monotonic()
         self._check_fresh(number, batch)
         try:
@@ -305,10 +322,11 @@ class LearnerActor:
             self._quarantine(number, entry, error)
 
     def _quarantine(self, number: int, entry: int, error: NotFinite) -> None:
-        """Void batch `number` and restore the version before it from storage, as some minibatches may have been
-        applied.
+        """Void batch `number` and restore the version before this batch from storage.
+
+        The version has to be restored because some minibatches may have changed the weights.
         """
-        why = str(error).partition("; ")[0]  # without the advice for a run that stops
+        why = str(error).partition("; ")[0]  # the error without its advice, which is meant for a run that stops
         self.batches.reject(self.writer, number, entry, why)
         if (times := self.context.log.state.not_finite) >= MAKINGS:
             cure = f"fix the engine or the verifier and resume, or {AGAIN}, and a lower train.learning_rate"
@@ -317,7 +335,7 @@ class LearnerActor:
         self.note = f"batch {number} is quarantined and formed again: {why}"
 
     def _check_fresh(self, number: int, batch: TrajectoryBatch) -> None:
-        """Check the staleness bound on the rows themselves before training."""
+        """Check before training that no row of the batch exceeds the staleness bound."""
         oldest = min(batch.table["started_version"].to_pylist())
         if oldest < number - self.config.async_ratio:
             raise Stale(f"batch {number} holds a trajectory started under version {oldest}")
@@ -348,7 +366,7 @@ class LearnerActor:
         self.note = f"version {version} is logged without {', '.join(omitted)}: not finite" if omitted else "training"
 
     def _record_spans(self, version: int, batch_entry: int | None, seconds: Mapping[str, float]) -> None:
-        """Record how a version came about, in its own trace and in those of the prompts that it was trained on."""
+        """Record the spans of a version in its own trace, and in the traces of the prompts that it was trained on."""
         if batch_entry is None or not self._spans.on:
             return
         wait, step, publish = (seconds.get(f"{part}_seconds", 0.0) for part in ("wait", "step", "publish"))
@@ -360,7 +378,7 @@ class LearnerActor:
             self._spans.record_prompt(group.key, "train", step + publish, **{"rollflow.version": version})
 
     def _note_published(self, version: int) -> None:
-        """Note the committed version, acknowledge its batch and prune."""
+        """Note the committed version, acknowledge the version's batch and prune old versions."""
         self.version = version
         self.trained += 1
         if version:
@@ -368,12 +386,16 @@ class LearnerActor:
             self._prune()
 
     def _prune(self) -> None:
-        """Delete what retention allows; if that fails, the next call or `rollflow gc` deletes it."""
+        """Delete the objects that retention does not keep; the next call or `rollflow gc` retries a failed deletion."""
         with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
             self.policies.prune(self.writer)
 
     def _check_finite(self, version: int) -> tuple[float, ...]:
-        """Return the probe's log-probs for `version`; raise `NotFinite`, before anything is stored, if it is broken."""
+        """Return the probe's log-probs for `version`.
+
+        Raises:
+            NotFinite: the version has a NaN or an infinity; nothing of the version is stored yet.
+        """
         broken, probe = self.learner.first_nonfinite(), self.learner.logprobs(self.context.probe_tokens)
         if broken is None and all(np.isfinite(probe)):
             return probe
@@ -381,7 +403,7 @@ class LearnerActor:
         raise NotFinite(f"version {version} is not published: {what}; {self._suggest_fix(version)}")
 
     def _suggest_fix(self, version: int) -> str:
-        """Return the advice for a version that is not finite."""
+        """Return the advice for the user if the weights of `version` are not finite."""
         if version:
             return f"{AGAIN}, and a lower train.learning_rate"
         cold = self.config.policy.cold_start is not None

@@ -4,11 +4,12 @@
 
 - An actor ends, with the processes that it started, when the supervisor has written no status for
   `cluster.lease_seconds`. The stages' flows watch the same lease and fail a little earlier, so they restart no actor.
-- Any change of the status counts. Clocks of different machines are never compared.
-- A pause of the actor or of its machine is not blamed on the supervisor: a late read counts as one read.
-- While storage does not answer, nobody can renew a lease. Then `store.patience_seconds` are added to it.
+- Any change of the supervisor's status renews the lease. Clocks of different machines are never compared.
+- A pause of the actor or of its machine is not blamed on the supervisor: however late a read of the status is, at most
+  twice the usual time between two reads counts.
+- While storage does not answer, nobody can renew a lease. So the lease is extended by `store.patience_seconds`.
 - The timer does not depend on the actor's work: an actor with a blocked event loop ends, too. If a library holds
-  Python's global lock, the actor ends when the lock is released.
+  Python's global interpreter lock, the actor ends when the lock is released.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ if TYPE_CHECKING:
     from rollflow.tasks.run.context import RunContext
 
 STATUS = "status.json"  # the supervisor's status in the run's storage
-LOOKS = 20  # reads of the status during one lease
-ACTOR_SHARE = 1.15  # of a lease: an actor ends after its flow has, so the flow does not restart it
+LOOKS = 20  # number of reads of the supervisor's status in the time of one lease
+ACTOR_SHARE = 1.15  # an actor ends after 1.15 lease times: later than its flow, so the flow does not restart the actor
 READ_SECONDS = 5.0  # longest wait for a store that does not answer
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The parameters of a lease: `uri` of the run's storage, and `seconds`, where 0 means that it never expires."""
+    """The parameters of a lease: `uri` of the run's storage, and `seconds`; a lease of 0 seconds never expires."""
 
     uri: str
     seconds: float
-    patience: float  # seconds that the run may wait for its storage
+    patience: float  # seconds that the run may wait for storage that does not answer
 
     @classmethod
     def of(cls, context: RunContext) -> Lease:
-        """Read the lease from the run's config."""
+        """Build the lease from the run's config."""
         config = context.config
         return cls(context.uri, config.cluster.lease_seconds, config.store.patience_seconds)
 
@@ -59,7 +60,7 @@ class Lease:
         )
 
     def hold(self, role: str) -> None:
-        """End this process when the lease expires; an actor calls this once, when it starts."""
+        """End this process when the lease expires; an actor calls this method once, when the actor starts."""
         if self.seconds:
             threading.Thread(target=self._hold, args=(role,), name="lease", daemon=True).start()
 
@@ -72,7 +73,7 @@ class Lease:
 
 
 class LeaseWatch:
-    """Detects an expired lease by changes of the status, on this process's own clock."""
+    """Detects by this process's own clock that the supervisor's status has not changed for the time of the lease."""
 
     def __init__(
         self,
@@ -84,18 +85,18 @@ class LeaseWatch:
         """Start watching.
 
         Args:
-            read: returns the status, b"" if there is none, None if storage does not answer.
-            share: the share of the lease's seconds after which it counts as expired.
+            read: returns the status; b"" if there is no status, None if storage does not answer.
+            share: the lease counts as expired after its seconds times this number.
         """
         self._longest = share * lease.seconds
         self.lease, self.pause = lease, lease.seconds / LOOKS
         self._read, self._clock = read or self._status, clock
         self._seen: bytes | None = None
         self._looked = clock()
-        self._unwatched = 0.0  # seconds without a change
+        self._unwatched = 0.0  # seconds without a change of the status
 
     def has_expired(self) -> bool:
-        """Read the status, unless that was done a moment ago; return whether the lease has expired."""
+        """Return whether the lease has expired; read the status, unless the last read was a moment ago."""
         now = self._clock()
         passed = now - self._looked
         if not self.lease.seconds or passed < self.pause:
@@ -108,7 +109,10 @@ class LeaseWatch:
         return self._unwatched >= self._longest
 
     def _note_silence(self, passed: float) -> bool:
-        """Note that storage does not answer: the time without a change starts again."""
+        """Note that storage does not answer, and return whether the lease has expired.
+
+        The time without a change starts again at zero when storage stops answering, and when it answers again.
+        """
         self._unwatched = passed + (self._unwatched if self._seen is None else 0.0)
         self._seen = None
         return self._unwatched >= self._longest + self.lease.patience
@@ -123,7 +127,7 @@ class LeaseWatch:
 
 
 def end_process() -> None:
-    """Kill the processes that this process started, and then this one; Ray treats such an actor as dead."""
+    """Kill the processes that this process started, and then this process; Ray treats the actor as dead."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             child.kill()

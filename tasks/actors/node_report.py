@@ -30,8 +30,8 @@ PACKAGES = {  # packages that must be the same on every node, and the names unde
 class NodeReport:
     """The report of one node.
 
-    `gpus`: number of devices; `disk`: free bytes; `cache`: the folder for fetched files, "" if none can be written;
-    `store`: "", or why the store cannot be used from this node.
+    `gpus`: number of GPUs; `disk`: free bytes in `cache`; `cache`: the folder for fetched files, "" if no folder can be
+    written; `store`: the reason why the node cannot use the store, "" if it can.
     """
 
     host: str
@@ -43,7 +43,7 @@ class NodeReport:
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of this process's Python and packages; "" for one that is not installed."""
+    """Return the versions of this process's Python and packages; "" for a package that is not installed."""
     return {"python": platform.python_version()} | {name: _read_version(names) for name, names in PACKAGES.items()}
 
 
@@ -57,7 +57,7 @@ def _read_version(names: tuple[str, ...]) -> str:
 
 
 class NodeReporter:
-    """The actor that reports about its node."""
+    """The actor that reports about the node on which it runs."""
 
     def clock(self) -> float:
         """Return the time of this node, in seconds since the epoch."""
@@ -80,7 +80,7 @@ def _check_store(uri: str) -> str:
 
 
 def _read_disk() -> tuple[str, int]:
-    """Return the folder for fetched files, and the free bytes there."""
+    """Return the folder for fetched files, and the number of free bytes on the folder's disk."""
     try:
         folder = Path(node_cache())
         folder.mkdir(parents=True, exist_ok=True)

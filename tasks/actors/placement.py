@@ -1,10 +1,10 @@
 """Placement of a run's actors on a Ray cluster: their nodes, the resources they reserve, and their environment.
 
-- Without `cluster.placement` an actor reserves its GPUs and almost no CPU. So it runs on a node with a CPU, and never
-  on a host that joined without CPUs, such as the supervisor's.
-- With `reserve_cpus` it reserves the CPUs that its threads use, so that Ray gives these to nobody else.
-- A role with labels or a custom resource runs only on nodes that have them.
-- Engines are placed on the nodes in turn ("spread", so that a lost node takes few of them with it), or packed by Ray.
+- Without `cluster.placement` an actor reserves its GPUs and almost no CPU. So the actor runs on a node with a CPU, and
+  never on a host that joined the cluster without CPUs, such as the supervisor's host.
+- With `reserve_cpus` an actor reserves the CPUs that the actor's threads use, so no other actor gets these CPUs.
+- A role with labels or a custom resource runs only on nodes with these labels or this resource.
+- Engines are placed on the nodes in turn ("spread", so that the loss of a node loses few engines), or packed by Ray.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig
 from rollflow.tasks.run.config import RunConfig
 
 Role = Literal["engine", "learner", "scheduler", "reward"]
-LEAST = 0.001  # of a resource: an actor that asks for none at all is placed by Ray on any node at random
+LEAST = 0.001  # amount of a resource; Ray would place an actor that asks for no resource on a random node
 
 
 def actor_options(
@@ -26,8 +26,8 @@ def actor_options(
     """Return Ray's options for an actor.
 
     Args:
-        cpus: number that its threads use.
-        gpus: number that it reserves.
+        cpus: number of CPUs that the actor's threads use.
+        gpus: number of GPUs that the actor reserves.
         imports: the kind of worker to start in, on a private cluster.
     """
     placement = config.cluster.placement
@@ -43,7 +43,7 @@ def actor_options(
 
 
 def runtime_env(config: RunConfig, gpus: float = 0.0, imports: Kind | None = None) -> dict[str, Any]:
-    """Return the option with the environment of an actor's process; empty if Ray's default will do.
+    """Return the Ray option with the environment of an actor's process; empty if Ray's default environment suffices.
 
     Workers with early imports exist only on a private cluster and only for the default environment.
     """
@@ -62,7 +62,7 @@ def engine_cpus(engine: EngineConfig) -> float:
 
 
 def learner_cpus(config: RunConfig) -> float:
-    """Return the CPUs of the learner's actor, including ranks that are its own processes."""
+    """Return the CPUs of the learner's actor, including the CPUs of ranks that are child processes of the actor."""
     return float(config.train.threads * (1 if config.train.multi_node else config.train.ranks))
 
 

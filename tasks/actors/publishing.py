@@ -3,11 +3,11 @@
     step v --> check --> [ hash, upload --> commit v + 1 --> acknowledge batch v --> prune ]    the thread
                   +----> lease batch v + 1 --> forward, backward --> settle --> optimizer's step
 
-- Nothing is copied: the next step does not change the tensors before it has called `settle`, on all ranks. It waits
-  only if the store takes longer than its forward and backward passes.
-- One version at a time is published; the next one starts after it is committed.
-- Every `settle` raises the error of a failed publishing until `forget` is called, so nothing is built on a version that
-  does not exist.
+- No tensor is copied: the next step calls `settle` on all ranks before it changes a tensor. The next step waits only if
+  the store takes longer than the forward and backward passes of that step.
+- One version at a time is published; publishing the next version starts after the commit of the version before.
+- Every `settle` raises the error of a failed publishing until `forget` is called, so no version is trained from a
+  version that does not exist.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class Publishing:
-    """Publishes versions in a thread. See the module's docstring. Only one thread may use it."""
+    """Publishes versions in a background thread. See the module's docstring. Only one thread may call the methods."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "publisher")
         self._job: Future[None] | None = None
 
     def begin(self, job: Callable[[], None]) -> None:
-        """Start publishing a version, after waiting for the previous one as `settle` does."""
+        """Start publishing a version, after waiting for the previous version as `settle` does."""
         self.settle()
         self._job = self._thread.submit(job)
 
@@ -34,7 +34,7 @@ class Publishing:
             self._job.result()
 
     def forget(self) -> None:
-        """Wait until publishing has ended, and drop its error: nothing will be built on that version."""
+        """Wait until publishing has ended, and drop its error, because no version will be trained from that version."""
         if self._job is not None:
             wait([self._job])
             self._job = None

@@ -3,9 +3,9 @@
     learner's actor (first rank) --starts--> RankActor (rank 1), RankActor (rank 2), ...
             +---- orders, over a separate connection that is protected by a secret ----+
 
-The rank actors belong to the learner's actor: Ray ends them with it. Their GPUs are reserved together in a placement
-group, or not at all, so two runs never wait for each other with half of their ranks. Traffic between ranks goes over
-the network between their machines, unencrypted.
+The rank actors belong to the learner's actor: Ray ends the rank actors with the learner's actor. The GPUs of all ranks
+are reserved together in a placement group, or not at all, so two runs never wait for each other with half of their
+ranks. Traffic between ranks goes over the network between their machines, unencrypted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def find_node_address() -> str:
 
 
 def list_nodes() -> list[dict[str, Any]]:
-    """List Ray's living nodes, this node first."""
+    """List the living nodes of the Ray cluster, this node first."""
     own = ray.get_runtime_context().get_node_id()
     return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != own)
 
@@ -68,7 +68,7 @@ def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECOND
     The reservation lasts until the run's job on the cluster ends. If only a learner ends, Ray keeps its placement
     group, so the next learner first removes the group `name` in the run's namespace.
     """
-    with contextlib.suppress(ValueError):  # there is no such group
+    with contextlib.suppress(ValueError):  # ignore that there is no such group
         remove_placement_group(get_placement_group(name))
     own = actor_options(config, "learner", float(config.train.threads))
     bundle = {"GPU": 1, "CPU": own["num_cpus"], **own.get("resources", {})}
@@ -80,24 +80,24 @@ def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECOND
         raise Unreachable(f"train.ranks = {ranks + 1}: {ranks} GPUs were not free together for {seconds:g} s; {cure}")
     return lambda rank: {
         "num_gpus": 1,
-        "num_cpus": own["num_cpus"],  # otherwise Ray asks for one CPU at the start, which the group does not have
+        "num_cpus": own["num_cpus"],  # by default Ray asks for one CPU at the start, which the group lacks
         **runtime_env(config, gpus=1),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank - 1),
     }
 
 
 def place_in_turn(config: RunConfig, rank: int) -> dict[str, Any]:
-    """Return the options for a rank without a GPU: the nodes get ranks in turn."""
+    """Return Ray's options for a rank without a GPU: the nodes get ranks in turn."""
     every = [node for node in list_nodes() if is_fitting(node, config, "learner")] or list_nodes()
     near = NodeAffinitySchedulingStrategy(every[rank % len(every)]["NodeID"], soft=True)
     own = actor_options(config, "learner", float(config.train.threads))
-    own.pop("label_selector", None)  # the chosen node has the labels
+    own.pop("label_selector", None)  # a label selector is not needed, because the chosen node has the labels
     return {**own, "scheduling_strategy": near}
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The address and the secret with which a rank connects for its orders."""
+    """The address and the secret with which a rank connects to the learner's actor to receive orders."""
 
     address: Any
     secret: bytes = field(repr=False)
@@ -116,7 +116,7 @@ class SpreadRank:
 
     @property
     def pipes(self) -> Pipes:
-        """The connections of the rank, once it has connected."""
+        """The connections of the rank, once the rank has connected."""
         return self._pipes.result(CONNECTED_SECONDS)
 
     def read_exit(self) -> str | None:
@@ -124,7 +124,7 @@ class SpreadRank:
         return GONE if ray.wait([self._served], timeout=0)[0] else None
 
     def end(self) -> None:
-        """End the rank and close its connections; a rank that Ray does not know has ended already."""
+        """End the rank and close the rank's connections; a rank that Ray does not know has ended already."""
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.ActorHandleNotFoundError):
                 ray.kill(self._actor)
@@ -133,13 +133,13 @@ class SpreadRank:
             self._pipes.result().close()
 
     def _accept(self) -> None:
-        """Accept the rank's two connections in order; reject all others."""
+        """Accept the rank's two connections in order; reject all other connections."""
         found = list[Connection]()
         while len(found) < 2:
             try:
                 found.append(self._listener.accept())
             except (AuthenticationError, EOFError, ConnectionError):
-                pass  # not the rank
+                pass  # the connection is not from the rank
             except OSError:
                 return  # the listener was closed
         self._pipes.set_result(Pipes(*found))

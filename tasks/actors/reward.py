@@ -6,7 +6,7 @@
         ▲                              │
         └──────── more(ticket) ◄───────┘   long poll for the missing scores
 
-So one call and one answer suffice if all scores are quick. If one is slow, the others return before it.
+If all scores of a call are quick, one answer returns all of them. A slow score does not delay the other scores.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 REWARD = "reward"
 AGAIN_SECONDS = 0.2
 PACKET_SECONDS = 0.05  # time for which the first scores of a call wait for the others
-POLL_SECONDS = 2.0  # longest time that a call stays open without news
+POLL_SECONDS = 2.0  # longest time that a call stays open without a new score
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Scores (as tuples, which are quick to pickle), each with the position of its request in the call.
+    """Scores, each with the position of its request in the call. The scores are tuples, which are quick to pickle.
 
-    `ticket` is the argument of the next `more` call; None if no score is missing.
+    `ticket` is the argument of the next `more` call; None if no score of the call is missing.
     """
 
     scores: list[tuple[int, float, str, float]]
@@ -56,13 +56,13 @@ class RewardActor:
     """`RewardPool` in an actor: one per run."""
 
     def __init__(self, context: RunContext, lease: Lease | None = None) -> None:
-        """Read nothing yet, so that `status` can report a wait for storage."""
+        """Do not read storage yet, so that `status` can report a wait for storage."""
         if lease:
             lease.hold(REWARD)
         self.context = context
         self._began = 0.0
         self._tickets = itertools.count()
-        self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> missing scores, with their positions
+        self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> missing scores and their positions
         self._finished = asyncio.Event()
         self._attended = False
         self._pool = AsyncOnce(self._start)
@@ -74,12 +74,12 @@ class RewardActor:
         await self._pool.get()
 
     async def run(self) -> int:
-        """Keep the workers until the run is finished; return how many responses they scored.
+        """Keep the workers until the run is finished; return how many responses the workers scored.
 
-        May be called again by a flow that replaced a dead one.
+        A flow that replaced a dead flow may call `run` again.
 
         Raises:
-            ConfigError: no worker got ready.
+            ConfigError: no worker became ready.
         """
         self._attended = True
         pool = await self._pool.get()
@@ -100,7 +100,7 @@ class RewardActor:
         self._finished.set()
 
     async def score(self, requests: Sequence[tuple[bytes, Mapping[str, Any]]]) -> Verdicts:
-        """Score requests, each given as its tokens' bytes (int32) and its reference; return the first scores."""
+        """Score requests, each given as the bytes of its tokens (int32) and its reference; return the first scores."""
         pool = await self._pool.get()
         self._began = self._began or time.monotonic()
         ticket, to_come = next(self._tickets), pool.submit([ScoreRequest(Int32s(t), r) for t, r in requests])
@@ -108,7 +108,7 @@ class RewardActor:
         return await self.more(ticket)
 
     async def more(self, ticket: int) -> Verdicts:
-        """Return further scores of that call; all of them, if that takes only a moment."""
+        """Return further scores of the call with this ticket: all missing scores, if they take only a moment."""
         to_come = self._open[ticket]
         done, _ = await asyncio.wait(to_come, timeout=PACKET_SECONDS)
         if not done:
@@ -142,7 +142,7 @@ def start_reward(context: RunContext) -> Any:
 class RewardClient:
     """Scores single responses through the run's reward actor. Concurrent requests share a call; none waits for another.
 
-    Scoring has no side effects. So when the actor dies, its successor is asked for the missing scores.
+    Scoring has no side effects. So when the actor dies, the client asks the new actor for the missing scores.
     """
 
     def __init__(self, patience_seconds: float) -> None:
@@ -152,7 +152,7 @@ class RewardClient:
         self._calls: Coalescer[ScoreRequest, Score] = Coalescer(self._send)
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Score one response; raise `Unreachable` if neither this nor any other request gets a score in time."""
+        """Score one response; raise `Unreachable` if neither this request nor another gets a score in time."""
         return await self._calls.ask(request)
 
     async def _send(self, requests: Sequence[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
@@ -171,7 +171,7 @@ class RewardClient:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _ask_actor(self, requests: list[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
-        """Yield the scores that the actor returns; end early if the actor is gone, as another will replace it."""
+        """Yield the scores that the actor returns; end early if the actor is gone, because a new actor replaces it."""
         try:
             self._actor = actor = self._actor or await asyncio.to_thread(ray.get_actor, REWARD)
             call = actor.score.remote([(Int32s.of(request.tokens).data, request.reference) for request in requests])
@@ -186,7 +186,7 @@ class RewardClient:
             self._actor = None
 
     def _check_moving(self, began: float, *, news: int, left: int) -> None:
-        """Raise `Unreachable` if neither this call, which began then, nor another has got a score for too long."""
+        """Raise `Unreachable` if neither this call, which began at `began`, nor another got a score for too long."""
         now = time.monotonic()
         if news:
             self._moved = now

@@ -67,20 +67,20 @@ from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
 ROLLOUT = "rollout"
-EVALUATION = -1  # number of the separate engine for evaluations, where there is one
-NEWS_SECONDS = 2.0  # longest wait for news from the channel before storage is read
+EVALUATION = -1  # number of the separate engine for evaluations, if the run has such an engine
+NEWS_SECONDS = 2.0  # longest wait for the channel to announce a version; then storage is read
 STATS_SECONDS = 2.0
 PUT_SECONDS = 10.0
 
 
 class StoreFeed:
-    """Implements `VersionFeed` from the run's log; the channel only signals when to read it."""
+    """Implements `VersionFeed` from the run's log; the channel only signals when to read the log."""
 
     def __init__(self, context: RunContext, channel: RayChannel) -> None:
         self._context, self._channel = context, channel
         self._policies = context.policies
         self._tokens = context.probe_tokens
-        self.newest = -1  # newest version at the last read
+        self.newest = -1  # newest published version when the log was last read
 
     def ask(self) -> int:
         """Read the log and return the newest published version."""
@@ -90,7 +90,7 @@ class StoreFeed:
     async def newer(self, version: int) -> int:
         """Wait for a newer version, as `VersionFeed` does."""
         while True:
-            with contextlib.suppress(Unreachable):  # the channel is being restarted; storage is read all the same
+            with contextlib.suppress(Unreachable):  # storage is read even while the channel is being restarted
                 await self._channel.wait_version(version, NEWS_SECONDS)
             newest = await asyncio.to_thread(self.ask)
             if newest > version:
@@ -103,7 +103,7 @@ class StoreFeed:
         return await self.fetch(version)
 
     async def fetch(self, version: int) -> tuple[RunContext, WeightsProbe]:
-        """Return the version's context and probe; each engine fetches the weights itself, on its own node."""
+        """Return the version's context and probe; each engine fetches the weights on its own node."""
         found = await asyncio.to_thread(self._policies.find, version)
         return self._context, WeightsProbe(self._tokens, found.probe, self._context.config.probe_tolerance)
 
@@ -158,19 +158,23 @@ class RolloutActor:
     evaluations: Evaluations
 
     def __init__(self, context: RunContext, address: str, lease: Lease | None = None) -> None:
-        """Read nothing yet, so that `status` can report a wait for storage; `address` is that of the Ray cluster."""
+        """Do not read storage yet, so that `status` can report a wait for storage.
+
+        Args:
+            address: the address of the Ray cluster.
+        """
         if lease:
             lease.hold(ROLLOUT)
         self.context, self._address = context, address
         self.channel = RayChannel()
         self.counts = SchedulerCounts()
         self._gauges = Gauges(ROLLOUT, context.uri)
-        self._evaluating = asyncio.Event()  # set when the separate engine for evaluations is there
+        self._evaluating = asyncio.Event()  # set when the separate engine for evaluations has started
         self._own: RayEngine | None = None  # the separate engine for evaluations
-        self._judged = 0  # responses scored for evaluations
+        self._judged = 0  # number of responses scored for evaluations
         self.began: float | None = None
         self._notes: set[asyncio.Task[None]] = set()
-        self._paused = 0.0  # update seconds that are stored already
+        self._paused = 0.0  # seconds of engine updates that are stored already
         self._stats: dict[int, EngineStats] = {}
         self._running: asyncio.Task[None] | None = None
         self._prepared = asyncio.Event()
@@ -180,7 +184,7 @@ class RolloutActor:
         self._spans = Spans()
 
     async def begin(self) -> None:
-        """Read the prompts, which takes longest, before any engine is ready."""
+        """Read the prompts, which takes most time, before any engine is ready."""
         await self._read.get()
 
     def _prepare(self) -> None:
@@ -192,7 +196,7 @@ class RolloutActor:
         tracking = self.config.tracking
         self._spans = open_spans(tracking.spans, tracking.spans_share, self.context.key, self.context.run_id, ROLLOUT)
         self.reward = RewardClient(self.patience)
-        # Each engine joins when it is ready, so that no engine waits for another.
+        # Each engine joins the proxy when the engine is ready, so that no engine waits for another.
         self.proxy = build_proxy(
             [], self.config.engine.max_concurrent_requests, self.patience, self.config.rollout.routing
         )
@@ -200,7 +204,7 @@ class RolloutActor:
         self.evaluations = self._create_evaluations()
 
     def _create_scheduler(self) -> RolloutScheduler:
-        """Create a scheduler that starts from the state in the log."""
+        """Create a scheduler that starts from the state in the run's log."""
         self.feed.ask()
         resume = ResumePoint.of_state(self.context.log.state)
         environment = build_environment(self.config.environment)
@@ -240,7 +244,7 @@ class RolloutActor:
     async def run(self) -> None:
         """Form every batch and follow every version; return when the last version was loaded and evaluated.
 
-        A second call, from a stage flow that replaced a dead one, joins the first.
+        A second call, from a stage flow that replaced a dead flow, waits for the same work.
         """
         if self._running is None:
             self._running = asyncio.create_task(self._run())
@@ -276,7 +280,7 @@ class RolloutActor:
             self.scheduler = await asyncio.to_thread(self._create_scheduler)
 
     async def _wait_trained(self, forming: asyncio.Task[None], voided: int) -> bool:
-        """Wait until every version is trained (True) or a further batch is voided (False)."""
+        """Wait; return True when every version is trained, False when another batch was voided."""
         while self.feed.newest < self.config.versions:
             if forming.done():
                 forming.result()
@@ -290,7 +294,7 @@ class RolloutActor:
         return True
 
     async def join(self, number: int) -> None:
-        """Let the started engine `number` replace a dead one; return when it serves."""
+        """Let the started engine `number` replace a dead engine; return when the new engine serves requests."""
         await self._prepared.wait()
         engine = RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number), keep_actor=True)
         present = self._own if number == EVALUATION else self.proxy.engines.get(number)
@@ -315,7 +319,7 @@ class RolloutActor:
             )
         counts = self.counts
         lasted = max(time.monotonic() - self.began, 1e-9) if self.began else math.inf
-        idle = await self._measure_idle()  # this also updates self._stats, which is used below
+        idle = await self._measure_idle()  # `_measure_idle` also updates self._stats, which is used below
         status = RolloutStatus(
             waits_for=waits or ("" if self.feed.newest >= 0 else "the first policy version, from the train stage"),
             costs=[*self._cpu.read(), *(cost for stats in self._stats.values() for cost in stats.costs)],
@@ -347,7 +351,7 @@ class RolloutActor:
         return self._gauges.show(status)
 
     def _find_failed(self) -> dict[int, str]:
-        """Return why engines failed, keyed by engine number."""
+        """Return the reasons why engines failed, keyed by engine number."""
         failed = dict(self.proxy.failed)
         try:
             if self._own is not None:
@@ -371,12 +375,12 @@ class RolloutActor:
         note.add_done_callback(self._notes.discard)
 
     def _store_update(self, update: Update) -> None:
-        with contextlib.suppress(Unreachable, StoreFailed):  # the record is for people: the run does not depend on it
+        with contextlib.suppress(Unreachable, StoreFailed):  # the run does not depend on this record
             store_update(self.context.store, update)
 
     @contextlib.asynccontextmanager
     async def _borrow_own_engine(self) -> AsyncIterator[Engine]:
-        """Wait until the separate engine for evaluations is alive, and yield it; the stage's flow starts it."""
+        """Wait until the separate engine for evaluations, which the stage's flow starts, is alive, and yield it."""
         while self._own is None or EVALUATION in self._find_failed():
             self._evaluating.clear()
             await self._evaluating.wait()
@@ -395,20 +399,23 @@ class RolloutActor:
 
     async def _commit(self, staged: StagedBatch) -> None:
         """Commit a batch to storage, then hand it to the learner."""
-        # Shielded, because a new scheduler must see the commit that is still being written.
+        # The commit is shielded from cancellation, because a new scheduler must see a commit that is being written.
         self._committing = asyncio.ensure_future(asyncio.to_thread(self.context.batches.commit, self.writer, staged))
         entry, payload = await asyncio.shield(self._committing)
         await self._hand_over(staged.number, payload, entry.n)
 
     async def _hand_over(self, number: int, payload: Path | pa.Buffer, entry: int) -> None:
-        """Put a batch into the channel; time in which storage does not answer does not count against the learner."""
+        """Put a batch into the channel; wait at most `patience` seconds for room.
+
+        Time in which storage does not answer does not count as waiting.
+        """
         waited, why = 0.0, ""
         while waited < self.patience:
             try:
                 return await self.channel.put(number, payload, PUT_SECONDS, entry)
             except (TimeoutError, Unreachable) as error:
                 why = str(error)
-            await asyncio.to_thread(self.feed.ask)  # returns once storage answers
+            await asyncio.to_thread(self.feed.ask)  # this call returns once storage answers
             waited += PUT_SECONDS
         raise Unreachable(f"the learner took no batch for {self.patience:g} s ({why})")
 

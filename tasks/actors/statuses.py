@@ -1,8 +1,8 @@
 """The statuses of a run's actors: one frozen type per actor, read by its stage's flow and by the supervisor.
 
-`progress` detects a hang: an actor whose `progress` stays the same for too long is stuck. So it has exactly the fields
-that change only when work was done. `TICKING` names all other fields. A test checks that each field is in one of the
-two.
+`progress` serves to detect a hang: an actor whose `progress` stays the same for too long is stuck. So `progress` has
+exactly the fields that change only when work was done. `TICKING` names all other fields. A test checks that each field
+is either in `progress` or in `TICKING`.
 
 This module imports neither Ray nor torch, so that a process that only reads a status starts quickly.
 """
@@ -18,7 +18,7 @@ from typing import ClassVar
 from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
-WORTH_SAYING = 0.02  # smaller shares are omitted from a note
+WORTH_SAYING = 0.02  # smallest share (0 to 1) that a status line mentions
 
 
 class LearnerPhase(Enum):
@@ -45,7 +45,7 @@ class ActorStatus(ABC):
     warned: Sequence[ActorWarning] = ()
     attended: bool = field(default=True, kw_only=True)
 
-    # These may change without work. `waits_for` is no progress: an actor that waits for another one is not stuck.
+    # The fields that may change without work. `waits_for` is no progress, because an actor may wait by design.
     TICKING: ClassVar[frozenset[str]] = frozenset({"waits_for", "costs", "idle", "warned", "attended"})
 
     @property
@@ -56,7 +56,7 @@ class ActorStatus(ABC):
     @property
     @abstractmethod
     def made(self) -> float:
-        """Amount of work done; once it has grown in a restarted actor, the actor has resumed."""
+        """Amount of work done; a restarted actor has resumed once its amount of work has grown."""
 
     @property
     @abstractmethod
@@ -69,11 +69,11 @@ class RolloutStatus(ActorStatus):
     """The status of the rollout actor; the defaults are those of an actor that has not read the run's state.
 
     Groups are `running` or `buffered` (scored, but in no batch); `waiting` counts batches ahead of the learner.
-    `trajectories` and `tokens` are those of this actor; `discards` and `filtered` count groups by reason. Shares of the
-    time: `held`, in which engines had free slots but alpha let no group start, and `waited`, in which a full batch
-    waited for a slow group. Shares of tokens: `dropped`, those of groups that were too slow, and `prefix_hits`, the
-    prompt tokens that engines found in their prefix cache. `failed` maps an engine's number to the reason of its
-    failure.
+    `trajectories` and `tokens` count what this actor has made; `discards` and `filtered` count groups by reason. `held`
+    is the share of the time in which engines had free slots but alpha let no group start. `waited` is the share of the
+    time in which a full batch waited for a slow group. `dropped` is the share of tokens that belonged to groups that
+    were too slow. `prefix_hits` is the share of prompt tokens that engines found in their prefix cache. `failed` maps
+    an engine's number to the reason of the engine's failure.
     """
 
     version: int = -1
@@ -139,10 +139,10 @@ class RolloutStatus(ActorStatus):
 
 @dataclass(frozen=True, slots=True)
 class LearnerStatus(ActorStatus):
-    """The status of the learner. `version`: the version it holds (-1 for none); `trained`: versions it trained itself.
+    """The status of the learner. `version`: the version in its tensors (-1: none); `trained`: versions it trained.
 
     `steps` counts steps of work on the way to a version: checks of a cold start, replayed versions, batches formed
-    again. `restored_from` and `replayed` say how the learner started. `note` describes all this to people.
+    again. `restored_from` and `replayed` record how the learner started. `note` describes the other fields in words.
     """
 
     phase: LearnerPhase = LearnerPhase.STARTING
@@ -153,7 +153,7 @@ class LearnerStatus(ActorStatus):
     restored_from: int = -1
     replayed: int = 0
 
-    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"note"}  # text, which changes with `phase` and `steps`
+    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"note"}  # `note` changes with other fields
 
     @property
     def progress(self) -> Mapping[str, object]:
@@ -180,7 +180,7 @@ class LearnerStatus(ActorStatus):
 
 @dataclass(frozen=True, slots=True)
 class RewardStatus(ActorStatus):
-    """The status of the reward actor: responses `scored`, and those for which the verifier timed out (`timeouts`)."""
+    """The status of the reward actor: `scored` counts scored responses, `timeouts` those without a score in time."""
 
     scored: int = 0
     timeouts: int = 0

@@ -1,10 +1,10 @@
 """The wire format of requests and generations between processes: a few flat columns for a whole batch.
 
 Unpacking a packed batch gives equal values, bit for bit. Pickling a batch object by object costs several times as much
-in both processes, which share the machine with the engine. No code here looks at a single token. A packed batch
-consists only of tuples, lists and bytes, because a dataclass takes ten times as long to pickle.
+CPU time in both processes, which share the machine with the engine. No function of this module handles single tokens. A
+packed batch consists only of tuples, lists and bytes, because a dataclass takes ten times as long to pickle.
 
-Notation: N requests, generations or partials, T tokens of all of them together.
+Notation: N requests, generations or partial responses, with T tokens in all.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ ENDINGS = tuple(StopReason)
 
 # ids_N, tokens_T (int32), logprobs_T (float32), versions_T (int32), lengths_N
 PackedPartials: TypeAlias = tuple[list[str], bytes, bytes, bytes, list[int]]
-# ids_N, prompts_T (int32), lengths_N, (max_new_tokens, temperature, seed)_N, prefixes of the few that have one
+# ids_N, prompts_T (int32), lengths_N, (max_new_tokens, temperature, seed)_N, prefixes of the few requests with a prefix
 PackedRequests: TypeAlias = tuple[list[str], bytes, list[int], list[tuple[int, float, int | None]], PackedPartials]
-# tokens of each, index into ENDINGS_N, cached_N
+# tokens of each generation, index into ENDINGS_N, cached_N
 PackedGenerations: TypeAlias = tuple[PackedPartials, bytes, list[int]]
 # the result of `collect`: finished generations, failed requests, new tokens of running requests
 Collected: TypeAlias = tuple[PackedGenerations, list[tuple[str, Exception]], PackedPartials]

@@ -1,4 +1,4 @@
-"""Engines: one contract (`base`), one file for each backend. `build_engine` chooses one and loads only that."""
+"""Engines: one contract (`base`), one file for each backend. `build_engine` imports only the backend that it needs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def build_engine(
     """Build the engine that `config` names, without starting it.
 
     Args:
-        policy_folder: holds the policy's `config.json`; no weights are needed, as the first update brings them. None
-            for the timed engine, which has no policy.
-        seeded: requests must respect their seed, even if that costs speed.
+        policy_folder: folder with the policy's `config.json`. It needs no weights, because the first update loads them.
+            None for the timed engine, which has no policy.
+        seeded: the engine must respect the seed of each request, even if that costs speed.
         told_as: the name under which the engine's library reports its metrics to Ray; "" to report none.
     """
     match config:
