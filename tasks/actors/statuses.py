@@ -33,10 +33,11 @@ class LearnerPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ActorStatus(ABC):
-    """The common fields. `waits_for`: whom the actor waits for by design, or ""; `costs`: CPU seconds so far.
+    """The common fields of all statuses.
 
-    `idle`: share of the time (0 to 1) without work; `warned`: newest warnings of the process; `attended`: whether its
-    stage's flow has found it and watches over it.
+    `waits_for`: the actor that this actor waits for by design, or ""; `costs`: CPU seconds so far; `idle`: share of the
+    time (0 to 1) without work; `warned`: newest warnings of the actor's process; `attended`: True if the stage's flow
+    has found the actor and watches over it.
     """
 
     waits_for: str = ""

@@ -46,11 +46,11 @@ class VllmEngineConfig(EngineBase):
     threads: int = Field(1, gt=0, description="CPU threads of each engine")
 
 
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower values and rejects higher ones
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower temperatures and rejects higher ones
 
 
 def check_temperature(key: str, temperature: float) -> None:
-    """Reject a temperature that vLLM would change, because the losses use the configured one; 0 is greedy."""
+    """Reject a temperature that vLLM would change, because losses use the configured temperature; 0 is greedy."""
     if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
         cure = f"vLLM samples at {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}; choose a temperature of that range"
         refuse(key, temperature, f'{cure}, or engine.kind = "transformers"')

@@ -1,22 +1,24 @@
 """Batched sampling from a Hugging Face causal model whose results do not depend on the batch.
 
 Guarantee: the tokens and log-probs of a request are a function of (prompt, max_new_tokens, temperature, seed,
-weights, threads, card), bit for bit, whatever else runs beside it.
+weights, threads, card), bit for bit, whatever other requests run at the same time.
 
 Matrix kernels may round differently for different shapes, but in a fixed shape the result of a row does not depend on
-the other rows. So every forward pass has one of two shapes, and the shape that each token of a request goes through
-depends on that request alone:
+the other rows. So every forward pass has one of two shapes. Whether a token goes through one shape or the other depends
+only on the token's own request:
 
     prefill  P x C   chunk k of a row's known tokens holds its positions [k C, (k+1) C); short chunks are padded
     decode   R x 1   the newest token of each row; the results of idle rows are ignored
 
-The attention spans S keys, masked beyond a row's position; S comes from the request's own length. R, P and C depend on
-the device, and on a GPU R also on S; on a GPU a pass of 256 rows takes no longer than one of 64. The random numbers of
-a response come from its own generator, and the position of a token selects its number. The tokens of a prefix go
-through the same shapes as on the engine that sampled them: tokens of the current version through decode, one by one;
-older ones through prefill, because an update made that engine recompute them.
+The attention spans S keys, and the keys beyond a row's position are masked. S depends only on the request's own length.
+R, P and C depend on the device; on a GPU, R depends on S, too. On a GPU a pass of 256 rows takes no longer than a pass
+of 64 rows. The random numbers of a response come from a generator for that response, and the position of a token
+selects the token's random number. The tokens of a prefix go through the same shapes as on the engine that sampled the
+prefix. Prefix tokens of the current version go through decode, one by one. Prefix tokens of older versions go through
+prefill, because an update made the other engine recompute them in prefill.
 
-The model and the attention state are on `find_device()`. Random numbers come from CPU generators on any device.
+The model and the attention state are on the device that `find_device()` returns. Random numbers come from CPU
+generators, whatever the device.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ from rollflow.tasks.policies.context import context_length
 from rollflow.tasks.policies.device import find_device, fix_workspace, send
 from rollflow.tasks.policies.head import LMHead
 
-SMALLEST_SPAN = 64  # keys; a span is this, doubled until the request fits
-GROUP_BYTES = 2**32  # largest attention state of a group on a GPU, unless it has only FEWEST rows
-FEWEST = 16  # rows
+SMALLEST_SPAN = 64  # keys; a request's span is this number, doubled until the request fits
+GROUP_BYTES = 2**32  # most bytes of attention state of a group on a GPU, unless the group has only FEWEST rows
+FEWEST = 16  # fewest rows of a group on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ ON_CPU, ON_GPU = Shape(64, 16, 16), Shape(256, 64, 64)
 
 
 def fit_rows(shape: Shape, row_bytes: int) -> int:
-    """Return the number of rows of a group on a GPU: R, halved until its attention state is small enough."""
+    """Return the number of rows of a group on a GPU: R, halved until the group's attention state is small enough."""
     rows = shape.R
     while rows > FEWEST and rows * row_bytes > GROUP_BYTES:
         rows //= 2
@@ -71,7 +73,7 @@ def fit_rows(shape: Shape, row_bytes: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class RunningRow:
-    """A running request: its known tokens, how many of them the attention state holds, and what it sampled."""
+    """A running request: its known tokens, the number of them in the attention state, and its sampled tokens."""
 
     request: GenerationRequest
     known: list[int]
@@ -90,7 +92,10 @@ class RunningRow:
         return self.fed < len(self.request.prompt) or self.pending > 1
 
     def take(self, token: int, logprob: float, version: int) -> int:
-        """Append the next token of the prefix, or else this one, and return it. `versions` is appended last."""
+        """Append the next token of the prefix, or `token` after the prefix, and return the appended token.
+
+        `versions` is appended last, because another thread may read the row in `progress`.
+        """
         position, prefix = len(self.versions), self.request.prefix
         if position < len(prefix):
             token, logprob, version = prefix.tokens[position], prefix.logprobs[position], prefix.versions[position]
@@ -112,7 +117,10 @@ class RunningRow:
         return TokenSpan.of(known, self.logprobs[:count], self.versions[:count])
 
     def progress(self) -> TokenSpan:
-        """Return all tokens but the newest, which may be the last. Any thread may call this: the lists only grow."""
+        """Return all tokens but the newest, because the newest token may end the response.
+
+        Any thread may call this method, because the row's lists only grow.
+        """
         return self.take_first(max(0, len(self.versions) - 1))
 
     def build_generation(self, ending: StopReason) -> Generation:
@@ -120,7 +128,7 @@ class RunningRow:
 
 
 class AttentionRows:
-    """R rows, free or taken, with attention state for S keys."""
+    """R rows, each free or taken by a request, with attention state for S keys."""
 
     def __init__(self, config: Any, span: int, dtype: torch.dtype, device: torch.device, fixed: Shape) -> None:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -138,14 +146,18 @@ class AttentionRows:
 
 
 class AttentionCache:
-    """The cache object passed to the model: it stores new keys and values and returns those of the rows attended to."""
+    """The cache object passed to the model: stores new keys and values, and returns the keys and values to attend to.
+    """
 
     def __init__(self, group: AttentionRows, into_N1: Tensor, positions_NC: Tensor, read_P: Tensor | None) -> None:
-        """Write the first N new states into the rows `into_N1`; attend to the rows `read_P` (None: all R)."""
+        """Prepare to write the first N new states into the rows `into_N1`, and to attend to the rows `read_P`.
+
+        If `read_P` is None, the pass attends to all R rows.
+        """
         self._group, self._into, self._positions, self._read = group, into_N1, positions_NC, read_P
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store `keys` and `values` (P x H x C x D or R x H x 1 x D); return those to attend to."""
+        """Store `keys` and `values` (P x H x C x D or R x H x 1 x D); return the keys and values to attend to."""
         return self._store(self._group.keys[layer], keys), self._store(self._group.values[layer], values)
 
     def _store(self, state: Tensor, new: Tensor) -> Tensor:
@@ -157,7 +169,7 @@ class AttentionCache:
 
 
 class FixedShapeSampler:
-    """The model and its running requests. It is not thread-safe: only one thread may use it."""
+    """The model and its running requests. A sampler is not thread-safe: only one thread may use it."""
 
     def __init__(self, policy_folder: Path, dtype: torch.dtype, slots: int, stop_ids: Iterable[int]) -> None:
         config = AutoConfig.from_pretrained(policy_folder)
@@ -169,20 +181,20 @@ class FixedShapeSampler:
         self._shape = ON_CPU
         if self._device.type == "cuda":
             self._shape = ON_GPU
-            fix_workspace()  # otherwise the bits could differ from those of a learner that has a fixed workspace
-        with no_init_weights():  # `load` brings the weights
+            fix_workspace()  # without this call, a learner with a fixed workspace could compute other bits
+        with no_init_weights():  # `load` loads the weights later
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-        model.tie_weights()  # normally done when weights are initialised
+        model.tie_weights()  # transformers ties weights only when it initialises them
         self._model = model.eval().to(self._device)
         self._adds_mask = attention == "eager"
-        # Prompts of older runs may be longer than `context_length` allows.
+        # Prompts of older runs may be longer than the result of `context_length`.
         self._context = max(context_length(config.to_dict()), getattr(config, "max_position_embeddings", None) or 0)
         self._head = LMHead(self._model, judged=False)  # the weights are not loaded yet
         self._dtype = dtype
         self._slots = slots
         self._stop_ids = frozenset(stop_ids)
         self._queue: deque[RunningRow] = deque()
-        self._groups: dict[int, list[AttentionRows]] = {}  # by span
+        self._groups: dict[int, list[AttentionRows]] = {}  # span S -> groups of rows with this span
 
     @property
     def busy(self) -> bool:
@@ -202,7 +214,7 @@ class FixedShapeSampler:
         return row
 
     def abort(self, ids: Iterable[str] | None) -> list[Generation]:
-        """Abort these requests (None: all) and return the tokens they have."""
+        """Abort these requests (None: all requests) and return the tokens that they have so far."""
         wanted = None if ids is None else frozenset(ids)
         ended = [row for row in self._queue if wanted is None or row.request.id in wanted]
         self._queue = deque(row for row in self._queue if row not in ended)
@@ -235,7 +247,7 @@ class FixedShapeSampler:
 
     @torch.inference_mode()
     def step(self, version: int) -> list[Generation]:
-        """Generate one token for every running request; return those that ended."""
+        """Generate one token for every running request; return the generations that ended."""
         self._admit()
         ended: list[Generation] = []
         for group in self._list_groups():
@@ -266,7 +278,7 @@ class FixedShapeSampler:
             room -= 1
 
     def _compute_span(self, request: GenerationRequest) -> int:
-        """Compute the keys for prompt and response, including the padding of the last prefill chunk."""
+        """Compute the number of keys for prompt and response, including the padding of the last prefill chunk."""
         chunk = self._shape.C
         needed = -(-(len(request.prompt) + request.max_new_tokens) // chunk) * chunk
         span = SMALLEST_SPAN
@@ -275,7 +287,7 @@ class FixedShapeSampler:
         return span
 
     def _prefill(self, group: AttentionRows, rows: list[tuple[int, RunningRow]], version: int) -> list[Generation]:
-        """Process one chunk of each row; a row whose last known token was in it samples its next token."""
+        """Process one chunk of each row; a row with its last known token in the chunk samples the next token."""
         P, C = self._shape.P, self._shape.C
         tokens_PC = torch.zeros(P, C, dtype=torch.long)
         starts_P = torch.zeros(P, dtype=torch.long)
@@ -316,7 +328,7 @@ class FixedShapeSampler:
     def _forward(self, group: AttentionRows, tokens: Tensor, positions: Tensor, cache: AttentionCache) -> Tensor:
         span = group.keys[0].shape[2]
         mask = torch.arange(span, device=self._device) <= positions[:, None, :, None]
-        if self._adds_mask:  # a float mask that is added to the scores, instead of a boolean one
+        if self._adds_mask:  # the model takes a float mask that is added to the scores
             least = torch.finfo(self._dtype).min
             mask = torch.zeros(mask.shape, dtype=self._dtype, device=self._device).masked_fill_(~mask, least)
         output = self._model.base_model(
@@ -328,7 +340,10 @@ class FixedShapeSampler:
     def _sample(
         self, group: AttentionRows, hidden: Tensor, rows: list[tuple[int, int, RunningRow]], version: int
     ) -> list[Generation]:
-        """Sample by inverse CDF; `rows` are (row of `hidden`, row of the group, request). Temperature 0 is greedy."""
+        """Sample a token for each row by inverse CDF; temperature 0 takes the most probable token.
+
+        `rows` holds (row of `hidden`, row of the group, request).
+        """
         temperatures = torch.ones(len(hidden), 1)
         draws = torch.zeros(len(hidden), 1, dtype=torch.float64)
         greedy = torch.zeros(len(hidden), 1, dtype=torch.bool)

@@ -1,10 +1,11 @@
-"""Response lengths of the timed engine: a function of the prompt and the seed, never of when or where it is generated.
+"""Response lengths of the timed engine: a function of the prompt and the seed alone.
 
     length = quantile(z),  z = sqrt(rho) * z_prompt + sqrt(1 - rho) * z_sample
 
-with two standard normal numbers, one drawn from the prompt's tokens and one from the request's seed. So the responses
-to one prompt have correlation rho: of z, and of the log-lengths if the lengths are lognormal. The quantile function is
-that of a lognormal distribution around a median, or of measured lengths.
+`z_prompt` and `z_sample` are standard normal numbers: one is drawn from the prompt's tokens, the other from the
+request's seed. So the values of z have correlation rho among the responses to one prompt; lognormal lengths have the
+same correlation of their logarithms. The quantile function belongs to a lognormal distribution with a given median, or
+to measured lengths.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from statistics import NormalDist
 
 from rollflow.tasks.engines.config import TimedEngineConfig
 
-PROMPTS_KEPT = 65536  # prompts whose number is cached: every response to a prompt needs it
+PROMPTS_KEPT = 65536  # number of prompts whose `z_prompt` is cached, because every response to a prompt needs it
 
 
 class ResponseLengths:
-    """Draws response lengths in real tokens, before they are cut to the longest allowed."""
+    """Draws response lengths in real tokens; a caller cuts them to the longest allowed length."""
 
     def __init__(self, config: TimedEngineConfig) -> None:
         self._median, self._sigma = config.median_tokens, config.sigma
@@ -30,7 +31,7 @@ class ResponseLengths:
         self._measured = sorted(config.lengths)
 
     def draw(self, prompt: Sequence[int], sample: random.Random) -> int:
-        """Draw the length of one response, at least 1; this takes one normal number from `sample`."""
+        """Draw the length of one response, at least 1 token, with one normal number from `sample`."""
         z = self._own * sample.gauss(0.0, 1.0)
         if self._shared:
             z += self._shared * draw_prompt_number(tuple(prompt))
@@ -42,6 +43,6 @@ class ResponseLengths:
 
 @lru_cache(maxsize=PROMPTS_KEPT)
 def draw_prompt_number(prompt: tuple[int, ...]) -> float:
-    """Draw a standard normal number that depends only on the tokens, in every process."""
+    """Draw a standard normal number that depends only on the tokens, so every process draws the same number."""
     digest = hashlib.blake2b(repr(prompt).encode(), digest_size=8).digest()
     return random.Random(int.from_bytes(digest, "big")).gauss(0.0, 1.0)

@@ -1,4 +1,4 @@
-"""A meter of an engine's load. The engine reports every change, so nothing has to be polled."""
+"""A meter of an engine's load. The engine reports every change of its load to the meter, so the meter polls nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts since the start: tokens of ended generations, and seconds with a running request and no suspension.
+    """Counts since the engine's start. `tokens` counts the tokens of ended generations.
+
+    `busy_seconds` is the time in which a request was running and the engine was not suspended.
 
     `prompt_tokens` is the number of prompt tokens, of which `cached` came from the prefix cache.
     """
@@ -21,7 +23,7 @@ class EngineStats:
     busy_seconds: float
     prompt_tokens: int = 0
     cached: int = 0
-    costs: tuple[CpuCost, ...] = ()  # of the engine's actor and its child processes
+    costs: tuple[CpuCost, ...] = ()  # CPU time of the engine's actor and its child processes
     warned: tuple[ActorWarning, ...] = ()  # warnings of the engine's actor
 
 
@@ -45,7 +47,7 @@ class EngineMeter:
         self._suspended = self._suspended if suspended is None else suspended
 
     def count_prefill(self, prompt_tokens: int, cached: int) -> None:
-        """Count the known tokens of a request that ended."""
+        """Count the prompt and prefix tokens of a request that ended."""
         self._prompt_tokens += prompt_tokens
         self._cached += cached
 

@@ -9,19 +9,19 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-CPU_KV_CACHE_BYTES = 256 << 20  # default size, if one request needs no more
-LARGEST_CPU_KV_CACHE = 4 << 30  # largest default size; a recipe may ask for more
-CPU_BLOCK_TOKENS = 32  # smallest block of vLLM's CPU attention kernel: only whole blocks of a prompt are shared
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM's attention on a CPU
+CPU_KV_CACHE_BYTES = 256 << 20  # default bytes of the KV cache on a CPU, if one request needs no more
+LARGEST_CPU_KV_CACHE = 4 << 30  # largest default bytes of the KV cache on a CPU; a recipe may ask for more
+CPU_BLOCK_TOKENS = 32  # smallest block of vLLM's CPU attention; requests share only whole blocks of a prompt
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's CPU attention
 
 
 def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> None:
-    """Reject a head size that vLLM accepts on a CPU but crashes on at the first request.
+    """Reject a head size that vLLM accepts on a CPU, but with which vLLM crashes at the first request.
 
     `named` is the policy as the user named it.
 
     Raises:
-        ConfigError: vLLM's CPU attention has no kernel for it.
+        ConfigError: vLLM's CPU attention has no kernel for the policy's head size.
     """
     policy = json.loads((folder / "config.json").read_text())
     policy = policy.get("text_config") or policy
@@ -36,9 +36,9 @@ def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> 
 
 
 def kv_cache_need(folder: Path, context: int, dtype: str) -> int:
-    """Return the bytes that vLLM's cache needs to start: one request as long as the context, and a block.
+    """Return the bytes that vLLM's KV cache needs to start: one request as long as the context, and a block.
 
-    The result is 0 if not all layers attend to all earlier tokens: such caches have other sizes.
+    The result is 0 if a layer does not attend to all earlier tokens, because the size of such a cache is not known.
     """
     policy = json.loads((folder / "config.json").read_text())
     policy = policy.get("text_config") or policy
@@ -52,7 +52,7 @@ def kv_cache_need(folder: Path, context: int, dtype: str) -> int:
 
 
 def cpu_kv_cache(folder: Path, context: int, dtype: str) -> int:
-    """Return the default bytes of vLLM's cache on a CPU: enough for one request, but at most 4 GiB."""
+    """Return the default bytes of vLLM's KV cache on a CPU: enough for one request, but at most 4 GiB."""
     need = kv_cache_need(folder, context, dtype)
     return max(CPU_KV_CACHE_BYTES, need if need <= LARGEST_CPU_KV_CACHE else 0)
 
@@ -60,8 +60,8 @@ def cpu_kv_cache(folder: Path, context: int, dtype: str) -> int:
 def find_hindrance(config: Any) -> str | None:
     """Return why the transformers engine cannot run a policy with this config; None if it can.
 
-    The engine's attention state has one shape for all layers (`fixed_shape.py`): it needs full attention in every
-    layer, and a config that names the number of heads.
+    The engine's attention state has one shape for all layers (`fixed_shape.py`). So the engine needs a policy with full
+    attention in every layer, and with the number of heads in its config.
     """
     if getattr(config, "num_key_value_heads", None) is None:
         return "its config names no num_key_value_heads"
@@ -71,10 +71,10 @@ def find_hindrance(config: Any) -> str | None:
 
 
 def find_folder_hindrance(folder: Path) -> str | None:
-    """Return a policy folder's model type and why the transformers engine cannot run it; None if it can.
+    """Return the model type of a policy folder and why the transformers engine cannot run it; None if it can.
 
     Raises:
-        ValueError: transformers cannot read its config.json.
+        ValueError: transformers cannot read the folder's config.json.
     """
     from transformers import AutoConfig
 

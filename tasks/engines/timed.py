@@ -1,27 +1,29 @@
 """A latency model of a language model: a scheduler sees a real engine, but nothing is computed.
 
-Guarantees, beyond the contract in `base`:
+Guarantees of the timed engine, beyond the contract in `base`:
 
 - A response's length, tokens and ending depend only on the request's seed (or its id) and its prompt.
 - Time passes only through the event loop's own clock, so the engine runs unchanged on a virtual clock.
-- There is one timer per engine, none per token. An event costs O(log n) with n running requests, an update O(1).
+- There is one timer per engine, none per token. With n running requests, an event costs O(log n), and an update costs
+  O(1).
 
 All running requests share the engine: with n of them, and t tokens resident in its KV cache, each runs at `speed / (1 +
-batch_slowdown * (n - 1) + kv_read_cost * t)`. One number is enough for all: the *work*, in seconds at full speed, that
-a request would have received if it had run since the beginning. A request that needs work w ends when that number has
-grown by w. The request that ends next is at the top of a heap. Between two events n is constant and t grows linearly
-with the work, so time is a quadratic function of the work. The result is exact, and nothing runs between two events.
+batch_slowdown * (n - 1) + kv_read_cost * t)`. One number suffices for all requests: the *work*, in seconds at full
+speed, that a request would have received if it had run since the engine's start. A request that needs work w ends when
+the engine's work has grown by w since the request started. The request that ends next is at the top of a heap. Between
+two events n is constant and t grows linearly with the work, so time is a quadratic function of the work. The simulated
+times are exact, and no code runs between two events.
 
-With `kv_tokens`, a request starts when its tokens fit into the cache, with a spare block for each running request. When
-the cache is full, the request that started last is preempted, as in vLLM: it goes to the head of the queue with the
-tokens it has.
+With `kv_tokens`, a request starts when its tokens fit into the KV cache, with a spare block for each running request.
+When the cache is full, the request that started last is preempted, as in vLLM: the preempted request goes to the head
+of the queue and keeps its tokens.
 
-An update during a response costs it `prefill_seconds` again, as in an engine that recomputes its attention state. So an
-update reduces the work of all requests once. `prefill_seconds_per_token` depends on length: it delays the whole engine
-for every token that enters the cache without being sampled there (a prompt, a prefix, and all resident tokens after an
-update).
+An update during a response costs the response `prefill_seconds` again, as in an engine that recomputes its attention
+state. So an update reduces the work of all requests once. `prefill_seconds_per_token` delays the whole engine for every
+token that enters the cache without being sampled by this engine: the tokens of a prompt or a prefix, and after an
+update all resident tokens.
 
-With `tokens_per_tick` g, one simulated token stands for g real ones. Lengths, work and time are those of the real
+With `tokens_per_tick` g, one simulated token stands for g real tokens. Lengths, work and time are computed for the real
 tokens; only the arrays are shorter.
 """
 
@@ -44,10 +46,10 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight,
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.lengths import ResponseLengths
 
-LOGPROB = -1.0  # of every fake token
-SLACK_SECONDS = 1e-6  # an event loop may fire a timer this much too early
-BLOCK = 16  # tokens that vLLM allocates in its cache at a time
-TOKEN_SLACK = 1e-6  # of a token, because a sum of rounded times is not exact
+LOGPROB = -1.0  # log-prob of every fake token
+SLACK_SECONDS = 1e-6  # most seconds that an event loop may fire a timer too early
+BLOCK = 16  # tokens that vLLM allocates in its KV cache at a time
+TOKEN_SLACK = 1e-6  # tolerance in tokens, because a sum of rounded times is not exact
 
 
 @dataclass(eq=False, slots=True)
@@ -58,22 +60,22 @@ class _Run:
     tokens: Int32s
     ending: StopReason
     per_token: float  # work per token
-    needs: float  # work for all its tokens
+    needs: float  # work for all tokens of the request
     done: asyncio.Future[Generation]
     running: bool = False
     over: bool = False
     finish: float = 0.0
-    length: float = 0.0  # of the whole response, in real tokens
-    version: int = -1  # the engine's version when it started to run
-    updates: int = 0  # number of updates before it started to run
+    length: float = 0.0  # length of the whole response, in real tokens
+    version: int = -1  # the engine's version when the request started to run
+    updates: int = 0  # number of updates before the request started to run
 
 
 @dataclass(slots=True)
 class EngineUsage:
     """The work of an engine since it was created."""
 
-    busy_seconds: float = 0.0  # with at least one running request
-    slot_seconds: float = 0.0  # the same, summed over the running requests
+    busy_seconds: float = 0.0  # seconds with at least one running request
+    slot_seconds: float = 0.0  # running seconds, summed over the requests
     tokens: int = 0  # sampled tokens, including those of aborted responses
     restarted: int = 0  # the part of `tokens` lost because an update restarted the response
     preempted: int = 0  # requests that were preempted when the cache was full
@@ -88,7 +90,7 @@ class TimedEngine:
         self._version = -1
         self._suspended = False
         self._dead: str | None = None
-        self._runs: dict[str, _Run] = {}  # all that have not ended: running, queued, or left when the engine died
+        self._runs: dict[str, _Run] = {}  # requests that have not ended: running, queued, or left by a dead engine
         self._queue: deque[_Run] = deque()  # may include aborted requests
         self._heap: list[tuple[float, int, _Run]] = []  # may include aborted or preempted requests
         self._started: dict[_Run, None] = {}  # the running requests, in the order of their start
@@ -97,10 +99,10 @@ class TimedEngine:
         self._work = 0.0
         self._growth = 1.0 / config.seconds_per_token if config.seconds_per_token else 0.0  # tokens per unit of work
         self._bound = config.kv_tokens
-        self._base = 0.0  # resident tokens are this plus n * work * growth, for n running requests
+        self._base = 0.0  # number of resident tokens minus n * work * growth, for n running requests
         self._held_up = 0.0  # seconds of prefill that still delay the engine
         self._since = 0.0  # time up to which the work is computed
-        self._updates: list[tuple[float, int]] = []  # the work before each update, and its version
+        self._updates: list[tuple[float, int]] = []  # of each update: the work before it, and the new version
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0  # latest time at which the timer fires
         self._usage = EngineUsage()
@@ -181,7 +183,7 @@ class TimedEngine:
         self.kill("the timed engine is closed")
 
     def kill(self, why: str = "the timed engine was killed") -> None:
-        """Die as a process would: every call raises `EngineFailed`, including calls that wait. For fault tests."""
+        """Die as a process would, for fault tests: every call raises `EngineFailed`, including calls that wait."""
         if self._dead is not None:
             return
         self._advance()
@@ -204,7 +206,7 @@ class TimedEngine:
         return {id: self._read_said(run).after(since) for id, run, since in found if run is not None}
 
     def _draw_run(self, request: GenerationRequest) -> _Run:
-        """Draw the tokens of a response, after its prefix, and the work that they need."""
+        """Draw the tokens of a response, after its prefix, and compute the work that the tokens need."""
         config = self._config
         draw = random.Random(request.id if request.seed is None else request.seed)
         wanted, longest = self._lengths.draw(request.prompt, draw), request.max_new_tokens * config.tokens_per_tick
@@ -217,11 +219,11 @@ class TimedEngine:
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         return _Run(request, request.prefix.tokens + tokens[said:], ending, per_token, needs, done, length=length)
 
-    # --- time: the work is computed before any change, and the timer is set after it --------------------------
+    # --- time: the work is computed before any change, the timer is set after the change --------------------------
 
     @property
     def _load(self) -> float:
-        """Seconds that one unit of work of each running request takes now."""
+        """Seconds in which each running request now receives one unit of work."""
         sharing = 1.0 + self._config.batch_slowdown * (self._active - 1)
         return sharing + self._config.kv_read_cost * self._resident if self._config.kv_read_cost else sharing
 
@@ -237,7 +239,7 @@ class TimedEngine:
 
     @property
     def _bend(self) -> float:
-        """Half of the growth of the load per unit of work."""
+        """Half of the growth of the load per unit of work: the coefficient of the squared work in the time."""
         reading = self._config.kv_read_cost
         return 0.5 * reading * self._active * self._growth if reading else 0.0
 
@@ -257,8 +259,10 @@ class TimedEngine:
             self._work += self._work_in(passed * self._config.speed)
 
     def _pace(self) -> None:
-        """Set a timer for the time at which the next response ends or the cache is full. If it fires too early, it sets
-        the next one."""
+        """Set a timer for the time at which the next response ends or the KV cache is full.
+
+        A timer that fires too early sets the next timer.
+        """
         heap = self._heap
         while heap and heap[0][2].finish != heap[0][0]:
             heapq.heappop(heap)
@@ -274,12 +278,12 @@ class TimedEngine:
             if self._due <= due:
                 return
             timer.cancel()
-        # The due time is kept here, because on Ray's loop (uvloop) a timer that is already due cannot report it.
+        # The due time is stored, because on Ray's event loop (uvloop) a timer that is already due cannot report it.
         self._timer, self._due = asyncio.get_running_loop().call_at(due, self._wake), due
 
     @property
     def _full(self) -> float:
-        """The work at which the KV cache is full; a request that runs alone is never preempted."""
+        """The work at which the KV cache is full; infinite if one request runs alone, which is never preempted."""
         if self._bound is None or self._active < 2 or not self._growth:
             return math.inf
         return (self._bound - self._base) / (self._active * self._growth)
@@ -308,11 +312,11 @@ class TimedEngine:
         self._pace()
 
     def _fits(self, run: _Run) -> bool:
-        """Return whether the request's tokens fit into the cache, with a spare block for every running request."""
+        """Return whether the request's tokens fit into the KV cache, with a spare block for every running request."""
         return self._resident + self._context(run) + BLOCK * (self._active + 1) <= (self._bound or 0)
 
     def _context(self, run: _Run) -> float:
-        """Return the number of real tokens to compute before the first one can be sampled."""
+        """Return the number of real tokens to compute before the request's first token can be sampled."""
         return self._config.prompt_tokens + len(run.request.prefix) * self._config.tokens_per_tick
 
     def _begin(self, run: _Run) -> None:
@@ -325,7 +329,7 @@ class TimedEngine:
         heapq.heappush(self._heap, (run.finish, next(self._order), run))
 
     def _leave(self, run: _Run) -> None:
-        """Free the request's slot and tokens; its entry in the heap becomes invalid."""
+        """Free the request's slot and tokens; the request's entry in the heap becomes invalid."""
         self._active -= 1
         self._base -= self._config.prompt_tokens + run.length - run.finish * self._growth
         del self._started[run]
@@ -334,7 +338,7 @@ class TimedEngine:
             self._held_up = 0.0
 
     def _preempt(self) -> None:
-        """Preempt the request that started last: it waits for another slot, with the tokens it has."""
+        """Preempt the request that started last: this request waits for another slot and keeps its tokens."""
         run = next(reversed(self._started))
         said = self._read_said(run)
         self._usage.tokens += len(said) - len(run.request.prefix)
@@ -367,7 +371,7 @@ class TimedEngine:
     # --- generated tokens --------------------------------------------------------------------------------------
 
     def _count_said(self, run: _Run) -> int:
-        """Return the number of tokens up to now. The last token comes only when the response ends."""
+        """Return the number of tokens generated up to now. The last token comes only when the response ends."""
         return self._count_said_at(run, self._work) if run.running else len(run.request.prefix)
 
     def _count_said_at(self, run: _Run, work: float) -> int:
@@ -380,7 +384,7 @@ class TimedEngine:
         return self._build_partial(run, self._count_said(run))
 
     def _build_partial(self, run: _Run, said: int) -> TokenSpan:
-        """Return the first `said` tokens, each with the version that the engine had when it was generated."""
+        """Return the first `said` tokens, each with the engine's version at the time when the token was generated."""
         prefix = run.request.prefix
         logprobs = prefix.logprobs + Float32s.same(LOGPROB, said - len(prefix))
         versions, version = prefix.versions, run.version

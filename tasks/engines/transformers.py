@@ -2,12 +2,12 @@
 
 Guarantees, beyond the contract in `base`:
 
-- A response depends only on its request (including the seed) and the weights, whatever else runs and wherever its
-  prefix ends (see `fixed_shape`).
+- A response depends only on its request (including the seed) and the weights. Neither other requests nor the place
+  where the request's prefix ends change the response (see `fixed_shape`).
 - An update recomputes the attention state of running requests, so every token of version v comes from the weights of v.
 
-One thread owns the model. The event loop gives it one step at a time and, between two steps, any other work. So nothing
-needs a lock, and a suspended engine is one that gets no steps.
+One thread owns the model. The event loop gives this thread one step at a time and, between two steps, any other work.
+So the model needs no lock. While the engine is suspended, the thread gets no steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TransformersEngine:
         self._dead: str | None = "the transformers engine was never started"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
-        self._rows: dict[str, RunningRow] = {}  # running requests, also those that ran when the engine died
+        self._rows: dict[str, RunningRow] = {}  # running requests; after the engine's death, those that ran then
         self._driver: asyncio.Task[None] | None = None
         self._sampler: FixedShapeSampler
 
@@ -101,7 +101,7 @@ class TransformersEngine:
         self.check()
 
     async def fetch(self, version: int, weights: Path) -> None:
-        pass  # the weights are on this node
+        pass  # the weights are on this node already
 
     async def update(self, version: int, weights: Path) -> None:
         await self._on_thread(lambda: self._sampler.load(weights))
@@ -130,7 +130,7 @@ class TransformersEngine:
         await asyncio.to_thread(self._thread.shutdown)
 
     def _drive(self) -> None:
-        """Start the loop of steps, unless it is running."""
+        """Start the loop of generation steps, unless the loop is running."""
         if self._suspended or self._dead is not None or (self._driver is not None and not self._driver.done()):
             return
         self._driver = asyncio.create_task(self._run_steps())

@@ -4,16 +4,16 @@ Guarantees, beyond the contract in `base`:
 
 - A token of version v was computed from the weights of v alone: an update also recomputes the attention state of
   the running requests (vLLM preempts them when it clears its caches).
-- The engine never samples from a truncated distribution, and the log-probs are those after temperature.
-- The attention state of a prompt is shared by the responses to it, but never across versions: an update empties the
-  prefix cache, and its entries are salted with the version under which their request arrived.
+- The engine never samples from a truncated distribution, and the log-probs are computed after temperature is applied.
+- The responses to a prompt share the attention state of the prompt, but never across versions. An update empties the
+  prefix cache, and every entry of the prefix cache is salted with the version under which the entry's request arrived.
 - No process of the engine outlives its owner (`vllm_worker`).
 
-The model starts with random weights from `config.json` alone; it needs neither weights nor a tokenizer. It is not
-bit-reproducible, because rounding depends on the batch. With `seeded`, a repeated request draws the same tokens, up to
-that rounding. That costs some throughput (a random number for each request and step), so only runs that may preempt
-groups use it. On a CPU a seeded engine processes all tokens of a prompt in one step, because a seeded request with a
-chunked prefill crashes vLLM 0.32.
+The model starts with random weights from `config.json` alone, without stored weights or a tokenizer. The engine is not
+bit-reproducible, because rounding depends on the batch. A `seeded` engine draws the same tokens for a repeated request,
+up to rounding. Seeds cost some throughput (a random number for each request and step), so only runs that may preempt
+groups have a seeded engine. On a CPU a seeded engine processes all tokens of a prompt in one step, because a seeded
+request with a chunked prefill crashes vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from rollflow.tasks.engines.vllm_responses import Response, Responses
 
 START_SECONDS = 600.0
-CALL_SECONDS = 50.0  # for suspend, resume and abort, which take milliseconds unless the engine hangs
+CALL_SECONDS = 50.0  # deadline of suspend, resume and abort, which take milliseconds unless the engine hangs
 UPDATE_SECONDS = 120.0
-DEATH_SECONDS = 0.2  # between two checks whether an engine that is to answer still lives
+DEATH_SECONDS = 0.2  # seconds between two checks whether the engine lives, while a call waits for an answer
 WORKER = "rollflow.tasks.engines.vllm_worker"
-CORE_IMPORTS = "rollflow.tasks.engines.vllm_imports"  # imported once, in the process that cores are forked from
+CORE_IMPORTS = "rollflow.tasks.engines.vllm_imports"  # imported once, in the process from which cores are forked
 
 
 class VllmEngine:
@@ -69,9 +69,10 @@ class VllmEngine:
         """Prepare an engine; `start` starts it.
 
         Args:
-            compile: compile the model (default: on a GPU only). That costs about 20 s at the start and gains nothing
-                for small models on a CPU.
-            repair_tied_head: False only to show that the probe detects vLLM's stale output head.
+            compile: compile the model (default: on a GPU only). Compiling takes about 20 s at the start and does not
+                speed up small models on a CPU.
+            repair_tied_head: renew the output head after each load. A test passes False, to show that the probe detects
+                vLLM's stale output head.
             told_as: the `model_name` of vLLM's own metrics, which Ray collects; "" to report none.
         """
         self._config = config
@@ -85,7 +86,7 @@ class VllmEngine:
         self._version = -1
         self._suspended = False
         self._probes = 0
-        self._running: dict[str, tuple[TokenSpan, Response]] = {}  # with prefixes; kept when the engine dies
+        self._running: dict[str, tuple[TokenSpan, Response]] = {}  # id -> prefix, response
         self._llm: Any = None
         self._responses: Responses
 
@@ -102,7 +103,7 @@ class VllmEngine:
                 self._llm = await asyncio.to_thread(self._build_llm)
             self._responses = _create_responses(self._llm, self._stop_ids)
             await self._call_workers("prepare_policy_worker")
-        spare_collector()  # otherwise each full garbage collection walks all of vLLM's imports, for 0.4 s
+        spare_collector()  # without this, a full garbage collection inspects all of vLLM's imports for 0.4 s
 
     def _build_llm(self) -> Any:
         with quick_imports():
@@ -135,8 +136,8 @@ class VllmEngine:
             "enable_chunked_prefill": False if self._seeded and not gpu else None,
             "block_size": None if gpu else CPU_BLOCK_TOKENS,
             "tensor_parallel_size": config.tensor_parallel,
-            "generation_config": "vllm",  # ignores the policy's top_p and top_k
-            "disable_log_stats": True,  # no stats on the terminal; a given logger counts all the same
+            "generation_config": "vllm",  # makes vLLM ignore the policy's top_p and top_k
+            "disable_log_stats": True,  # vLLM prints no stats; a given logger counts all the same
             "served_model_name": self._told_as or None,
             "worker_extension_cls": f"{WORKER}.PolicyWorker",
             "distributed_executor_backend": f"{WORKER}.{executor}",
@@ -173,7 +174,7 @@ class VllmEngine:
         return Generation(request.id, prefix + response.made(), ending, response.cached)
 
     def _derive_seed(self, request: GenerationRequest) -> int | None:
-        """Return vLLM's seed; a prefix changes it, so that its random numbers are not drawn again."""
+        """Return the seed for vLLM. A prefix changes the seed, so that random numbers of the prefix are not reused."""
         if not self._seeded or request.seed is None:
             return None
         return (request.seed + len(request.prefix)) % 2**63
@@ -203,7 +204,7 @@ class VllmEngine:
     async def suspend(self, in_flight: InFlight) -> None:
         self.check()
         mode = "keep" if in_flight == "continue" else "abort"
-        # Not `pause_generation`, which adds a sleep of 20 ms in which the engine is idle, at every version.
+        # vLLM's `pause_generation` would leave the engine idle for another 20 ms at every version.
         await self._wait_answer(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))
         self._suspended = True
 
@@ -231,15 +232,15 @@ class VllmEngine:
         return {
             id: prefix.after(since) + response.made(max(0, since - len(prefix)))
             for id, prefix, response, since in running
-            if not response.complete  # its last token comes with its result: no other engine may continue it
+            if not response.complete  # `generate` returns a complete response
         }
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
-            llm.output_processor.propagate_error(llm.dead_error)  # otherwise waiting callers would wait forever
+            llm.output_processor.propagate_error(llm.dead_error)  # without this, waiting callers would wait forever
             await asyncio.to_thread(llm.shutdown)
-            llm.shutdown = lambda: None  # vLLM's __del__ calls it again, which fails at the interpreter's exit
+            llm.shutdown = lambda: None  # vLLM's __del__ would call it again and fail at exit
             gc.unfreeze()
 
     async def _call_workers(self, method: str, *arguments: Any, seconds: float = CALL_SECONDS) -> list[Any]:
@@ -249,8 +250,9 @@ class VllmEngine:
         return results
 
     async def _wait_answer(self, call: Awaitable[Any], seconds: float = CALL_SECONDS) -> Any:
-        """Wait for an answer of vLLM's process. vLLM itself would wait forever if it died, so the process is watched
-        meanwhile.
+        """Wait for an answer of vLLM's process, and check meanwhile that the process lives.
+
+        vLLM itself would wait forever for a process that died.
         """
         asked = asyncio.ensure_future(call)
         try:
@@ -266,7 +268,7 @@ class VllmEngine:
 
     @contextmanager
     def _translate_death(self) -> Iterator[None]:
-        """Turn the engine's death into `EngineFailed`."""
+        """Raise vLLM's error about a dead engine as `EngineFailed`."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -275,14 +277,14 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine process died: {error}") from error
         except VLLMClientError as error:
-            raise ValueError(str(error)) from None  # a built-in type, which the receiver can unpickle without vLLM
+            raise ValueError(str(error)) from None  # the receiver can unpickle this error without vLLM
 
 
 def _ray_logger() -> Any:
     """Return vLLM's own logger for Ray's metrics."""
     from vllm.v1.metrics import ray_wrappers
 
-    if ray_wrappers.ray_metrics is None:  # vLLM treats Ray as absent if Ray Serve is, which it needs for a label only
+    if ray_wrappers.ray_metrics is None:  # vLLM takes Ray for absent if only Ray Serve is absent
         ray_wrappers.ray_metrics = import_module("ray.util.metrics")
     return ray_wrappers.RayPrometheusStatLogger
 
@@ -294,9 +296,9 @@ def _create_responses(llm: Any, stop_ids: tuple[int, ...]) -> Responses:
 
 
 def import_early() -> None:
-    """Import what an engine with one thread on a CPU needs, and start the process that its cores are forked from.
+    """Import the modules of an engine with one thread on a CPU, and start the process from which cores are forked.
 
-    Then no second process has to import vLLM. The calling process must not have started threads.
+    A forked core need not import vLLM again. The calling process must not have started threads.
     """
     with _environment(1):
         import_module(CORE_IMPORTS)
@@ -309,8 +311,9 @@ def import_early() -> None:
 def _fork_cores() -> None:
     """Let vLLM on a CPU fork its core from a process that has imported vLLM, instead of a new interpreter.
 
-    Imports take most of an engine's start on a CPU. The first time they run in parallel with the imports of this
-    process. When an engine restarts in this process, they are done already. With a GPU, vLLM must spawn.
+    Imports take most of the time of an engine's start on a CPU. At the first start, the imports of the forking process
+    run in parallel with the imports of this process. When an engine restarts in this process, the imports are done
+    already. With a GPU, vLLM must spawn a new interpreter.
     """
     from torch.cuda import is_available
 
@@ -333,12 +336,12 @@ def _environment(threads: int) -> Iterator[None]:
     os.environ |= {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # vLLM's own choice inside a Ray actor
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # vLLM itself chooses "spawn" inside a Ray actor
     }
     if not is_available():
         os.environ |= {
             "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a pinned thread starves whenever the learner shares its core
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a pinned thread starves while the learner uses its core
             "OMP_NUM_THREADS": str(threads),
         }
     try:

@@ -1,4 +1,5 @@
-"""The imports of the process that vLLM's core is forked from on a CPU. A missing import only costs time."""
+"""The imports of the process from which vLLM's core is forked on a CPU. A missing import only makes the start slower.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Collects responses directly from vLLM's core, step by step, instead of through vLLM's `RequestOutput`.
 
 vLLM's front end builds text, usage and a result object for each response, in several Python calls per token. rollflow
-needs only tokens, log-probs and versions, so the core's outputs are collected in lists. All other requests, such as the
-log-probs of a probe, still go through the front end.
+needs only tokens, log-probs and versions, so this module collects the core's outputs in lists. All other requests, such
+as a probe's request for log-probs, still go through vLLM's front end.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Response:
         """Start with the request in the form that vLLM's core takes."""
         self.request = request
         self.done: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
-        self.cached = 0  # prompt tokens taken from the prefix cache
+        self.cached = 0  # number of prompt tokens taken from the prefix cache
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[tuple[str, int]] = []  # (version, index of its first token)
-        self._stepped = 0.0  # time of its last token, by the core's clock; set only if metrics are collected
+        self._stepped = 0.0  # time of the last token, by the core's clock; 0 unless metrics are collected
 
     def take(self, output: Any, version: str | None) -> None:
-        """Append the output of a step under that version: all of it, or nothing.
+        """Append the tokens of a step, all of them with the given version; an invalid output appends no token.
 
         Raises:
             EngineFailed: the output does not have one log-prob per token.
@@ -66,7 +66,7 @@ class Response:
             self.cached = output.prefill_stats.num_cached_tokens or 0
 
     def count(self, output: Any, timestamp: float, stats: Any) -> None:
-        """Add to vLLM's statistics of a step (`IterationStats`) what its front end would have counted."""
+        """Add the counts that vLLM's front end would have made to vLLM's statistics of a step (`IterationStats`)."""
         stats.num_generation_tokens += len(output.new_token_ids)
         if output.prefill_stats is not None:
             stats.prompt_token_stats.update_from_output(output.prefill_stats)
@@ -77,18 +77,18 @@ class Response:
         self._stepped = timestamp
 
     def made(self, since: int = 0) -> TokenSpan:
-        """Return its tokens from index `since` on."""
+        """Return the response's tokens from index `since` on."""
         tokens, logprobs = self._tokens[since:], self._logprobs[since:]
         end = since + len(tokens)
         starts = [(int(version), max(start, since)) for version, start in self._spans]
         ends = [*(start for _, start in starts[1:]), end]
-        # Not strict: before the first token there is an end but no start.
+        # `strict=False`, because before the first token there is an end but no start.
         spans = [Int32s.same(version, stop - start) for (version, start), stop in zip(starts, ends, strict=False)]
         return TokenSpan(Int32s.of(tokens), Float32s.of(logprobs), Int32s.joined(spans))
 
     @property
     def complete(self) -> bool:
-        """True if the response has ended successfully, even if its caller has not run yet."""
+        """True if the response has ended successfully, even if the task of its caller has not run since."""
         return self.done.done() and not self.done.cancelled() and self.done.exception() is None
 
     def end(self, reason: FinishReason) -> None:
@@ -105,25 +105,25 @@ class Responses(OutputProcessor):  # type: ignore[misc]
     """Replaces the output processor of vLLM's front end."""
 
     def __init__(self, llm: AsyncLLM, stop_ids: Sequence[int]) -> None:
-        """Replace it, before the first request; a response ends with one of `stop_ids`."""
+        """Replace the output processor of `llm` before its first request; one of `stop_ids` ends a response."""
         super().__init__(None, log_stats=False)
         self._llm = llm
         self._running: dict[str, Response] = {}
-        self._numbers = count()  # for the core's ids: a caller's id may be reused while its first request still ends
+        self._numbers = count()  # ids for the core, because callers may reuse an id while its request ends
         self._longest, self._vocabulary = llm.model_config.max_model_len, llm.model_config.get_vocab_size()
         self._stop_ids = list(stop_ids)
-        self._params = lru_cache(maxsize=256)(self._prepare_params)  # building them is a third of a request's cost
+        self._params = lru_cache(maxsize=256)(self._prepare_params)  # cached, because they cost a third of a request
         llm.output_processor = self
 
     def new(self, prompt: Int32s, max_new_tokens: int, temperature: float, seed: int | None, salt: str) -> Response:
-        """Create a response to these tokens; `send` it next. Requests with different `salt` share no attention state.
+        """Create the response to a prompt; call `send` next. Requests with different `salt` share no attention state.
 
         Raises:
             ValueError: vLLM rejects the prompt.
         """
         tokens, params = list(prompt), self._params(max_new_tokens, temperature)
         if not 0 < len(tokens) < self._longest or not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            self._process(tokens, params)  # raises an error that names the fault
+            self._process(tokens, params)  # raises an error that says what is wrong with the prompt
             raise ValueError(f"a token of the prompt is not among the {self._vocabulary} of the policy")
         if seed is not None:
             params = copy.copy(params)
@@ -143,7 +143,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
             raise
 
     async def abort(self, responses: Iterable[Response]) -> None:
-        """Abort these responses, with the tokens they have; one that has ended is ignored."""
+        """Abort these responses; they keep their tokens. A response that has ended is ignored."""
         ids = [response.request.request_id for response in responses]
         running = {id: self._running.pop(id) for id in ids if id in self._running}
         for response in running.values():
@@ -166,11 +166,12 @@ class Responses(OutputProcessor):  # type: ignore[misc]
             if output.finish_reason is not None:
                 del self._running[output.request_id]
                 response.end(output.finish_reason)
-        return super().process_outputs(others, timestamp, None, weight_version)  # the rest are probes
+        return super().process_outputs(others, timestamp, None, weight_version)  # the other outputs belong to probes
 
     def propagate_error(self, error: Exception) -> None:
-        """Fail all running responses, because the core died, was closed or sent unreadable output; vLLM calls this,
-        too.
+        """Fail all running responses, because the core died, was closed or sent unreadable output.
+
+        vLLM calls this method, too.
         """
         for response in self._running.values():
             if not response.done.done():

@@ -1,15 +1,15 @@
 """rollflow's code inside vLLM's own processes.
 
 - **No orphans**: when the process that owns the engine dies, for whatever reason, the EngineCore process and its
-  workers end within about `POLL_SECONDS`. The executors below start the watchdog in EngineCore before a model is
-  loaded, so an owner killed during the start leaves nothing behind either.
+  workers end within about `POLL_SECONDS`. The executors in this module start a watchdog in EngineCore before a model is
+  loaded. So an owner that is killed during the start leaves no process behind, either.
 - **No stale head**: after every load the output head uses the new weights. On a CPU, vLLM multiplies by a packed copy
-  of the head, which its reload of a *tied* embedding does not refresh.
-- **No compilation at the first batch**: vLLM computes the rank of the sampled token, which is not used here. That costs
-  a C++ compilation at the first batch and a third of the sampler's time after it.
+  of the head, and vLLM's reload of a *tied* embedding does not refresh this copy.
+- **No compilation at the first batch**: vLLM's computation of the sampled token's rank is disabled, because rollflow
+  does not use the rank. It would cost a C++ compilation at the first batch and a third of the sampler's time later.
 
-A single device runs inside the EngineCore process. With few cores, saving a process and a copy of each batch is worth
-more than vLLM's separate worker.
+With one device, the worker runs inside the EngineCore process. On a machine with few cores, this saves a process and a
+copy of each batch, which is worth more than vLLM's separate worker process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollflow.tasks.runtime.fork_server import be_named
 
 POLL_SECONDS = 0.5
 OWNER = "rollflow_owner"  # key in vLLM's additional_config: the owner's process id
-PROBE = "rollflow-probe"  # id of the request for log-probabilities while paused
+PROBE = "rollflow-probe"  # id of the request for log-probabilities while the engine is paused
 
 
 def end_with_owner(owner: int) -> None:
@@ -45,13 +45,13 @@ def end_with_owner(owner: int) -> None:
                 time.sleep(POLL_SECONDS)
         for child in psutil.Process().children(recursive=True):
             child.kill()
-        os._exit(1)  # not sys.exit, whose clean-up could wait for the dead owner
+        os._exit(1)  # the clean-up of sys.exit could wait for the dead owner
 
     threading.Thread(target=watch, name="owner-watchdog", daemon=True).start()
 
 
 def begin_core(owner: int) -> None:
-    """Set the name of EngineCore's process, which vLLM itself may fail to do, and end with the owner."""
+    """Set the name of EngineCore's process, because vLLM may fail to, and let the process end with its owner."""
     be_named(f"{envs.VLLM_PROCESS_NAME_PREFIX}::EngineCore")
     end_with_owner(owner)
 
@@ -73,7 +73,7 @@ class OwnedMultiprocExecutor(MultiprocExecutor):  # type: ignore[misc]
 
 
 class PolicyWorker:
-    """Methods added to vLLM's worker class (`worker_extension_cls`); called through `collective_rpc`."""
+    """The methods added to vLLM's worker class (`worker_extension_cls`); `collective_rpc` calls them."""
 
     vllm_config: Any
     model_runner: Any
@@ -82,12 +82,12 @@ class PolicyWorker:
     sample_tokens: Any
 
     def prepare_policy_worker(self) -> None:
-        """Disable the rank computation; called once, after the start."""
+        """Disable the computation of the sampled token's rank; called once, after the start."""
         sampler.batched_count_greater_than = _skip_ranks
 
     def load_policy(self, folder: str, repair_tied_head: bool) -> None:
-        """Load the weights in `folder` and renew everything derived from them."""
-        self.model_runner.vllm_config.load_config.load_format = "safetensors"  # the engine started on "dummy"
+        """Load the weights in `folder` and recompute everything derived from the weights."""
+        self.model_runner.vllm_config.load_config.load_format = "safetensors"  # it was "dummy" until now
         self.reload_weights(weights_path=folder)
         if repair_tied_head:
             _repack_head(self.model_runner.get_model())
@@ -95,8 +95,8 @@ class PolicyWorker:
     def prompt_logprobs_while_paused(self, tokens: list[int]) -> list[float]:
         """Compute the log-probs of tokens[1:] without the paused scheduler, so that new weights can be probed.
 
-        Only while paused with cleared caches: then no request holds a block of the KV cache, so the first blocks are
-        free.
+        The engine must be paused with cleared caches: then no request holds a block of the KV cache, so the first
+        blocks are free.
         """
         size = self.vllm_config.cache_config.block_size
         blocks = list(range(1, 2 + len(tokens) // size))  # block 0 is vLLM's null block

@@ -1,4 +1,4 @@
-"""Environments: one contract (`base`) and one file for each kind; `build_environment` chooses one."""
+"""Environments: one contract (`base`) and one file for each kind; `build_environment` builds the configured one."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""The contract of environments: an environment runs an episode from its prompt to its reward, or to none.
+"""The contract of environments: an environment runs an episode from its prompt to its reward, or to no reward.
 
     prompt --> ( generate --> add )* --> judge, or a score computed by the environment
 
-- The environment asks its episode for generations. It never sees engines, versions or seeds.
-- Tokens added by the environment are appended to the response. They are not the policy's, so they are not trained on.
+- The environment asks its episode for generations. An environment never sees engines, versions or seeds.
+- Tokens added by the environment are appended to the response. Added tokens do not come from the policy, so the policy
+  is not trained on them.
 - An episode may end at any time, because it is no longer wanted. Then `generate` and `judge` return None, and the
-  environment returns; if it awaits something else, that is cancelled. It need not clean up the episode: the generated
-  tokens are counted.
+  environment returns. If the environment awaits something else, its task is cancelled. The environment need not clean
+  up the episode: the generated tokens are counted in any case.
 - After a crash an episode is played again with the same seeds, so an environment keeps no state between episodes.
 
-Environments run in the scheduler's event loop, thousands at a time: they must await and never block.
+Environments run in the scheduler's event loop, thousands at a time: an environment must await and never block.
 """
 
 from __future__ import annotations
@@ -31,28 +32,34 @@ class Episode(Protocol):
 
     @property
     def response(self) -> Sequence[int]:
-        """The tokens after the prompt: those of the policy and those that were added."""
+        """The tokens after the prompt: tokens from the policy and tokens added by the environment."""
 
     @property
     def room(self) -> int:
         """Number of tokens that the response may still get."""
 
     async def generate(self) -> Generation | None:
-        """Let the policy continue the response; None if the episode is over or the response has no room left.
+        """Let the policy continue the response; return None if the episode is over or the response has no room left.
 
         Raises:
-            EngineFailed: no engine was left for the request, `rollout.attempts` times.
+            EngineFailed: at each of `rollout.attempts` tries no engine was left for the request.
         """
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the policy did not choose; at most `room` of them."""
+        """Append at most `room` tokens that the policy did not choose."""
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
-        """Score these tokens with the run's verifier; nothing is generated after that. None if it is not wanted."""
+        """Score these tokens with the run's verifier; return None if the episode is not wanted.
+
+        After a call of `judge` the policy generates no more tokens for the episode.
+        """
 
 
 class Environment(Protocol):
-    """Runs the episodes of a run; one object for all of them. See the module's docstring."""
+    """Runs the episodes of a run; one environment object runs all of them. See the module's docstring."""
 
     async def play(self, episode: Episode) -> Score | None:
-        """Run an episode from prompt to reward. None means no reward, which counts as 0 if the episode is wanted."""
+        """Run an episode from prompt to reward; return None for no reward.
+
+        A missing reward counts as 0 if the episode is wanted.
+        """

@@ -1,4 +1,4 @@
-"""A user-defined environment: a class derived from `Environment`, created with its options."""
+"""A user-defined environment: a class derived from `Environment`, created with the options in the config."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ KEY = "environment"
 
 
 class ImportedEnvironment(Environment):
-    """The environment that `environment.path` names. An error that it raises fails only its own episode."""
+    """The environment that `environment.path` names. An error in the environment fails only one episode."""
 
     def __init__(self, config: ImportEnvironment) -> None:
         """Create the environment.
 
         Raises:
-            ConfigError: there is no such class, it breaks the contract, or it takes other options.
+            ConfigError: there is no such class, the class breaks the contract, or the class takes other options.
         """
         self._own = imported_object(KEY, config, Environment)  # type: ignore[type-abstract]
         self._name = f"environment {config.path}"
@@ -27,7 +27,7 @@ class ImportedEnvironment(Environment):
         """Run an episode, as `Environment` says."""
         try:
             score = await self._own.play(episode)
-        except RollflowError:  # the run's own error, such as a failed engine
+        except RollflowError:  # an error of the run, such as a failed engine, not of the environment
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment may be foreign code
             return failure_score(self._name, error)

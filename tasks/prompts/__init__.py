@@ -1,4 +1,4 @@
-"""Question sources: see `base` for their contract."""
+"""Question sources: see `base` for the contract of a source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollflow.tasks.prompts.held_out import HeldOut
 def build_source(config: PromptConfig, seed: int, count: int, read: Reader, held: HeldOut) -> QuestionSource:
     """Build the question source of one `[[prompts]]` entry, with `count` questions kept for evaluation.
 
-    The source adds those to `held`, and never asks a question that is in `held`.
+    The source adds its held-out questions to `held`, and never asks a question that is in `held`.
 
     Raises:
         ConfigError: one sentence that says what the user must change.

@@ -14,9 +14,10 @@ Reader = Callable[[JsonlPrompts], bytes]  # returns the content of a source's fi
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt before it is tokenized: its text, the right answer, and what the verifier needs (as JSON).
+    """A prompt before it is tokenized: its text, the right answer, and the reference for the verifier (as JSON).
 
-    Questions with the same `key` are the same question in several forms. Without a key, the normalised text is the key.
+    Two questions with the same `key` are the same question in two forms. A question without a key has its normalised
+    text as its key.
     """
 
     text: str
@@ -26,28 +27,28 @@ class Question:
 
     @property
     def canonical_key(self) -> str:
-        """The key, or else the normalised text."""
+        """The question's key; the normalised text of a question without a key."""
         return self.key or normalise_text(self.text)
 
 
 class QuestionSource(Protocol):
-    """One `[[prompts]]` entry: a pure function of its config and the run's seed, in any process, on any machine.
+    """The questions of one `[[prompts]]` entry: a pure function of the entry and the run's seed, on any machine.
 
-    Any position may be asked for at any time and in any order. No training question and no demonstration has the key of
-    a held-out question.
+    A caller may ask for any position at any time and in any order. No training question and no demonstration has the
+    key of a held-out question.
     """
 
     def training(self, position: int) -> Question:
         """Return the training question at `position`."""
 
     def demonstration(self, position: int) -> Question:
-        """Return a question for supervised cold start, from a different stream than training."""
+        """Return a question for supervised cold start, from a different stream than the training questions."""
 
     def held_out(self, count: int) -> list[Question]:
-        """Return the first `count` held-out questions for evaluation, or fewer; their keys are distinct."""
+        """Return the first `count` held-out questions for evaluation, or fewer; the keys are distinct."""
 
 
 class Encoder(Protocol):
-    """Turns a question's text into prompt tokens (plain, or through the chat template)."""
+    """Turns a question's text into prompt tokens, with or without the chat template."""
 
     def __call__(self, text: str, chat: bool, system: str | None) -> Sequence[int]: ...

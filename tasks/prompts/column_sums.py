@@ -3,9 +3,9 @@
     Add 347 + 58 + 906.
     ones 7+8=15+6=21, tens 2+4=6+5=11+0=11, hundreds 1+3=4+9=13, <answer>1311</answer>
 
-Each column starts with the carry, if there is one, and adds the numbers' digits from left to right, one at a time.
-Addition commutes, so the same numbers in another order are the same question: a held-out question is neither asked nor
-demonstrated in any order.
+The solution of a column starts with the carry, if there is one, and adds the numbers' digits from left to right, one at
+a time. Addition commutes, so the same numbers in another order are the same question. So a held-out question is neither
+asked nor demonstrated in any order of its numbers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rollflow.tasks.prompts.config import ColumnSumsPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 PLACES = ("ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands")
-TRIES = 64  # draws for one position; if all are held out, the run fails
+TRIES = 64  # questions drawn for one position; if all of them are held out, the run fails
 
 
 class ColumnSumsSource:
-    """A `QuestionSource` of sums; a question is drawn from the seed, its stream and its position."""
+    """A `QuestionSource` of sums; the seed, the stream and the position determine a question."""
 
     def __init__(self, config: ColumnSumsPrompts, seed: int, count: int, excluded: HeldOut) -> None:
         self._config, self._seed, self._excluded = config, seed, excluded
@@ -69,8 +69,9 @@ class ColumnSumsSource:
 
 
 def build_question(terms: list[int]) -> Question:
-    """Build the question for the sum of `terms`; its answer is the worked solution, and the verifier gets only the
-    sum.
+    """Build the question for the sum of `terms`.
+
+    The question's answer is the worked solution; the verifier gets only the sum.
     """
     asked = f"Add {' + '.join(map(str, terms))}."
     key = f"add {' '.join(map(str, sorted(terms)))}"
@@ -78,7 +79,7 @@ def build_question(terms: list[int]) -> Question:
 
 
 def write_steps(terms: list[int]) -> str:
-    """Write the worked solution: column by column, then the answer. The longest term has at most len(PLACES) digits."""
+    """Write the worked solution: column by column, then the answer. A term may have at most len(PLACES) digits."""
     columns, carried = [], 0
     for place in range(len(str(max(terms)))):
         digits = [int(str(term)[-1 - place]) for term in terms if len(str(term)) > place]

@@ -1,7 +1,7 @@
 """The held-out questions of a run.
 
-No source of a run trains on or demonstrates a question that any source of the run holds out, in any form: both the key
-and the normalised text are compared.
+No source of a run trains on or demonstrates a question that any source of the run holds out. Both the keys and the
+normalised texts of questions are compared.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Literal
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.keys import normalise_text
 
-Split = Literal["text", "key"]  # the attribute that is compared; "text" in older runs, whose questions had no keys
+Split = Literal["text", "key"]  # the attribute that is compared; "text" in older runs, when questions had no keys
 
 
 class HeldOut:
     """A set of held-out questions, shared by all sources of a run.
 
-    With the split "text" each source has its own set, and the exact texts are compared.
+    With the split "text" each source has a set of its own, and the exact texts are compared.
     """
 
     def __init__(self, split: Split = "key") -> None:
@@ -29,7 +29,7 @@ class HeldOut:
         return question.text if self.split == "text" else question.canonical_key
 
     def add(self, question: Question) -> None:
-        """Add a question to the held-out ones."""
+        """Add a question to the held-out questions."""
         self._keys.update(self._keys_of(question))
 
     def __contains__(self, question: Question) -> bool:

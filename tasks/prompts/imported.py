@@ -1,6 +1,6 @@
 """User-defined prompts: a class derived from `QuestionSource`, created with `seed`, `held_out` and its options.
 
-The guarantees that other sources give by construction are checked here for every question.
+rollflow's own sources keep the contract by construction. For a user-defined source, this module checks every question.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.runtime.imports import build_part, imported_object
 
 KEY = "prompts"
-TRIES = 64  # positions tried instead of one that another source holds out
-STEP = 1_000_003  # distance between two of these positions
+TRIES = 64  # most positions tried in place of a position whose question is held out
+STEP = 1_000_003  # distance between two positions that are tried
 
 
 class ImportedSource:
     """Wraps the `QuestionSource` that `prompts.path` names."""
 
     def __init__(self, config: ImportPrompts, seed: int, count: int, excluded: HeldOut) -> None:
-        """Create the source; raise `ConfigError` if there is no such class or it takes other options."""
+        """Create the source; raise `ConfigError` if there is no such class or the class takes other options."""
         self._config, self._excluded = config, excluded
         contract: type[QuestionSource] = QuestionSource  # type: ignore[type-abstract]
         self._own = imported_object(KEY, config, contract, seed=seed, held_out=count)
@@ -51,7 +51,7 @@ class ImportedSource:
         return found
 
     def _find_allowed(self, stream: str, ask: Callable[[int], Question], position: int) -> Question:
-        """Return the question at `position`, or at a later one if another form or source of it is held out."""
+        """Return the question at `position`, or at a later position if a form of that question is held out."""
         for place in range(position, position + TRIES * STEP, STEP):
             call, question = f"{stream}({place})", build_part(KEY, self._config, partial(ask, place))
             self._check(call, question)
@@ -81,5 +81,5 @@ class ImportedSource:
 
 
 def _is_utf8(text: str) -> bool:
-    """Return whether a text can be encoded; half of a surrogate pair cannot."""
+    """Return whether a text can be encoded in UTF-8; half of a surrogate pair cannot."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)

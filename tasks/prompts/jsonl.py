@@ -1,5 +1,6 @@
-"""User-defined prompts in a file: one JSON object per line with `question` and `answer`; the verifier gets other keys,
-too.
+"""User-defined prompts in a file: one JSON object per line, with `question` and `answer`.
+
+The verifier gets all keys of the object except the question.
 
 The file is UTF-8, with or without a byte order mark. Lines end in LF or CRLF, and blank lines do not count.
 """
@@ -21,13 +22,13 @@ def read_file(config: JsonlPrompts) -> bytes:
     """Read the file's current bytes."""
     try:
         return Path(config.path).expanduser().read_bytes()
-    except (OSError, ValueError, RuntimeError) as error:  # also for an invalid path, or a home that does not exist
+    except (OSError, ValueError, RuntimeError) as error:  # an invalid path, or a home that does not exist
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"prompts.path = {config.path!r} cannot be read: {why}; name a file") from None
 
 
 class JsonlSource:
-    """A `QuestionSource` over a file. Each pass visits every training line once, in its own random order."""
+    """A `QuestionSource` over a file. Each pass visits every training line once, in a new random order."""
 
     def __init__(self, config: JsonlPrompts, seed: int, content: bytes, excluded: HeldOut) -> None:
         self._config, self._seed, self._excluded = config, seed, excluded
@@ -41,7 +42,7 @@ class JsonlSource:
 
     @cached_property
     def _lines(self) -> list[Question]:
-        """The lines to train on: those that no source of the run holds out."""
+        """The lines to train on: the lines that no source of the run holds out."""
         lines = [question for question in self._others if question not in self._excluded]
         if not lines:
             cure = "lower prompts.held_out or give more lines"
@@ -68,7 +69,8 @@ class JsonlSource:
 def read_questions(config: JsonlPrompts, content: bytes) -> list[Question]:
     """Return the question of every line, in the file's order; `ConfigError` names the first line without a question.
 
-    The rows of a new run are checked strictly before (`rows.py`). Here rows are read as recorded runs always read them.
+    The rows of a new run are checked strictly before (`rows.py`). `read_questions` reads rows as recorded runs always
+    read them.
     """
     return [_read_question(config, number, line) for number, line in numbered_lines(config, content)]
 
@@ -88,7 +90,7 @@ def numbered_lines(config: JsonlPrompts, content: bytes) -> list[tuple[int, str]
 
 
 def judged_part(config: JsonlPrompts, answer: str) -> str:
-    """Return the part of a line's answer that is scored; `ValueError` says what the answer lacks."""
+    """Return the part of a line's answer that is scored; raise `ValueError` if the answer lacks that part."""
     mark = config.answer_after
     if mark and mark not in answer:
         raise ValueError(f"its answer does not hold prompts.answer_after = {mark!r}; write it there, or drop that key")
@@ -99,7 +101,7 @@ def _read_question(config: JsonlPrompts, number: int, line: str) -> Question:
     try:
         row = json.loads(line)
         question, answer = str(row["question"]), str(row["answer"])
-        (question + answer).encode()  # raises for half of a surrogate pair, which is valid JSON but not text
+        (question + answer).encode()  # raises for half of a surrogate pair, which JSON allows
         if question.strip() and row["question"] is not None and row["answer"] is not None:
             row = row if config.answer_after is None else {**row, "answer": judged_part(config, answer)}
             return Question(question, judged_part(config, answer), {"family": None, **row})
