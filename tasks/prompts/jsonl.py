@@ -76,13 +76,13 @@ def read_questions(config: JsonlPrompts, content: bytes) -> list[Question]:
 
 
 def numbered_lines(config: JsonlPrompts, content: bytes) -> list[tuple[int, str]]:
-    """Return the lines that are not blank, with their numbers from 1; `ConfigError` if there are none."""
+    """Return the lines that are not blank, with their numbers from 1; raise `ConfigError` if all lines are blank."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         cure = "save the file as UTF-8"
         raise ConfigError(f"prompts.path = {config.path!r}: byte {error.start} is not UTF-8; {cure}") from None
-    # Not `splitlines`, because a JSON string may contain other line separators.
+    # `splitlines` would also split at other line separators, which a JSON string may contain.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(f"prompts.path = {config.path!r}: the file has no lines; name one that has")

@@ -1,7 +1,7 @@
 """Canonical keys: two questions with the same key are the same question.
 
-All orders of a sum's numbers have the same key, and so have all spellings of a question. A source sets the key of a
-question (`Question.key`); without one, the key is the normalised text.
+All orders of a sum's numbers have the same key, and all spellings of a question have the same key. A source sets the
+key of a question (`Question.key`); the normalised text is the key of a question without one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 def normalise_text(text: str) -> str:
     """Return `text` in NFKC and lower case, with single spaces and without punctuation at its ends.
 
-    A text of only punctuation keeps it.
+    A text that consists only of punctuation keeps the punctuation.
     """
     words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     first, last = 0, len(words)
@@ -27,20 +27,20 @@ def normalise_text(text: str) -> str:
 
 
 def _is_outer(letter: str) -> bool:
-    """Return True for blanks, stops and quotation marks, but not for a dash, which may be a sign, or a bracket."""
+    """Return True for blanks, stops and quotation marks; a bracket or a dash, which may be a minus sign, gives False."""
     return letter == " " or unicodedata.category(letter) in ("Po", "Pi", "Pf")
 
 
 def split_words(text: str) -> list[str]:
-    """List the words, numbers and signs of a text, normalised, in order."""
+    """List the words, numbers and signs of the normalised text, in order."""
     return WORDS.findall(normalise_text(text))
 
 
 def unordered_key(text: str, answer: str) -> str:
     """Return a key of text and answer that ignores the order of words, numbers and signs within each line.
 
-    So `3 + 5 + 1` and `1 + 3 + 5` are the same question, but `5 - 3` and `3 - 5` are two. Lines keep their order,
-    because they may be the rows of a grid, and many grids have the same cells.
+    So `3 + 5 + 1` and `1 + 3 + 5` are the same question, but `5 - 3` and `3 - 5` are two questions, because their
+    answers differ. The order of lines counts, because lines may be the rows of a grid, and many grids have equal cells.
     """
     lines = [" ".join(sorted(split_words(line))) for line in text.splitlines()]
     return "\n".join([*lines, normalise_text(answer)])

@@ -1,9 +1,10 @@
 """Counts the held-out questions that have a near duplicate in training, by their n-gram overlap, within a time limit.
 
 Keys find equal questions. A question that differs in one word is a different question, but may still reveal the answer.
-The measure is the share of a held-out question's `N`-word sequences that also occur in one training question. From
-`NEAR` on the two are near duplicates. N-grams that more than a tenth of the held-out questions share belong to a
-template and do not count. A question with fewer words counts as one n-gram.
+The overlap of two questions is the share of the held-out question's `N`-word sequences (n-grams) that also occur in the
+training question. Two questions with an overlap of `NEAR` or more are near duplicates. N-grams that more than a tenth
+of the held-out questions share belong to a template and do not count. A question with fewer than `N` words counts as
+one n-gram.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Gram = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class NearDuplicates:
-    """The result: `found` of the `held_out` questions have a near duplicate among `looked_at` training questions."""
+    """The result: `found` of `held_out` held-out questions have a near duplicate in `looked_at` training questions."""
 
     found: int
     held_out: int
@@ -43,7 +44,7 @@ class NearDuplicates:
 
 
 def near_duplicates(prompts: RunPrompts, trained: int, seconds: float = SECONDS) -> NearDuplicates:
-    """Compare the held-out questions with the first `trained` training questions, as far as time allows."""
+    """Compare the held-out questions with the first `trained` training questions, for at most `seconds` seconds."""
     held = prompts.held_out_questions()
     index, sizes = _index(held)
     near: set[int] = set()
@@ -58,7 +59,7 @@ def near_duplicates(prompts: RunPrompts, trained: int, seconds: float = SECONDS)
 
 
 def _index(held: Sequence[Question]) -> tuple[dict[Gram, list[int]], list[int]]:
-    """Map each n-gram that is not from a template to its questions; also return each question's number of n-grams."""
+    """Map each n-gram outside templates to the questions with it; also return each question's number of n-grams."""
     index: dict[Gram, list[int]] = defaultdict(list)
     for which, question in enumerate(held):
         for gram in _list_grams(question):

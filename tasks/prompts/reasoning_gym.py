@@ -1,10 +1,10 @@
 """Procedural prompts of one reasoning-gym family.
 
-reasoning-gym generates item i from the seed `dataset seed + i`. The three streams of a run are far apart in that one
-sequence. If a training item is held out, the next item of its stride replaces it.
+reasoning-gym generates item i from the seed `dataset seed + i`. The three streams of a run are far apart in that
+sequence of items. If a training item is held out, the next item of the position's `STRIDE` items replaces it.
 
-The key of an item consists of the words of its expression (or of its question, without one) in any order, and its
-answer.
+The key of an item consists of the item's answer and the words of its expression, in any order. An item without an
+expression has the words of its question in the key.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.keys import unordered_key
 
 STREAM = 10_000_000_000  # most items of one stream
-STRIDE = 64  # items tried for one position; if all are held out, the run fails
+STRIDE = 64  # items tried for one position; if all of them are held out, the run fails
 SIZE = 2**31 - 1
 
 
 class ReasoningGymSource:
-    """A `QuestionSource` over one family."""
+    """A `QuestionSource` over one reasoning-gym family."""
 
     def __init__(self, config: ReasoningGymPrompts, seed: int, count: int, excluded: HeldOut) -> None:
         self._family, self._excluded = config.family, excluded
@@ -90,7 +90,7 @@ class ReasoningGymSource:
 def _build_key(entry: dict[str, Any]) -> str:
     """Return a key that is the same for all orders of an item's words, or of a sum's numbers in any sentence.
 
-    Some families store their solution as `expression`, so an expression counts only if the question contains it.
+    Some families store the solution under `expression`, so an expression counts only if the question contains it.
     """
     asked, expression = entry["question"], entry["metadata"].get("expression")
     stands_there = isinstance(expression, str) and expression.strip() and expression in asked

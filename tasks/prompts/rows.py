@@ -1,8 +1,8 @@
 """The rows of a prompt file: parsed strictly before a run begins, before any row becomes a question.
 
-Each row is a JSON object. Its `question` is text, and its `answer` is text or an integer, which stands for its digits.
-Nothing else is converted to text: a list, a number with a fraction, `true` or `null` is rejected. An error names the
-line of the first wrong row and counts the rows with the same fault.
+Each row is a JSON object. A row's `question` is text, and its `answer` is text or an integer, which is converted to its
+digits. No other value is converted to text: a list, a number with a fraction, `true` or `null` is rejected. An error
+names the line of the first wrong row and counts the rows with the same fault.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.jsonl import judged_part, numbered_lines
 
-DEEPEST = 100  # levels of nesting; a deeper value could not be sent to another process
-LONGEST_SHOWN = 40  # characters of a value in an error
+DEEPEST = 100  # most levels of nesting; a deeper value could not be sent to another process
+LONGEST_SHOWN = 40  # most characters of a value that an error message shows
 NAMES = {bool: "true or false", type(None): "null", list: "a list", dict: "an object", int: "a number"}
 Fault = Callable[[Mapping[str, Any]], str | None]
 
@@ -36,7 +36,7 @@ def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda refere
     """Parse every row of a file; `fault` returns what is wrong with a row's reference, or None.
 
     Raises:
-        ConfigError: it names the first wrong row.
+        ConfigError: a row is wrong; the error names the first wrong row.
     """
     rows, faults = list[PromptRow](), list[tuple[int, str]]()
     for number, line in numbered_lines(config, content):
@@ -51,7 +51,7 @@ def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda refere
 
 
 def refuse_lines(config: JsonlPrompts, faults: list[tuple[int, str]]) -> ConfigError:
-    """Build the error that names the first of several wrong lines and counts the others."""
+    """Build the error that names the first of several wrong lines and counts the other wrong lines."""
     first, what = faults[0]
     kinds = Counter(_kind(fault) for _, fault in faults)
     alike = kinds[_kind(what)]
@@ -61,7 +61,7 @@ def refuse_lines(config: JsonlPrompts, faults: list[tuple[int, str]]) -> ConfigE
 
 
 def shorten_value(value: object) -> str:
-    """Shorten a value of the file for a message."""
+    """Shorten a value of the file for an error message."""
     text = json.dumps(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
@@ -71,12 +71,12 @@ def _in_brackets(counts: list[str]) -> str:
 
 
 def _kind(fault: str) -> str:
-    """Return a fault without its value, which is in brackets: faults of one kind are counted together."""
+    """Return a fault without the value in brackets, so that faults of one kind can be counted together."""
     return fault.partition(" (")[0]
 
 
 def _read_row(config: JsonlPrompts, number: int, line: str) -> PromptRow | str:
-    """Parse a row; return a sentence if it is wrong."""
+    """Parse a row; if the row is wrong, return a sentence that says why."""
     if max(line.count("["), line.count("{")) > DEEPEST and _compute_depth(line) > DEEPEST:
         return f"it is nested more than {DEEPEST} levels deep; flatten it"
     twice = list[str]()
@@ -129,7 +129,7 @@ def _find_text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> 
 
 
 def _compute_depth(line: str) -> int:
-    """Compute the nesting depth of the lists and objects in a line, without brackets inside strings."""
+    """Compute the nesting depth of the lists and objects in a line; brackets inside strings do not count."""
     depth = deepest = 0
     within = escaped = False
     for letter in line:

@@ -1,11 +1,12 @@
 """The prompts of all sources: the prompt at `index` depends only on the run's config and seed.
 
-- `prompt(index)` is random access, so that a restarted scheduler issues again exactly what was in flight.
-- A training prompt that is too long for the policy's context is replaced by the one at a later position; a held-out one
-  is omitted.
-- Held-out prompts are chosen first. No training prompt and no demonstration of any source has the key of one.
-- With D sources, `index` is position * D + source: each source is issued at its own pace (see `rollout/mixing.py`).
-- Demonstrations of several sources are interleaved by their shares, so evenly that the ratio holds in every stretch.
+- `prompt(index)` takes any index at any time, so a restarted scheduler issues exactly the prompts that were in flight.
+- A training prompt that is too long for the policy's context is replaced by the prompt at a later position. A held-out
+  prompt that is too long is omitted.
+- Held-out prompts are chosen first. No training prompt and no demonstration of any source has the key of a held-out
+  prompt.
+- With D sources, `index` is position * D + source, so each source can be issued at its own pace (`rollout/mixing.py`).
+- Demonstrations of several sources are interleaved by the sources' shares, evenly over the whole sequence.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig
 from rollflow.tasks.prompts.held_out import HeldOut, Split
 
 log = logging.getLogger(__name__)
-TRIES, LEAP = 64, 100_003  # number of positions tried instead of one with a too long prompt; their distance
-SAMPLED = 16  # training questions that a source's hash covers
+TRIES, LEAP = 64, 100_003  # number and distance of the positions tried in place of one with a too long prompt
+SAMPLED = 16  # number of training questions that the hash of a source covers
 
 
 class RunPrompts:
@@ -40,12 +41,12 @@ class RunPrompts:
         read: Reader,
         split: Split = "key",
     ) -> None:
-        """Open the prompts; without `encode` only their texts.
+        """Open the prompts; without `encode`, only the prompts' texts are available.
 
         Args:
             longest: the most tokens that a prompt may have.
             read: returns the content of a source's file.
-            split: what separates held-out questions from others.
+            split: the attribute that separates held-out questions from others.
         """
         self.configs, self.split = configs, split
         share = -(-held_out // len(configs))
@@ -67,12 +68,12 @@ class RunPrompts:
         return self.asked(index)[0]
 
     def asked(self, index: int) -> tuple[Prompt, Question]:
-        """Return the training prompt at `index`, and its question."""
+        """Return the training prompt at `index`, and the prompt's question."""
         position, which = divmod(index, len(self.sources))
         return self._first_fit(which, f"{index:08d}", index, self.sources[which].training, position)
 
     def question(self, index: int) -> Question:
-        """Return the question of `index`, whatever its length in tokens."""
+        """Return the question at `index`, whatever the question's length in tokens."""
         position, which = divmod(index, len(self.sources))
         return self.sources[which].training(position)
 
@@ -81,7 +82,7 @@ class RunPrompts:
         return question in self._excluded[which]
 
     def demonstration(self, index: int) -> tuple[Prompt, str]:
-        """Return a cold-start demonstration: a prompt and its right answer."""
+        """Return a cold-start demonstration: a prompt and the right answer."""
         which, position = self._assign_place(index)
         prompt, question = self._first_fit(
             which, f"demo-{index:08d}", index, self.sources[which].demonstration, position
@@ -123,19 +124,19 @@ class RunPrompts:
         )
 
     def sha256(self, which: int) -> str:
-        """Hash a source's questions: the held-out ones and the first training ones, with their answers."""
+        """Hash a source's held-out questions and first training questions, with their answers."""
         source, share = self.sources[which], -(-self._held_out // len(self.sources))
         asked = [*source.held_out(share), *(source.training(position) for position in range(SAMPLED))]
         return hashlib.sha256(json.dumps([(q.text, q.answer) for q in asked]).encode()).hexdigest()
 
     def texts(self, count: int) -> list[str]:
-        """Return demonstration texts and their answers, to build a vocabulary from."""
+        """Return the texts and answers of `count` demonstrations; a vocabulary is built from these texts."""
         places = [self._assign_place(index) for index in range(count)]
         questions = [self.sources[which].demonstration(position) for which, position in places]
         return [text for q in questions for text in (q.text, q.answer)]
 
     def _assign_place(self, index: int) -> tuple[int, int]:
-        """Assign demonstrations by smooth weighted round-robin: each goes to the source furthest below its share."""
+        """Assign a demonstration to a source by smooth weighted round-robin: to the source furthest below its share."""
         total = self._shares
         while len(self._assigned) <= index:
             for which, config in enumerate(self.configs):
@@ -155,7 +156,7 @@ class RunPrompts:
     def _first_fit(
         self, which: int, name: str, index: int, ask: Callable[[int], Question], position: int
     ) -> tuple[Prompt, Question]:
-        """Return the prompt at `position`, or if that is too long, the prompt of a later position.
+        """Return the prompt at `position`; if this prompt is too long, return the prompt at a later position.
 
         The later position is a function of `position` alone, so every process chooses the same one.
         """
@@ -168,7 +169,10 @@ class RunPrompts:
         raise self._build_too_long_error(which, prompt)
 
     def _warn_replaced(self, which: int) -> None:
-        """Warn once for each source; the warning appears among the run's other warnings."""
+        """Warn, once for each source, that a too long prompt was replaced.
+
+        The warning appears among the run's other warnings.
+        """
         if which not in self._replaced:
             self._replaced.add(which)
             log.warning("prompts.%d: a prompt is too long for the policy's context; another one replaces it", which)
@@ -184,9 +188,9 @@ class RunPrompts:
 
 
 def _held_out_sets(configs: Sequence[PromptConfig], split: Split) -> list[HeldOut]:
-    """Return the held-out set of each source: one for all sources, or in a run without keys, one for each.
+    """Return the held-out set of each source: one set for all sources, or in a run without keys, a set for each source.
 
-    Column sums have always compared their sorted numbers.
+    Column sums compare their sorted numbers in a run without keys, too.
     """
     if split == "key":
         return [HeldOut()] * len(configs)

@@ -3,8 +3,9 @@
     Sort 31415.
     11345
 
-The run's seed splits the multisets of digits once: a held-out multiset is never asked in training nor demonstrated, in
-any order of its digits. Every held-out multiset is one question; an evaluation takes the first ones.
+The run's seed splits the multisets of digits into two parts, for training and for evaluation. A held-out multiset is
+never asked in training nor demonstrated, in any order of its digits. Every held-out multiset is one question, and an
+evaluation takes the first held-out questions.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from rollflow.tasks.prompts.config import SortingPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 DIGITS = "0123456789"
-TRIES = 64  # draws for one position; if all are held out, the run fails
+TRIES = 64  # multisets drawn for one position; if all of them are held out, the run fails
 
 
 class SortingSource:
-    """A `QuestionSource` of digits to sort. A question is drawn from the seed, its stream and its position."""
+    """A `QuestionSource` of digits to sort. The seed, the stream and the position determine a question."""
 
     def __init__(self, config: SortingPrompts, seed: int, excluded: HeldOut) -> None:
         self._seed, self._excluded = seed, excluded

@@ -1,7 +1,8 @@
-"""The rollout side of a run, in plain asyncio without Ray: it runs on a virtual clock as well as on a real one.
+"""The rollout side of a run, in plain asyncio without Ray: this code runs on a virtual clock as well as on a real one.
 
-The builders here choose the implementation from the config, so that the shipped parts know nothing of the baselines.
-They import it only when they are called, so that reading this folder's config loads no implementation.
+`build_proxy` and `build_scheduler` choose the implementation from the config, so the shipped classes do not import the
+baselines. Both functions import an implementation only when they are called, so that importing this folder's config
+loads no implementation.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def build_proxy(
     engines: Sequence[Engine], slots: int, replacement_seconds: float, routing: AnyRouting
 ) -> InferenceProxy:
-    """Build the proxy that `rollout.routing` names; see `InferenceProxy`."""
+    """Build the proxy for the value of `rollout.routing`; see `InferenceProxy`."""
     from rollflow.tasks.rollout.baselines import WholeGroupProxy
     from rollflow.tasks.rollout.proxy import InferenceProxy
 
@@ -32,7 +33,7 @@ def build_proxy(
 def build_scheduler(
     limits: RolloutLimits, ports: SchedulerPorts, proxy: InferenceProxy, resume: ResumePoint
 ) -> RolloutScheduler:
-    """Build the scheduler that `limits.mode` names, for a proxy from `build_proxy`."""
+    """Build the scheduler for the value of `limits.mode`, on a proxy from `build_proxy`."""
     from rollflow.tasks.rollout.baselines import (
         BatchScheduler,
         WholeGroupBatches,

@@ -1,16 +1,16 @@
-"""Admission: decides how many prompt groups may start now. Pure functions of the present state, `AdmissionInputs`.
+"""Admission: decides by pure functions of the present state, `AdmissionInputs`, how many prompt groups may start now.
 
 Batch b trains version b. A group that started under version v is fresh enough for batch b if b <= v + alpha. So while
-the engines serve v, groups may start for the unformed batches below v + 1 + alpha. Nothing generated is wasted, as long
-as groups end in about the order in which they started. A group that overtakes others pushes a straggler one batch
-later; formation handles such a straggler.
+the engines serve v, groups may start for the unformed batches below v + 1 + alpha. No generated token is wasted, as
+long as groups end in about the order in which they started. A group that overtakes a slow group pushes the slow group
+into the next batch; `formation` decides whether the batch waits for the slow group.
 
-Staleness is a whole number. So the fractional part of alpha only starts groups that can replace slower ones of the same
-batch, and it starts none where slow groups are waited for (`RolloutLimits.lead`). To run half a batch ahead, at most
-one version old, set alpha = 1 and ahead = 0.5.
+Staleness is a whole number. So the fractional part of alpha only starts groups that can replace slower groups of the
+same batch. The fractional part starts no group if batches wait for slow groups (`RolloutLimits.lead`). To run half a
+batch ahead with groups that are at most one version old, set alpha = 1 and ahead = 0.5.
 
-Batches are formed in order. Only voided batches, which have to be formed again, come first; the later batches that
-exist already do not reduce what they may start.
+Batches are formed in order, except that voided batches, which have to be formed again, come first. Later batches that
+exist already do not reduce the number of groups that may start for a voided batch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 class BatchesToForm:
     """The batches that are still to be formed: voided ones first, then new ones up to the last."""
 
-    number: int  # of the first batch that was never formed
-    missing: tuple[int, ...]  # batches below it that are to be formed again
-    last: int  # one past the run's last batch
+    number: int  # number of the first batch that was never formed
+    missing: tuple[int, ...]  # numbers of the lower batches that are to be formed again
+    last: int  # the number of the run's last batch plus one
 
     @property
     def count(self) -> int:
-        """Number of batches that are due."""
+        """Number of batches that are still to be formed."""
         return max(0, self.last - self.number) + len(self.missing)
 
     @property
@@ -41,11 +41,11 @@ class BatchesToForm:
         return self.at(0)
 
     def at(self, place: int) -> int:
-        """Return the number of the batch that is formed after `place` others."""
+        """Return the number of the batch that is formed after `place` other batches."""
         return self.missing[place] if place < len(self.missing) else self.number + place - len(self.missing)
 
     def after_first(self) -> BatchesToForm:
-        """Return the batches that are due once the first is formed."""
+        """Return the batches that are still to be formed once the first of these batches is formed."""
         if self.missing:
             return replace(self, missing=self.missing[1:])
         return replace(self, number=self.number + 1)
@@ -53,12 +53,12 @@ class BatchesToForm:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionInputs:
-    """The state that admission decides by."""
+    """The state on which the decision of admission depends."""
 
-    version: int  # policy version that the engines serve; -1 before the first
+    version: int  # policy version that the engines serve; -1 before the first update
     due: BatchesToForm
     running: int  # running groups, including preempted ones
-    outstanding: int  # groups that may still join a batch: they run or are in the buffer
+    outstanding: int  # groups that may still join a batch: running groups and groups in the buffer
     generating: int  # unfinished responses of all running groups
     slots: float  # most requests that may be in flight
 
@@ -67,10 +67,10 @@ class AdmissionInputs:
 class AdmissionDecision:
     """The decision of admission."""
 
-    batch: int  # the batch that the next group is for
+    batch: int  # number of the batch for which the next group starts
     fresh: int  # groups that alpha allows to start now
     wanted: int  # groups that the run can still use
-    free: bool  # the engines have room for one more group
+    free: bool  # True if the engines have room for one more group
 
     @property
     def opens(self) -> bool:
@@ -79,12 +79,12 @@ class AdmissionDecision:
 
     @property
     def is_held(self) -> bool:
-        """True if free engines wait only because of alpha."""
+        """True if engines have free slots and only alpha lets no group start."""
         return self.free and self.fresh <= 0 < self.wanted
 
 
 def next_batch(supply: AdmissionInputs, limits: RolloutLimits) -> int:
-    """Return the batch that the next group is for, as far as alpha reaches."""
+    """Return the number of the batch for which the next group starts, up to the last batch that alpha allows."""
     under_way = supply.outstanding // limits.groups  # batches that the outstanding groups may fill
     return min(supply.due.at(under_way), math.floor(supply.version + limits.lead))
 
@@ -95,7 +95,7 @@ def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int)
     fresh = compute_allowance(
         version, supply.outstanding, number=due.number, missing=due.missing, groups=limits.groups, ahead=limits.lead
     )
-    if due.first > version + limits.lead:  # the batches of this version are formed: an extra group would come too late
+    if due.first > version + limits.lead:  # an extra group would come too late
         extra = 0
     if due.first > version + limits.async_ratio:  # any group that starts now would come too late
         fresh = min(fresh, 0)
@@ -113,12 +113,12 @@ def compute_allowance(
     """Compute how many groups may start for freshness alone; negative if too many have started.
 
     Args:
-        version: policy version that the engines serve; -1 before the first.
-        outstanding: groups that run or wait for their batch.
+        version: policy version that the engines serve; -1 before the first update.
+        outstanding: number of groups that run or wait for their batch.
         number: number of the first batch that was never formed.
         missing: lower-numbered batches that have to be formed again.
         groups: N, groups in a batch.
-        ahead: number of batches that may start ahead of training, at most alpha; a fraction is a part of a batch.
+        ahead: number of batches that may start ahead of training, at most alpha; it may have a fractional part.
     """
     if version < 0:
         return 0
