@@ -146,7 +146,7 @@ class AttentionRows:
 
 
 class AttentionCache:
-    """The cache object passed to the model: stores new keys and values, and returns the keys and values to attend to."""
+    """The cache object for the model: stores new keys and values, and returns the keys and values to attend to."""
 
     def __init__(self, group: AttentionRows, into_N1: Tensor, positions_NC: Tensor, read_P: Tensor | None) -> None:
         """Prepare to write the first N new states into the rows `into_N1`, and to attend to the rows `read_P`.

@@ -283,7 +283,7 @@ class TimedEngine:
 
     @property
     def _full(self) -> float:
-        """The work at which the KV cache is full; infinite if one request runs alone, which is never preempted."""
+        """The work at which the KV cache is full; infinite for an unlimited cache or for a request that runs alone."""
         if self._bound is None or self._active < 2 or not self._growth:
             return math.inf
         return (self._bound - self._base) / (self._active * self._growth)

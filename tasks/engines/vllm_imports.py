@@ -1,4 +1,4 @@
-"""The imports of the process from which vLLM's core is forked on a CPU. A missing import only makes the start slower."""
+"""The imports of the process from which vLLM's core is forked on a CPU. A missing import only slows the start."""
 
 from __future__ import annotations
 

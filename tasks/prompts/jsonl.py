@@ -1,6 +1,6 @@
 """User-defined prompts in a file: one JSON object per line, with `question` and `answer`.
 
-The verifier gets all keys of the object except the question.
+The verifier gets the whole object, with any further keys, as its reference.
 
 The file is UTF-8, with or without a byte order mark. Lines end in LF or CRLF, and blank lines do not count.
 """

@@ -27,7 +27,7 @@ def normalise_text(text: str) -> str:
 
 
 def _is_outer(letter: str) -> bool:
-    """Return True for blanks, stops and quotation marks; a bracket or a dash, which may be a minus sign, gives False."""
+    """Return True for blanks, stops and quotation marks, but False for brackets and dashes (a dash may be a sign)."""
     return letter == " " or unicodedata.category(letter) in ("Po", "Pi", "Pf")
 
 

@@ -1,8 +1,8 @@
-"""Baselines that asynchronous rollout is measured against. The shipped classes do not depend on them.
+"""Baselines that asynchronous rollout is measured against. The shipped classes do not import the baselines.
 
-- `BatchScheduler`: batch after batch (`rollout.mode = "batch"`).
-- `WholeGroupScheduler`, with `WholeGroupProxy`: no prompt replication (`rollout.routing = "group"`).
-- `WholeGroupBatches`: both.
+- `BatchScheduler` generates batch after batch (`rollout.mode = "batch"`).
+- `WholeGroupScheduler`, with `WholeGroupProxy`, generates a whole group on one engine (`rollout.routing = "group"`).
+- `WholeGroupBatches` combines both baselines.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ WHOLE = -1  # stands for all samples of a group where a sample number is expecte
 
 
 class BatchScheduler(RolloutScheduler):
-    """Starts the groups of a batch once all earlier groups have ended, and scores them once the last response of the
-    batch has ended."""
+    """Starts the groups of a batch once all earlier groups have ended.
+
+    The responses of a batch are scored once the last response of the batch has ended.
+    """
 
     _generated_all: asyncio.Event
 
@@ -41,7 +43,7 @@ class BatchScheduler(RolloutScheduler):
         super()._start_groups(tasks)
 
     def _read_supply(self) -> AdmissionInputs:
-        """Read the state for admission; the number of slots is no limit, because requests may queue at the engines."""
+        """Read the state for admission, without a limit on slots, because requests may queue at the engines."""
         return replace(super()._read_supply(), slots=math.inf)
 
     async def _count_response(self, tokens: int) -> None:
@@ -59,15 +61,18 @@ class BatchScheduler(RolloutScheduler):
 
 @dataclass(eq=False, slots=True)
 class GroupTicket(Ticket):
-    """A ticket for `width` slots of one engine, or for one of the slots that its group holds."""
+    """A ticket for `width` slots of one engine, or for one of the slots that the ticket's group holds."""
 
     width: int = 1
-    within: EngineSlots | None = None  # the engine on which its group holds slots
+    within: EngineSlots | None = None  # the engine on which the ticket's group holds slots
 
 
 class WholeGroupQueue(SlotQueue):
-    """A queue in which a group holds slots of one engine until it releases them. Its requests run there; if the engine
-    dies, they continue on other engines, one by one."""
+    """A queue in which a group holds slots of one engine until the group releases the slots.
+
+    The requests of a group run in the group's slots. If the engine dies, the requests continue on other engines, one by
+    one.
+    """
 
     def __init__(self, slots: int, replacement_seconds: float) -> None:
         """Create the queue for engines with `slots` slots each."""
@@ -76,10 +81,10 @@ class WholeGroupQueue(SlotQueue):
         self._held: dict[Hashable, tuple[EngineSlots, GroupTicket]] = {}
 
     async def hold(self, group: Hashable, width: int, priority: float) -> None:
-        """Wait until the group holds `width` slots of one engine, or all of its slots if it has fewer.
+        """Wait until the group holds `width` slots of one engine, or all slots of an engine with fewer slots.
 
         Raises:
-            EngineFailed: no engine lives, and none has joined in time.
+            EngineFailed: no engine lives, and no engine has joined in time.
         """
         ticket = self.create_ticket(priority, width=min(width, self._slots))
         lane = await self.take(ticket)
@@ -87,17 +92,17 @@ class WholeGroupQueue(SlotQueue):
         self._held[group] = lane, ticket
 
     def release_group(self, group: Hashable) -> None:
-        """Free the slots of a group; a second call changes nothing."""
+        """Free the slots of a group; a second call for the same group changes nothing."""
         if held := self._held.pop(group, None):
             self.release(*held)
 
     def create_ticket(self, priority: float, group: Hashable = None, width: int = 1) -> GroupTicket:
-        """Create a ticket behind all others of this priority."""
+        """Create a ticket behind all other tickets of this priority."""
         within, _ = self._held.get(group, (None, None))
         return GroupTicket(super().create_ticket(priority).turn, width=width, within=within)
 
     async def take(self, ticket: Ticket) -> EngineSlots | None:
-        """Wait for a slot as `SlotQueue` does; a ticket whose group holds slots gets one of them immediately."""
+        """Wait for a slot as `SlotQueue` does; a ticket gets a slot immediately if its group holds slots."""
         assert isinstance(ticket, GroupTicket)
         if ticket.within is not None and ticket.within.failure is None:
             return ticket.within
@@ -105,18 +110,18 @@ class WholeGroupQueue(SlotQueue):
         try:
             return await super().take(ticket)
         except asyncio.CancelledError:
-            self._dispatch()  # narrower tickets behind it may fit
+            self._dispatch()  # narrower tickets behind this ticket may fit now
             raise
 
     def release(self, lane: EngineSlots, ticket: Ticket) -> None:
-        """Free the ticket's slots; a slot that its group holds stays taken."""
+        """Free the ticket's slots; a slot that the ticket's group holds stays taken."""
         assert isinstance(ticket, GroupTicket)
         if lane is not ticket.within:
             lane.taken -= ticket.width - 1
             super().release(lane, ticket)
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Remove a waiting ticket; narrower tickets behind it may fit then."""
+        """Remove a waiting ticket; then narrower tickets behind this ticket may fit."""
         super().withdraw(ticket)
         self._dispatch()
 
@@ -134,7 +139,7 @@ class WholeGroupQueue(SlotQueue):
 
 
 class WholeGroupProxy(InferenceProxy):
-    """A proxy whose requests come in whole groups."""
+    """A proxy for requests that come in whole groups."""
 
     _queue: WholeGroupQueue
 
@@ -151,7 +156,7 @@ class WholeGroupProxy(InferenceProxy):
 
 
 class WholeGroupRollout(GroupRollout):
-    """A dispatch that waits for slots for all of its requests, and holds them until its last response ends."""
+    """A dispatch that waits for slots for all of its requests, and holds these slots until its last response ends."""
 
     @property
     def _queue(self) -> WholeGroupQueue:
@@ -159,7 +164,7 @@ class WholeGroupRollout(GroupRollout):
         return self.ports.proxy.queue
 
     async def run(self, prompt: Prompt) -> TrajectoryGroup | Discard:
-        """Run the group as `GroupRollout` does, while it holds its slots."""
+        """Run the group as `GroupRollout` does, while the group holds its slots."""
         hold = functools.partial(self._queue.hold, self.key, self.responses, self.key.prompt)
         try:
             await self._ask_until_answered(WHOLE, hold)
@@ -168,7 +173,7 @@ class WholeGroupRollout(GroupRollout):
             self._queue.release_group(self.key)
 
     async def _close_episode(self, episode: PlayedEpisode) -> bool:
-        if self.unanswered == 1:  # this episode is the last one
+        if self.unanswered == 1:  # this episode is the group's last one
             self._queue.release_group(self.key)
         return await super()._close_episode(episode)
 

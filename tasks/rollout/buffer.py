@@ -1,9 +1,9 @@
-"""The trajectory buffer: holds scored groups until their batch is formed. It is a plain data structure: it never waits.
+"""The trajectory buffer: holds scored groups until their batch is formed. The buffer never waits.
 
 The groups with the oldest start version are taken first. Among equally old groups, awaited groups go first, because
-they were preempted before; then the prompt's order decides. So at alpha = 0, where exactly one batch is in the buffer,
-the choice does not depend on which group finished first. A group that is too old for the next batch is stale, because
-for later batches it would be older still.
+their prompts were preempted before. Among these, the order of the prompts decides. So at alpha = 0, where the buffer
+has exactly one batch, the choice does not depend on which group finished first. A group that is too old for the next
+batch is stale, because later batches need even newer groups.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollflow.storage.records import FinishedGroup, GroupKey
 
 
 class Rank(NamedTuple):
-    """Sort key of a group in the buffer: the smallest is taken first."""
+    """Sort key of a group in the buffer: the group with the smallest rank is taken first."""
 
     started_version: int
     passed: bool  # False if the group is awaited
@@ -24,7 +24,7 @@ class Rank(NamedTuple):
 
 
 class BufferedGroup(NamedTuple):
-    """A scored group in the buffer, with its rank and its issue number."""
+    """A scored group in the buffer, with the group's rank and issue number."""
 
     rank: Rank
     issue: int
@@ -35,41 +35,41 @@ class TrajectoryBuffer:
     """The scored groups of one run. A group is as old as its oldest trajectory."""
 
     def __init__(self) -> None:
-        self._groups: list[BufferedGroup] = []  # by rank
+        self._groups: list[BufferedGroup] = []  # sorted by rank
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def add(self, group: FinishedGroup, issue: int = 0, *, awaited: bool = False) -> None:
-        """Add a scored group, which was the `issue`-th to start."""
+        """Add a scored group, which was the `issue`-th group to start."""
         waiting = BufferedGroup(Rank(group.started_version, not awaited, group.key), issue, group)
         insort(self._groups, waiting, key=attrgetter("rank"))
 
     def count_before(self, issue: int) -> int:
-        """Count the groups that started before the `issue`-th."""
+        """Count the groups in the buffer that started before the `issue`-th group."""
         return sum(waiting.issue < issue for waiting in self._groups)
 
     def count_older(self, bound: float) -> int:
-        """Count the groups that started under a version older than `bound`."""
+        """Count the groups in the buffer that started under a version older than `bound`."""
         return bisect_left(self._groups, bound, key=lambda waiting: waiting.rank.started_version)
 
     def count_ahead(self, rank: Rank) -> int:
-        """Count the groups that are taken before one of this rank."""
+        """Count the groups that are taken before a group of this rank."""
         return bisect_left(self._groups, rank, key=attrgetter("rank"))
 
     def drop(self, bound: float) -> tuple[FinishedGroup, ...]:
-        """Remove the groups that started under a version older than `bound`, and return them."""
+        """Remove and return the groups that started under a version older than `bound`."""
         stale = self.count_older(bound)
         dropped, self._groups = self._groups[:stale], self._groups[stale:]
         return tuple(waiting.group for waiting in dropped)
 
     def take(self, count: int, *, in_order: bool = False) -> tuple[FinishedGroup, ...]:
-        """Remove the first `count` groups and return them, sorted by start version and key.
+        """Remove and return the first `count` groups, sorted by start version and key.
 
         Args:
-            in_order: take the groups that were issued first, whatever version they started under. The sort order within
-                the batch stays the same, because at alpha = 0 the order of issue may depend on when groups were
-                filtered.
+            in_order: take the groups that were issued first, whatever their start version. The returned groups are
+                sorted by start version and key in this case, too, because at alpha = 0 the order of issue may depend on
+                when groups were filtered.
         """
         line = sorted(self._groups, key=lambda waiting: (waiting.issue, waiting.rank)) if in_order else self._groups
         self._groups = sorted(line[count:], key=attrgetter("rank"))

@@ -29,7 +29,7 @@ class FilterConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How far generation runs ahead, and what it waits for."""
+    """How far generation runs ahead of training, and for what generation waits."""
 
     mode: Literal["queue", "batch"] = Field(
         "queue",
@@ -92,12 +92,12 @@ class RolloutConfig(Section):
 
     @property
     def bound(self) -> Literal["drop", "wait"]:
-        """Value of `on_stale`; by default nothing is dropped unless extra groups or tail batching leave groups over."""
+        """Value of `on_stale`; by default groups are dropped only with extra groups or tail batching."""
         return self.on_stale or ("drop" if self.redundant_groups or self.tail_batching else "wait")
 
     @property
     def leaves_behind(self) -> bool:
-        """True if a running group may be preempted and issued again, which means that its random draws must be kept."""
+        """True if a running group may be preempted and issued again; then the group's random draws must be repeated."""
         return self.bound == "drop" or self.tail_batching
 
 

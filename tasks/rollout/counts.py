@@ -1,4 +1,4 @@
-"""The scheduler's counters, for people and for MLflow: nothing is decided by them."""
+"""The scheduler's counters, for people and for MLflow: no decision depends on the counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Measures for how many seconds in all a condition held."""
+    """Measures the total number of seconds for which a condition held."""
 
     seconds: float = 0.0
     since: float | None = None
@@ -30,6 +30,8 @@ class SchedulerCounts:
     dropped_tokens: int = 0  # the part of `discarded_tokens` of groups that were too slow or not needed
     trajectories: int = 0
     discards: Counter[str] = field(default_factory=Counter)
-    filtered: Counter[str] = field(default_factory=Counter)  # by the reason for filtering the group
-    held: Stopwatch = field(default_factory=Stopwatch)  # engines had free slots, but alpha let no more groups start
-    waited: Stopwatch = field(default_factory=Stopwatch)  # the learner was idle, and a full batch waited for old groups
+    filtered: Counter[str] = field(default_factory=Counter)  # reason for filtering -> number of groups
+    held: Stopwatch = field(
+        default_factory=Stopwatch
+    )  # time in which engines had free slots, but alpha let no group start
+    waited: Stopwatch = field(default_factory=Stopwatch)  # time in which the learner was idle while a full batch waited

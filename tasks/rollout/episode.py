@@ -1,6 +1,6 @@
-"""An episode in progress: gives its environment what `Episode` promises, and collects tokens and reward.
+"""An episode in progress: implements `Episode` for the environment, and collects tokens and the reward.
 
-The owner of an episode passes three functions. `ask` requests a generation. `closed` is called when nothing more will
+The owner of an episode passes three functions. `ask` requests a generation. `closed` is called when no more tokens will
 be generated, and returns whether the episode is wanted. `score` computes the reward.
 """
 
@@ -28,9 +28,7 @@ CHOSEN = b"\1"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request for one generation: its number in the episode (from 0), its context, and the most tokens to
-    generate.
-    """
+    """A request for one generation: its number in the episode (from 0), its context, and its token limit."""
 
     number: int
     prompt: Int32s
@@ -41,15 +39,15 @@ class Turn:
 class PlayedEpisode:
     """Implements `Episode`: T response tokens so far and a mask of T bytes, in flat arrays.
 
-    `ask` returns None if the episode is no longer wanted. `closed` is called exactly once, also for an episode that had
-    no generation.
+    `ask` returns None if the episode is no longer wanted. `closed` is called exactly once, even for an episode without
+    a generation.
 
-    At any time either the environment runs, or it waits for the owner to answer a request. `let_go` interrupts only an
-    environment that runs.
+    At any time either the environment runs, or the environment waits for the owner to answer a request. `let_go`
+    interrupts only an environment that runs.
     """
 
     prompt: Prompt
-    longest: int  # largest number of response tokens
+    longest: int  # most tokens of the response
     ask: Callable[[Turn], Awaitable[VersionedGeneration | None]]
     closed: Callable[[PlayedEpisode], Awaitable[bool]]
     score: Callable[[ScoreRequest], Awaitable[Score]]
@@ -63,10 +61,10 @@ class PlayedEpisode:
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     at: float = 0.0  # time at which generation ended
     wanted: bool | None = None  # None until generation has ended
-    _leader: asyncio.Task[Any] | None = None  # the task that runs its environment
-    _asked: bool = False  # True while its environment waits for an answer
+    _leader: asyncio.Task[Any] | None = None  # the task that runs the environment
+    _asked: bool = False  # True while the environment waits for an answer
     _gone: bool = False  # True after `let_go`
-    _interrupted: bool = False  # True if its environment was cancelled while it computed
+    _interrupted: bool = False  # True if the environment was cancelled while it computed
 
     @property
     def response(self) -> Int32s:
@@ -114,8 +112,9 @@ class PlayedEpisode:
             self._asked = False
 
     def let_go(self) -> None:
-        """Stop an episode that is no longer wanted: cancel a running environment; a waiting one gets None as its
-        answer.
+        """Stop an episode that is no longer wanted.
+
+        A running environment is cancelled; a waiting environment gets None as the answer to its request.
         """
         if self.wanted or self._gone:
             return
@@ -125,7 +124,7 @@ class PlayedEpisode:
             self._leader.cancel()
 
     async def abandon(self) -> None:
-        """End the episode before its natural end; the tokens generated so far are counted."""
+        """End the episode early; the tokens generated so far are counted."""
         self.ending = StopReason.ABORTED
         await self._close()
 
@@ -154,7 +153,7 @@ class PlayedEpisode:
         )
 
     def started_version(self, staleness_from: str) -> int:
-        """Return the version from which the staleness of this episode counts.
+        """Return the version from which the staleness of this episode is counted.
 
         Raises:
             ConfigError: the environment asked for no generation.
@@ -166,14 +165,14 @@ class PlayedEpisode:
         return self.first.version
 
     async def _run_environment(self, environment: Environment) -> Score | None:
-        """Run the environment and return its score; None also if it was interrupted."""
+        """Run the environment and return its score; return None if the environment was interrupted."""
         leader = self._leader = asyncio.current_task()
         assert leader is not None
         try:
             return await environment.play(self)
         except asyncio.CancelledError:
             if not self._interrupted or leader.cancelling() > 1:
-                raise  # the cancellation came from outside and ends the whole run
+                raise  # a cancellation that `let_go` did not cause ends the whole run
         finally:
             self._leader = None
             if self._interrupted:
@@ -194,7 +193,7 @@ class PlayedEpisode:
         self.ending = generation.ending
 
     def _check_tokens(self, tokens: Sequence[int]) -> Int32s:
-        """Convert tokens from the environment; reject ids outside the vocabulary, which could crash an engine."""
+        """Convert tokens from the environment; reject token ids outside the vocabulary, which could crash an engine."""
         if tokens is self.made.tokens:
             return self.made.tokens
         if isinstance(tokens, Int32s):

@@ -4,11 +4,11 @@
                                        ^                         |
                                        +--- the engine died -----+
 
-- Only the end of the run waits for evaluations: it waits for all of them.
-- Nothing else uses the engine during an evaluation, so every token comes from the evaluated version.
-- Versions are evaluated in order, including versions that the training engines skipped. Storage records which are done,
-  so a restarted process evaluates those that a dead one did not finish.
-- A version whose weights are gone is skipped, and the reason is stored.
+- Training never waits for an evaluation. The run ends only after the last evaluation.
+- An engine serves no other request during an evaluation, so every token comes from the evaluated version.
+- Versions are evaluated in order, including versions that the training engines skipped. Storage records which versions
+  were evaluated, so a restarted process evaluates the versions that a dead process did not finish.
+- A version without stored weights is skipped, and the reason is stored.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
 T = TypeVar("T")
-AGAIN_SECONDS = 1.0  # wait before an evaluation is retried after its engine died
+AGAIN_SECONDS = 1.0  # seconds until an evaluation is retried after its engine died
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The result of one evaluation; `accuracy` is the share of responses with the full reward 1, which is pass@1.
 
-    `pass_at` maps k = 2, 4, 8, ..., up to the responses per prompt, to pass@k: the chance that one of k responses is
-    right.
+    `pass_at` maps k = 2, 4, 8, ..., up to the number of responses per prompt, to pass@k: the chance that at least one
+    of k responses is right.
     """
 
     version: int
@@ -54,12 +54,12 @@ class Evaluation:
     reward: float
     responses: int
     mean_tokens: float
-    pinned: bool  # every token came from `version`
-    pass_at: Mapping[int, float] = field(default_factory=dict)  # empty with one response per prompt
+    pinned: bool  # True if every token came from `version`
+    pass_at: Mapping[int, float] = field(default_factory=dict)  # k -> pass@k; empty with one response per prompt
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics for MLflow, which allows no @ in a name."""
+        """The metrics for MLflow; their names have no @, because MLflow does not allow it."""
         return {"accuracy": self.accuracy, **{f"pass_at_{k}": share for k, share in self.pass_at.items()}}
 
 
@@ -85,14 +85,15 @@ def skipped_path(version: int) -> str:
 
 
 def is_evaluated(run: ObjectStore, version: int) -> bool:
-    """Return whether `version` was evaluated or skipped; a damaged record counts as neither, so it is evaluated
-    again.
+    """Return whether `version` was evaluated or skipped.
+
+    A version with a damaged record counts as not evaluated, so it is evaluated again.
     """
     return read_evaluation(run, version) is not None or _read(run, skipped_path(version), SKIPPED) is not None
 
 
 def read_evaluation(run: ObjectStore, version: int) -> Evaluation | None:
-    """Read the evaluation of `version`; None if it is missing or damaged."""
+    """Read the evaluation of `version`; return None if the evaluation is missing or damaged."""
     return _read(run, evaluation_path(version), EVALUATION)
 
 
@@ -104,7 +105,7 @@ def _read(run: ObjectStore, path: str, kind: TypeAdapter[T]) -> T | None:
 
 
 def read_evaluations(run: ObjectStore, after: int = -1, last: int | None = None) -> list[Evaluation]:
-    """Read the evaluations of a run in the order of versions: those above `after`, up to `last` if it is given."""
+    """Read the evaluations of a run in the order of versions: of versions above `after`, up to `last` if given."""
     paths = run.list("evaluations", after=evaluation_path(after) if after >= 0 else "")
     end = "" if last is None else evaluation_path(last)
     wanted = takewhile(lambda path: not end or path <= end, paths)
@@ -122,21 +123,24 @@ def store_skipped(run: ObjectStore, skip: EvaluationSkipped) -> None:
 
 
 def read_skipped(run: ObjectStore) -> list[EvaluationSkipped]:
-    """Read the versions that could not be evaluated, and why."""
+    """Read which versions could not be evaluated, and the reasons."""
     return [skip for path in run.list("evaluations_skipped") if (skip := _read(run, path, SKIPPED))]
 
 
 def pass_at(k: int, responses: int, right: int) -> float:
-    """Compute the chance that k of a prompt's responses, drawn without replacement, include a right one.
+    """Compute the chance that k of a prompt's responses, drawn without replacement, include a right response.
 
-    1 - C(n - c, k) / C(n, k), an unbiased estimate of pass@k (Chen et al. 2021, Evaluating large language models
-    trained on code, eq. 1).
+    With n responses, c of them right, the chance is 1 - C(n - c, k) / C(n, k). This is an unbiased estimate of pass@k
+    (Chen et al. 2021, Evaluating large language models trained on code, eq. 1).
     """
     return 1 - math.comb(responses - right, k) / math.comb(responses, k)
 
 
 def mean_pass_at(right: Sequence[int], samples: int) -> dict[int, float]:
-    """Map k = 2, 4, 8, ... to the mean pass@k; `right` counts the correct ones of each prompt's `samples` responses."""
+    """Map k = 2, 4, 8, ... to the mean pass@k.
+
+    `right` has the number of right responses among the `samples` responses to each prompt.
+    """
     powers = (2**power for power in range(1, samples.bit_length()))
     return {k: math.fsum(pass_at(k, samples, count) for count in right) / len(right) for k in powers}
 
@@ -197,10 +201,10 @@ async def _want_every(_: PlayedEpisode) -> bool:
 class EvaluationPorts:
     """The functions that `Evaluations` calls.
 
-    `wanted`: whether to evaluate a version. `is_evaluated`: whether it is done. `engine`: lends an engine for the
-    length of a block. `fetch`: loads the weights and the probe of a version, or raises `Missing` or `Corrupt`. `keep`:
-    stores the result. After `tries` failures of engines a version is skipped, because each failure may have cost the
-    run a restart.
+    `wanted` returns whether to evaluate a version. `is_evaluated` returns whether a version was evaluated. `engine`
+    lends an engine for the length of a block. `fetch` loads the weights and the probe of a version, or raises `Missing`
+    or `Corrupt`. `keep` stores the result. After `tries` failures of engines a version is skipped, because each failure
+    may have cost the run a restart.
     """
 
     wanted: Callable[[int], bool]
@@ -234,7 +238,7 @@ class Evaluations:
         self._news.set()
 
     async def run(self) -> None:
-        """Evaluate the versions that are due, until the last version is done."""
+        """Evaluate the versions that are due, until the last version is evaluated."""
         while self._due or self._seen < self._last:
             if not self._due:
                 self._news.clear()
@@ -255,9 +259,9 @@ class Evaluations:
                         failures.append(error)
             except (Missing, Corrupt) as error:
                 return EvaluationSkipped(version, f"its weights are gone: {error}")
-            except EngineFailed:  # no engine is free, or it died; its keeper replaces it and counts the restarts
+            except EngineFailed:  # no engine is free, or the borrowed engine died and will be replaced
                 if (task := asyncio.current_task()) and task.cancelling():
-                    raise  # this task was cancelled while a borrowed engine died, and the failure hid the cancellation
+                    raise  # this task was cancelled while the borrowed engine died
             await asyncio.sleep(AGAIN_SECONDS)
         return EvaluationSkipped(
             version, f"engines failed {len(failures)} times while evaluating it, the last time: {failures[-1]}"
