@@ -25,13 +25,13 @@ class SchedulerCounts:
     """The counters of a scheduler since it started."""
 
     tokens: int = 0
-    surplus_tokens: int = 0  # of responses that were started beyond G
+    surplus_tokens: int = 0  # tokens of responses that were started in addition to the G of a group
     discarded_tokens: int = 0
-    dropped_tokens: int = 0  # the part of `discarded_tokens` of groups that were too slow or not needed
+    dropped_tokens: int = 0  # discarded tokens of groups that were too slow or not needed
     trajectories: int = 0
     discards: Counter[str] = field(default_factory=Counter)
     filtered: Counter[str] = field(default_factory=Counter)  # reason for filtering -> number of groups
     held: Stopwatch = field(
         default_factory=Stopwatch
-    )  # time in which engines had free slots, but alpha let no group start
+    )  # engines had free slots, but alpha let no group start
     waited: Stopwatch = field(default_factory=Stopwatch)  # time in which the learner was idle while a full batch waited
