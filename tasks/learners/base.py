@@ -2,20 +2,22 @@
 
 - `step` is a function of the learner's state and the batch: the same state and batch give the same weights,
   bit for bit, on the same kind of machine (so any step can be replayed).
-- NaN and infinity never reach the weights: where a batch, a loss or a gradient holds one, `step` raises before that
-  optimizer step. Earlier optimizer steps of the same version have been taken by then; `load` undoes them.
-- `state` is everything `load` needs to continue without a difference: optimizer, RNG and step count.
+- NaN and infinity never reach the weights: if a batch, a loss or a gradient contains a NaN or an infinity, `step`
+  raises `NotFinite` before the optimizer step. A version may take several optimizer steps; `load` undoes those that
+  were taken before the error.
+- `state` is everything that `load` needs to continue without a difference: optimizer, RNG and step count.
 - `weights` are ordinary Hugging Face safetensors; tied tensors are stored once. Names of weight files begin with
-  `weights/`, names of state files do not.
-- `load` refuses files of another kind of learner or of another model: it raises `Corrupt` with one sentence, and the
+  `weights/`, and names of state files do not.
+- `load` rejects files of another kind of learner or of another model: it raises `Corrupt` with one sentence, and the
   learner stays unchanged.
-- `load` reads one file after the other and keeps none in memory: a mapping may read each file when it is asked for it.
+- `load` reads one file after the other and keeps no file in memory. So the mapping that `load` gets may read a file
+  only when `load` asks for that file.
 
-A file is given as bytes, or as a sequence of buffers that are its bytes one after the other. The buffers are views of
-the tensors. They stay valid until the next `load`, or until the next `step` calls its `settle`: before that call `step`
-changes no stored tensor. So a version can be stored while the next one is computed.
+The content of a file is given as bytes, or as a sequence of buffers to be joined. The buffers of a file are views of
+the tensors. The buffers stay valid until the next `load`, or until the next `step` calls its `settle`. Before `step`
+calls `settle`, it changes no stored tensor. So a version can be stored while the next version is computed.
 
-`tests/contracts/test_learners.py` tests each sentence once for all learners.
+`tests/contracts/test_learners.py` tests each sentence of this docstring for all learners.
 """
 
 from __future__ import annotations
@@ -37,28 +39,28 @@ WaitForPublish = Callable[[], None]
 
 
 def no_wait() -> None:
-    """Return at once: the `WaitForPublish` of a step that need not wait for anything."""
+    """Return at once: a `WaitForPublish` for steps that need not wait for the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerStart:
-    """The values that a learner starts with, beside `[train]`: the policy, and facts about the run."""
+    """The values that a learner starts with, in addition to `[train]`: the policy, and facts about the run."""
 
-    folder: Path  # a Hugging Face folder
-    trained: bool  # True: start with the folder's weights; False: untrained, only the folder's architecture
-    blank: bool = False  # True: uninitialized weights; the caller must call `load` first
-    dtype: str = "float32"  # type of the weights in use and published: float32 or bfloat16
+    folder: Path  # the policy's folder, in the format of Hugging Face
+    trained: bool  # True: start with the folder's weights; False: use the folder's architecture, untrained
+    blank: bool = False  # True: weights are uninitialized, and the caller must call `load` first
+    dtype: str = "float32"  # data type of the policy's weights, in use and published: float32 or bfloat16
     temperature: float = 1.0  # sampling temperature of the tokens
     versions: int = 1  # number of versions that the run trains, for schedules
-    longest: int = 1  # most tokens that the policy may sample in a response
+    longest: int = 1  # largest number of tokens that the policy may sample in a response
     seed: int = 0
-    shard_bytes: int = 2**28  # most bytes of tensors in one file
-    first: Callable[[], Path] | None = None  # returns a folder with the run's first weights, for `load`
+    shard_bytes: int = 2**28  # largest number of bytes of tensors in one file
+    first: Callable[[], Path] | None = None  # function that returns a folder with the run's first weights, for `load`
     ranks: RankHosts = NEAR
 
 
 class Learner(Protocol):
-    """Train one policy. See the module's docstring for the guarantees."""
+    """A learner trains one policy. See the module's docstring for the guarantees."""
 
     @property
     def model(self) -> Any:
@@ -68,8 +70,8 @@ class Learner(Protocol):
         """Train `version` into `version + 1`; return metrics.
 
         Args:
-            settle: called before any stored tensor is changed, perhaps several times. It returns once the tensors may
-                change. If it raises, the step ends and no stored tensor is changed.
+            settle: `step` calls this function, perhaps several times, before it changes a stored tensor. `settle`
+                returns once the tensors may change. If `settle` raises, `step` ends and no stored tensor is changed.
 
         Raises:
             NotFinite: the batch, the loss or the gradient holds a NaN or an infinity; the message names the version,
@@ -77,13 +79,13 @@ class Learner(Protocol):
         """
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Return the log-probabilities (nats, temperature 1) of tokens[1:], each given its prefix."""
+        """Return the log-probability (nats, temperature 1) of each of tokens[1:], given the tokens before it."""
 
     def first_nonfinite(self) -> str | None:
-        """Return the name of a tensor in weights or state that holds a NaN or an infinity; None if there is none."""
+        """Return the name of a tensor in weights or state that contains a NaN or an infinity; None if none does."""
 
     def check_ranks(self) -> None:
-        """Raise if a rank has ended. Callers ask while there is nothing to train.
+        """Raise `RankFailed` if a rank has ended. Callers call this while they wait for a batch.
 
         Raises:
             RankFailed: a process of this learner has ended, so the next step would fail.

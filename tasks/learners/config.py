@@ -14,7 +14,7 @@ STORED = "the learner's stored state depends on it"
 
 
 class CriticConfig(Section):
-    """The estimator of future rewards; used if `objective.advantage.baseline` is "critic"."""
+    """The critic estimates future rewards; it is used if `objective.advantage.baseline` is "critic"."""
 
     fixed: ClassVar[Mapping[str, str]] = {"model": STORED}
 
@@ -32,7 +32,7 @@ class CriticConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """The frozen policy from which a penalty measures the divergence; used only with such a penalty."""
+    """The frozen policy from which a KL penalty measures the divergence; used only if a penalty needs a reference."""
 
     every: int = Field(
         0,
@@ -175,7 +175,7 @@ class TorchTrain(RankedTrain):
 
 
 class DeepSpeedTrain(RankedTrain):
-    # A form that names no kind means torch: by the JSON schema its values must fit one section, not both.
+    # In the JSON schema, `kind` is required for DeepSpeed: a form without `kind` must match the torch section only.
     model_config = ConfigDict(json_schema_extra={"required": ["kind"]})
 
     kind: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed's ZeRO optimizers, over several ranks")
@@ -212,7 +212,7 @@ class DeepSpeedTrain(RankedTrain):
 
 
 def with_ranks(train: TorchTrain | DeepSpeedTrain, ranks: int) -> TorchTrain | DeepSpeedTrain:
-    """Return the same training by `ranks` processes of one machine; one process runs torch, unsharded."""
+    """Return the config of the same training by `ranks` processes of one machine; for one rank, unsharded torch."""
     given = train.model_dump() | {"ranks": ranks, "multi_node": False}
     if ranks > 1:
         return type(train).model_validate(given)
@@ -239,12 +239,12 @@ EARLIER = ("baseline", "normalize", "negative_weight", "aggregation")
 
 
 def _as_parts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert the tree of an older run or recipe, whose advantage keys applied to every objective."""
+    """Convert the config tree of an older run or recipe, whose advantage keys applied to every objective."""
     old = {name: tree[name] for name in EARLIER if name in tree}
     objective = tree.get("objective", {})
     if not old or not isinstance(objective, Mapping) or not isinstance(old.get("normalize", True), bool):
         return tree
-    plain = old.get("baseline") == "none"  # then rewards were used unscaled
+    plain = old.get("baseline") == "none"  # the older "none" also left rewards unscaled
     advantage = {"baseline": old["baseline"]} if "baseline" in old else {}
     if plain or old.get("normalize") is False:
         advantage["scale"] = "none"

@@ -1,19 +1,23 @@
 """Diagnostics of a version's updates, by the age of the tokens. Shapes: M tokens of a micro-batch.
 
-All metrics are over the tokens that had a gradient, each counted once. A token's age is the trained version minus the
-version that sampled it; `OLDEST` also covers older tokens. Names end in `_age_<age>`; names without it cover all ages.
+All metrics are over the tokens that had a gradient, each token counted once. A token's age is the trained version minus
+the version that sampled the token; age `OLDEST` includes all older tokens. The name of a metric of one age ends in
+`_age_<age>`; a metric without this ending covers all ages. The ratio of a token is pi/mu, the trained policy's
+probability of the token over the probability at which it was sampled.
 
-- `ratio_mean`, `ratio_max`, and the percentiles `ratio_p1`, `ratio_p99`: of the ratio pi/mu in the update; for fresh
-  tokens of an exact engine it is 1.
-- `effective_samples`: (sum of pi/mu)^2 over the sum of its squares, divided by the number of tokens (Kish 1965): 1 if
-  all weights are equal.
-- `clipped_up`, `clipped_down`: share of clipped tokens, by the sign of the advantage.
-- `corrected`: share of tokens whose ratio was out of a correction's range, so that it was capped or left out.
-- `kl_behaviour`: KL(mu || pi) in nats by its estimator r - 1 - log r, r = pi/mu (k3).
-- `ratio_distance`: mean |log pi/mu|. `engine_gap` is the same before the first update, on tokens of the newest version:
-  the distance of the learner's log-probs from the engine's. (The probe of a weight update uses fixed tokens only.)
-- `entropy`: entropy of the policy at each token, if the objective needs it.
-- `kl_reference`: KL(pi || reference) in nats a token by k3, if there is a reference; over all ages.
+- `ratio_mean`, `ratio_max`, `ratio_p1`, `ratio_p99`: mean, maximum and two percentiles of the ratio in the update. For
+  tokens that an exact engine sampled from the newest version, the ratio is 1.
+- `effective_samples`: squared sum of the ratios over the sum of squared ratios, divided by the number of tokens (Kish
+  1965). It is 1 if all ratios are equal.
+- `clipped_up`, `clipped_down`: share of clipped tokens with a positive advantage, and with any other advantage.
+- `corrected`: share of tokens whose ratio was outside a correction's range, so that the ratio was capped or the token
+  was left out.
+- `kl_behaviour`: KL(mu || pi) in nats by the estimator r - 1 - log r (k3), where r is the ratio.
+- `ratio_distance`: mean |log pi/mu| in nats.
+- `engine_gap`: mean |log pi/mu| before the first update, on tokens of the newest version. It is the distance of the
+  learner's log-probs from the engine's. (The probe of a weight update uses fixed tokens only.)
+- `entropy`: entropy of the policy at each token, if the objective needs the entropy.
+- `kl_reference`: KL(pi || reference) in nats per token by k3, over all ages, if there is a reference.
 """
 
 from __future__ import annotations
@@ -29,17 +33,20 @@ from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
 from rollflow.tasks.objectives.ratios import BOUND
 
 OLDEST = 4
-COLUMNS = 6  # values kept of each token; see `add`
+COLUMNS = 6  # number of values that `add` keeps of each token
 
 
 class Diagnostics:
-    """Collects the values of a version's micro-batches. They stay on the device until read, since reading waits."""
+    """Collects the values of a version's micro-batches.
+
+    The values stay on the device until they are read, because reading a value waits for the device.
+    """
 
     def __init__(self, version: int) -> None:
         self.updates = 0  # number of updates so far
         self.version = version
-        self._added: list[tuple[Tensor, Tensor | None, bool]] = []  # columns, divergences, before the first update
-        self._found: list[np.ndarray] = []  # columns: see `add`
+        self._added: list[tuple[Tensor, Tensor | None, bool]] = []  # columns, divergences, is before the first update
+        self._found: list[np.ndarray] = []  # columns of each micro-batch, in the order of `add`
         self._gaps: list[np.ndarray] = []
         self._divergences: list[np.ndarray] = []
 
@@ -65,7 +72,7 @@ class Diagnostics:
         self._divergences = ranks.gather_all(_flatten(self._divergences))
 
     def metrics(self, *, entropy: bool) -> Mapping[str, float]:
-        """Return all metrics; empty if no token had a gradient."""
+        """Return all metrics by name; an empty mapping if no token had a gradient."""
         self._read()
         if not self._found:
             return {}
@@ -96,7 +103,7 @@ def _flatten(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _compute_metrics(found: np.ndarray, end: str, entropy: bool) -> dict[str, float]:
-    """Return the metrics of some tokens; their names end in `end`."""
+    """Return the metrics of some tokens; the name of each metric ends in `end`."""
     _, change, up, down, corrected, entropies = found
     ratio = np.exp(change)
     told = {

@@ -1,6 +1,6 @@
-"""Files whose shards are gathered from several ranks when they are asked for, so that memory holds few at a time.
+"""Files whose shards are gathered from several ranks only when a file is read, so that memory holds few files.
 
-`stage_files` has several ranks gather and store files at the same time.
+`stage_files` lets several ranks gather and store files at the same time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rollflow.storage.records import StoredObject
 
 
 class GatheredFiles(Mapping[str, Data]):
-    """Files by name, gathered one at a time and not kept. They are valid until the tensors behind them change."""
+    """Files by name, gathered one at a time and not kept. A file is valid until its tensors change."""
 
     def __init__(
         self, names: Iterable[str], gather: Callable[[str], Data], put: Put | None = None, movers: int = 1
     ) -> None:
-        """`put` has a rank store a file; `movers` is the number of files stored at a time."""
+        """Set the files' names. `put` makes a rank store a file; `movers` is the number of files stored at a time."""
         self._names, self._gather, self._turn = tuple(names), gather, threading.Lock()
         self.put, self.movers = put, movers
 

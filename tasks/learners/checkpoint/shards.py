@@ -1,10 +1,10 @@
 """Safetensors files as pieces: a header and views of the tensors, so that publishing copies nothing.
 
-A file holds at most `shard_bytes` of tensors (a larger tensor has a file of its own). Names are those of Hugging Face:
-`model.safetensors`, or `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`. The same
-tensors give the same bytes. Pieces of tensors on the CPU are views of them: valid until the tensors change.
+A file holds at most `shard_bytes` of tensors (a larger tensor has a file of its own). File names are those of Hugging
+Face: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`. The same
+tensors give the same bytes. The pieces of a tensor on the CPU are views of the tensor, valid until the tensor changes.
 
-Files are read one after the other, and a file that was read is not kept in memory.
+Files are read one after the other, and a file is not kept in memory after it was read.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ NAMES = {name: dtype for dtype, name in TYPES.items()}
 
 
 def to_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Data]:
-    """Return files as name -> pieces; their names begin with `stem` ("weights/model")."""
+    """Return safetensors files as name -> pieces; each name begins with `stem` ("weights/model")."""
     shards = plan_files(stem, tensors, shard_bytes)
     return {**{name: file_of(shard) for name, shard in shards.items()}, **index_of(stem, shards)}
 
 
 def plan_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of each file, by file name; read no values."""
+    """Return the tensors of each file, by file name, without reading the tensors' values."""
     shards = _split(tensors, shard_bytes)
     count = len(shards)
     if count == 1:
@@ -55,7 +55,7 @@ def plan_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> di
 
 
 def index_of(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Data]:
-    """Return the index file, which says where each tensor is; empty if there is a single file."""
+    """Return the index file, which says which file holds each tensor; an empty mapping if there is a single file."""
     if len(shards) == 1:
         return {}
     where = {name: file.rpartition("/")[2] for file, shard in shards.items() for name in shard}
@@ -65,28 +65,32 @@ def index_of(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str,
 
 
 def from_files(files: Mapping[str, Data]) -> dict[str, Tensor]:
-    """Return all tensors of safetensors files by name; otherwise as `tensors_of`."""
+    """Return all tensors of safetensors files by name, as `tensors_of` yields them."""
     return dict(tensors_of(files.items()))
 
 
 def tensors_of(files: Files) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of safetensors files by name; raise `Corrupt` if a file is no such file.
+    """Yield the tensors of safetensors files by name; raise `Corrupt` if a file is not a safetensors file.
 
-    The tensors are views of a file that consists of one writable buffer.
+    If a file consists of one writable buffer, its tensors are views of the buffer; otherwise they are copies.
     """
     for file, data in files:
         if not file.endswith(INDEX):
             yield from _tensors(file, _join_data(data))
-        del data  # free it before the next one is read
+        del data  # free the file before the next file is read
 
 
 def shapes_of(files: Files) -> dict[str, Tensor]:
-    """Return tensors with the names, shapes and types of safetensors files, without values; raise as `tensors_of`."""
+    """Return the tensors of safetensors files by name, without values (on the "meta" device).
+
+    Raises:
+        Corrupt: a file is not a safetensors file.
+    """
     return {name: tensor.to("meta") for name, tensor in tensors_of(files)}
 
 
 def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Split tensors into shards in a fixed order: wide types first, so that each tensor is aligned."""
+    """Split tensors into shards in a fixed order: types with large elements first, so that each tensor is aligned."""
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n)):
@@ -111,7 +115,7 @@ def file_of(tensors: Mapping[str, Tensor]) -> Sequence[memoryview]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Return the tensor's memory; a copy if the tensor is on another device."""
+    """Return the tensor's memory as bytes; a copy if the tensor is not on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 

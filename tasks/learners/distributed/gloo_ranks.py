@@ -1,8 +1,8 @@
 """Ranks that add up tensors with gloo, and gradients on GPUs with NCCL.
 
-torch's own wrapper (DistributedDataParallel) does not fit. It averages over ranks, while our losses are weighted over
-the whole minibatch. It hooks into the model's forward, while we run decoder and head separately. It waits for a
-backward pass of each rank, while one of ours may have no rows.
+torch's own wrapper, DistributedDataParallel (DDP), does not fit. DDP averages over ranks, but a learner's losses are
+weighted over the whole minibatch. DDP hooks into the model's forward, but a learner runs decoder and head separately.
+DDP waits for a backward pass of each rank, but a learner's rank may have no rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rollflow.tasks.learners.distributed.load_balance import deal_pieces, measur
 from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
 from rollflow.tasks.learners.distributed.ranks import Piece, RankLost, Ranks
 
-HOST = "127.0.0.1"  # address of ranks on one machine
-BUCKET = 2**23  # elements in one all-reduce: 32 MiB
-STORE_SECONDS = 60.0  # longest time for an answer of the TCP store
-START_SECONDS = 120.0  # longest time for started ranks to find each other
+HOST = "127.0.0.1"  # address of ranks that all run on one machine
+BUCKET = 2**23  # largest number of float32 elements in one all-reduce (32 MiB)
+STORE_SECONDS = 60.0  # longest wait for an answer of the TCP store
+START_SECONDS = 120.0  # longest wait of started ranks for each other
 
 
 class GlooRanks(Ranks):
-    """One of several ranks, by gloo. See `ranks`."""
+    """One of several ranks that communicate by gloo. It implements `ranks.Ranks`."""
 
     def __init__(
         self,
@@ -41,14 +41,15 @@ class GlooRanks(Ranks):
         name: str = "group",
         host: str = HOST,
     ) -> None:
-        """Join a group; all its ranks must join at about the same time. `seconds` bounds each later collective call.
+        """Join a group of ranks; all ranks of the group must join at about the same time.
 
-        `name` tells several groups of the same ranks apart. `host` is the address of this rank for the others.
+        `seconds` limits each later collective call. `name` distinguishes several groups of the same ranks. `host` is
+        the address at which the other ranks reach this rank.
         """
         self.rank, self.count, self._check = rank, count, check
         self.store, self._name, self.host = store, name, host
         self._group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, count, _group_options(host))
-        self.beside: GlooRanks | None = None  # a second group of the same ranks, for work beside a step
+        self.beside: GlooRanks | None = None  # a second group of the same ranks, for work that runs during a step
         self._bound = timedelta(seconds=seconds)
         self.seconds = seconds
         self._done = 0
@@ -103,7 +104,7 @@ class GlooRanks(Ranks):
         self._call_collective(lambda: self._group.broadcast(data, 0, timeout=self._bound).wait())
 
     def gather_to(self, rank: int, own: Tensor, parts: Sequence[Tensor]) -> None:
-        """Copy the `own` tensor of each rank into `parts` on `rank`; each `own` is sent in one piece."""
+        """Copy the `own` tensor of each rank into `parts` on `rank`; each rank sends its `own` in one message."""
         if self.rank != rank:
             self._call_collective(lambda: self._send_own(own, rank))
             return
@@ -111,16 +112,16 @@ class GlooRanks(Ranks):
         self._call_collective(lambda: self._receive_parts(parts))
 
     def find_late(self) -> list[int]:
-        """Return the ranks that have done fewer collective calls than this one. Callers ask after a failure."""
+        """Return the ranks that have begun fewer collective calls than this rank; used after a failure."""
         found = [rank for rank in range(self.count) if rank != self.rank and self._count_calls(rank) < self._done]
         return found or (self.beside.find_late() if self.beside else [])
 
     def open_beside(self) -> None:
-        """Create the group `beside`; all ranks must call this together."""
+        """Create the second group, `beside`; all ranks must call this method at the same time."""
         self.beside = GlooRanks(self.store, self.rank, self.count, self.seconds, self._check, "beside", self.host)
 
     def _count_calls(self, rank: int) -> int:
-        """Return the number of collective calls that a rank has begun."""
+        """Return how many collective calls a rank has begun."""
         return int(self.store.get(self._calls_key(rank))) if self.store.check([self._calls_key(rank)]) else 0
 
     def _calls_key(self, rank: int) -> str:
@@ -137,7 +138,7 @@ class GlooRanks(Ranks):
                 self._group.recv([part], rank, 0).wait(self._bound)
 
     def _add_bucket(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Add up the gradients in float32, whatever their type; a rank without a gradient adds zeros."""
+        """Add up the gradients of all ranks in float32, whatever their type; a rank without a gradient adds zeros."""
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([grad.reshape(-1).float() for grad in found])
         if flat.is_cuda:
@@ -149,8 +150,8 @@ class GlooRanks(Ranks):
 
     @cached_property
     def _on_gpus(self) -> Any:
-        """The NCCL group, for tensors on GPUs; all ranks must ask for it together."""
-        from torch.distributed import ProcessGroupNCCL  # missing from torch builds for CPUs
+        """The NCCL group for tensors on GPUs; all ranks must read this property at the same time."""
+        from torch.distributed import ProcessGroupNCCL  # torch builds for CPUs do not have this class
 
         begin_backend(torch.device("cuda"), self.host, blocking=True)
         options = ProcessGroupNCCL.Options()
@@ -167,10 +168,10 @@ class GlooRanks(Ranks):
 
 
 def serve_store(host: str = HOST) -> TCPStore:
-    """Open the TCP store in which ranks find each other and count their calls; it listens on `host` only."""
+    """Open the TCP store in which ranks find each other and count their calls; the store listens on `host` only."""
     listening = socket.create_server((host, 0))
     port, bound = listening.getsockname()[1], timedelta(seconds=STORE_SECONDS)
-    fd = listening.detach()  # the store owns it from here
+    fd = listening.detach()  # from this line on, the store owns the socket
     return TCPStore(host, port, is_master=True, timeout=bound, wait_for_workers=False, master_listen_fd=fd)
 
 

@@ -1,9 +1,9 @@
-"""Work is dealt to ranks evenly, so that no rank waits long for the one with the most work.
+"""Work is dealt to ranks evenly, so that no rank waits long for the rank with the most work.
 
-    lengths --> the longest first, each to the rank that has the fewest tokens so far (LPT: Graham 1969)
+    pieces --> the longest piece first, each piece to the rank that has the fewest tokens so far (LPT: Graham 1969)
 
-Every piece goes whole to one rank. The fullest rank has at most one piece more than the mean, and at most
-4/3 - 1 / (3 ranks) times the load of an optimal deal.
+Every piece goes whole to one rank. The load of the fullest rank exceeds the mean load by at most one piece. It is at
+most 4/3 - 1 / (3 ranks) times the load of the fullest rank in an optimal deal.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 
 def deal_pieces(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return for each rank the pieces that it gets, in their order; `lengths` in tokens."""
+    """Return for each rank the indices of its pieces, in ascending order; `lengths` are the pieces' tokens."""
     found: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]  # a heap: the emptiest rank first, the lower rank among equals
+    loads = [(0, rank) for rank in range(ranks)]  # a heap: the rank with the smallest load is first
     for piece in sorted(range(len(lengths)), key=lambda piece: -lengths[piece]):
         load, rank = loads[0]
         found[rank].append(piece)
@@ -24,6 +24,6 @@ def deal_pieces(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def measure_imbalance(loads: Sequence[float]) -> float:
-    """Return how far the fullest rank is above the mean, as a share of the mean; 0 if all have the same load."""
+    """Return the fullest rank's load minus the mean load, as a share of the mean load; 0 if all loads are equal."""
     mean = sum(loads) / len(loads)
     return max(loads) / mean - 1 if mean else 0.0

@@ -1,10 +1,10 @@
-"""The publish barrier of ranks: a step changes stored tensors on no rank before the first rank allows it.
+"""The publish barrier of ranks: on every rank, a step waits for the first rank before it changes a stored tensor.
 
     first rank: settle() ...... WAIT ...... WAIT ...... GO_ON or STOP
     other rank:                 reads each message, and then goes on or stops
 
 - If the first rank's `settle` raises, the step ends on all ranks (`StepStopped`), and no stored tensor has changed.
-- A slow store does not count as a hang: while the first rank waits for it, it sends WAIT again and again.
+- A slow store does not count as a hang: while the first rank waits for the store, it sends WAIT again and again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from rollflow.tasks.learners.base import WaitForPublish
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
 
-TIMES = 4  # WAIT messages sent within `train.rank_seconds`
+TIMES = 4  # number of WAIT messages that the first rank sends within `train.rank_seconds`
 
 
 class BarrierMessage(IntEnum):
-    """A message of the first rank."""
+    """A message of the first rank to the other ranks."""
 
     WAIT = 0
     GO_ON = 1
@@ -29,7 +29,7 @@ class BarrierMessage(IntEnum):
 
 
 class StepStopped(Exception):
-    """Raised where the step ends with no stored tensor changed; the first rank knows the `error`."""
+    """Raised if a step ends before it changed a stored tensor; `error` is the cause, known on the first rank only."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__(str(error))

@@ -1,7 +1,7 @@
-"""GPUs of a learner's ranks: each rank has one GPU, and sees no other.
+"""GPUs of a learner's ranks: each rank has one GPU, and its process sees no other GPU.
 
-So "cuda" means the rank's own GPU in each of its threads. The first rank runs in the learner's actor, which Ray gives
-as many GPUs as there are ranks; it uses the first of them.
+In each thread of a rank, "cuda" therefore means the rank's own GPU. The first rank runs in the learner's actor. Ray
+gives that actor as many GPUs as there are ranks, and the first rank uses the first of these GPUs.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ import torch
 
 from rollflow.storage.errors import ConfigError
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # read by CUDA at its first use in a process
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # library that adds up over ranks, by device type
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # environment variable that CUDA reads at its first use in a process
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # library that adds up tensors over ranks, by device type
 
 
 def check_gpus(ranks: int) -> None:
     """Check on the first rank that there are enough GPUs, before other ranks start.
 
     Raises:
-        ConfigError: this machine has GPUs, but fewer than ranks.
+        ConfigError: this machine has GPUs, but fewer GPUs than ranks.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # ranks are forked: counting GPUs must not start CUDA
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # do not start CUDA: ranks are forked
     found = torch.cuda.device_count()
     if 0 < found < ranks:
         raise ConfigError(f"train.ranks = {ranks}: each needs a GPU, and this machine has {found}; set it to {found}")
 
 
 def take_gpu(rank: int) -> None:
-    """Make the rank's GPU the only one that this process sees; do nothing without GPUs."""
+    """Make the rank's GPU the only GPU that this process sees; do nothing on a machine without GPUs."""
     if torch.cuda.device_count():
         given = os.environ.get(VISIBLE)
         os.environ[VISIBLE] = given.split(",")[rank] if given else str(rank)
 
 
 def begin_backend(device: torch.device, host: str, *, blocking: bool) -> str:
-    """Return the backend of a process group for tensors on `device`, and set its environment.
+    """Return the backend of a process group for tensors on `device`, and set the backend's environment variables.
 
-    Call this just before the group is created. Its members listen on the interface of `host` only. With `blocking`, a
-    wait that lasts too long raises an error; without it, NCCL ends the process.
+    Call this function just before the group is created. The group's members listen on the interface of `host` only.
+    If a wait of NCCL lasts too long, NCCL raises an error with `blocking`, and ends the process without `blocking`.
     """
     name = interface_of(host)
     os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
@@ -52,7 +52,7 @@ def interface_of(host: str) -> str:
     """Return this machine's network interface that has the address `host`.
 
     Raises:
-        ConfigError: no interface has it.
+        ConfigError: no interface has the address `host`.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):

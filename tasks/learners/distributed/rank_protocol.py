@@ -1,4 +1,4 @@
-"""What the first rank knows of the other ranks: where they meet, which orders they take, and how they end."""
+"""The protocol between the first rank and the other ranks: where ranks meet, their orders, and how they end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollflow.storage.objects.base import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The address of the TCP store, which the first rank owns."""
+    """The address of the TCP store in which the ranks meet; the first rank owns the store."""
 
     host: str
     port: int
@@ -20,9 +20,10 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class LoadState:
-    """Load weights and state; each maps a file name to its size in bytes. The contents follow.
+    """Load weights and state. Both map a file's name to the file's size in bytes; the files' contents are sent next.
 
-    `width` is the result of the first rank's test of the model: all ranks must pack a batch into the same lines.
+    `width` is the result of the first rank's test of the model. All ranks use the same `width`, because all ranks must
+    pack a batch into the same lines.
     """
 
     weights: Mapping[str, int]
@@ -32,7 +33,7 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """Train `version` on a batch of `size` bytes, which follow."""
+    """Train `version` on a batch of `size` bytes; the batch is sent next."""
 
     version: int
     size: int
@@ -65,7 +66,7 @@ Order: TypeAlias = ComputeLogprobs | FindNonfinite | LoadState | ShardModel | Tr
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stores a file; `number` identifies its answer."""
+    """The object store and path at which a rank stores a file; `number` identifies the rank's answer."""
 
     store: ObjectStore
     path: str
@@ -74,9 +75,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SendFile:
-    """Send your shards of a stored file to rank `to`, as they are after `after` executed orders.
+    """Send the rank's own shards of a file to rank `to`, once the rank has executed `after` orders.
 
-    A rank `to` other than the first one stores the file at `place`.
+    If `to` is not the first rank, rank `to` stores the file at `place`.
     """
 
     file: str
@@ -87,7 +88,7 @@ class SendFile:
 
 @dataclass(frozen=True, slots=True)
 class Pipes:
-    """The two pipes to a rank: its orders, and requests for files beside them."""
+    """The two pipes to a rank: `orders` for its orders, and `asked` for requests for files."""
 
     orders: Connection
     asked: Connection
@@ -106,7 +107,7 @@ class StartedRank(Protocol):
         """The pipes to the rank; available once it has started."""
 
     def read_exit(self) -> int | str | None:
-        """Return the exit code, or a text that says how the rank ended; None while it lives."""
+        """Return the rank's exit code, or a text that says how the rank ended; None while the rank runs."""
 
     def end(self) -> None:
         """Kill the rank without waiting for its end."""
@@ -117,9 +118,9 @@ StartRank = Callable[[int, Meeting], StartedRank]
 
 @dataclass(frozen=True, slots=True)
 class RankHosts:
-    """Where a learner's ranks run: this machine's address for the others, and the function that starts a rank.
+    """Where a learner's ranks run: the first rank's address, and the function that starts another rank.
 
-    Without `start` the ranks are processes of this machine.
+    Without `start` all ranks are processes of one machine.
     """
 
     host: str = "127.0.0.1"

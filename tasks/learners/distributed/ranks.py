@@ -1,17 +1,17 @@
 """Ranks: processes that train one policy together, each on its part of every batch.
 
-Each rank has the whole model and does the same steps on the same batch. Each rank runs its own lines; this module adds
-up the results of all ranks. So gradients, losses and log-probs are those of the whole batch, however its lines are
-dealt, and all ranks take the same optimizer step to the same bits.
+Each rank has the whole model and takes the same steps on the same batch. Each rank runs its own lines of the batch, and
+the results of all ranks are added up. So gradients, losses and log-probs are those of the whole batch, however the
+lines are dealt to ranks. All ranks take the same optimizer step, and get the same bits.
 
     rank 0:  own lines --> gradient --+             +--> clip, AdamW
     rank 1:  own lines --> gradient --+--> sum -----+--> clip, AdamW
     rank 2:  (none)    --> nothing ---+             +--> clip, AdamW
 
 - A rank without lines takes part in every sum, with zeros.
-- A parameter without a gradient on all ranks has none after the sum, as with one rank: AdamW leaves it alone.
-- Sums are in float32 or wider, and in a fixed order: the same number of ranks gives the same bits.
-- Every sum has a time limit; one that fails raises `RankLost`.
+- A parameter that has no gradient on any rank has no gradient after the sum. So AdamW does not change the parameter.
+- Sums are computed in float32 or float64, in a fixed order: the same number of ranks gives the same bits.
+- Every sum has a time limit; a sum that fails raises `RankLost`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 Piece = TypeVar("Piece")
-GROUP_SIGNS = "gloo", "connection", "timed out"  # in torch's message about a process group that failed
+GROUP_SIGNS = "gloo", "connection", "timed out"  # texts by which torch's errors about a process group are recognized
 
 
 class RankLost(Exception):
-    """Raised when a collective call fails: another rank ended or was late; `rank` names it where it is known."""
+    """Raised when a collective call fails because another rank ended or was late; `rank` is that rank, if known."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -37,12 +37,12 @@ class RankLost(Exception):
 
 
 class Ranks:
-    """One rank, alone: nothing is added up or exchanged."""
+    """A single rank without others, which has nothing to add up or exchange. Subclasses connect several ranks."""
 
     rank, count = 0, 1
 
     def select_own(self, pieces: list[Piece], length: Callable[[Piece], int]) -> list[Piece]:
-        """Return the pieces that this rank runs; `length` returns a piece's tokens."""
+        """Return the pieces that this rank runs; `length` returns the number of a piece's tokens."""
         return pieces
 
     def add(self, found: Tensor) -> None:
@@ -57,10 +57,10 @@ class Ranks:
         return [found] if len(found) else []
 
     def check(self) -> None:
-        """Raise `RankLost` if another rank is known to have ended. Callers ask before each micro-batch."""
+        """Raise `RankLost` if another rank is known to have ended. Callers call this before each micro-batch."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Return metrics since the last call."""
+        """Return the metrics of this rank since the previous call of `take_metrics`."""
         return {}
 
 

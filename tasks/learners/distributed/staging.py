@@ -3,12 +3,12 @@
     first rank: ask --> gather, on rank r --> next file, for rank r + 1 ....... r's report --> the version's log entry
     rank r:     ....... gather --> put --> report size and sha256
 
-- The files are the same as one rank stores: the same names, the same bytes, for any number of ranks. File n goes to
-  rank n modulo ranks. Files with the first rank's random generators stay on the first rank.
-- A rank holds `HELD` files at most, and only one if that is larger than `shard_bytes`.
-- A log entry names a file only after the rank that stored it has reported its size and sha256.
-- A slow store does not count as a hang: a rank that waits for the store reports so again and again. A rank that is
-  silent for `train.rank_seconds` is named.
+- Any number of ranks stores the same files: the same names with the same bytes. File n is stored by rank
+  n modulo the number of ranks. The first rank stores the files that contain its random generators' states.
+- A rank holds at most `HELD` files in memory. While it holds a file larger than `shard_bytes`, it holds only that file.
+- A log entry names a file only after the rank that stored the file has reported the file's size and sha256.
+- A slow store does not count as a hang: a rank that waits for the store reports again and again that it waits. If a
+  rank reports nothing for `train.rank_seconds`, `put` raises `RankLost` with that rank.
 """
 
 from __future__ import annotations
@@ -32,33 +32,36 @@ from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.distributed.rank_protocol import Place, SendFile
 from rollflow.tasks.learners.distributed.ranks import RankLost
 
-HELD = 2  # files that a rank holds at a time: one is gathered while another is stored
-TIMES = 4  # reports of a waiting rank within `train.rank_seconds`
+HELD = 2  # number of files that a rank holds in memory: one file is gathered while another is stored
+TIMES = 4  # number of reports that a waiting rank sends within `train.rank_seconds`
 POLL_SECONDS = 0.02
 
 
 class Staging:
-    """The first rank's side; several threads may call `put`."""
+    """The first rank's side of storing a version's files; several threads may call `put` at the same time."""
 
     def __init__(
         self, ranks: GlooRanks, sizes: Mapping[str, tuple[int, bool]], most: int, gather: Callable[[SendFile], Data]
     ) -> None:
-        """Place each file on a rank. `sizes` as `ShardedLearner.sizes`; `most`: bytes that a file should not exceed."""
+        """Assign each file to a rank.
+
+        `sizes` is the result of `ShardedLearner.sizes`. A file larger than `most` bytes is held in memory alone.
+        """
         self._ranks, self._sizes, self._most, self._gather = ranks, sizes, most, gather
         self._places = {file: n % ranks.count if sizes[file][1] else 0 for n, file in enumerate(sizes)}
         self._rooms = [_FileSlots() for _ in range(ranks.count)]
 
     @property
     def movers(self) -> int:
-        """Number of files that are stored at a time."""
+        """Number of files that all ranks together store at the same time."""
         return HELD * self._ranks.count
 
     def put(self, file: str, store: ObjectStore, path: str) -> StoredObject:
-        """Have a rank store a file, and wait until it has.
+        """Make the file's rank store the file, and wait until the file is stored.
 
         Raises:
-            RollflowError: the store raised it on that rank.
-            Lost: the rank is silent.
+            RollflowError: the store raised this error on the file's rank.
+            RankLost: the file's rank ended, or reported nothing for `train.rank_seconds`.
         """
         to = self._places[file]
         with self._rooms[to].reserve(alone=self._sizes[file][0] > self._most):
@@ -95,7 +98,7 @@ class Staging:
 
 
 def stage(ranks: GlooRanks, place: Place, data: Data) -> None:
-    """Store a file on a rank other than the first; report size and sha256, or the store's error."""
+    """Store a file from a rank other than the first; report the file's size and sha256, or the store's error."""
     store: Store = ranks.store
     with ThreadPoolExecutor(1, "staging") as thread:
         job = thread.submit(put_object, place.store, place.path, data)
@@ -112,16 +115,16 @@ def stage(ranks: GlooRanks, place: Place, data: Data) -> None:
 
 
 class _FileSlots:
-    """The files that a rank may hold: `HELD` files, or one that is large."""
+    """Memory slots of a rank: it may hold `HELD` files, or one large file."""
 
     def __init__(self) -> None:
         self._free, self._door = BoundedSemaphore(HELD), Lock()
 
     @contextmanager
     def reserve(self, *, alone: bool) -> Iterator[None]:
-        """Reserve space for one file during the block."""
+        """Reserve memory for one file during the block; with `alone`, the rank holds no other file."""
         places = HELD if alone else 1
-        with self._door:  # one caller takes all its places before another starts
+        with self._door:  # a caller acquires all its slots before another caller starts
             for _ in range(places):
                 self._free.acquire()
         try:
@@ -144,6 +147,6 @@ def _waiting_key(place: Place) -> str:
 
 
 def _error_types() -> Mapping[str, type[RollflowError]]:
-    """Return the errors that a rank can report, by name."""
+    """Return the classes of the errors that a rank can report, by class name."""
     found = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     return {name: kind for name, kind in found.items() if issubclass(kind, RollflowError)}
