@@ -1,4 +1,4 @@
-"""Release of freed memory: otherwise the C library keeps a step's memory while the version is published."""
+"""Release of freed memory. Without it, the C library keeps the memory of a step while the version is published."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MANY = 2**28  # bytes of weights; with fewer, allocating again costs more time than the memory is worth
+MANY = 2**28  # bytes of weights from which on memory is released; releasing less costs more time than it is worth
 
 
 def release_memory(weights: Iterable[Tensor]) -> None:
-    """Release freed memory to the system if `weights` are large. It costs the next step some page faults."""
+    """Release freed memory to the system if `weights` are large. The release costs the next step some page faults."""
     if sum(tensor.nbytes for tensor in weights if tensor.device.type == "cpu") >= MANY:
         give_back_all()
 
@@ -33,7 +33,10 @@ def _trim() -> Any:
 
 
 def given_back(shape: torch.Size, kind: torch.dtype) -> Tensor:
-    """Return a tensor whose memory the system gets back with it; the C library would keep much of its own."""
+    """Return a new tensor whose memory goes back to the system as soon as the tensor is freed.
+
+    The C library would keep much of the memory that it allocates for a tensor.
+    """
     if not shape.numel():
         return torch.empty(shape, dtype=kind)
     return torch.frombuffer(mmap.mmap(-1, shape.numel() * kind.itemsize), dtype=kind).view(shape)

@@ -1,8 +1,9 @@
-"""Random generators, and the choice of torch's algorithms: all that results depend on beside tensors.
+"""Random generators, and the choice of torch's algorithms: results depend on these two and on tensors only.
 
-On one CPU thread torch gives the same bits with and without `deterministic`. On a GPU it adds up in a different order
-each time: in `index_add` of sequence ratios, and in gradients of embeddings, of attention, and of hidden states that
-are selected more than once. With `deterministic` torch uses a fixed order, or raises if it has none.
+On one CPU thread torch gives the same bits with and without `deterministic`. On a GPU, torch adds up numbers in a
+different order each time: in `index_add` of sequence ratios, and in gradients of embeddings, of attention, and of
+hidden states that are selected more than once. With `deterministic`, torch uses algorithms with a fixed order, or
+raises an error if an operation has no such algorithm.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ RNG, DEVICE_RNG = "rng", "device_rng"  # keys in the learner state
 
 
 def begin_process(config: RankedTrain, seed: int) -> None:
-    """Set threads, seed and algorithms of this process; call it before the process uses a device."""
+    """Set the threads, the seed and the algorithms of this process; call this before the process uses a device."""
     torch.set_num_threads(config.threads)
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(config.deterministic)
     if config.deterministic:
         fix_workspace()
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow; nobody reads it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow and not needed
 
 
 def random_state(config: RankedTrain, device: torch.device) -> dict[str, Tensor]:
-    """Return the state of the CPU's generator; with `deterministic` on a GPU, also the GPU generator's."""
+    """Return the state of the CPU's random generator; with `deterministic` on a GPU, also that of the GPU's."""
     found = {RNG: torch.get_rng_state()}
     if config.deterministic and device.type == "cuda":
         found[DEVICE_RNG] = torch.cuda.get_rng_state(device)
@@ -37,13 +38,13 @@ def random_state(config: RankedTrain, device: torch.device) -> dict[str, Tensor]
 
 
 def random_like(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return generator states as `saved` should have them: a GPU's only if `saved` has one."""
+    """Return the generator states that `saved` should contain; a GPU's state only if `saved` contains one."""
     found = {RNG: torch.get_rng_state()}
     return found | ({DEVICE_RNG: saved[DEVICE_RNG]} if DEVICE_RNG in saved else {})
 
 
 def take_random(drawn: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore the generators from `random_state`; skip a GPU's generator where there is no GPU."""
+    """Restore the generators to the states in `drawn`; skip the GPU's generator on a machine without GPU."""
     torch.set_rng_state(drawn[RNG])
     if DEVICE_RNG in drawn and device.type == "cuda":
         torch.cuda.set_rng_state(drawn[DEVICE_RNG], device)

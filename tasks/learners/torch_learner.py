@@ -2,10 +2,10 @@
 
     batch --> values known before the first update (`PreUpdate`) --> (update of the policy, update of the critic)*
 
-One version takes `minibatches` updates, each over its share of the groups. A minibatch's gradient is summed over
-micro-batches of padded rows. The loss weights are computed over the whole minibatch, so splitting it into
-micro-batches changes only the rounding. Rows with advantage zero have exactly zero gradient and are skipped, unless
-the objective needs every row.
+One version takes `minibatches` updates, each over a share of the groups. A minibatch's gradient is summed over
+micro-batches of padded rows. The loss weights are computed over the whole minibatch, so splitting a minibatch into
+micro-batches changes only the rounding. Rows with advantage zero have a gradient of exactly zero and are skipped,
+unless the objective needs every row.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from rollflow.tasks.policies.attention import choose_attention
 
 WEIGHTS = "weights/model"
 STATE, CRITIC, REFERENCE = "learner/state", "learner/critic", "learner/reference"
-KL_WEIGHT = "kl_weight"  # key in the learner state, where `kl_target` adapts the weight
+KL_WEIGHT = "kl_weight"  # key in the learner state of a KL weight that `kl_target` adapts
 
 
 def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, attention: str = "exact") -> Any:
     """Load a causal language model from a Hugging Face folder, with or without its weights.
 
-    - `trained`: with the folder's weights; otherwise freshly initialized.
-    - `blank`: with uninitialized memory, most of which is allocated only when it is written.
+    - `trained`: load the folder's weights; otherwise initialize new weights.
+    - `blank`: leave the weights uninitialized; most of their memory is allocated only when a weight is written.
     - `attention`: the value of `train.attention`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -67,7 +67,7 @@ def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, 
     with no_init_weights() if blank else nullcontext():
         model = AutoModelForCausalLM.from_config(config, **how)
     model.tie_weights()  # `no_init_weights` skips this step of initialization
-    for pattern, its_kind in model._get_dtype_plan(kind).items():  # keep in float32 what from_pretrained keeps in it
+    for pattern, its_kind in model._get_dtype_plan(kind).items():  # as from_pretrained does
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern, name):
                 tensor.data = tensor.data.to(its_kind)
@@ -75,22 +75,22 @@ def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, 
 
 
 def _first_weights(start: LearnerStart) -> Mapping[str, Tensor]:
-    """Load the run's first weights by Hugging Face name; empty if `start` does not say where they are."""
+    """Load the run's first weights by Hugging Face name; return an empty mapping if `start.first` is None."""
     return named_tensors(load_model(start.first(), start.dtype, trained=True)) if start.first else {}
 
 
 class TorchLearner(TrainedModels):
-    """Implement `Learner` on one device. See the module's docstring."""
+    """A `Learner` on one device. See the module's docstring."""
 
     updates: type[Updates] = Updates
     can_shard = sharded = False
 
     def shard(self) -> None:
-        """Shard weights and state over the ranks, for learners that can; here do nothing."""
+        """Shard weights and state over the ranks; a learner that cannot be sharded does nothing."""
 
     @classmethod
     def create(cls, config: RankedTrain, start: LearnerStart) -> Self:
-        """Create the learner before its first step."""
+        """Create the learner: prepare this process, and load the model."""
         begin_process(config, start.seed)
         return cls(
             load_model(start.folder, start.dtype, trained=start.trained, blank=start.blank, attention=config.attention),
@@ -122,7 +122,7 @@ class TorchLearner(TrainedModels):
         return {**found, **self.adapt_kl_weight(found), **before.metrics(), **self.ranks.take_metrics()}
 
     def _minibatches(self, data: BatchRows) -> list[list[int]]:
-        """Return the rows of each minibatch: whole groups, dealt out in turn."""
+        """Return the rows of each minibatch; whole groups are dealt to the minibatches in turn."""
         parts = self.config.minibatches
         return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]
 
@@ -168,7 +168,7 @@ class TorchLearner(TrainedModels):
             self.try_model()
 
     def check(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """Raise `Corrupt` unless this learner can load these files."""
+        """Raise `Corrupt` unless this learner can load the files `weights` and `state`."""
         saved = shapes_of(_of_stem(STATE, state))
         own = {**random_like(saved), **self._weight_of_kl()}
         check_fit("weights do", shapes_of(weights.items()), self.policy.weights_like())
@@ -178,7 +178,10 @@ class TorchLearner(TrainedModels):
             role.check(shapes_of(_of_stem(stem, state)))
 
     def take(self, weights: Files, state: Files) -> None:
-        """Load files that `check` has accepted; files with the same stem follow each other. Keep no file in memory."""
+        """Load files that `check` has accepted, without keeping a file in memory.
+
+        Files with the same stem must follow each other.
+        """
         drawn: dict[str, Tensor] = {}
         self.policy.take(tensors_of(weights))
         loads: dict[str, Callable[[Named], None]] = {stem: role.load for stem, role in self._roles()}
@@ -188,10 +191,10 @@ class TorchLearner(TrainedModels):
             loads.pop(stem)(tensors_of(files))
         for load in loads.values():
             load(())
-        take_random(drawn, self.device)  # last, since reading a model may draw random numbers
+        take_random(drawn, self.device)  # after all else, because reading a model may draw random numbers
 
     def _of_policy(self, saved: Named, drawn: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's tensors of the state; put the random generators' states into `drawn`."""
+        """Yield the policy's tensors of the state `saved`; put the states of random generators into `drawn`."""
         for name, tensor in saved:
             if name in (RNG, DEVICE_RNG):
                 drawn[name] = tensor.clone()
@@ -199,19 +202,19 @@ class TorchLearner(TrainedModels):
                 self.kl_weight = float(tensor)
             else:
                 yield name, tensor
-            del tensor  # free its file before the next one is read
+            del tensor  # free the tensor's file before the next file is read
 
     def _roles(self) -> list[tuple[str, Critic | Reference]]:
-        """Return the models that have a state of their own, each with the stem of its files."""
+        """Return the models that have a state of their own (critic and reference), each with the stem of its files."""
         found = (CRITIC, self.critic), (REFERENCE, self.reference)
         return [(stem, role) for stem, role in found if role is not None]
 
     def _weight_of_kl(self) -> dict[str, Tensor]:
-        """Return the KL penalty's weight, where it is adapted."""
+        """Return the KL penalty's weight as a stored tensor; an empty mapping if the weight is not adapted."""
         adapts = self.penalties.kl_target is not None
         return {KL_WEIGHT: torch.tensor(self.kl_weight, dtype=torch.float64)} if adapts else {}
 
 
 def _of_stem(stem: str, files: Mapping[str, Data]) -> Files:
-    """Yield the files whose names begin with `stem`."""
+    """Return name and content of the files whose names begin with `stem`."""
     return ((name, files[name]) for name in files if name.startswith(stem))

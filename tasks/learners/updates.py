@@ -1,6 +1,6 @@
-"""The updates of a version. Each is one optimizer step of the policy on its share of the batch, and one of the critic.
+"""The updates of a version: each update is an optimizer step of the policy, then one of the critic, on a minibatch.
 
-Shapes: R rows, B masked tokens of the batch, M of a part of a micro-batch, H hidden.
+Shapes: R rows, B loss-masked tokens of the batch, M loss-masked tokens of a part of a micro-batch, H hidden.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollflow.tasks.policies.device import send
 
 
 class Updates:
-    """See the module's docstring. `seen` collects the diagnostics of all updates."""
+    """The updates of one version; `seen` collects the diagnostics of all updates."""
 
     def __init__(
         self, roles: TrainedModels, data: BatchRows, before: PreUpdate, version: int, settle: WaitForPublish
@@ -36,14 +36,14 @@ class Updates:
         self.settle = settle
 
     def take_step(self, part: list[int]) -> dict[str, float]:
-        """Take one optimizer step over the rows of one minibatch, and one of the critic."""
+        """Take one optimizer step of the policy, and one of the critic, on the rows of one minibatch."""
         return self._update(part) | self._update_critic(part)
 
     def _update(self, part: list[int]) -> dict[str, float]:
         roles, data, seen = self.roles, self.data, self.seen
         weight_R = self.weights_of(part)
         roles.policy.clear()
-        added = torch.zeros((), dtype=torch.float64, device=self.device)  # read once, since reading waits for the GPU
+        added = torch.zeros((), dtype=torch.float64, device=self.device)  # reading a value waits for the GPU
         for micro in roles.micros(data, roles.select_rows(part, self.before.signal_R)):
             with self.token_logprobs.add_in_place():
                 added += self._backward(micro, partial(self.loss_of, micro=micro, weight_R=weight_R))
@@ -57,7 +57,7 @@ class Updates:
         return found
 
     def weights_of(self, part: list[int]) -> Tensor:
-        """Return (R,) the weight of a token of each row in a minibatch's loss; zero for rows outside it."""
+        """Return (R,) weights in a minibatch's loss of the tokens of each row; zero for rows of other minibatches."""
         weight_R = torch.zeros(len(self.data.rewards))
         tokens_R = torch.from_numpy(self.data.masked_tokens[part])
         weight_R[part] = row_weights(tokens_R, self.roles.config.objective.aggregation, self.roles.longest).float()
@@ -74,8 +74,8 @@ class Updates:
     def _backward(self, micro: MicroBatch, loss_of: Callable[[slice, Tensor], Tensor]) -> Tensor:
         """Add up the gradient of a micro-batch's loss, and return the loss in float64.
 
-        With a large vocabulary, head and loss run forward and backward for some tokens at a time, so that only the
-        logits of these tokens exist at once. Then the decoder runs backward for all tokens.
+        With a large vocabulary, head and loss run forward and backward for some tokens at a time, so that memory holds
+        only the logits of these tokens. Afterwards the decoder runs backward for all tokens of the micro-batch.
         """
         inputs, (row, place) = micro.inputs(self.device, self.model.dtype), micro.where
         hidden_MH = self.token_logprobs.hidden(inputs, (send(row, self.device), send(place, self.device)))
@@ -85,7 +85,7 @@ class Updates:
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach().double()
         if self.device.type == "cpu":
-            give_back_all()  # memory freed by the last micro-batch must not add to this one's logits
+            give_back_all()  # free the previous micro-batch's memory before logits are computed
         given, total = hidden_MH.detach(), torch.zeros((), dtype=torch.float64, device=self.device)
         leaves = [given[some].requires_grad_() for some in parts]
         for some, leaf in zip(parts, leaves, strict=True):
@@ -110,7 +110,7 @@ class Updates:
         return found
 
     def _masked_tokens(self, micro: MicroBatch, some: slice, hidden_MH: Tensor) -> MaskedTokens:
-        """Return the objective's inputs for some tokens of a micro-batch, from the hidden states before them."""
+        """Return the objective's inputs for some tokens of a micro-batch; `hidden_MH` are the states before them."""
         roles, before, among = self.roles, self.before, micro.among[some]
         logp_M, entropy_M = self.token_logprobs.of(
             hidden_MH,

@@ -1,1 +1,1 @@
-"""The models of a step and what they say of tokens: log-probs, values, reference."""
+"""The models of a step and what they compute for tokens: log-probs, a critic's values, a reference's log-probs."""

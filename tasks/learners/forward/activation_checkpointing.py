@@ -14,8 +14,8 @@ from rollflow.storage.errors import ConfigError
 def recompute_layers(decoder: Any) -> None:
     """Recompute each of the decoder's layers in the backward pass.
 
-    The result is the same to the bit: a layer draws no random numbers, since dropout is off. A model's own switch for
-    checkpointing needs training mode, which would turn dropout on.
+    Recomputing gives the same bits: a layer draws no random numbers, because dropout is off. The model's own switch
+    for activation checkpointing is not used, because it needs training mode, which would turn dropout on.
 
     Raises:
         ConfigError: the decoder has no list of layers.
@@ -28,7 +28,7 @@ def find_layers(decoder: nn.Module, key: str) -> nn.ModuleList:
     """Return the decoder's longest list of modules that is not inside another list.
 
     Raises:
-        ConfigError: there is no list; the message names `key`, the option that needs one.
+        ConfigError: the decoder has no list of modules. The message names `key`, the option that needs such a list.
     """
     lists = {name: found for name, found in decoder.named_modules() if isinstance(found, nn.ModuleList)}
     outer = [found for name, found in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]

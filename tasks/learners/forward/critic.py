@@ -1,10 +1,11 @@
 """The critic estimates the reward still to come, before each token (PPO: Schulman et al. 2017).
 
-At the first trained version the critic is a copy of the policy with a new head that outputs zero; or it is that head
-alone, on the policy's hidden states. It is trained on every row towards the returns of `objectives/gae.py`, after the
-policy's own update on the same rows. Its weights and moments are part of the learner's state.
+At the first trained version the critic is a copy of the policy with a new head that outputs zero. With `model = "head"`
+the critic is only that head, on the policy's hidden states. The critic is trained on every row towards the returns of
+`objectives/gae.py`, after the policy's own update on the same rows. The critic's weights and moments are part of the
+learner's state.
 
-Shapes: M masked tokens of a micro-batch, B of a batch, H hidden.
+Shapes: M loss-masked tokens of a micro-batch, B loss-masked tokens of a batch, H hidden.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ WEIGHT = "weight/"  # prefix of the weights' names in the critic's state
 
 
 class ValueHead(nn.Module):
-    """One number for each hidden state; `decoder` computes the states, or is None if the policy does."""
+    """Maps each hidden state to one number; `decoder` is None if the policy computes the hidden states."""
 
     def __init__(self, decoder: nn.Module | None, hidden: int) -> None:
         super().__init__()
         self.decoder = decoder
-        self.head = nn.Linear(hidden, 1)  # float32, whatever type the decoder has
+        self.head = nn.Linear(hidden, 1)  # the head is float32, whatever type the decoder has
 
 
 class Critic:
-    """See the module's docstring."""
+    """A model that estimates the reward still to come. See the module's docstring."""
 
     def __init__(self, policy: Any, config: RankedTrain) -> None:
         self._policy, self._config, self._dtype = policy, config.critic, policy.dtype
@@ -56,7 +57,7 @@ class Critic:
             self.begun = True
 
     def values(self, micro: MicroBatch) -> Tensor:
-        """Return (M,) float32, the expected reward before each of the tokens."""
+        """Return (M,) float32, the expected reward before each masked token of the micro-batch."""
         device = self.model.head.weight.device
         row, position = (send(index, device) for index in micro.where)
         hidden_MH = self._hidden(micro.inputs(device, self._dtype))[row, position]
@@ -64,7 +65,10 @@ class Critic:
         return found
 
     def update(self, micros: Iterable[MicroBatch], values_B: Tensor, returns_B: Tensor, tokens: int) -> float:
-        """Add up the gradient of the mean loss over `tokens`; return that loss. `values_B` are the values before it."""
+        """Add up the gradient of the loss and return the loss: the sum over all masked tokens, divided by `tokens`.
+
+        `values_B` are the critic's values before the version's first update.
+        """
         self.optimized.clear()
         total = 0.0
         for micro in micros:
@@ -77,11 +81,11 @@ class Critic:
         return total
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the critic's whole state; empty before its start."""
+        """Return the critic's whole state; an empty mapping before the first trained version."""
         return {**self._weights(), **self.optimized.tensors()} if self.begun else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise `Corrupt` unless `tensors` could have returned these."""
+        """Raise `Corrupt` unless `saved` fits this critic: the same tensors by name, shape and type, or none."""
         if saved:
             check_fit(
                 "the critic's state does",
@@ -91,19 +95,19 @@ class Critic:
 
     @torch.no_grad()
     def load(self, saved: Named) -> None:
-        """Replace the state by tensors that `tensors` returned."""
+        """Replace the critic's state by the tensors `saved`, which `tensors` returned."""
         self.begun = False
         self.optimized.load(self._without_weights(saved))
 
     def _without_weights(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
-        """Load the critic's weights on the way; yield the other tensors."""
+        """Load the critic's weights from `saved`; yield the other tensors."""
         for name, tensor in saved:
             self.begun = True
             if name.startswith(WEIGHT):
                 self._take(name.removeprefix(WEIGHT), tensor)
             else:
                 yield name, tensor
-            del tensor  # free its file before the next one is read
+            del tensor  # free the tensor's file before the next file is read
 
     def _take(self, name: str, weight: Tensor) -> None:
         self.model.get_parameter(name).copy_(weight)
@@ -112,7 +116,7 @@ class Critic:
         return {f"{WEIGHT}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def _hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return (L, T, H) hidden states; without a gradient if the policy computes them."""
+        """Return (L, T, H) hidden states; they have no gradient if the policy computes them."""
         own = self.model.decoder
         decoder = self._policy.get_decoder() if own is None else own
         with torch.set_grad_enabled(own is not None and torch.is_grad_enabled()):
@@ -121,18 +125,19 @@ class Critic:
 
 
 def value_loss(value_M: Tensor, old_M: Tensor, return_M: Tensor, clip: float) -> Tensor:
-    """Return (M,) half the larger of two squared errors: of the value, and of the value clipped around the old one.
+    """Return (M,) half the larger of two squared errors: that of the value, and that of the clipped value.
 
-    The value may move by at most `clip`. It is the clip of PPO's first code (Schulman et al. 2017), as in verl and TRL.
+    The clipped value differs from the old value by at most `clip`. The clip is that of the first PPO code (Schulman et
+    al. 2017), which verl and TRL also use.
     """
     held_M = old_M + (value_M - old_M).clamp(-clip, clip)
     return torch.maximum((value_M - return_M).square(), (held_M - return_M).square()) / 2
 
 
 def explained_variance(values_B: Tensor, returns_B: Tensor) -> float:
-    """Return 1 - Var(return - value) / Var(return).
+    """Return the explained variance of a critic, 1 - Var(return - value) / Var(return).
 
-    It is 1 for a perfect critic, and 0 for a constant critic or constant returns.
+    The explained variance is 1 for a perfect critic, and 0 for a constant critic or for constant returns.
     """
     spread = float(returns_B.double().var(correction=0)) if len(returns_B) else 0.0
     if spread == 0.0:
@@ -141,5 +146,5 @@ def explained_variance(values_B: Tensor, returns_B: Tensor) -> float:
 
 
 def drop_weights(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that are not weights."""
+    """Return the critic's saved tensors that are not weights."""
     return {name: value for name, value in saved.items() if not name.startswith(WEIGHT)}

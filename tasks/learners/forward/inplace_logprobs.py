@@ -3,8 +3,8 @@
     logits --> log-softmax, in place --> log-probs of the targets, entropies
            <-- gradient, in place    <-- gradients of both
 
-So there is one (M, V) tensor for M tokens, where autograd has four. Values and gradients equal those of
-`log_softmax`, `gather` and -sum p log p to the bit: the same operations run on some rows at a time.
+So memory holds one (M, V) tensor for M tokens, while autograd would hold four. Values and gradients equal those of
+`log_softmax`, `gather` and -sum p log p to the bit, because the same operations run on some rows at a time.
 
 Shapes: M tokens, V vocabulary.
 """
@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PIECE_BYTES = 2**22  # bytes of rows processed at a time, so that they stay in the CPU's cache
-ON_GPU = 32  # factor for GPUs, where each piece costs three kernel launches
+PIECE_BYTES = 2**22  # bytes of rows that are processed at a time, so that the rows stay in the CPU's cache
+ON_GPU = 32  # factor of `PIECE_BYTES` on a GPU, where each piece costs three kernel launches
 
 
 def chosen_tokens(
     logits_MV: Tensor, targets_M: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs (M,) of `targets_M`, in nats, at `temperature`, and entropies with `entropy`.
+    """Return log-probs (M,) of `targets_M`, in nats, at `temperature`; with `entropy`, also the entropies (M,).
 
-    The logits are overwritten. The backward pass can run once, since it overwrites the log-softmax.
+    The logits are overwritten. The backward pass can run only once, because it overwrites the log-softmax.
     """
     made = logits_MV if logits_MV._base is None else logits_MV._base
     if hasattr(made.grad_fn, "_saved_result"):  # the backward pass of e.g. tanh needs the logits again
@@ -37,8 +37,11 @@ def chosen_tokens(
 
 
 class _ChosenTokens(torch.autograd.Function):
-    """See the module's docstring. The operation that made the logits must not need them in its backward pass; if it
-    does, autograd raises, since it notices that they have changed."""
+    """Log-probs and entropies in the memory of the logits. See the module's docstring.
+
+    The operation that made the logits must not need the logits in its backward pass. If the operation needs them,
+    autograd raises an error, because autograd notices that the logits have changed.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_MV: Tensor, targets_M: Tensor, temperature: float, entropy: bool) -> Any:
@@ -75,14 +78,14 @@ def _entropy(logp_PV: Tensor) -> Tensor:
 
 
 def _add_of_entropy(found_PV: Tensor, logp_PV: Tensor, given_P1: Tensor) -> None:
-    """Add the entropy's gradient with respect to log p: the same terms as autograd's, in the same order."""
+    """Add the entropy's gradient with respect to log p: the terms that autograd would add, in the same order."""
     p_PV, less_P1 = logp_PV.exp(), -given_P1
     found_PV += less_P1 * p_PV
     found_PV += less_P1 * logp_PV * p_PV
 
 
 def _pieces(logp_MV: Tensor) -> Iterator[slice]:
-    """Yield slices of some rows each."""
+    """Return slices that together cover all rows; each slice has at most `PIECE_BYTES`, or one row."""
     most = PIECE_BYTES * (ON_GPU if logp_MV.device.type == "cuda" else 1)
     count, rows = len(logp_MV), max(1, most // max(1, logp_MV[:1].nbytes))
     return (slice(begin, begin + rows) for begin in range(0, max(1, count), rows))

@@ -1,15 +1,16 @@
 """LoRA: the policy's weights stay fixed, and a small adapter beside each linear layer is trained.
 
-    y = W x + (alpha / rank) B A x        W (out, in) stays; A (rank, in) and B (out, rank) are trained
+    y = W x + (alpha / rank) B A x        W (out, in) is fixed; A (rank, in) and B (out, rank) are trained
 
 (Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models, section 4.1.)
 
-- Only the adapter has gradients, masters and moments. It is in float32, or in the policy's type without masters.
-- A starts random and B at zero, so that the policy stays the same to the bit. The adapter is off before the first
-  trained version: a cold start, which trains the policy in place, trains W.
+- Only the adapter has gradients, masters and moments. The adapter is in float32; without masters, it is in the
+  policy's type.
+- A starts random and B starts at zero, so that a new adapter does not change the policy. The adapter is off before the
+  first trained version. A cold start therefore trains W, because a cold start trains the policy in place.
 - Published weights are W + (alpha / rank) B A, added in float32, rounded to the policy's type, under the policy's own
   names. So a reader of a version need not know about adapters.
-- The adapter is part of the learner's state. W is not: it is read again from the run's first weights.
+- The adapter is part of the learner's state. W is not part of the state: W is read again from the run's first weights.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ADAPTER = "adapter/"  # prefix of the adapter's tensors in the learner state
 
 
 class LoraPolicy(TrainedPolicy):
-    """See the module's docstring. `first` returns the run's first weights by Hugging Face name."""
+    """A policy of which only an adapter is trained. `first` returns the run's first weights by Hugging Face name."""
 
     def __init__(self, model: Any, config: RankedTrain, first: Callable[[], Mapping[str, Tensor]]) -> None:
         assert config.lora is not None
@@ -53,7 +54,7 @@ class LoraPolicy(TrainedPolicy):
         self.begun = False
 
     def begin(self, rate: float) -> None:
-        """See `TrainedTensors`; also freezes the policy's own weights and switches the adapter on."""
+        """Freeze the policy's own weights, switch the adapter on, and begin as `TrainedTensors` does."""
         self._begin()
         super().begin(rate)
 
@@ -63,7 +64,7 @@ class LoraPolicy(TrainedPolicy):
 
     @contextmanager
     def use_published(self) -> Iterator[None]:
-        """See `TrainedPolicy`: the adapter is off, and the weights include it."""
+        """See `TrainedPolicy`. During the block the adapter is off, and the weights include the adapter's part."""
         if not self.begun:
             yield
             return
@@ -78,7 +79,7 @@ class LoraPolicy(TrainedPolicy):
             self._switch(True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the adapter's tensors and AdamW's state of them."""
+        """Return the adapter's tensors, and AdamW's state of these tensors."""
         return {**self._adapter(), **super().tensors()}
 
     def expected_tensors(self, saved: Iterable[str]) -> dict[str, Tensor]:
@@ -89,23 +90,23 @@ class LoraPolicy(TrainedPolicy):
     def load(self, given: Named) -> None:
         """See `TrainedTensors`; the model must already have the weights that were published with this state.
 
-        W is the run's first weight if that and the adapter give the published weight. If they do not (another kind of
-        machine published it), W is the published weight minus the adapter's part: the log decides what a version is.
-        Later published weights then contain that difference, too.
+        W is set to the run's first weight if the first weight and the adapter give the published weight. If they do
+        not (another kind of machine published the weight), W is set to the published weight minus the adapter's part,
+        because the log decides what a version is. Later published weights then include the difference between the two.
         """
         super().load(self._without_adapter(given))
         self._begin()
         self._find_base()
 
     def _without_adapter(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
-        """Load the adapter's tensors on the way; yield the others."""
+        """Load the adapter's tensors from `saved`; yield the other tensors."""
         own = self._adapter()
         for name, tensor in saved:
             if name in own:
                 own[name].copy_(tensor)
             else:
                 yield name, tensor
-            del tensor  # free its file before the next one is read
+            del tensor  # free the tensor's file before the next file is read
 
     def _find_base(self) -> None:
         first = self._first()
@@ -129,13 +130,16 @@ class LoraPolicy(TrainedPolicy):
 
     @torch.no_grad()
     def _sum(self, base: Tensor, layer: Any) -> Tensor:
-        """Return a layer's published weight; the base weight to the bit where the part is zero (-0 + 0 gives +0)."""
+        """Return a layer's published weight: `base` plus the adapter's part.
+
+        Where the adapter's part is zero, the result is `base` to the bit; an addition would turn -0 into +0.
+        """
         part = self._part(layer)
         return torch.where(part == 0, base, (base.float() + part).to(base.dtype))
 
     @torch.no_grad()
     def _warn_of_rounding(self, bases: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        """Log once which share of the adapter's change is lost by rounding the published weights."""
+        """Log once, as a share of the adapter's part, how much rounding changes the published weights."""
         if self._warned or self.model.dtype == torch.float32:
             return
         added = lost = 0.0
@@ -165,9 +169,10 @@ class LoraPolicy(TrainedPolicy):
 
 
 class AdapterReference(Reference):
-    """A reference that is an adapter, without a model of its own: it replaces the policy's adapter during a pass.
+    """A reference that is an adapter, without a model of its own.
 
-    The first reference is the policy without an adapter, so its adapter adds zero.
+    During a pass of the reference, the reference's adapter replaces the policy's adapter. The first reference is the
+    policy without an adapter, so the reference's adapter starts at zero.
     """
 
     def __init__(self, policy: LoraPolicy, every: int, token_logprobs: TokenLogprobs) -> None:
@@ -189,7 +194,7 @@ class AdapterReference(Reference):
 
 @contextmanager
 def swap_values(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-    """Give each parameter the values of the other tensor during the block."""
+    """Give each parameter the values of the tensor that it is paired with, during the block."""
     own = [(parameter, parameter.data, other) for parameter, other in pairs]
     try:
         for parameter, _, other in own:
@@ -208,7 +213,7 @@ def _add_adapters(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]
     """
     decoder = model.get_decoder()
     chosen = _choose_layers([name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)], config)
-    held = nn.Module()  # without the config by which peft would choose other layers, and experts, in the place of these
+    held = nn.Module()  # has no config: by a model's config, peft would replace the chosen layers by others
     held.decoder = decoder
     inject_adapter_in_model(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen), held)
     found = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -231,7 +236,7 @@ def _choose_layers(linear: Sequence[str], config: Lora) -> list[str]:
 
 
 def _list_parameters(layers: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the adapters' parameters by peft's names in a file, without its prefix "base_model.model."."""
+    """Yield the adapters' parameters by the names that peft uses in files, without the prefix "base_model.model."."""
     for name, layer in layers.items():
         yield f"{name}.lora_A.weight", layer.lora_A[NAME].weight
         yield f"{name}.lora_B.weight", layer.lora_B[NAME].weight

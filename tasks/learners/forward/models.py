@@ -1,6 +1,6 @@
-"""The models that take part in a learner's steps: the policy, and what its objective needs beside it.
+"""The models that take part in a learner's steps: the policy, and the critic and reference that an objective needs.
 
-Shapes: B masked tokens of the batch, M of a micro-batch.
+Shapes: B loss-masked tokens of the batch, M loss-masked tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollflow.tasks.policies.device import find_device, send
 
 
 def _trained_policy(model: Any, config: RankedTrain, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
-    """Build the trained policy: the whole model, or an adapter, whose library is imported only then."""
+    """Build the trained policy: the whole model, or an adapter. Import peft only for an adapter."""
     if config.lora is None:
         return TrainedPolicy(model, config)
     from rollflow.tasks.learners.forward.lora import LoraPolicy
@@ -41,7 +41,7 @@ def _trained_policy(model: Any, config: RankedTrain, first: Callable[[], Mapping
 
 
 class TrainedModels:
-    """See the module's docstring. `pre_update` and `updates` use these models."""
+    """The models of a learner's steps; `pre_update` and `updates` use them. See the module's docstring."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class TrainedModels:
         first: Callable[[], Mapping[str, Tensor]] = dict,
         blank: bool = False,
     ) -> None:
-        """Set up the models. `first` returns the run's first weights, for an adapter. See `LearnerStart`."""
+        """Set up the models. `LearnerStart` documents the arguments; `first` returns the run's first weights."""
         torch.manual_seed(seed)
         self.device = find_device()
-        self.model = model.to(self.device).eval()  # eval mode: it has gradients, and no dropout
-        self.dtype: torch.dtype = model.dtype  # type that the model is run in
+        self.model = model.to(self.device).eval()  # a model in eval mode has gradients, but no dropout
+        self.dtype: torch.dtype = model.dtype  # data type in which the model runs
         self.token_logprobs = TokenLogprobs(self.model, judged=not blank)
         self.config = config
         self.ranks = Ranks()
@@ -77,10 +77,10 @@ class TrainedModels:
         self._add_roles()
 
     def try_model(self) -> None:
-        """Test a model that started blank and has its weights now, as other models are tested at the start.
+        """Test the model of a learner that started blank, once the weights are loaded. Other models are tested earlier.
 
         Raises:
-            ConfigError: the same errors as at the start of any learner.
+            ConfigError: the model cannot be trained. A learner that does not start blank raises this at its start.
         """
         TokenLogprobs(self.model)
         self.width, self.blank = self._shared_width(), False
@@ -89,7 +89,7 @@ class TrainedModels:
         return shared_width(self.model, self.token_logprobs) if self.config.share_prompts else None
 
     def _add_roles(self) -> None:
-        """Add the models that the objective needs beside the policy."""
+        """Add the reference and the critic, if the objective needs them."""
         objective = self.config.objective
         self.penalties = objective.penalties if isinstance(objective, PartsObjective) else Penalties()
         self.kl_weight = self.penalties.kl_weight
@@ -105,9 +105,10 @@ class TrainedModels:
     # --- a version ----------------------------------------------------------------------------------------------
 
     def learning_rate(self, version: int, base: float | None = None) -> float:
-        """Return the learning rate of a version; `base` defaults to the policy's rate.
+        """Return the learning rate of a version; `base` defaults to `train.learning_rate`.
 
-        It warms up linearly to `base`, then stays constant or falls with the versions left, at least to a tenth.
+        The learning rate rises linearly to `base` during the warm-up. After the warm-up, the learning rate stays
+        constant, or falls in proportion to the versions left, but not below a tenth of `base`.
         """
         warm = min(1.0, (version + 1) / max(self.config.warmup_versions, 1))
         left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
@@ -116,7 +117,8 @@ class TrainedModels:
     def begin(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Prepare a version's first update.
 
-        Of the stored tensors only a reference's change here: a critic that starts here has not been stored yet.
+        Of all stored tensors, this method changes only those of the reference, after it has called `settle`. A critic
+        that this method starts has not been stored yet.
         """
         self.policy.begin(self.learning_rate(version))
         if self.reference is not None:
@@ -126,7 +128,7 @@ class TrainedModels:
             self.critic.optimized.begin(self.learning_rate(version, self.config.critic.learning_rate))
 
     def adapt_kl_weight(self, found: Mapping[str, float]) -> Mapping[str, float]:
-        """Adapt the KL penalty's weight for the next version; return the weight that was used, as a metric."""
+        """Adapt the KL penalty's weight for the next version; return this version's weight as a metric."""
         divergence = found.get(f"kl_{self.penalties.kl_to}")
         if self.penalties.kl_target is None or divergence is None:
             return {}
@@ -137,11 +139,11 @@ class TrainedModels:
     # --- passes of models ---------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Sequence[int], signal_R: np.ndarray) -> list[int]:
-        """Return the rows that have a gradient: with advantage exactly zero, only some objectives have one."""
+        """Return the rows that have a gradient. A row whose advantage is zero has one only if `every_row` is set."""
         return [r for r in rows if self.objective.every_row or signal_R[r]]
 
     def micros(self, data: BatchRows, rows: Sequence[int]) -> Iterator[MicroBatch]:
-        """Yield this rank's part of these rows as micro-batches."""
+        """Yield this rank's share of `rows` as micro-batches."""
         own = partial(self.ranks.select_own, length=attrgetter("length"))
         for micro in micro_batches(data, rows, self.config.micro_tokens, self.width, own):
             self.ranks.check()
@@ -149,7 +151,7 @@ class TrainedModels:
 
     @torch.no_grad()
     def compute_tokens(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
-        """Run `of` on the tokens of these rows; return (B,) values, zero for other tokens."""
+        """Run `of` on the masked tokens of `rows`; return (B,) values, zero for the tokens of other rows."""
         found_B = torch.zeros(len(data.chosen))
         for micro in self.micros(data, rows):
             found_B[micro.among] = of(micro).float().cpu()
@@ -157,16 +159,16 @@ class TrainedModels:
         return found_B
 
     def own_logprobs(self, micro: MicroBatch) -> Tensor:
-        """Return (M,) log-probs of the policy."""
+        """Return (M,) log-probs of the micro-batch's masked tokens under the policy."""
         return self._token_logprobs(micro, self.token_logprobs)
 
     def reference_logprobs(self, micro: MicroBatch) -> Tensor:
-        """Return (M,) log-probs of the frozen reference."""
+        """Return (M,) log-probs of the micro-batch's masked tokens under the frozen reference."""
         assert self.reference is not None
         return self._token_logprobs(micro, self.reference.token_logprobs)
 
     def _token_logprobs(self, micro: MicroBatch, of: Pass) -> Tensor:
-        """Return (M,) log-probs at the sampling temperature; the head runs on the masked tokens' positions only."""
+        """Return (M,) log-probs at the sampling temperature. The head runs only where a masked token is predicted."""
         row, place = (send(index, self.device) for index in micro.where)
         inputs, targets_M = micro.inputs(self.device, self.dtype), send(micro.targets, self.device)
         return of(inputs, (row, place), targets_M, temperature=self.temperature)[0]

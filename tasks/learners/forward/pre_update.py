@@ -1,6 +1,6 @@
 """Values known before a version's first update: advantages, and the log-probs and values of the other models.
 
-Shapes: R rows, B masked tokens of the batch, one row after the other.
+Shapes: R rows, B loss-masked tokens of the batch (those that a loss counts), one row after the other.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from rollflow.tasks.objectives.rows import BatchRows
 class BatchTargets:
     """Advantages and returns, computed from the batch's rewards."""
 
-    advantage_B: Tensor  # has the rewards' type
-    signal_R: np.ndarray  # bool: True if a token of the row has an advantage
-    returns_B: Tensor | None = None  # float64, with a critic: the critic's targets
+    advantage_B: Tensor  # advantage of each token, in the data type of the rewards
+    signal_R: np.ndarray  # bool: True if a token of the row has an advantage other than zero
+    returns_B: Tensor | None = None  # the critic's targets, float64; None without a critic
 
 
 @dataclass(frozen=True, slots=True)
 class PreUpdate:
-    """Values known before the first update; those not needed are None. Log-probs are in nats."""
+    """Values known before a version's first update; a value that is not needed is None. Log-probs are in nats."""
 
     judged: BatchTargets
     behaviour_B: Tensor  # log-probs of the behaviour policy, which sampled the tokens
-    proximal_B: Tensor | None  # log-probs of the learner; None with one update a version, which computes them itself
-    kept_B: Tensor | None  # bool: True if the token counts, for objectives that need the whole batch
+    proximal_B: Tensor | None  # log-probs of the learner; None if a version's only update computes them
+    kept_B: Tensor | None  # bool: True if the token counts; only for objectives that need the whole batch
     reference_B: Tensor | None  # log-probs of the reference
     values_B: Tensor | None  # the critic's values
 
     @property
     def signal_R(self) -> np.ndarray:
-        """(R,) bool: True if a token of the row has an advantage."""
+        """(R,) bool: True if a token of the row has an advantage other than zero."""
         return self.judged.signal_R
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the critic's metrics: explained variance and mean value."""
+        """Return the critic's metrics, explained variance and mean value; an empty mapping without a critic."""
         if self.values_B is None or self.judged.returns_B is None or not len(self.values_B):
             return {}
         explained = explained_variance(self.values_B, self.judged.returns_B)
@@ -55,7 +55,7 @@ class PreUpdate:
 
 
 def compute_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
-    """Compute what is known before the first update, with one forward pass for each other model that is needed."""
+    """Compute the values known before the first update, with one forward pass of each other model that is needed."""
     every = range(len(data.rewards))
     reference_B = roles.compute_tokens(data, every, roles.reference_logprobs) if roles.reference else None
     values_B = roles.compute_tokens(data, every, roles.critic.values) if roles.critic else None
@@ -71,16 +71,17 @@ def compute_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
 
 
 def _kl_price(roles: TrainedModels, behaviour_B: Tensor, reference_B: Tensor | None) -> Tensor | None:
-    """Return the KL penalty of each token, which is subtracted from its response's reward."""
+    """Return (B,) KL penalties of the tokens, to be subtracted from the rewards; None if KL is not in the reward."""
     if reference_B is None or roles.penalties.kl_in != "reward":
         return None
     return roles.kl_weight * kl_estimate(roles.penalties, behaviour_B, reference_B)
 
 
 def _proximal(roles: TrainedModels, data: BatchRows, judged: BatchTargets) -> Tensor | None:
-    """Return (B,) log-probs of the learner for the rows that will run, or None.
+    """Return (B,) log-probs of the learner for the rows that will be trained on, or None if no pass is needed.
 
-    With one update a version, the proximal policy is the trained one, and the update computes its log-probs anyway.
+    If a version takes one update, the proximal policy is the trained policy. The update then computes the policy's
+    log-probs itself.
     """
     if roles.objective.uses_batch:
         return roles.compute_tokens(data, range(len(data.rewards)), roles.own_logprobs)
@@ -99,7 +100,10 @@ def compute_targets(
     values_B: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> BatchTargets:
-    """Compute a batch's advantages in `dtype`; `price_B` is subtracted from rewards, `values_B` are a critic's."""
+    """Compute a batch's advantages in `dtype`.
+
+    `price_B` is subtracted from the rewards; `values_B` are the critic's values, if there is a critic.
+    """
     given_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
     rewards_R = given_R.double() if dtype == torch.float64 or _may_overflow(given_R, tokens_R) else given_R
     price_B = torch.zeros(len(data.chosen)) if price_B is None else price_B
@@ -116,6 +120,9 @@ def compute_targets(
 
 
 def _may_overflow(rewards_R: Tensor, tokens_R: Tensor) -> bool:
-    """Return True if sums of squared rewards may overflow float32: a deviation would be infinite, an advantage zero."""
+    """Return True if sums of squared rewards may overflow float32.
+
+    After an overflow, a standard deviation would be infinite, and an advantage would be zero.
+    """
     squares_R = rewards_R.double().square() * tokens_R.clamp(min=1)
     return float(squares_R.sum()) > torch.finfo(rewards_R.dtype).max

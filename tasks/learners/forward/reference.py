@@ -1,7 +1,8 @@
-"""The reference: a frozen policy that a penalty measures the divergence from.
+"""The reference: a frozen policy from which a penalty measures the divergence.
 
-It is the policy at the first version that is trained, or with `every` the newest of every n-th version. Its weights are
-part of the learner's state, so that any train step can be replayed whatever was pruned.
+The reference is the policy at the first version that is trained. With `every` = n, the reference is updated to the
+policy at every n-th version. The reference's weights are part of the learner's state, so that any train step can be
+replayed, whatever was pruned.
 """
 
 from __future__ import annotations
@@ -23,41 +24,44 @@ VERSION = "version"  # key in the state: the version whose weights the reference
 
 
 class Reference:
-    """See the module's docstring."""
+    """A frozen copy of the policy. See the module's docstring."""
 
     def __init__(self, policy: Any, every: int) -> None:
         self._every = every
         self.now: Callable[[], dict[str, Tensor]] = partial(named_tensors, policy)  # returns the policy's tensors
         self._model = copy.deepcopy(policy).eval().requires_grad_(False)
         self.token_logprobs: Pass = TokenLogprobs(self._model, judged=False)  # the policy's head was tested already
-        self.version = -1  # no weights yet
+        self.version = -1  # version whose weights the reference has; -1: none yet
 
     def follow(self, version: int, settle: WaitForPublish = no_wait) -> None:
-        """Take over the policy's weights where that is due. Callers ask before `version` is trained."""
+        """Copy the policy's weights if `version` is one at which the reference is updated.
+
+        Call this before `version` is trained.
+        """
         if self.version < 0 or (self._every and version % self._every == 0):
             settle()
             self._take(self.now())
             self.version = version
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the reference's whole state; empty before the first trained version."""
+        """Return the reference's whole state; an empty mapping before the first trained version."""
         return {**self._tensors_to_save(), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise `Corrupt` unless `tensors` could have returned these."""
+        """Raise `Corrupt` unless `saved` fits this reference: the same tensors by name, shape and type, or none."""
         if saved:
             check_fit("the reference does", saved, {**self._tensors_to_save(), VERSION: torch.tensor(0)})
 
     @torch.no_grad()
     def load(self, saved: Named) -> None:
-        """Replace the state by tensors that `tensors` returned."""
+        """Replace the reference's state by the tensors `saved`, which `tensors` returned."""
         self.version, own = -1, self._tensors_to_save()
         for name, tensor in saved:
             if name == VERSION:
                 self.version = int(tensor)
             else:
                 own[name].copy_(tensor)
-            del tensor  # free its file before the next one is read
+            del tensor  # free the tensor's file before the next file is read
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> None:

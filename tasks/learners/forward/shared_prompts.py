@@ -1,8 +1,9 @@
 """A test that a model can run several responses behind one copy of their prompt (`objectives/shared_prefix.py`).
 
-The model must obey an attention mask and given positions. A sliding window, chunked attention or a recurrent state
-would ignore the mask or cover wrong tokens, so an architecture that declares one is refused without a test. The others
-are tested: log-probs of two responses behind one prompt must equal those of each response on its own.
+To share prompts, a model must obey an attention mask and given positions. A sliding window, chunked attention or a
+recurrent state would ignore the mask or cover wrong tokens. So an architecture that declares one of these does not
+share prompts. Any other architecture is tested: log-probs of two responses behind one prompt must equal the log-probs
+of each response on its own.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _distance(model: Any, logprobs: TokenLogprobs) -> float:
     rows = _build_test_rows()
     found = [
         torch.cat([_compute_logprobs(model, logprobs, micro) for micro in micro_batches(rows, [0, 1], 100, width)])
-        for width in (None, 10**6)  # at such a width sharing always saves work
+        for width in (None, 10**6)  # with a width of 10**6, sharing a prompt always saves work
     ]
     return measure_distance(found[0], found[1])
 

@@ -1,12 +1,13 @@
 """Log-probs of a policy's tokens, through the model's own head.
 
-    tokens --> decoder --> hidden states at the wanted positions --> its head (see `policies/head`) --> log-probs
+    tokens --> decoder --> hidden states at the wanted positions --> head (see `policies/head`) --> log-probs
 
-Training, the pass before a version's first update, and the probe all use this path.
+Training, the pass before a version's first update, and the probe of a weight update all compute log-probs this way.
 
-Logits are computed for one chunk of tokens at a time: those of a batch of 16,384 tokens would take 10 GB at a
-vocabulary of 151,936. `inplace_logprobs` overwrites them with its results. A learner asks for `parts` and runs each
-part backward before the next one. Logits of a part larger than a chunk are recomputed in the backward pass.
+Logits are computed for one chunk of tokens at a time, because the logits of a batch of 16,384 tokens would take 10 GB
+at a vocabulary of 151,936. `inplace_logprobs` overwrites the logits with its results. A learner splits tokens into
+`parts`, and runs each part backward before it runs the next part forward. Logits of a part larger than a chunk are
+recomputed in the backward pass.
 
 Shapes: R rows, T padded tokens, M positions, H hidden, V vocabulary.
 """
@@ -26,16 +27,16 @@ from rollflow.tasks.learners.forward.inplace_logprobs import chosen_tokens
 from rollflow.tasks.policies.adding_embedding import AddingEmbedding
 from rollflow.tasks.policies.head import LMHead
 
-LOGITS_BYTES = 2**26  # most bytes of one chunk's logits in float32
-ON_GPU = 16  # factor for GPUs, which few tokens leave mostly idle
+LOGITS_BYTES = 2**26  # largest number of bytes of one chunk's logits in float32
+ON_GPU = 16  # factor of `LOGITS_BYTES` on a GPU, which would be mostly idle with few tokens
 Pass = Callable[..., tuple[Tensor, Tensor | None]]  # the call signature of `TokenLogprobs`
 
 
 class TokenLogprobs:
-    """Log-probs of tokens under `model`, whose parameters are used in place. See the module's docstring."""
+    """Computes log-probs of tokens under `model`, without copying the model's parameters."""
 
     def __init__(self, model: Any, *, judged: bool = True) -> None:
-        """See `LMHead`."""
+        """Find the decoder, head and embedding of `model`. See `LMHead` for `judged`."""
         self._head = LMHead(model, judged=judged)
         self._decoder = model.get_decoder()
         self._embedding = AddingEmbedding(model)
@@ -52,7 +53,7 @@ class TokenLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs (M,) of `targets_M`, in nats, at `temperature`; with `entropy`, also the entropies (M,).
 
-        `inputs` are the decoder's arguments: (R, T) `input_ids` and the rest. `where` is the (row, position) of the M
+        `inputs` are the decoder's arguments, such as the (R, T) `input_ids`. `where` has the (row, position) of the M
         tokens that come before the targets.
         """
         return self.of(self.hidden(inputs, where), targets_M, temperature=temperature, entropy=entropy)
@@ -64,9 +65,9 @@ class TokenLogprobs:
     def of(
         self, hidden_MH: Tensor, targets_M: Tensor, *, temperature: float = 1.0, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs (M,), and entropies with `entropy`, from hidden states.
+        """Return log-probs (M,) from hidden states; with `entropy`, also the entropies (M,).
 
-        Logits that would exceed one chunk are recomputed in the backward pass.
+        If the tokens do not fit one chunk, the logits of each chunk are recomputed in the backward pass.
         """
         parts = max(1, math.ceil(len(targets_M) / self._chunk))
         if parts == 1:
@@ -77,12 +78,12 @@ class TokenLogprobs:
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """Add gradients up in place during a block of forward and backward: see `LMHead` and `AddingEmbedding`."""
+        """Let backward passes in the block add up gradients in place; see `LMHead` and `AddingEmbedding`."""
         with self._head.add_in_place(), self._embedding.add_in_place():
             yield
 
     def parts(self, row_M: Tensor, *, by_token: bool) -> list[slice]:
-        """Split the M tokens into parts.
+        """Split the M tokens into parts. `row_M` is the row of each token.
 
         With `by_token`, no part exceeds a chunk. Otherwise a part has whole rows, and a row larger than a chunk is a
         part of its own.
@@ -100,7 +101,7 @@ class TokenLogprobs:
             if after - begin > self._chunk and end > begin:
                 found.append(slice(begin, end))
                 begin = end
-        return found or [slice(0, 0)]  # rows without tokens still have a loss
+        return found or [slice(0, 0)]  # rows without tokens have a loss, too: zero
 
     @property
     def _chunk(self) -> int:
@@ -115,11 +116,11 @@ class TokenLogprobs:
     def _recompute_chosen(
         self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return `_compute_chosen`, which keeps nothing for the backward pass and is recomputed there."""
+        """Return the result of `_compute_chosen`; the backward pass recomputes the logits instead of storing them."""
         found = checkpoint(
             self._compute_chosen,
             *(hidden_MH, targets_M, temperature, entropy),
             use_reentrant=False,
-            preserve_rng_state=False,  # no random numbers are drawn
+            preserve_rng_state=False,  # `_compute_chosen` draws no random numbers
         )
         return cast(tuple[Tensor, Tensor | None], found)

@@ -1,4 +1,4 @@
-"""A policy, its trained parameters and its published weights. Here all parameters are trained and published."""
+"""A policy, its trained parameters and its published weights: all parameters are trained and published."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ class TrainedPolicy(TrainedTensors):
     """A policy whose parameters are all trained."""
 
     def __init__(self, model: Any, config: RankedTrain, given: Mapping[str, nn.Parameter] | None = None) -> None:
-        """`given` has the trained parameters by name; by default all of the model's parameters."""
+        """Set up the trained parameters: those in `given`, by name; by default all of the model's parameters."""
         self.model = model
         super().__init__(given or dict(model.named_parameters()), config, config.learning_rate)
 
     def reference(self, every: int, token_logprobs: TokenLogprobs) -> Reference:
-        """Return a frozen copy that follows `every` n-th version; `token_logprobs` is the policy's own pass."""
+        """Return a frozen copy of the policy, updated at each `every`-th version.
+
+        `token_logprobs` computes log-probs under the policy.
+        """
         return Reference(self.model, every)
 
     @contextmanager
     def use_published(self) -> Iterator[None]:
-        """Run the model with the published weights during the block. No gradient may pass through it."""
+        """Run the model with the published weights during the block. The block must not compute gradients."""
         yield
 
     def weights(self) -> dict[str, Tensor]:
@@ -44,11 +47,15 @@ class TrainedPolicy(TrainedTensors):
 
     @torch.no_grad()
     def take(self, weights: Named) -> None:
-        """Set the weights to what `weights` returned; `load` must follow. Raise `Corrupt` if one is missing."""
+        """Set the policy's weights to tensors that `weights` returned; the caller must call `load` next.
+
+        Raises:
+            Corrupt: one of the policy's weights is missing.
+        """
         left = self._model_tensors()
         for name, tensor in weights:
             left.pop(name).copy_(tensor)
-            del tensor  # free its file before the next one is read
+            del tensor  # free the tensor's file before the next file is read
         check_fit("weights do", {}, left)
 
     def _model_tensors(self) -> dict[str, Tensor]:

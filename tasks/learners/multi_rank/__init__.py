@@ -1,1 +1,1 @@
-"""A learner of several ranks as one: it starts the other ranks, orders them and ends them."""
+"""A learner of several ranks: its first rank starts the other ranks, sends them orders and ends them."""

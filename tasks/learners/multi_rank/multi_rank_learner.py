@@ -1,17 +1,18 @@
-"""A learner of several ranks: `Learner` in one process that leads the others.
+"""A learner of several ranks: the first rank implements `Learner` and leads the other ranks.
 
     learner actor --> first rank (in this process) --orders--> rank 1, rank 2, ...
                             +---- sums over all ranks (`ranks`) ----+
 
-- The first rank's state counts: it is stored, published and queried. Before a step, its weights and state are sent to
-  the other ranks if they may differ (after a start, a cold start or a `load`).
-- A rank that ends, or does not join the others within `train.rank_seconds`, is named in one sentence (`RankFailed`).
-  Then all ranks end, and a new learner starts from storage.
-- No stored tensor changes on any rank before that rank has settled. So ranks can train while a version is stored. Files
-  of a sharded learner are gathered and stored meanwhile (`staging`), by threads and a process group of their own.
-- No rank outlives this process.
+- The first rank's weights and state are those that are stored, published and queried. Before a step, they are sent to
+  the other ranks if the ranks may differ (after a start, a cold start or a `load`).
+- If a rank ends, or does not join the other ranks within `train.rank_seconds`, `RankFailed` names that rank in one
+  sentence. Then all ranks end, and a new learner starts from storage.
+- No rank changes a stored tensor before the first rank's `settle` has returned. So ranks can train while a version is
+  stored. At the same time, threads with a process group of their own gather and store the files of a sharded learner
+  (`staging`).
+- No rank outlives the process of the first rank.
 
-Each other rank is forked from a process that has already done the imports.
+Every rank but the first is forked from a process that has already imported the modules.
 """
 
 from __future__ import annotations
@@ -67,17 +68,21 @@ from rollflow.tasks.learners.multi_rank.rank_process import (
 from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner
 from rollflow.tasks.runtime.actor_warnings import open_socket
 
-IMPORTS = "rollflow.tasks.learners.multi_rank.rank_imports"  # imported once, in the process that ranks are forked from
-READY_SECONDS = 300.0  # time for a rank to import modules and read the model
-GRACE_SECONDS = 5.0  # time for ranks that lost another one to end by themselves
+IMPORTS = "rollflow.tasks.learners.multi_rank.rank_imports"  # module imported before ranks are forked
+READY_SECONDS = 300.0  # longest time for a rank to import modules and read the model
+GRACE_SECONDS = 5.0  # longest time for ranks to end by themselves after they lost another rank
 POLL_SECONDS = 0.05
 
 
 class MultiRankLearner:
-    """See the module's docstring."""
+    """The first rank of a learner of several ranks. See the module's docstring."""
 
     def __init__(self, config: RankedTrain, start: LearnerStart) -> None:
-        """Start the other ranks. Raise `ConfigError` if GPUs are too few, or as a learner of one rank does."""
+        """Start the other ranks and create the first rank.
+
+        Raises:
+            ConfigError: there are fewer GPUs than ranks, or a learner of one rank rejects the config or the model.
+        """
         if start.ranks == NEAR:
             check_gpus(config.ranks)
         kind = learner_of(config)
@@ -85,8 +90,8 @@ class MultiRankLearner:
         weakref.finalize(self, self._others.end)
         self._own = kind.create(config, start)
         self._ranks = self._own.ranks = self._others.meet()
-        self._alike = False  # True if the other ranks have this rank's weights and state
-        self._turn = Lock()  # one file is gathered at a time: all ranks gather in the same order
+        self._alike = False  # True if the other ranks have the first rank's weights and state
+        self._turn = Lock()  # held while a file is gathered, so that all ranks gather files in the same order
 
     @property
     def model(self) -> Any:
@@ -97,11 +102,11 @@ class MultiRankLearner:
         """See `Learner`.
 
         Raises:
-            RankFailed: a rank ended or hangs; this learner is unusable from then on. The other methods of a sharded
-                learner raise it, too.
+            RankFailed: a rank ended or hangs; after this error, the learner is unusable. The other methods of a
+                sharded learner raise `RankFailed`, too.
         """
         if not self._alike:
-            settle()  # the tensors sent to the others are those being stored
+            settle()  # the tensors that are sent to the other ranks are those that are being stored
         with self._guard_ranks(f"version {version + 1} was trained"):
             if not self._alike:
                 self._share_state()
@@ -148,7 +153,7 @@ class MultiRankLearner:
         return self._own.sharded
 
     def _gather_files(self, files: Mapping[str, Data]) -> Mapping[str, Data]:
-        """Return the first rank's files; those of a sharded learner are gathered from all ranks when asked for."""
+        """Return the first rank's files. A file of a sharded learner is gathered from all ranks when it is read."""
         own = self._own
         if not isinstance(own, ShardedLearner) or not own.sharded:
             return files
@@ -168,7 +173,7 @@ class MultiRankLearner:
 
     @contextmanager
     def _order_sharded(self, order: Order, what: str) -> Iterator[None]:
-        """Run work of the first rank; the other ranks of a sharded learner do it with the first one."""
+        """Run the block on the first rank; if the learner is sharded, send `order` to the other ranks first."""
         if not self._sharded:
             yield
             return
@@ -178,16 +183,16 @@ class MultiRankLearner:
 
     @contextmanager
     def _guard_ranks(self, what: str) -> Iterator[None]:
-        """Run work of all ranks; any error ends all ranks, except those that are no rank's fault."""
+        """Run work of all ranks in the block. An error ends all ranks, unless the error is not the fault of a rank."""
         try:
             with raise_lost():
                 yield
         except NotFinite:
-            raise  # all ranks raise it alike
+            raise  # all ranks raise the same error, and go on
         except StepStopped as stopped:
-            raise stopped.error or stopped from None  # all ranks raise it alike
+            raise stopped.error or stopped from None  # the step ended on all ranks, which go on
         except (StoreFailed, Unreachable, ConfigError):
-            raise  # the store failed, no rank did
+            raise  # the store failed, but no rank failed
         except RankLost as error:
             raise self._others.fail(what, error) from error
         except BaseException:
@@ -195,7 +200,7 @@ class MultiRankLearner:
             raise
 
     def _share_state(self) -> None:
-        """Give the other ranks this rank's weights and state."""
+        """Send the first rank's weights and state to the other ranks."""
         weights, state = self._own.weights(), self._own.state()
         if self._own.can_shard:
             self._load_all(weights, state)
@@ -204,7 +209,7 @@ class MultiRankLearner:
         self._alike = True
 
     def _load_all(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """Load these files on all ranks; each rank keeps its shards of one file after the other."""
+        """Load the files of a version on all ranks, one file after the other; each rank keeps only its shards."""
         if not self._sharded:
             self._others.order(ShardModel())
             self._own.shard()
@@ -216,7 +221,7 @@ class MultiRankLearner:
         self._alike = True
 
     def _send(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """Have the other ranks load these files."""
+        """Make the other ranks load the files of `weights` and `state`."""
         sizes, rest = ({name: _count_bytes(data) for name, data in part.items()} for part in (weights, state))
         self._others.order(LoadState(sizes, rest, self._own.width))
         for data in chain(weights.values(), state.values()):
@@ -247,13 +252,13 @@ class ForkedRank:
 
 
 class OtherRanks:
-    """The processes of the other ranks: they start, take orders and end together."""
+    """The processes of all ranks but the first; they are started, ordered and ended together."""
 
     def __init__(self, config: RankedTrain, start: LearnerStart) -> None:
         self._config, self._host = config, start.ranks.host
         self._store = serve_store(self._host)
-        self.ordered = 0  # number of orders sent
-        self._ranks: GlooRanks | None = None  # None until all ranks have started
+        self.ordered = 0  # number of orders that the first rank has sent
+        self._ranks: GlooRanks | None = None  # the first rank's view of the group; None until all ranks have started
         self._failed: RankFailed | None = None
         self._failing = Lock()
         meeting, begin = Meeting(self._host, self._store.port), start.ranks.start or partial(ForkedRank, config, start)
@@ -281,11 +286,11 @@ class OtherRanks:
         _send([one.pipes.orders for one in self._started.values()], order)
 
     def ask(self, ask: SendFile) -> None:
-        """Have all other ranks send their shards of a file, whatever else they do."""
+        """Make all other ranks send their shards of a file, even while they execute an order."""
         _send([one.pipes.asked for one in self._started.values()], ask)
 
     def fail(self, when: str, error: Exception) -> RankFailed:
-        """End all ranks and return the error that names the faulty one; later calls return the same error."""
+        """End all ranks and return the error that names the rank at fault; later calls return the same error."""
         with self._failing:
             if self._failed is None:
                 self._failed = RankFailed(
@@ -295,7 +300,7 @@ class OtherRanks:
             return self._failed
 
     def _find_fault(self, error: Exception) -> str:
-        """Return which rank failed and how. Ranks that lost another one end by themselves within `GRACE_SECONDS`."""
+        """Describe which rank failed and how. Wait `GRACE_SECONDS` for the ranks that only lost another rank to end."""
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(one.read_exit() is None for one in self._started.values()):
             time.sleep(POLL_SECONDS)
@@ -331,7 +336,7 @@ class OtherRanks:
 
 
 def _send(to: Sequence[Connection], what: object) -> None:
-    """Send an object through each pipe; raise `RankLost` if nobody reads one."""
+    """Send an object through each pipe; raise `RankLost` if the process at the other end of a pipe has ended."""
     try:
         for pipe in to:
             pipe.send(what)
@@ -340,5 +345,5 @@ def _send(to: Sequence[Connection], what: object) -> None:
 
 
 def _count_bytes(data: Data) -> int:
-    """Return the bytes of a file."""
+    """Return the number of bytes of a file."""
     return sum(len(piece) for piece in split_buffers(data))

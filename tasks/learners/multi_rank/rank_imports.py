@@ -1,4 +1,4 @@
-"""Imports of the process that ranks are forked from: most of a rank's start, done once for all ranks."""
+"""Imports of the process from which ranks are forked: imports take most of a rank's start, and are done only once."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """The process of a rank other than the first: it executes the first rank's orders.
 
-    orders --> load the files that the first rank sends | take a step on the batch that it sends --> next order
-    requests for files --> its shards of each, beside the step; it stores some of the files      --> next request
+    orders --> load files or train on a batch, both sent by the first rank             --> next order
+    requests for files --> send shards of a file or store the file, even during a step --> next request
 
-- The process ends with its owner, even while it is stopped (SIGSTOP). It was forked from a fork server that ends with
-  the owner, and the kernel kills it when the fork server ends.
-- It sends no answer: the first rank knows the result of each step itself. If the rank fails, it writes the reason to
-  the shared store and ends. If it loses the other ranks, it ends with the exit code `LOST`.
+- The rank's process ends with its owner, even while the process is stopped (SIGSTOP). The process was forked from a
+  fork server that ends with the owner, and the kernel kills the process when the fork server ends.
+- The rank sends no answer to an order, because the first rank computes the result of each step itself. If the rank
+  fails, it writes the reason to the shared store and ends. If the rank loses the other ranks, it ends with the exit
+  code `LOST`.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.runtime.actor_warnings import send_to
 from rollflow.tasks.runtime.fork_server import PR_SET_NAME
 
-MEET = "meet"  # store key that the first rank sets when it has started
+MEET = "meet"  # store key that the first rank sets when all ranks have started
 POLL_SECONDS = 0.1
-LOST, FAILED = 3, 4  # exit codes of a rank: it lost the others; it failed and wrote the reason
+LOST, FAILED = 3, 4  # exit codes of a rank that lost the other ranks, and of a rank that failed
 PR_SET_PDEATHSIG = 1
-CHUNK = 2**25  # most bytes in one broadcast
+CHUNK = 2**25  # largest number of bytes in one broadcast
 
 
 class OwnerGone(Exception):
-    """Raised when the owner has closed the pipe, so that no order will follow."""
+    """Raised when the owner of a rank has closed its pipe, so that no order will follow."""
 
 
 class OrderCount:
@@ -81,14 +82,14 @@ class OrderCount:
             self._changed.notify_all()
 
     def wait_for(self, count: int, seconds: float) -> None:
-        """Wait until `count` orders were executed; raise `RankLost` if that takes longer than `seconds`."""
+        """Wait until the rank has executed `count` orders; raise `RankLost` if this takes longer than `seconds`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._count >= count, seconds):
                 raise RankLost(f"{count} orders were not executed within {seconds:g} s")
 
 
 def learner_of(config: RankedTrain) -> type[TorchLearner]:
-    """Return the class that each rank runs; raise `ConfigError` if its library is not installed."""
+    """Return the learner class that each rank runs; raise `ConfigError` if DeepSpeed is needed but not installed."""
     if isinstance(config, DeepSpeedTrain):
         if find_spec("deepspeed") is None:
             cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.kind = "torch"'
@@ -106,7 +107,7 @@ def learner_of(config: RankedTrain) -> type[TorchLearner]:
 def run_rank(
     rank: int, meeting: Meeting, pipes: Pipes, config: RankedTrain, start: LearnerStart, ear: socket.socket
 ) -> None:
-    """Run `serve_rank` in a process that was forked for it; warnings go to the socket `ear`."""
+    """Run `serve_rank` in a process that was forked for this rank; send warnings to the socket `ear`."""
     _end_with_owner()
     _name_process(name := f"rank {rank} of {config.ranks}")
     send_to(ear, name, rank)
@@ -115,14 +116,14 @@ def run_rank(
 
 
 def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: RankedTrain, start: LearnerStart) -> None:
-    """Execute orders until the owner ends. `host` is the address of this machine for the other ranks."""
+    """Execute orders until the owner ends. `host` is the address at which other ranks reach this machine."""
     store, obeyed = connect_store(meeting.host, meeting.port), OrderCount()
     with _exit_on_error(store, rank):
         learner = learner_of(config).create(
             config, replace(start, blank=True)
         )  # the first rank sends weights and state
         store.set(ready_key(rank), "")
-        while not store.check([MEET]):  # the first rank reads its weights meanwhile; the owner bounds this wait
+        while not store.check([MEET]):  # the first rank reads its weights; the owner limits this wait
             time.sleep(POLL_SECONDS)
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)
         Thread(target=_serve_files, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
@@ -134,7 +135,10 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Ran
 
 
 def _read_pipe(pipe: Connection) -> Any:
-    """Return the next order or request; raise `OwnerGone` on a closed pipe, which work must not be mistaken for."""
+    """Return the next order or request; raise `OwnerGone` if the pipe is closed.
+
+    An error of the rank's own work has another type, so it is not mistaken for a closed pipe.
+    """
     try:
         return pipe.recv()
     except (EOFError, ConnectionError) as error:
@@ -153,7 +157,7 @@ def _serve_files(store: Store, learner: TorchLearner, asked: Connection, obeyed:
             data = learner.gather(ask.file, ask.to)
             if ask.to == ranks.rank:
                 Thread(target=_stage, args=(store, ranks, ask, data), daemon=True).start()
-            del data  # free it while this thread waits for the next request
+            del data  # free the file's memory while this thread waits for the next request
 
 
 def _stage(store: Store, ranks: GlooRanks, ask: SendFile, data: Data) -> None:
@@ -165,7 +169,7 @@ def _stage(store: Store, ranks: GlooRanks, ask: SendFile, data: Data) -> None:
 
 @contextlib.contextmanager
 def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
-    """End the process with the exit code that fits the error of the block."""
+    """Run the block; if it raises an error, end the process with the exit code that fits the error."""
     try:
         yield
     except OwnerGone:
@@ -173,9 +177,9 @@ def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
     except RankLost:
         with contextlib.suppress(RuntimeError):
             store.set(gone_key(rank), "")
-        os._exit(LOST)  # without delay: the first rank looks for the fault among ranks that end otherwise
+        os._exit(LOST)  # end at once: the first rank seeks the fault among ranks with other exit codes
     except Exception as error:  # noqa: BLE001 - the first rank reports any error
-        with contextlib.suppress(RuntimeError):  # the store is gone, so nobody can read it
+        with contextlib.suppress(RuntimeError):  # if the store is gone, nobody can read the reason
             store.set(failed_key(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
         os._exit(FAILED)
 
@@ -194,16 +198,16 @@ def _execute(learner: TorchLearner, ranks: GlooRanks, order: Order) -> None:
             weights, state = (
                 ((name, receive_data(ranks, n)) for name, n in part.items()) for part in (order.weights, order.state)
             )
-            learner.take(weights, state)  # each file as it arrives
+            learner.take(weights, state)  # loads each file when the file arrives
             learner.width, learner.blank = order.width, False
         case TrainStep():
-            with contextlib.suppress(NotFinite, StepStopped):  # the first rank raises it
+            with contextlib.suppress(NotFinite, StepStopped):  # the first rank raises the same error
                 batch = TrajectoryBatch.from_bytes(bytes(receive_data(ranks, order.size)))
                 learner.step(batch, order.version, partial(follow_first_rank, ranks))
 
 
 def broadcast_data(ranks: GlooRanks, data: Data) -> None:
-    """Broadcast bytes from the first rank; at most one chunk of them is copied."""
+    """Broadcast bytes from the first rank, in chunks; at most one chunk is copied at a time."""
     for chunk in _chunks(data):
         ranks.broadcast(torch.frombuffer(chunk, dtype=torch.uint8))
 
@@ -217,7 +221,7 @@ def receive_data(ranks: GlooRanks, size: int) -> memoryview:
 
 
 def _chunks(data: Data) -> Iterator[bytearray]:
-    """Yield all bytes, `CHUNK` at a time."""
+    """Yield all bytes of `data`, `CHUNK` bytes at a time."""
     chunk = bytearray()
     for piece in split_buffers(data):
         for begin in range(0, len(piece), CHUNK):
@@ -230,17 +234,17 @@ def _chunks(data: Data) -> Iterator[bytearray]:
 
 
 def ready_key(rank: int) -> str:
-    """Return the store key that a rank sets when it can meet the others."""
+    """Return the store key that a rank sets when it has started and can meet the other ranks."""
     return f"ready/{rank}"
 
 
 def gone_key(rank: int) -> str:
-    """Return the store key that a rank sets when it ends because it lost another one."""
+    """Return the store key that a rank sets when it ends because it lost another rank."""
     return f"gone/{rank}"
 
 
 def failed_key(rank: int) -> str:
-    """Return the store key under which a rank writes why it failed."""
+    """Return the store key under which a rank writes the reason for its failure."""
     return f"failed/{rank}"
 
 

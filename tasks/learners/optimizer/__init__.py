@@ -1,1 +1,1 @@
-"""The trained tensors: float32 master weights and AdamW; the check that all numbers are finite."""
+"""The trained tensors, their float32 master weights and AdamW, and the check that all numbers are finite."""

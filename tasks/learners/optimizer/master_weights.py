@@ -1,14 +1,14 @@
 """Master weights: float32 weights behind a policy in a shorter type, or the policy's own weights.
 
-A bfloat16 has 8 significant bits. At a learning rate of 1e-6, 99 of 100 changes are smaller than half its rounding step
-and would be lost. So the optimizer changes float32 masters (Micikevicius et al. 2018, Mixed precision training), and
-the policy's weights are the masters, rounded:
+A bfloat16 weight has 8 significant bits. At a learning rate of 1e-6, 99 of 100 changes of a weight are smaller than
+half the weight's rounding step and would be lost. So the optimizer changes float32 masters (Micikevicius et al. 2018,
+Mixed precision training), and the policy's weights are the rounded masters:
 
     policy (bfloat16) --> forward, backward --> gradients, added up in float32 --> optimizer --> masters --> policy
 
-- After `publish`, each weight of the policy is its master, rounded.
-- If other code has changed a weight (a cold start, say), `follow` sets the master to the weight's value.
-- Without masters the optimizer changes the policy's own parameters, and nothing is copied.
+- After `publish`, each weight of the policy equals its master, rounded.
+- If other code (such as a cold start) has changed a weight, `follow` sets the master to the weight's value.
+- Without masters, the optimizer changes the policy's own parameters, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 
 class MasterWeights:
-    """The parameters that the optimizer changes, under the names in `given`: masters or the policy's own."""
+    """The parameters that the optimizer changes, under the names in `given`: masters, or the policy's parameters."""
 
     def __init__(self, given: Mapping[str, nn.Parameter], *, wide: bool) -> None:
-        """`wide`: use float32 masters if a parameter has another type."""
+        """Set up the parameters. With `wide`, use float32 masters if a parameter has another type than float32."""
         self._policy = dict(given)
         self.wide = wide and any(parameter.dtype != torch.float32 for parameter in self._policy.values())
         self.parameters = {
@@ -33,23 +33,23 @@ class MasterWeights:
 
     @torch.no_grad()
     def begin(self, but: Collection[str] = ()) -> None:
-        """Set the masters to the policy's weights, except those named in `but`."""
+        """Set the masters to the policy's weights, except the masters named in `but`."""
         for name in self._policy.keys() - set(but) if self.wide else ():
             self.parameters[name].copy_(self._policy[name])
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Set a master to the policy's weight where it does not round to that weight."""
+        """Set a master to the policy's weight wherever the master does not round to that weight."""
         for parameter, master in self._pairs():
             torch.where(master.to(parameter.dtype) == parameter, master, parameter, out=master)
 
     def clear(self) -> None:
-        """Delete gradients, also those that a cold start has left on the policy."""
+        """Delete all gradients, including those that a cold start has left on the policy."""
         for parameter in (*self._policy.values(), *self.parameters.values()):
             parameter.grad = None
 
     def take_gradients(self) -> None:
-        """Add the policy's gradients to those of the masters, and free them."""
+        """Add the policy's gradients to the masters' gradients, and free the policy's gradients."""
         sums, added = list[Tensor](), list[Tensor]()
         for parameter, master in self._pairs():
             if parameter.grad is None:
@@ -65,10 +65,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Set the policy's weights to the masters, rounded to the nearest."""
+        """Set the policy's weights to the masters, rounded to the nearest value of the policy's type."""
         if pairs := self._pairs():
             torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
     def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return each parameter of the policy with its master; empty without masters."""
+        """Return each parameter of the policy with its master; an empty list without masters."""
         return [(own, self.parameters[name]) for name, own in self._policy.items()] if self.wide else []

@@ -1,9 +1,9 @@
-"""Parameters with their AdamW, saved and loaded as tensors by name; used for the policy and for the critic.
+"""Parameters and the AdamW that trains them, saved and loaded as tensors by name; for the policy and for the critic.
 
     begin --> (forward, backward, take_gradients)* --> clip --> apply --> ... --> tensors
 
-Saved for each parameter that AdamW has changed: its moments ("exp_avg/<parameter>"), its step, and its master if it
-has one.
+For each parameter that AdamW has changed, its moments ("exp_avg/<parameter>"), its step and its master (if there is a
+master) are saved.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rollflow.tasks.learners.checkpoint.shards import Named
 from rollflow.tasks.learners.config import RankedTrain
 from rollflow.tasks.learners.optimizer.master_weights import MasterWeights
 
-MASTER = "master"  # key of a saved master
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter that it has changed
+MASTER = "master"  # key of a saved master, before the parameter's name
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # keys of AdamW's state of a parameter that AdamW has changed
 
 
 class TrainedTensors:
-    """See the module's docstring. Names are the names in `given`."""
+    """Trained parameters and their AdamW, by the names in `given`. See the module's docstring."""
 
     def __init__(self, given: Mapping[str, nn.Parameter], config: RankedTrain, learning_rate: float) -> None:
         self.max_grad_norm, self.fused = config.max_grad_norm, config.fused_adamw
@@ -37,7 +37,7 @@ class TrainedTensors:
         )
 
     def begin(self, rate: float) -> None:
-        """Prepare a version's first update: set the rate, and take over weights that other code has changed."""
+        """Prepare a version's first update: set the learning rate, and copy weights that other code has changed."""
         self.trained.follow()
         for group in self.adamw.param_groups:
             group["lr"] = rate
@@ -47,11 +47,11 @@ class TrainedTensors:
         self.trained.clear()
 
     def clip(self) -> float:
-        """Scale down a gradient longer than `max_grad_norm`; return its original length."""
+        """Scale down the gradient if its norm exceeds `max_grad_norm`; return the norm before scaling."""
         return float(torch.nn.utils.clip_grad_norm_(self.trained.parameters.values(), self.max_grad_norm))
 
     def apply(self) -> None:
-        """Take the optimizer step and delete the gradient, which would use memory while the version is published."""
+        """Take the optimizer step and delete the gradient, which would use memory until the next step."""
         self.adamw.step()
         self.trained.publish()
         self.clear()
@@ -66,7 +66,10 @@ class TrainedTensors:
         }
 
     def expected_tensors(self, saved: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors with the shapes and types of those expected for the parameters that `saved` mentions."""
+        """Return the tensors that should be saved for the parameters that `saved` mentions.
+
+        Names, shapes and types of the returned tensors are right; their values mean nothing.
+        """
         named = {name.partition("/")[2] for name in saved}
         one = torch.zeros(())
         return {
@@ -77,7 +80,10 @@ class TrainedTensors:
         }
 
     def load(self, given: Named) -> None:
-        """Replace the state by tensors that `tensors` returned; the model must have the weights of that time."""
+        """Replace the state by tensors that `tensors` returned.
+
+        The model must already have the weights that it had when `tensors` was called.
+        """
         self.adamw.state.clear()
         mastered = []
         for name, value in given:
@@ -89,12 +95,12 @@ class TrainedTensors:
                 continue
             device = "cpu" if key == "step" and not self.fused else trained.device
             self.adamw.state[trained][key] = value.to(device, copy=True)
-            del value  # free its file before the next one is read
+            del value  # free the tensor's file before the next file is read
         self.trained.begin(mastered)
 
 
 def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Raise `Corrupt` unless both have the same tensors by name, shape and type."""
+    """Raise `Corrupt` unless `given` and `own` have the same tensors by name, shape and type."""
     found, wanted = ({(n, t.shape, t.dtype) for n, t in tensors.items()} for tensors in (given, own))
     if differing := sorted({name for name, *_ in found ^ wanted}):
         raise Corrupt(f"{what} not fit the model: {', '.join(differing[:4])}")
@@ -103,7 +109,7 @@ def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor])
 def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[str]) -> None:
     """Raise `Corrupt` if a file's name begins with none of `stems`, or if a stem has no file after the first update.
 
-    `saved` has the names of the policy's tensors. Before the first update, critic and reference store nothing.
+    `saved` has the names of the policy's tensors. Before the first update, the critic and the reference store nothing.
     """
     strange = sorted(name for name in files if not name.startswith(tuple(stems)))
     begun = any(name.startswith(MOMENTS) for name in saved)

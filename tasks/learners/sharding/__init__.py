@@ -1,1 +1,1 @@
-"""Learners whose tensors are sharded across ranks: one contract (`backend`), FSDP2 and DeepSpeed behind it."""
+"""Learners whose tensors are sharded across ranks: one contract (`backend`), implemented by FSDP2 and by DeepSpeed."""

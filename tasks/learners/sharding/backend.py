@@ -1,11 +1,12 @@
-"""A sharding backend: it keeps parameters, gradients and moments sharded over all ranks, and gathers them on request.
+"""A sharding backend keeps parameters, gradients and moments sharded over all ranks, and gathers them on request.
 
     put, load --> begin --> clear --> (run, backward)* --> clip --> apply --> ... --> gather_weight, gather_tensor
 
-- All ranks call each method here, in the same order.
-- Gathered tensors have the names, shapes and types that `TrainedTensors` has on one rank. They are gathered one at a
-  time: every rank sends its shard to the rank that stores the tensor, and that rank alone holds it whole.
-- A new backend has the parameters' current values and no gradient.
+- All ranks call the methods of a backend in the same order.
+- Gathered tensors have the names, shapes and types that `TrainedTensors` has on one rank. Tensors are gathered one at a
+  time: every rank sends its shard of a tensor to the rank that stores the tensor. Only the storing rank holds the whole
+  tensor.
+- A new backend starts with the parameters' current values and without gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS, T
 
 
 class AnyForward(nn.Module):
-    """The module that a backend wraps: it calls any function, so that decoder, head and loss are one forward pass."""
+    """A module whose forward pass calls any function. A backend wraps it to run decoder, head and loss in one pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -36,21 +37,21 @@ class AnyForward(nn.Module):
 
 
 class ShardingBackend(TrainedTensors):
-    """See the module's docstring."""
+    """Trained parameters that are sharded over ranks. See the module's docstring."""
 
-    def __init__(  # does not call the constructor of `TrainedTensors`
+    def __init__(  # this constructor does not call that of `TrainedTensors`
         self, model: nn.Module, config: RankedTrain, ranks: GlooRanks
     ) -> None:
         self.ranks = ranks
         given = dict(model.named_parameters())
         for parameter in given.values():
-            parameter.grad = None  # left by a cold start
+            parameter.grad = None  # a cold start may have left a gradient
         self.types = {name: parameter.dtype for name, parameter in given.items()}
         self.shapes = {name: parameter.shape for name, parameter in given.items()}
         self.wide = config.master_dtype == "float32" and any(kind != torch.float32 for kind in self.types.values())
 
     def run(self, of: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `of`, with the weights gathered where `of` needs them."""
+        """Call `of` and return its result; gather the model's weights while `of` uses them."""
         raise NotImplementedError
 
     def run_backward(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
@@ -58,27 +59,27 @@ class ShardingBackend(TrainedTensors):
         raise NotImplementedError
 
     def put(self, name: str, weight: Tensor) -> None:
-        """Set a parameter to `weight`; `load` must follow, or be under way."""
+        """Set a parameter to the whole tensor `weight`; the caller must call `load` next, or be called by `load`."""
         raise NotImplementedError
 
     def list_changed(self) -> Sequence[str]:
-        """Return the names of the parameters that AdamW has changed; the same on each rank."""
+        """Return the names of the parameters that AdamW has changed; each rank returns the same names."""
         raise NotImplementedError
 
     def count_steps(self, name: str) -> Tensor:
-        """Return the number of AdamW's steps on a changed parameter."""
+        """Return the number of AdamW's steps on a parameter that AdamW has changed."""
         raise NotImplementedError
 
     def own(self, name: str, key: str | None) -> Tensor:
-        """Return this rank's shard of a moment, or, if `key` is None, of the trained parameter; not a copy."""
+        """Return this rank's shard of the moment `key`, or of the trained parameter if `key` is None; do not copy."""
         raise NotImplementedError
 
     def locate_shard(self, name: str) -> tuple[int, int]:
-        """Return where this rank's shard begins in the flattened parameter, and its number of elements."""
+        """Return the offset of this rank's shard in the flattened parameter, and the shard's number of elements."""
         raise NotImplementedError
 
     def view_shard(self, name: str, whole: Tensor) -> Tensor:
-        """Return the part of `whole` that this rank's shard covers; a view."""
+        """Return a view of the part of `whole` that this rank's shard covers."""
         return _view_piece(whole, *self.locate_shard(name)).view_as(self.own(name, None))
 
     def gather_weight(self, name: str, to: int) -> Tensor:
@@ -86,7 +87,7 @@ class ShardingBackend(TrainedTensors):
         return self._gather(name, None, self.types[name], to)
 
     def gather_everywhere(self) -> dict[str, Tensor]:
-        """Gather all parameters on each rank. Not to be called beside a step."""
+        """Gather all parameters on each rank. Do not call this method during a step."""
         return {name: self._gather_everywhere(name).to(kind) for name, kind in self.types.items()}
 
     def _gather_everywhere(self, name: str) -> Tensor:
@@ -96,13 +97,13 @@ class ShardingBackend(TrainedTensors):
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `TrainedTensors`; the tensors are on "meta", without values; see `gather_tensor`."""
+        """See `TrainedTensors`. The tensors have no values (they are on "meta"); `gather_tensor` gathers the values."""
         return {
             n: t.to("meta") for n, t in self.expected_tensors([f"step/{name}" for name in self.list_changed()]).items()
         }
 
     def gather_tensor(self, saved: str, to: int) -> Tensor:
-        """Gather one of `tensors` on rank `to`; on other ranks the result is empty, except for steps."""
+        """Gather one of `tensors` on rank `to`; on other ranks the result is empty, unless it is a number of steps."""
         key, _, name = saved.partition("/")
         if key == "step":
             return self.count_steps(name)
@@ -110,9 +111,9 @@ class ShardingBackend(TrainedTensors):
         return self._gather(name, None if key == MASTER else key, kind, to)
 
     def check_finite(self, weight: str = "") -> dict[str, bool]:
-        """Return for each parameter and moment True if this rank's shard is finite; each rank returns the same names.
+        """Return a bool for each parameter and moment: True if this rank's shard is finite.
 
-        `weight` is the prefix that stored parameters' names have.
+        Each rank returns the same names. `weight` is put before the names of parameters.
         """
         found = {f"{weight}{name}": all_finite(self.own(name, None).to(kind)) for name, kind in self.types.items()}
         keys = [(key, name) for key in MOMENTS[1:] for name in self.list_changed()]
@@ -131,16 +132,16 @@ class ShardingBackend(TrainedTensors):
         return {n: torch.empty(shape, dtype=self.types[n], device="meta") for n, shape in self.shapes.items()}
 
     def _gather(self, name: str, key: str | None, kind: torch.dtype, to: int) -> Tensor:
-        """Gather a whole tensor from the ranks' shards, in the type in which it is stored."""
+        """Gather a whole tensor from the shards of all ranks, in the data type in which the tensor is stored."""
         assert self.ranks.beside is not None
         own, places = self.own(name, key).reshape(-1).to("cpu", kind), self._places[name]
         found = given_back(self.shapes[name], kind) if self.ranks.rank == to else torch.empty(0, dtype=kind)
         self.ranks.beside.gather_to(to, own, [_view_piece(found, *place) for place in places])
-        return found.add_(0.0)  # turns -0 into +0, as the sums over ranks in recorded runs did
+        return found.add_(0.0)  # turn -0 into +0, as in recorded runs
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int]]]:
-        """Result of `locate_shard` for each parameter on every rank; all ranks must ask for it together."""
+        """Results of `locate_shard` for each parameter on every rank; all ranks must read this property together."""
         assert self.ranks.beside is not None
         found = torch.zeros(self.ranks.count, len(self.types), 2, dtype=torch.int64)
         found[self.ranks.rank] = torch.tensor([self.locate_shard(name) for name in self.types])
@@ -148,12 +149,12 @@ class ShardingBackend(TrainedTensors):
         return {name: [(int(a), int(b)) for a, b in found[:, at]] for at, name in enumerate(self.types)}
 
     def _put_master(self, name: str, own: Tensor) -> None:
-        """Set this rank's shard of a master, except where it does not round to the parameter (see `master_weights`)."""
+        """Set this rank's shard of a master to `own`, except where `own` does not round to the parameter."""
         kind, now = self.types[name], self.own(name, None)
         own = own.to(now.device)
         now.copy_(torch.where(own.to(kind) == now.to(kind), own, now))
 
 
 def _view_piece(whole: Tensor, begin: int, numbers: int) -> Tensor:
-    """Return a view of elements of the flattened tensor."""
+    """Return a view of `numbers` elements of the flattened tensor, from the element `begin` on."""
     return whole.reshape(-1)[begin : begin + numbers]

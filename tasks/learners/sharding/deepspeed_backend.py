@@ -1,7 +1,8 @@
-"""DeepSpeed shards moments (ZeRO 1), gradients (2) and weights (3); it adds up gradients, clips and steps.
+"""DeepSpeed shards moments (ZeRO 1), gradients, too (ZeRO 2), and weights, too (ZeRO 3).
 
-None of DeepSpeed's own files is stored. A rank's shard of a tensor is a piece of the flattened tensor; a rank may have
-none. Gathering puts each shard back at its place.
+DeepSpeed adds up and clips gradients and takes optimizer steps. No file in DeepSpeed's own format is stored. A rank's
+shard of a tensor is a piece of the flattened tensor; a rank may have no shard of a tensor. Gathering a tensor copies
+each shard to its place in the tensor.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
 from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS
 from rollflow.tasks.learners.sharding.backend import AnyForward, ShardingBackend
 
-SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's op for sums between processes, which it compiles at first use
+SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's sum over processes, compiled at its first use
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
-    """Create the process group that DeepSpeed uses. A process has one group: an earlier one is replaced."""
+    """Create the process group that DeepSpeed uses. A process has only one such group, so an earlier group is ended."""
     backend = begin_backend(device, ranks.host, blocking=False)
     local = ranks.rank if device.type == "cpu" else 0  # a rank sees only its own GPU
     os.environ |= {"DS_ACCELERATOR": device.type, "MASTER_ADDR": ranks.host, "MASTER_PORT": "0"}
@@ -44,8 +45,8 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     groups._WORLD_GROUP = deepspeed.comm.comm.cdb = None
-    # ZeRO 3 replaces this function for good. With the replacement, a bias gets its gradient after the weight's.
-    # ZeRO 2 adds up gradients in the order in which they arrive, which must be the same on all ranks.
+    # ZeRO 3 replaces `linear` for the rest of the process. With the replacement, the gradient of a bias arrives after
+    # that of the weight. ZeRO 2 adds up gradients in the order in which they arrive, so all ranks need the same order.
     torch.nn.functional.linear = getattr(Replaced, "linear_bk", torch.nn.functional.linear)
     store, bound = PrefixStore("deepspeed", ranks.store), timedelta(seconds=ranks.seconds)
     torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.count, timeout=bound)
@@ -53,7 +54,7 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
 
 
 class DeepSpeedTensors(ShardingBackend):
-    """Parameters of `model` behind DeepSpeed's engine."""
+    """The parameters of `model`, sharded and trained by DeepSpeed's engine."""
 
     def __init__(self, model: nn.Module, config: DeepSpeedTrain, ranks: GlooRanks) -> None:
         import deepspeed
@@ -66,22 +67,22 @@ class DeepSpeedTensors(ShardingBackend):
         options = merge_options(config.options, set_options(config))
         self.engine, *_ = deepspeed.initialize(model=AnyForward(model).eval(), optimizer=adamw, config=options)
         self.zeroed: Any = self.engine.optimizer
-        self.step = 0.0  # number of steps taken
-        self._dirty = False  # True if there is a gradient
+        self.step = 0.0  # number of optimizer steps so far
+        self._dirty = False  # True if the parameters have a gradient
 
     def run(self, of: Callable[[], Tensor]) -> Tensor:
         """See `ShardingBackend`."""
         if self.zero == 3 and not (order := self.zeroed._get_param_coordinator()).is_invalid_trace():
-            order._invalidate_trace()  # else each pass of each rank must follow the previous pass's order of modules
+            order._invalidate_trace()  # a pass may run modules in another order than the previous pass
         found: Tensor = self.engine(of)
         return found
 
     def run_backward(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
         """See `ShardingBackend`.
 
-        With ZeRO 2 and 3 each rank keeps only its shard of each pass's gradient. DeepSpeed adds gradients up over the
-        ranks at the pass that is marked as the last. It averages over ranks; a loss here is weighted over the whole
-        minibatch, so it is multiplied by the number of ranks.
+        With ZeRO 2 and 3 each rank keeps only its shard of each pass's gradient. DeepSpeed adds up gradients over the
+        ranks at the pass that is marked as the last. DeepSpeed averages over ranks, but a learner's loss is weighted
+        over the whole minibatch. So the loss is multiplied by the number of ranks.
         """
         given, found = list(passes), list[float]()
         for number, of in enumerate(given, 1):
@@ -110,14 +111,14 @@ class DeepSpeedTensors(ShardingBackend):
         self._dirty = False
 
     def clip(self) -> float:
-        """Return the gradient's length; `apply` scales the gradient."""
+        """Return the gradient's norm before scaling; `apply` scales the gradient, not this method."""
         if not self._dirty:
             return 0.0
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         zeroed = self.zeroed
         norm = zeroed.scaled_global_norm() if self.zero < 3 else combine_grad_norm_groups(zeroed._get_norm_groups())
-        return float(norm) if norm >= 0 else float("nan")  # DeepSpeed returns -1 if it is not finite
+        return float(norm) if norm >= 0 else float("nan")  # DeepSpeed returns -1 for a norm that is not finite
 
     def apply(self) -> None:
         """See `TrainedTensors`. Do nothing if no rank has a gradient."""
@@ -136,7 +137,7 @@ class DeepSpeedTensors(ShardingBackend):
         return list(self.given) if self.step else []
 
     def count_steps(self, name: str) -> Tensor:
-        """See `ShardingBackend`; the number is the same for all parameters."""
+        """See `ShardingBackend`; the number of steps is the same for all parameters."""
         return torch.tensor(self.step)
 
     def own(self, name: str, key: str | None) -> Tensor:
@@ -167,7 +168,7 @@ class DeepSpeedTensors(ShardingBackend):
                 self._put_master(name, self.view_shard(name, value))
             else:
                 self.own(name, key).copy_(self.view_shard(name, value))
-            del value  # free its file before the next one is read
+            del value  # free the tensor's file before the next file is read
         for flat, of_flat in kept.items():
             of_flat["step"] = torch.tensor(self.step, device=flat.device if self.fused else "cpu")
 
@@ -179,10 +180,10 @@ class DeepSpeedTensors(ShardingBackend):
         return found
 
     def _part(self, name: str) -> tuple[Tensor, int, int, int] | None:
-        """Return this rank's shard of a parameter; None if it has none.
+        """Return this rank's shard of a parameter; None if the rank has no shard of the parameter.
 
-        The shard is given by its tensor of `_flats`, its offset there, its offset in the parameter, and its number of
-        elements.
+        The shard is described by a tensor of `_flats`, the shard's offset in that tensor, the shard's offset in the
+        parameter, and the shard's number of elements.
         """
         parameter: Any = self.given[name]
         if self.zero < 3:
@@ -198,7 +199,10 @@ class DeepSpeedTensors(ShardingBackend):
 
     @torch.no_grad()
     def _put_policy(self, parameter: Any, value: Tensor) -> None:
-        """Set the weights that the model runs with; with ZeRO 3 a shard of them, and small parameters whole, too."""
+        """Set the weights with which the model runs.
+
+        With ZeRO 3, set this rank's shard of a parameter; small parameters are also set as a whole.
+        """
         if self.zero < 3:
             parameter.copy_(value)
             return
@@ -210,10 +214,13 @@ class DeepSpeedTensors(ShardingBackend):
 
 
 def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
-    """Return the options that rollflow sets. Parameters keep their type: bfloat16 mode changes ZeRO 1's optimizer."""
+    """Return the options of DeepSpeed that rollflow sets.
+
+    DeepSpeed's bfloat16 mode is off, because it would change the optimizer of ZeRO 1. Parameters keep their type.
+    """
     return {
         "train_batch_size": config.ranks,
-        "train_micro_batch_size_per_gpu": 1,  # counted by itself, and by us
+        "train_micro_batch_size_per_gpu": 1,  # rollflow makes the micro-batches itself
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm,
         "zero_optimization": {"stage": config.zero, **_offload_options(config)},
@@ -226,12 +233,12 @@ def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
 
 
 def _offload_options(config: DeepSpeedTrain) -> dict[str, Any]:
-    """Return the offload options, not pinned: only copies to a GPU profit from pinned memory."""
+    """Return DeepSpeed's options for offloading, without pinned memory: only copies to a GPU would profit from it."""
     keys = {"none": (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
     return {key: {"device": "cpu", "pin_memory": False} for key in keys[config.offload]}
 
 
 def merge_options(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge both option trees; where both have a key, `own` counts."""
+    """Merge two trees of options; if both trees have a key, the value in `own` counts."""
     inner = {n: merge_options(given.get(n, {}), part) for n, part in own.items() if isinstance(part, Mapping)}
     return {**given, **own, **inner}

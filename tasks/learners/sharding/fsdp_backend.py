@@ -1,14 +1,14 @@
-"""torch's own sharding (FSDP2): of each parameter, its gradient and its moments, each rank keeps some rows.
+"""torch's own sharding (FSDP2): each rank keeps some rows of each parameter, of its gradient and of its moments.
 
     a layer: gather --> forward --> reshard
-             gather --> backward --> reshard; its gradient is reduced over ranks and sharded
+             gather --> backward --> reshard; the layer's gradient is reduced over ranks and sharded
 
-- At most two layers are whole at a time, beside the head, which may be tied to the embeddings.
-- AdamW changes FSDP's shards in place. With masters the shards are the masters, in float32; gathered weights are
+- Memory holds at most two whole layers at a time, and the head, which may be tied to the embeddings.
+- AdamW changes FSDP's shards in place. With masters, the shards are the float32 masters, and gathered weights are
   rounded to the policy's type.
 - Gradients are added up in float32 after each pass.
-- A shard is a number of rows of the first dimension, the same number on each rank; the last ranks may have fewer, or
-  none. A gathered tensor has the shards' rows in rank order.
+- A shard consists of rows of a parameter's first dimension. Each rank has the same number of rows, except that the last
+  ranks may have fewer rows, or none. A gathered tensor has the rows of all shards in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rollflow.tasks.learners.sharding.fsdp_cpu_patch import patch_all_gather
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
-    """Create the process group that FSDP uses. A process has one group: an earlier one is replaced."""
+    """Create the process group that FSDP uses. A process has only one such group, so an earlier group is ended."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     store, bound = PrefixStore("fsdp", ranks.store), timedelta(seconds=ranks.seconds)
@@ -48,7 +48,7 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
 
 
 class FsdpTensors(ShardingBackend):
-    """The sharded parameters of `model`; `trained` has this rank's shards."""
+    """The parameters of `model`, sharded by FSDP2; `trained` has this rank's shards."""
 
     def __init__(self, model: nn.Module, config: RankedTrain, ranks: GlooRanks) -> None:
         super().__init__(model, config, ranks)
@@ -81,7 +81,7 @@ class FsdpTensors(ShardingBackend):
         self._model.zero_grad()
 
     def clip(self) -> float:
-        """See `TrainedTensors`; the length is that of all ranks' shards."""
+        """See `TrainedTensors`; the norm is that of the whole gradient, over the shards of all ranks."""
         own = self.trained.parameters.values()
         square = get_total_norm([part.grad for part in own if part.grad is not None]).double().square().cpu()
         self.ranks.add(square)
@@ -115,7 +115,7 @@ class FsdpTensors(ShardingBackend):
 
     @torch.no_grad()
     def load(self, given: Named) -> None:
-        """See `TrainedTensors`. Masters are loaded last: where weights are loaded on the way, those come first."""
+        """See `TrainedTensors`. Masters are loaded after all other tensors, because `given` may load weights, too."""
         self.clear()
         masters = dict[str, Tensor]()
         super().load(self._without_masters(given, masters))
@@ -123,17 +123,17 @@ class FsdpTensors(ShardingBackend):
             self._put_master(name, own)
 
     def _without_masters(self, given: Named, masters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's shards of the saved tensors; put those of masters into `masters`."""
+        """Yield this rank's shards of the saved tensors, except masters; put the shards of masters into `masters`."""
         for saved, value in given:
             key, _, name = saved.partition("/")
             if key == MASTER:
                 masters[name] = self.view_shard(name, value).clone()  # a view would keep the whole file in memory
             else:
                 yield saved, value if key == "step" else self.view_shard(name, value)
-            del value  # free its file before the next one is read
+            del value  # free the tensor's file before the next file is read
 
     def _shard_model(self) -> Any:
-        """Shard the model: modules of another type than most, then separate modules and layers, then the rest."""
+        """Shard the model: first modules of an unusual data type, then layers and separate modules, then the rest."""
         root = AnyForward(self._model).eval()
         device = next(self._model.parameters()).device
         mesh = init_device_mesh(device.type, (self.ranks.count,))
@@ -153,12 +153,12 @@ class FsdpTensors(ShardingBackend):
         for parameter in given if self.wide else ():
             parameter.data = parameter.data.float()
         cut: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy)
-        cut.set_gradient_divide_factor(1.0)  # add up, do not average: our losses are weighted over the whole minibatch
+        cut.set_gradient_divide_factor(1.0)  # do not average: losses are weighted over the whole minibatch
         cut.set_force_sum_reduction_for_comms(True)
         patch_all_gather(cut)
 
     def _own_shards(self, *, of_gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's shards, or their gradients, by name; parameters without a gradient are left out."""
+        """Yield this rank's shards by name; with `of_gradients`, the gradients of the shards that have a gradient."""
         for name, parameter in self._model.named_parameters():
             found: Any = parameter.grad if of_gradients else parameter.detach()
             if found is not None:
@@ -168,8 +168,9 @@ class FsdpTensors(ShardingBackend):
 def _separate_modules(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
     """Return modules outside the layers that can be gathered alone: norms, and embeddings that are not also the head.
 
-    The rest is mostly one tensor, the head's weights, which `policies/head.py` reads outside its module. Modules with
-    child modules belong to the rest, too: a child would be gathered with its parent, and once more alone.
+    The remaining parameters are mostly one tensor, the head's weights. `policies/head.py` reads these weights outside
+    the head's module, so the head cannot be gathered alone. Modules with child modules are not gathered alone either,
+    because a child would be gathered twice: with its parent, and alone.
     """
     inner, owners = {*layers.modules()}, Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     outer = [(m, [*m.parameters(recurse=False)]) for m in model.modules() if m not in inner and not [*m.children()]]
@@ -181,7 +182,7 @@ def _separate_modules(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module
 
 
 def _other_type_modules(model: nn.Module) -> list[nn.Module]:
-    """Return modules whose own parameters are not of the most frequent type: an FSDP group must have one type."""
+    """Return modules whose own parameters are not of the most frequent data type; an FSDP group must have one type."""
     kinds = {m: {p.dtype for p in m.parameters(recurse=False)} for m in model.modules()}
     every = [kind for found in kinds.values() for kind in found]
     most = max(every, key=every.count)

@@ -1,13 +1,13 @@
-"""A learner whose weights, gradients and moments are sharded over its ranks. It trains the same as `TorchLearner`.
+"""A learner whose weights, gradients and moments are sharded over its ranks. It trains like `TorchLearner`.
 
     torch learner, whole or blank --shard--> backends --take--> step, load, weights, state: of all ranks
 
-- All ranks run the same number of passes, since they meet in each pass. A rank with fewer micro-batches runs a row
-  whose loss counts nothing.
-- The learner starts whole, so that a cold start trains the whole model. It is sharded before the first step or load.
-  Its content is then sent file by file, and each rank keeps its shards.
-- Stored files have the names and shapes of the torch learner's, so they are the same for any number of ranks. Each
-  file is gathered when it is asked for, on the rank that will store it.
+- All ranks run the same number of passes, because ranks exchange shards in each pass. A rank with fewer micro-batches
+  than other ranks runs a row whose loss is multiplied by zero.
+- The learner starts unsharded, so that a cold start trains the whole model. The learner is sharded before the first
+  step or load. Its weights and state are then sent file by file, and each rank keeps its shards.
+- Stored files have the names and shapes of the files of `TorchLearner`, so files are the same for any number of ranks.
+  A file is gathered when the file is read, on the rank that will store the file.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ Stored = dict[str, dict[str, dict[str, Tensor]]]  # tensors by name, by file, by
 
 
 class ShardedPolicy(TrainedPolicy, ShardingBackend):
-    """A policy behind a sharding backend; the other base of a subclass says which backend."""
+    """A policy whose parameters a sharding backend holds; a subclass adds the backend as its other base class."""
 
     def __init__(self, model: Any, config: RankedTrain, ranks: GlooRanks) -> None:
         self.model = model
         given = dict(model.named_parameters())
         self.rest = {name: tensor for name, tensor in named_tensors(model).items() if name not in given}
-        super(TrainedPolicy, self).__init__(model, config, ranks)  # of the backend
+        super(TrainedPolicy, self).__init__(model, config, ranks)  # the backend's constructor
 
     def gather_everywhere(self) -> dict[str, Tensor]:
-        """See `ShardingBackend`; returns the weights."""
+        """See `ShardingBackend`; return all published weights, including those that are not trained."""
         return {**super().gather_everywhere(), **self.rest}
 
     def weights(self) -> dict[str, Tensor]:
-        """See `TrainedPolicy`. Sharded tensors have no values here; see `gather_weight`."""
+        """See `TrainedPolicy`. Sharded weights are returned without values; `gather_weight` gathers the values."""
         return self.weights_like()
 
     def weights_like(self) -> dict[str, Tensor]:
@@ -69,16 +69,16 @@ class ShardedPolicy(TrainedPolicy, ShardingBackend):
                 self.rest[name].copy_(tensor)
             else:
                 self.put(name, tensor)
-            del tensor  # free its file before the next one is read
+            del tensor  # free the tensor's file before the next file is read
 
 
 class ShardedCritic(Critic):
-    """A critic behind a sharding backend of its own."""
+    """A critic whose parameters a sharding backend of its own holds."""
 
     optimized: ShardingBackend
 
     def shard(self, policy: ShardedPolicy, engine: ShardingBackend) -> None:
-        """Switch to the shards in `engine`; the critic was built beside a policy that was whole."""
+        """Use the shards in `engine` from now on. The critic was built with a policy that was not sharded yet."""
         self._policy_weights = policy.gather_everywhere
         self._decoder = next(n for n, found in policy.model.named_modules() if found is policy.model.get_decoder())
         self.optimized = engine
@@ -96,7 +96,7 @@ class ShardedCritic(Critic):
     def values(self, micro: MicroBatch) -> Tensor:
         """See `Critic`."""
         if torch.is_grad_enabled():
-            return super().values(micro)  # within a pass of the backend
+            return super().values(micro)  # the backend already runs a pass
         return self.optimized.run(lambda: Critic.values(self, micro))
 
     def loss(self, micro: MicroBatch, values_B: Tensor, returns_B: Tensor, share: float) -> Tensor:
@@ -126,7 +126,7 @@ class ShardedCritic(Critic):
 
 
 class ShardedLearner(TorchLearner):
-    """See the module's docstring; a subclass says which backend shards the models."""
+    """A learner that is sharded over ranks; a subclass defines which backend shards the models."""
 
     engine: type[ShardingBackend]
     engine_of_policy: type[ShardedPolicy]
@@ -136,11 +136,14 @@ class ShardedLearner(TorchLearner):
     can_shard = True
 
     def begin_group(self) -> None:
-        """Create the process group that the backends use. A process has one group: an earlier one is replaced."""
+        """Create the process group that the backends use; end an earlier group, since a process can have only one."""
         raise NotImplementedError
 
     def shard(self) -> None:
-        """Shard policy and critic; `take` must follow. All ranks take part, in this and in all later work."""
+        """Shard the policy and the critic; the caller must call `take` next.
+
+        All ranks must call `shard` together. From then on, all ranks take part in all work.
+        """
         critic = ShardedCritic(self.model, self.config) if self.critic is not None else None
         self.begin_group()
         self.ranks.open_beside()
@@ -190,11 +193,11 @@ class ShardedLearner(TorchLearner):
         return next((name for (name, _), ranks in zip(found, wrong.tolist(), strict=True) if ranks), None)
 
     def weights(self) -> Mapping[str, Data]:
-        """See `Learner`; files of a sharded learner are gathered when they are asked for."""
+        """See `Learner`; a file of a sharded learner is gathered when the file is read."""
         return self._files([WEIGHTS]) if self.sharded else super().weights()
 
     def state(self) -> Mapping[str, Data]:
-        """See `Learner`; files of a sharded learner are gathered when they are asked for."""
+        """See `Learner`; a file of a sharded learner is gathered when the file is read."""
         return self._files([STATE, CRITIC, REFERENCE]) if self.sharded else super().state()
 
     def gather(self, file: str, to: int) -> Data:
@@ -202,7 +205,7 @@ class ShardedLearner(TorchLearner):
         return self._file(self._list_stored(), to, file)
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
-        """Return for each file of the weights and the state its bytes, and True if any rank can store it."""
+        """Return the size in bytes of each file of weights and state, and True if any rank can store the file."""
         return {
             file: (sum(like.nbytes for like in shard.values()), stem != STATE or all(map(_is_sharded, shard.values())))
             for stem, shards in self._list_stored().items()
@@ -223,7 +226,7 @@ class ShardedLearner(TorchLearner):
         raise KeyError(file)
 
     def _list_stored(self) -> Stored:
-        """Return the tensors that a version stores, by stem and file; sharded ones are on the "meta" device."""
+        """Return the tensors that a version stores, by stem and file; sharded tensors are on the "meta" device."""
         own = {**random_state(self.config, self.device), **self._weight_of_kl(), **self.policy.tensors()}
         roles = {stem: tensors for stem, role in self._roles() if (tensors := role.tensors())}
         stored = {WEIGHTS: self.policy.weights(), STATE: own, **roles}
@@ -254,7 +257,7 @@ class ShardedLearner(TorchLearner):
         return found_B
 
     def pad_passes(self, data: BatchRows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield as many micro-batches as every other rank does: each with True if its loss counts."""
+        """Yield micro-batches, the same number on each rank; each with True if its loss counts, else False."""
         own = list(self.micros(data, rows))
         counts = torch.zeros(self.ranks.count)
         counts[self.ranks.rank] = len(own)
@@ -265,7 +268,7 @@ class ShardedLearner(TorchLearner):
             yield micro, number < len(own)
 
     def _shortest_row(self, data: BatchRows) -> MicroBatch:
-        """Return a micro-batch of the shortest row."""
+        """Return a micro-batch of one row: of the rows that have masked tokens, the row with the fewest."""
         row = min(
             range(len(data.rewards)), key=lambda row: (data.masked_tokens[row] == 0, data.masked_tokens[row], row)
         )
@@ -275,7 +278,7 @@ class ShardedLearner(TorchLearner):
 class ShardedUpdates(Updates):
     """Updates by a sharding backend: each pass is one forward and one backward of the whole model.
 
-    Where the logits would be large, they are recomputed in the backward pass.
+    If the logits of a pass do not fit one chunk, the backward pass recomputes the logits.
     """
 
     roles: ShardedLearner
@@ -296,7 +299,7 @@ class ShardedUpdates(Updates):
         return figures
 
     def _pass(self, micro: MicroBatch, weight_R: Tensor, counts: bool) -> Tensor:
-        """Return the loss of a micro-batch."""
+        """Return the loss of a micro-batch; zero, with a gradient of zero, if the micro-batch does not count."""
         hidden_MH = self.token_logprobs.hidden(micro.inputs(self.device, self.roles.dtype), micro.where)
         if counts:
             return self.loss_of(slice(None), hidden_MH, micro, weight_R)
@@ -321,5 +324,5 @@ class ShardedUpdates(Updates):
 
 
 def _is_sharded(stored: Tensor) -> bool:
-    """Return True if the stored tensor is sharded; other tensors are whole on each rank."""
+    """Return True if a stored tensor is sharded; a tensor that is not sharded is whole on each rank."""
     return stored.device.type == "meta"
