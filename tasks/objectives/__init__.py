@@ -1,4 +1,4 @@
-"""Objectives: one contract (`base`), presets built from parts (one file each), or a user-defined class; pure torch."""
+"""Objectives: one contract (`base`), implemented by presets built from parts, or by a user-defined class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def build_objective(config: ObjectiveConfig) -> Objective:
     """Build the objective that `[train.objective]` asks for.
 
     Raises:
-        ConfigError: the import path names no objective.
+        ConfigError: the import path of a user-defined objective does not name an `Objective`.
     """
     match config:
         case PartsObjective():

@@ -7,16 +7,17 @@ from torch import Tensor
 
 from rollflow.tasks.objectives.config import Advantage
 
-EPSILON = 1e-4  # added to a group's deviation, so that nearly equal rewards are not divided by almost zero
-TINY = 1e-8  # the same for a batch: added to the squared deviation
-ROUNDING = 1e-12  # a smaller value is a rounding error and counts as zero
+EPSILON = 1e-4  # added to a group's standard deviation, so that no reward is divided by almost zero
+TINY = 1e-8  # added to a batch's variance, so that no reward is divided by almost zero
+ROUNDING = 1e-12  # a penalty below this value is a rounding error and counts as zero
 
 
 def compute_advantages(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
     """Return (R,) the advantage of each trajectory, which applies to all of its tokens.
 
-    `groups_R` numbers each trajectory's group from 0. `tokens_R` counts the tokens that the policy sampled; `longest`
-    is the most that it may sample. If all compared rewards are equal, the advantage is exactly zero.
+    `groups_R` has the number of each trajectory's group, from 0. `tokens_R` counts the tokens that the policy sampled.
+    `longest` is the largest number of tokens that the policy may sample. If all rewards that are compared with each
+    other are equal, the advantage is exactly zero.
     """
     shaped_R = shape_rewards(part, rewards_R, tokens_R, longest)
     return weigh_signs(
@@ -35,7 +36,7 @@ def weigh_signs(part: Advantage, found: Tensor) -> Tensor:
 
 
 def whiten(found: Tensor, weight: Tensor) -> Tensor:
-    """Subtract the weighted mean and divide by the weighted deviation; exactly zero if all values are equal."""
+    """Subtract the weighted mean and divide by the weighted deviation; return zeros if all values are equal."""
     if _all_equal(found, weight):
         return torch.zeros_like(found)
     mean, deviation = _moments(found, weight)
@@ -43,9 +44,9 @@ def whiten(found: Tensor, weight: Tensor) -> Tensor:
 
 
 def penalize_overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
-    """Return (R,) the penalty of a long response: 0 up to (1 - share) x longest tokens, rising to 1 at `longest`.
+    """Return (R,) penalties of long responses: 0 up to (1 - share) x longest tokens, rising linearly to 1 at `longest`.
 
-    DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
+    This penalty is DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
     """
     span = share * longest
     if span == 0:
@@ -55,32 +56,35 @@ def penalize_overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
 
 
 def _subtract_baseline(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
-    """Subtract the baseline from rewards."""
+    """Subtract the baseline that `part.baseline` names from each reward."""
     match part.baseline:
         case "none":
             return rewards_R
-        case "batch":  # the mean over tokens, as REINFORCE++ whitens (Hu et al. 2025)
+        case "batch":  # subtract the mean over tokens, as in REINFORCE++ (Hu et al. 2025)
             weight_R = tokens_R.to(rewards_R.dtype)
             if _all_equal(rewards_R, weight_R):
                 return torch.zeros_like(rewards_R)
             return rewards_R - (rewards_R * weight_R).sum() / weight_R.sum().clamp(min=1)
     centred_R = _subtract_group_mean(rewards_R, groups_R)
-    if part.baseline == "group":  # GRPO (Shao et al. 2024, section 4.1)
+    if part.baseline == "group":  # as in GRPO (Shao et al. 2024, section 4.1)
         return centred_R
     count_G = torch.bincount(groups_R).to(rewards_R.dtype)
-    others_R = (count_G - 1).clamp(min=1)[groups_R]  # RLOO: minus the mean of the others (Kool et al. 2019)
+    others_R = (count_G - 1).clamp(min=1)[groups_R]  # RLOO subtracts the others' mean (Kool et al. 2019)
     return centred_R * count_G[groups_R] / others_R
 
 
 def _subtract_group_mean(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
-    """Subtract the mean of its group from each reward."""
+    """Subtract from each reward the mean reward of its group."""
     count_G = torch.bincount(groups_R).to(rewards_R.dtype)
     mean_G = torch.zeros_like(count_G).index_add_(0, groups_R, rewards_R) / count_G
     return torch.where(_groups_differ(rewards_R, groups_R), rewards_R - mean_G[groups_R], 0.0)
 
 
 def _scale(part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
-    """Divide by the sample standard deviation (over n - 1), if any; a group's is that of its rewards."""
+    """Divide advantages by the sample standard deviation (over n - 1) that `part.scale` names, if it names one.
+
+    The deviation of a group is that of the group's rewards; the deviation of the batch is that of its advantages.
+    """
     match part.scale:
         case "none":
             return centred_R
@@ -95,20 +99,23 @@ def _scale(part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Tens
 
 
 def _moments(found: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weighted mean and deviation (divided by the sum of weights minus 1)."""
+    """Return the weighted mean and the weighted standard deviation, which divides by the sum of weights minus 1."""
     mean = (found * weight).sum() / weight.sum().clamp(min=1)
     square = ((found - mean).square() * weight).sum() / (weight.sum() - 1).clamp(min=1)
     return mean, (square + TINY).sqrt()
 
 
 def _all_equal(found: Tensor, weight: Tensor) -> bool:
-    """Return True if all values that have a weight are equal."""
+    """Return True if all values with a weight above zero are equal."""
     compared = found[weight > 0]
     return not len(compared) or bool((compared == compared[0]).all())
 
 
 def _groups_differ(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
-    """Return (R,) bool: True if the group's rewards are not all equal; rounding of their mean does not matter."""
+    """Return (R,) bool: True if the rewards of the trajectory's group are not all equal.
+
+    Rewards are compared with each other, not with their mean, which may be rounded.
+    """
     groups = int(groups_R.max()) + 1 if len(groups_R) else 0
     empty_G = rewards_R.new_zeros(groups)
     least_G = empty_G.scatter_reduce(0, groups_R, rewards_R, "amin", include_self=False)

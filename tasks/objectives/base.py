@@ -1,17 +1,20 @@
 """The objective contract: a loss for each token that the policy sampled, from recorded behaviour log-probs.
 
-Notation: pi the policy being trained, pi_p the proximal policy (the learner before this version's first update), mu the
-behaviour policy (log-probs recorded at sampling), A the advantage, sg stop-gradient. All tensors are over M, the
-loss-masked tokens of a micro-batch's rows, flattened, on the learner's device, in its precision.
+Notation: pi is the policy being trained, pi_p the proximal policy (the learner before this version's first update), mu
+the behaviour policy (its log-probs were recorded at sampling), A the advantage, and sg stop-gradient. All tensors are
+flat, with one element for each of the M loss-masked tokens of a micro-batch's rows. They are on the learner's device
+and in the learner's precision.
 
-- A loss is per token, to be minimized, and not yet aggregated: `aggregation` and `minibatches` give it a weight.
-- Rows are independent of each other: their order and grouping change nothing. An objective gets whole rows, unless it
-  is `by_token`: then it may get some tokens of a row at a time, so that fewer logits exist at once. `by_token` is not
-  inherited: a class that changes the loss must set it again.
+- A loss is returned for each token, to be minimized. It is not aggregated yet: `aggregation` and `minibatches` later
+  give each token's loss a weight.
+- Rows are independent of each other: the order and grouping of rows do not change their losses.
+- An objective gets whole rows, unless the objective is `by_token`. A `by_token` objective may get some tokens of a row
+  at a time, so that memory holds fewer logits. `by_token` is not inherited: a class that changes the loss must set
+  `by_token` again.
 - The same tokens give the same loss, bit for bit, so that any step can be replayed.
 - A row with advantage zero has no gradient and is skipped, unless the objective sets `every_row`.
 
-`tests/contracts/test_objectives.py` tests each sentence once for all objectives.
+`tests/contracts/test_objectives.py` tests each sentence of this docstring for all objectives.
 """
 
 from __future__ import annotations
@@ -25,44 +28,44 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class MaskedTokens:
-    """The inputs of a loss; all (M,). Log-probs are in nats at the sampling temperature.
+    """The inputs of a loss; each tensor is (M,). Log-probs are in nats at the sampling temperature.
 
     Only `logp_M` and `entropy_M` have a gradient.
     """
 
-    logp_M: Tensor  # log-probs of pi
-    behaviour_M: Tensor  # log-probs of mu
-    advantage_M: Tensor  # one value for each row; with a critic, for each token
+    logp_M: Tensor  # log-probs of pi, the policy being trained
+    behaviour_M: Tensor  # log-probs of mu, the behaviour policy
+    advantage_M: Tensor  # advantage of each token; without a critic, all tokens of a row have the same advantage
     row_M: Tensor  # int64: number of the token's row
-    proximal_M: Tensor | None = None  # log-probs of pi_p, if the objective sets `uses_proximal`
+    proximal_M: Tensor | None = None  # log-probs of pi_p, the proximal policy, if the objective sets `uses_proximal`
     entropy_M: Tensor | None = None  # nats: entropy of pi at the token, if the objective sets `uses_entropy`
     kept_M: Tensor | None = None  # bool: the result of `keep`, if the objective sets `uses_batch`
     reference_M: Tensor | None = None  # log-probs of the reference policy, if the objective sets `uses_reference`
-    kl_weight: float | None = None  # weight of the KL penalty if the learner adapts it; None: the objective's own
+    kl_weight: float | None = None  # weight of the KL penalty if the learner adapts the weight, else None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Loss of each token, and whether it was clipped or corrected; all (M,)."""
+    """Loss of each token, and whether the token was clipped or corrected; each tensor is (M,)."""
 
     loss_M: Tensor
-    clipped_M: Tensor  # bool: True if its ratio was clipped
-    corrected_M: Tensor | None = None  # bool: True if a correction capped or removed it: its ratio was out of range
+    clipped_M: Tensor  # bool: True if the token's ratio was clipped
+    corrected_M: Tensor | None = None  # bool: True if a correction capped the token's ratio or removed the token
 
 
 class Objective(Protocol):
     """The function that training minimizes. See the module's docstring for the guarantees."""
 
-    uses_proximal: ClassVar[bool] = False  # needs `proximal_M`, which costs a forward pass over the batch
-    uses_entropy: ClassVar[bool] = False
-    uses_reference: ClassVar[bool] = False  # needs a frozen policy, which costs a forward pass over the batch
-    uses_batch: ClassVar[bool] = False  # needs `keep`, which costs a forward pass over the batch
-    every_row: ClassVar[bool] = False  # rows with advantage zero have a gradient, too
-    by_token: ClassVar[bool] = False  # a token's loss depends only on that token
+    uses_proximal: ClassVar[bool] = False  # True if `loss` needs `proximal_M`, which costs a pass over the batch
+    uses_entropy: ClassVar[bool] = False  # True if `loss` needs `entropy_M`
+    uses_reference: ClassVar[bool] = False  # True if `loss` needs `reference_M`, which costs a pass over the batch
+    uses_batch: ClassVar[bool] = False  # True if `loss` needs `kept_M`, which costs a forward pass over the batch
+    every_row: ClassVar[bool] = False  # True if rows with advantage zero have a gradient, too
+    by_token: ClassVar[bool] = False  # True if a token's loss depends only on that token
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
         """Return the loss of each token."""
 
     def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
-        """Return (B,) bool: True for each of a batch's masked tokens that counts; called before the first update."""
+        """Return (B,) bool: True if a loss-masked token of the batch counts. Called before a version's first update."""
         return torch.ones_like(proximal_B, dtype=torch.bool)

@@ -1,7 +1,8 @@
 """The `[train.objective]` section: the loss to minimize, as a choice of parts.
 
-A part is a section of a few keys; its formula and paper are documented with its code. `kind` names a preset
-(`presets.py`), which gives the parts that the recipe does not. A run stores all parts, expanded. Imports pydantic only.
+A part is a section of a few keys; the part's formula and paper are documented with its code. `kind` names a preset
+(`presets.py`). The preset defines all parts and keys that a recipe leaves out. A run stores every key of every part.
+This module imports pydantic only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rollflow.tasks.objectives.presets import PRESETS, UNBOUNDED, PresetName
 from rollflow.tasks.runtime.sections import Imported, Section, refuse, with_kinds
 
 Level = Literal["token", "sequence", "geometric"]
-HEAVIEST = 1e6  # largest weight; a larger one would only overflow
+HEAVIEST = 1e6  # largest allowed weight; a larger weight would only overflow
 Range = tuple[Annotated[float, Field(ge=0, le=UNBOUNDED)], Annotated[float, Field(ge=0, le=UNBOUNDED)]]
 
 
@@ -62,7 +63,7 @@ class PolicyGradient(Section):
 
     @property
     def weighs(self) -> bool:
-        """True if the ratio has any effect."""
+        """True if the ratio has an effect on the loss."""
         return any(low != high for low, high in (self.positive, self.negative))
 
 
@@ -111,11 +112,11 @@ class Correction(Section):
 
     @property
     def weighs(self) -> bool:
-        """True if it multiplies losses by a ratio."""
+        """True if the correction multiplies losses by a ratio."""
         return self.outside == "clamp" or (self.outside == "mask" and self.weigh)
 
 
-COUNTS_WITH = {  # the values of `outside` with which each key of a correction has an effect
+COUNTS_WITH = {  # for each key of a correction: the values of `outside` with which the key has an effect
     "level": ("clamp", "mask"),
     "low": ("clamp", "mask"),
     "high": ("clamp", "mask"),
@@ -125,14 +126,14 @@ COUNTS_WITH = {  # the values of `outside` with which each key of a correction h
 }
 
 
-SCALES = {  # allowed scales for baselines under which equal rewards may differ from zero
+SCALES = {  # for two baselines: the allowed scales; with other scales, equal rewards would be divided by almost zero
     "none": ("none", "whiten"),
     "batch": ("none", "batch", "whiten"),
 }
 
 
 class Advantage(Section):
-    """The way from rewards to advantages. See `advantages.py`."""
+    """How advantages are computed from rewards. See `advantages.py`."""
 
     baseline: Literal["none", "group", "leave-one-out", "batch", "critic"] = Field(
         "group",
@@ -183,7 +184,7 @@ KL_COUNTS_WITH = {"kl": "kl_weight", "kl_to": "kl_weight", "kl_in": "kl_weight",
 
 
 class Penalties(Section):
-    """The price of every token, or of its response. See `penalties.py`."""
+    """The KL penalty and the entropy bonus, in the loss of each token or in its response's reward."""
 
     kl: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the KL divergence; k1 only in the reward")
     kl_to: Literal["behaviour", "reference"] = Field(
@@ -210,7 +211,7 @@ class Penalties(Section):
             cure = "there is no weight to adapt; set kl_weight, 0.01 say"
             refuse("train.objective.penalties.kl_target", self.kl_target, cure)
         for name, counts_with in KL_COUNTS_WITH.items():
-            # An explicit weight of 0 is allowed: it may belong to a sweep.
+            # An explicit weight of 0 is allowed, because a sweep over weights may include 0.
             value, given = getattr(self, name), self.model_fields_set
             if value != type(self).model_fields[name].default and counts_with not in given:
                 cure = f"it changes nothing without {counts_with}; leave it out, or set that, too"
@@ -235,7 +236,7 @@ class ObjectiveBase(Section):
 
 
 class PartsObjective(ObjectiveBase):
-    """A preset, with the parts that a recipe changes."""
+    """A preset objective, with the parts that a recipe changes."""
 
     kind: PresetName = Field("grpo", description="a preset; a recipe may change its parts one by one")
     ratio: Ratio = Ratio()
@@ -246,7 +247,7 @@ class PartsObjective(ObjectiveBase):
     @model_validator(mode="wrap")
     @classmethod
     def _with_kinds(cls, tree: Any, made: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill in the preset's parts where none are given; these do not count as set."""
+        """Fill in the preset's parts where the recipe gives none; parts of the preset do not count as set."""
         preset = PRESETS.get(str(tree.get("kind", "grpo"))) if isinstance(tree, Mapping) else None
         if preset is None:
             return made(tree)
@@ -271,12 +272,12 @@ class PartsObjective(ObjectiveBase):
 
     @property
     def ratio_counts(self) -> bool:
-        """True if the surrogate has a ratio."""
+        """True if the surrogate's loss depends on a ratio."""
         return not isinstance(self.surrogate, PolicyGradient) or self.surrogate.weighs
 
 
 class ImportObjective(ObjectiveBase, Imported):
-    """A user-defined objective."""
+    """A user-defined objective, imported by its path."""
 
     kind: Literal["import"] = Field("import", description="your own class, derived from Objective")
 
@@ -285,7 +286,7 @@ ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminato
 
 
 def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge given parts into the preset, key by key; a part of another kind replaces the preset's whole part."""
+    """Merge the recipe's parts into the preset, key by key. A part of another kind replaces the preset's whole part."""
     found = dict(preset)
     for name, value in given.items():
         own = found.get(name)
@@ -295,13 +296,14 @@ def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     return found
 
 
-# A recorded run keeps every part with every key, and such a tree is accepted, so that it can be replayed. A form sends
-# every key, too; so `check_new` repeats the important checks when a run is created.
+# A recorded run stores every part with every key. A config tree with all of these keys is accepted without checks of
+# keys that have no effect, so that the run can be replayed. A form also sends every key; so `check_new` repeats the
+# important checks when a run is created.
 RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregation", "penalties"})
 
 
 def _check_counts(correction: Correction, given: Any) -> None:
-    """Refuse a key that has no effect."""
+    """Reject a correction's key that was given but has no effect."""
     if not isinstance(given, Mapping):
         return
     for name, kinds in COUNTS_WITH.items():
@@ -317,7 +319,10 @@ def _check_counts(correction: Correction, given: Any) -> None:
 
 
 def _check_ratio(objective: PartsObjective, given: Any) -> None:
-    """Refuse a ratio key without effect, for a surrogate without a ratio. A correction's ratio may use `to`, too."""
+    """Reject a key of the ratio that was given but has no effect.
+
+    If the surrogate has no ratio, only `to` may have an effect: the ratio of a correction uses it.
+    """
     if objective.ratio_counts or not isinstance(given, Mapping):
         return
     for name in ("level",) if objective.correction.outside in ("clamp", "mask") else ("level", "to"):
@@ -327,14 +332,17 @@ def _check_ratio(objective: PartsObjective, given: Any) -> None:
 
 
 def check_new(objective: ObjectiveConfig) -> None:
-    """Refuse settings that a recorded run may have but a new run must not: they do not train what they say."""
+    """Reject settings of a new run that do not train what they say; a recorded run may have such settings."""
     if isinstance(objective, PartsObjective):
         _check_length(objective)
         _check_k1(objective.penalties)
 
 
 def _check_length(objective: PartsObjective) -> None:
-    """Refuse a sequence ratio in the loss of each of a response's n tokens, unless the mean over them is taken."""
+    """Reject a sequence ratio unless the loss of a response is the mean over its tokens.
+
+    A sequence ratio counts in the loss of each token, so a sum over tokens would count it once for each token.
+    """
     once = objective.ratio.level != "sequence" or objective.aggregation == "sequence-mean"
     if once or not isinstance(objective.surrogate, Clip | BinaryTv):
         return
@@ -346,14 +354,14 @@ def _check_length(objective: PartsObjective) -> None:
 
 
 def _check_k1(penalties: Penalties) -> None:
-    """Refuse k1 in the loss: its gradient is that of log pi, which moves stale tokens further away."""
+    """Reject the KL estimator k1 in the loss: its gradient is that of log pi, which moves stale tokens further away."""
     if penalties.kl == "k1" and penalties.kl_in == "loss" and penalties.kl_weight:
         cure = 'its gradient knows nothing of the other policy; choose "k2" or "k3", or a reference in the reward'
         refuse("train.objective.penalties.kl", "k1", cure)
 
 
 def _set_only(section: Section, given: Mapping[str, Any]) -> None:
-    """Mark only the given fields as set, in the section and below it."""
+    """Mark only the given fields as set, in the section and in the sections that it contains."""
     section.__pydantic_fields_set__.intersection_update(given)
     for name, value in given.items():
         part = getattr(section, name, None)
@@ -361,7 +369,8 @@ def _set_only(section: Section, given: Mapping[str, Any]) -> None:
             _set_only(part, value)
 
 
-# Old places of keys, from before objectives had parts: recorded runs with these keys can be replayed.
+# Keys of older configs, from before objectives had parts, with their new places. Recorded runs with these keys can be
+# replayed.
 EARLIER = {
     "clip_low": ("surrogate", "low"),
     "clip_high": ("surrogate", "high"),
@@ -371,7 +380,7 @@ EARLIER = {
 
 
 def _as_parts(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the values of old keys into their parts; null counts as not given."""
+    """Move the values of older keys into their parts; a value of null counts as not given."""
     found = {name: value for name, value in tree.items() if name not in EARLIER and value is not None}
     for name in EARLIER.keys() & tree.keys():
         part, key = EARLIER[name]

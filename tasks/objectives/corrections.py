@@ -1,8 +1,8 @@
 """Corrections for tokens that an older policy sampled: weights and masks from a ratio, without a gradient.
 
-The ratio is that of the surrogate's older policy to the behaviour policy, if these differ (pi_p / mu, decoupled PPO);
-otherwise that of the trained policy (pi / mu). A masked token still counts in the denominators. Shapes: M tokens, B of
-a whole batch.
+If the surrogate's older policy is the proximal policy, the ratio of a correction is pi_p / mu (decoupled PPO);
+otherwise the ratio is pi / mu. A token that a mask removes still counts in the denominators of the mean losses. Shapes:
+M tokens of a micro-batch, B tokens of a whole batch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from rollflow.tasks.objectives.ratios import log_ratio
 
 
 def correction_weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor of each token's loss, and (M,) bool: True if its ratio was out of range.
+    """Return (M,) the factor of each token's loss, and (M,) bool: True if the token's ratio was out of range.
 
-    `clamp`: min(max(r, low), high), decoupled PPO's cap. `mask`: r if low <= r <= high, else 0 (MIS, IcePop); without
-    `weigh`, 1 instead of r. With `judge`, the range applies to the ratio at another level (geometric sequence masks).
+    - `clamp`: the factor is min(max(r, low), high), as in decoupled PPO.
+    - `mask`: the factor is r if low <= r <= high, else 0 (MIS, IcePop). Without `weigh`, the factor is 1 instead of r.
+      With `judge`, the range applies to the ratio at the level `judge` (geometric sequence masks).
     """
     ratio_M = log_ratio(new_M.detach(), tokens.behaviour_M, tokens.row_M, part.level).exp()
     if part.outside == "clamp":
@@ -32,16 +33,17 @@ def correction_weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) ->
 
 
 def keep_second_moment(part: Correction, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
-    """Drop the fewest tokens that bring the mean of (log pi_p/mu)^2 down to `second_moment`; keep the rest (M2PO).
+    """Drop the fewest tokens that bring the mean of (log pi_p/mu)^2 down to `second_moment`; keep the other tokens.
 
-    Zheng et al. 2025, Prosperity before collapse. Tokens with the largest squares are dropped first; equal ones
-    together. All tokens count and may be dropped, as in AReaL; in the paper, only those with A > 0 and r > 1, or A < 0
-    and r < 1. If even the smallest square is above `second_moment`, no token is kept (AReaL keeps that one).
+    The method is M2PO (Zheng et al. 2025, Prosperity before collapse). Tokens with the largest squares are dropped
+    first, and tokens with equal squares are dropped together. Every token counts in the mean and may be dropped, as in
+    AReaL; in the paper, only tokens with A > 0 and r > 1, or with A < 0 and r < 1, count and may be dropped. If even
+    the smallest square is above `second_moment`, no token is kept, while AReaL keeps the token with that square.
     """
     square_B = (proximal_B - behaviour_B).double().square()
     ordered_B = square_B.sort().values
     means_B = ordered_B.cumsum(0) / torch.arange(1, len(ordered_B) + 1, device=ordered_B.device)
-    count = int((means_B <= part.second_moment).sum())  # means of a list in ascending order only grow
+    count = int((means_B <= part.second_moment).sum())  # means of ascending numbers never fall
     if count == len(ordered_B):
         return torch.ones_like(square_B, dtype=torch.bool)
     return square_B < ordered_B[count]

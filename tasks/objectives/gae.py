@@ -1,7 +1,7 @@
 """Advantages of tokens from a critic's values (Schulman et al. 2016, Generalized advantage estimation).
 
-Shapes: R trajectories, B all their tokens that the policy sampled, one trajectory after the other. Tokens that an
-environment wrote are not steps. A trajectory ends with its last token; the value after that token is zero.
+Shapes: R trajectories; B tokens that the policy sampled, one trajectory after the other. Only tokens that the policy
+sampled are steps; tokens that an environment wrote are not. The value after a trajectory's last token is zero.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from rollflow.tasks.objectives.config import Advantage
 
 
 def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Tensor:
-    """Return (B,) float64: each token's price is subtracted, and a trajectory's last token gets its reward.
+    """Return (B,) float64 rewards of tokens: minus the token's price, plus the trajectory's reward at its last token.
 
-    `starts` (R + 1) holds the place in B where each trajectory begins.
+    `starts` (R + 1) has the place in B where each trajectory begins.
     """
     found_B = -price_B.double()
-    some = np.flatnonzero(np.diff(starts))  # trajectories that have a token
+    some = np.flatnonzero(np.diff(starts))  # trajectories that have at least one token
     found_B[torch.from_numpy(starts[some + 1] - 1)] += rewards_R.double()[torch.from_numpy(some)]
     return found_B
 
 
 def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return (B,) advantages and (B,) returns, the critic's targets; float64.
+    """Return (B,) advantages and (B,) returns, in float64; the returns are the critic's targets.
 
-    A_t = d_t + gamma lambda A_t+1 with d_t = r_t + gamma V_t+1 - V_t; the return is A_t + V_t, before whitening.
+    The advantage is A_t = d_t + gamma lambda A_t+1 with d_t = r_t + gamma V_t+1 - V_t. The return is A_t + V_t, where
+    A_t is not whitened.
     """
     counts = np.diff(starts)
     at = np.repeat(np.arange(len(counts)), counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
@@ -38,7 +39,7 @@ def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, start
 
 
 def _rows(values_B: Tensor, at: tuple[np.ndarray, np.ndarray], counts: np.ndarray) -> np.ndarray:
-    """Return (R, longest + 1) float64, padded with zeros after each trajectory's end."""
+    """Return (B,) values as rows, (R, tokens of the longest trajectory + 1) float64, padded with zeros at the end."""
     found = np.zeros((len(counts), int(counts.max(initial=0)) + 1))
     found[at] = values_B.numpy()
     return found

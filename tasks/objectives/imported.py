@@ -14,10 +14,13 @@ KEY = "train.objective"
 
 
 class ImportedObjective(Objective):
-    """The objective that `train.objective.path` names. A loss of a wrong shape is refused: torch would broadcast it."""
+    """The objective that `train.objective.path` names.
+
+    A loss of a wrong shape is rejected, because torch would broadcast the loss without an error.
+    """
 
     def __init__(self, config: ImportObjective) -> None:
-        """Import the class; raise `ConfigError` if it does not exist or takes other options."""
+        """Import the class; raise `ConfigError` if the class does not exist or does not take the configured options."""
         self._path = config.path
         self._own = imported_object(KEY, config, Objective, optional="keep")  # type: ignore[type-abstract]
         for name in ("uses_proximal", "uses_entropy", "uses_reference", "uses_batch", "every_row"):

@@ -1,7 +1,8 @@
 """Padded micro-batches of rows of similar length, as tensors.
 
-Shapes: R rows (trajectories), L lines, T padded tokens, M loss-masked tokens of the rows at hand. Padding is on the
-right, so causal attention never sees it; where rows share a prompt, a mask keeps them apart.
+Shapes: R rows (trajectories), L lines, T padded tokens, M loss-masked tokens of the micro-batch. Padding is on the
+right, so no other token attends to padding under causal attention. If rows of a line share a prompt, a mask keeps the
+rows from attending to each other.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from rollflow.tasks.objectives.shared_prefix import PackedSequence, lay_out, pac
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """L lines, padded to T tokens. Each is a row, or some rows of a group behind one copy of their prompt.
+    """L lines, padded to T tokens. A line is a row, or several rows of a group behind one copy of their prompt.
 
     `where` points to the hidden states that predict the M masked tokens of the lines' rows.
     """
 
     tokens: Tensor  # (L, T) int64
     where: tuple[Tensor, Tensor]  # (M,) line, (M,) place of the token before each masked token
-    targets: Tensor  # (M,) int64
-    row_M: Tensor  # int64: row of the batch of each masked token
-    among: Tensor  # (M,) int64: number of each token among the batch's B masked tokens
-    positions: Tensor | None = None  # (L, T) int64 if a line has several rows, else None
-    part: Tensor | None = None  # (L, T) int64 if a line has several rows, else None: see `Packing`
+    targets: Tensor  # (M,) int64: the masked tokens
+    row_M: Tensor  # int64: row of each masked token, numbered in the batch
+    among: Tensor  # (M,) int64: number of each masked token among the batch's B masked tokens
+    positions: Tensor | None = None  # (L, T) int64: position of each token in its row; None if no row shares a prompt
+    part: Tensor | None = None  # (L, T) int64: see `Packing.part`; None if no row shares a prompt
 
     @property
     def seen(self) -> Tensor | None:
-        """(L, 1, T, T) bool if a line has several rows, else None: the tokens (last axis) that each one attends to."""
+        """(L, 1, T, T) bool: True if a token attends to the token of the last axis; None if no row shares a prompt."""
         return None if self.part is None else build_mask(self.part)
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return a decoder's arguments, beside `use_cache`; sent without waiting (`policies/device.send`)."""
+        """Return a decoder's arguments, except `use_cache`, on `device`; do not wait until they are copied."""
         found = {"input_ids": self.tokens.to(device, non_blocking=True)}
         if self.positions is None or self.part is None:
             return found
-        # The mask is built on the device, since it is T times as large as `part`.
+        # The mask is built on the device, because the mask is T times as large as `part`.
         seen = build_mask(self.part.to(device, non_blocking=True))
         least = torch.finfo(dtype).min
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, least)
@@ -52,7 +53,7 @@ class MicroBatch:
 def build_mask(part: Tensor) -> Tensor:
     """Return (L, 1, T, T) bool: the tokens (last axis) that each token (third axis) attends to, by their parts.
 
-    Padding attends to padding, since a softmax over no token would be NaN.
+    Padding attends to padding, because a softmax over no token would give NaN.
     """
     asks, asked = part[:, :, None], part[:, None, :]
     before = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool, device=part.device).tril_()
@@ -66,10 +67,10 @@ def micro_batches(
     width: int | None = None,
     own: Callable[[list[PackedSequence]], list[PackedSequence]] = list,
 ) -> Iterator[MicroBatch]:
-    """Split rows, longest first, into padded micro-batches of at most `micro_tokens` (one row at least).
+    """Split rows, longest first, into padded micro-batches of at most `micro_tokens` tokens, but at least one line.
 
-    With `width`, the width of a model that can do it, rows of a group share their prompt if that saves work
-    (`shared_prefix.py`). `own` selects the lines that this process runs.
+    `width` is the width of a model that can share prompts, or None. With `width`, rows of a group share their prompt
+    if sharing saves work (`shared_prefix.py`). `own` selects the lines that this process runs.
     """
     order = own(sorted(pack_lines(data, rows, micro_tokens, width), key=lambda line: (-line.length, line.rows[0])))
     while order:

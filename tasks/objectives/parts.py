@@ -15,7 +15,7 @@ from rollflow.tasks.objectives.surrogates import surrogate_loss
 
 
 class ObjectiveOfParts(Objective):
-    """See `config.PartsObjective`; the formula of each part is documented with its code."""
+    """The objective that a `config.PartsObjective` describes; the formula of a part is documented with its code."""
 
     def __init__(self, config: PartsObjective) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""KL penalties: a price for each token, whatever its advantage; in the loss or in the reward. Shapes: M tokens."""
+"""KL penalties: a penalty of each token, whatever its advantage, in the loss or in the reward. Shapes: M tokens."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from torch import Tensor
 from rollflow.tasks.objectives.config import Penalties
 from rollflow.tasks.objectives.ratios import BOUND
 
-STEP = 0.2  # largest relative error that counts when the weight is adapted
+STEP = 0.2  # bound on the relative error of the divergence when the KL weight is adapted
 
 
 def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:
-    """Estimate KL(new || old) from samples of new (Schulman 2020, Approximating KL divergence); d = log(new/old).
+    """Estimate KL(new || old) from samples of the new policy (Schulman 2020, Approximating KL divergence).
 
-    k1 is d (its gradient is zero on average over samples of new), k2 is d^2 / 2, k3 is exp(-d) - 1 + d.
+    With d = log(new/old), k1 is d, k2 is d^2 / 2, and k3 is exp(-d) - 1 + d. The gradient of k1 is zero on average over
+    samples of the new policy.
     """
     change_M = (new_M - old_M).clamp(-BOUND, BOUND)
     match penalties.kl:
@@ -26,10 +27,10 @@ def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:
 
 
 def adapt_weight(penalties: Penalties, weight: float, divergence: float) -> float:
-    """Return the KL weight of the next version, given this version's divergence (nats a token).
+    """Return the KL weight of the next version, given this version's divergence (nats per token).
 
-    weight (1 + gain e), with e = divergence / target - 1 clipped to [-0.2, 0.2] (Ziegler et al. 2019, section 2.2).
-    Without `kl_target` the weight stays.
+    The result is weight (1 + gain e), where e is divergence / target - 1, clipped to [-0.2, 0.2] (Ziegler et al. 2019,
+    section 2.2). Without `kl_target` the result is `weight`.
     """
     if penalties.kl_target is None:
         return weight

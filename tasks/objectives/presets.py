@@ -1,7 +1,7 @@
-"""Presets: objectives by name, as parts from papers and other systems. Data only; a part not named has its default.
+"""Presets: objectives by name, with their parts, from papers and from other systems.
 
-docs/objectives.md has the table with formulas; `tests/contracts/test_objectives.py` compares each preset with its
-formula.
+A part that a preset does not name has its default. docs/objectives.md has a table of the presets' formulas, and
+`tests/contracts/test_objectives.py` compares each preset with its formula.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-UNBOUNDED = 1e9  # above any ratio (log-ratios are clipped at 20); a finite number, since configs are stored as JSON
+UNBOUNDED = 1e9  # larger than any ratio, since log-ratios are clipped at 20; finite, since JSON has no infinity
 
 Range = tuple[float, float]
 PresetName = Literal[
@@ -38,7 +38,7 @@ PresetName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The parts of an objective, and the paper that they come from."""
+    """The parts of an objective, and the paper from which the objective comes."""
 
     paper: str
     parts: Mapping[str, Any]

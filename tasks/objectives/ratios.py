@@ -7,14 +7,14 @@ from torch import Tensor
 
 from rollflow.tasks.objectives.config import Level
 
-BOUND = 20.0  # nats: e^20 is a ratio of 5e8; float32 overflows at e^88
+BOUND = 20.0  # largest log-ratio in nats: e^20 is a ratio of 5e8, and float32 overflows at e^88
 
 
 def log_ratio(new_M: Tensor, old_M: Tensor, row_M: Tensor, level: Level) -> Tensor:
-    """Return log(new / old) at each token, clipped to `BOUND` on both sides.
+    """Return (M,) log(new / old) at each token, clipped to [-`BOUND`, `BOUND`].
 
-    `sequence` is the sum over the token's row: the ratio of the whole response. `geometric` is the mean over the row
-    (GSPO: Zheng et al. 2025).
+    With the level `sequence`, each token gets the sum over its row: the log-ratio of the whole response. With the level
+    `geometric`, each token gets the mean over its row (GSPO: Zheng et al. 2025).
     """
     change_M = new_M - old_M
     if level != "token":

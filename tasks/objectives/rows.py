@@ -1,4 +1,7 @@
-"""A batch as flat arrays, for objectives and learners; read from its Arrow columns. Shapes: R rows (trajectories)."""
+"""A batch as flat arrays, read from the batch's Arrow columns, for objectives and learners.
+
+Shapes: R rows (trajectories), B loss-masked tokens of the batch.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,24 @@ from rollflow.storage.batch import TrajectoryBatch
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """A whole batch as flat arrays with row offsets (views of the Arrow buffers where types allow it).
+    """A whole batch as flat arrays with row offsets. An array is a view of the Arrow buffer if its type allows that.
 
-    B counts the batch's loss-masked tokens, one row after the other. Any value known for each
-    of these tokens is a flat (B,) array or tensor.
+    B is the number of the batch's loss-masked tokens, one row after the other. Any value known for each of these tokens
+    is a flat (B,) array or tensor.
     """
 
-    tokens: np.ndarray  # int32, all rows' tokens
+    tokens: np.ndarray  # int32, tokens of all rows
     offsets: np.ndarray  # int64, R + 1: where each row begins in `tokens`
     chosen: np.ndarray  # int64, (B,) places of the loss-masked tokens in `tokens`
     starts: np.ndarray  # int64, R + 1: where each row begins in the flat (B,) arrays
     behaviour: np.ndarray  # float32, (B,) log-probs in nats under the policy that sampled the token
     versions: np.ndarray  # int32, (B,) version that sampled each token
     groups: np.ndarray  # int64, R: number of each row's group, from 0
-    rewards: np.ndarray  # float32, R
+    rewards: np.ndarray  # float32, R: reward of each row
 
     @classmethod
     def of(cls, batch: TrajectoryBatch) -> BatchRows:
-        """Read a batch's columns."""
+        """Read a batch's columns as flat arrays."""
         table = batch.table
         tokens = _column(table, "tokens")
         offsets = np.concatenate([[0], np.cumsum(_view(tokens.value_lengths()))]).astype(np.int64)
@@ -61,7 +64,7 @@ class BatchRows:
 
     @property
     def rows(self) -> np.ndarray:
-        """(B,) row of each masked token."""
+        """(B,) row of each loss-masked token."""
         return np.repeat(np.arange(len(self.rewards)), self.masked_tokens)
 
 
@@ -71,5 +74,5 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 
 
 def _view(values: pa.Array) -> np.ndarray:
-    """View the numbers in the Arrow buffer; `to_numpy` would import pandas first, which delays a restart."""
+    """Return a view of the numbers in the Arrow buffer. `to_numpy` would import pandas, which delays a restart."""
     return np.from_dlpack(values)

@@ -1,9 +1,9 @@
-"""Lines are the sequences that a model runs. Rows of a group may share one copy of their prompt, computed once.
+"""Lines are the sequences that a model runs. Rows of a group may share one copy of their prompt in a line.
 
-    rows    p p p a a a      line    p p p a a a b b          b attends to p and to b, and begins where p ends
+    rows    p p p a a a      line    p p p a a a b b          b attends to p and to b, and its positions follow p's
             p p p b b
 
-Attention over a line is dense (T x T), so a row joins a line only if that costs less than a line of its own.
+Attention over a line is dense (T x T), so a row joins a line only if joining costs less than a separate line.
 
 Shapes: R rows, L lines, T padded tokens.
 """
@@ -18,20 +18,20 @@ import numpy as np
 
 from rollflow.tasks.objectives.rows import BatchRows
 
-PAIRS = 6  # PAIRS x width pairs of tokens cost as much attention as one token costs in the rest of a layer
+PAIRS = 6  # attention over PAIRS x width pairs of tokens costs as much as the rest of a layer costs for one token
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """One row, or some rows of a group behind one copy of their prompt."""
+    """A line: one row, or several rows of a group behind one copy of their prompt."""
 
     rows: tuple[int, ...]
-    prompt: int  # tokens of the shared prompt; 0 for a single row
-    length: int  # tokens of the whole line
+    prompt: int  # number of tokens of the shared prompt; 0 for a single row
+    length: int  # number of tokens of the whole line
 
 
 def pack_lines(data: BatchRows, rows: Sequence[int], most: int, width: int | None) -> list[PackedSequence]:
-    """Pack these rows into lines; a line with several rows has at most `most` tokens. Without `width`, a line a row."""
+    """Pack `rows` into lines. A line of several rows has at most `most` tokens; without `width`, a line has one row."""
     if width is None:
         return [_single_line(data, row) for row in rows]
     ordered = sorted(rows, key=lambda row: (data.groups[row], -data.lengths[row], row))
@@ -44,7 +44,7 @@ def _single_line(data: BatchRows, row: int) -> PackedSequence:
 
 
 def _pack_group(data: BatchRows, rows: list[int], most: int, width: int) -> Iterator[PackedSequence]:
-    """Yield lines of one group's rows, longest first: each row joins the line before it if that saves work."""
+    """Yield the lines of one group's rows. Each row joins the previous row's line if that saves work."""
     prompt, line = _shared_prompt(data, rows), _single_line(data, rows[0])
     for row in rows[1:]:
         own = int(data.lengths[row]) - prompt
@@ -57,13 +57,16 @@ def _pack_group(data: BatchRows, rows: list[int], most: int, width: int) -> Iter
 
 
 def _saves_work(length: int, own: int, prompt: int, pairs: int) -> bool:
-    """Return True if `own` more tokens in a line cost less than a separate row, whose attention is causal."""
+    """Return True if a row's `own` tokens cost less in a line of `length` tokens than in a separate line.
+
+    Attention in a separate line is causal, so it costs about half as much as dense attention.
+    """
     joined = own * pairs + 2 * length * own + own**2
     return joined < (prompt + own) * pairs + (prompt + own) ** 2 / 2
 
 
 def _shared_prompt(data: BatchRows, rows: list[int]) -> int:
-    """Return the number of leading tokens that all rows share and that the policy did not sample."""
+    """Return the number of leading tokens that are equal in all rows and that the policy did not sample."""
     if len(rows) < 2:
         return 0
     firsts = [data.chosen[data.starts[r]] if data.masked_tokens[r] else data.offsets[r + 1] for r in rows]
@@ -74,18 +77,18 @@ def _shared_prompt(data: BatchRows, rows: list[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Lines, padded. `at` and `among` cover the M masked tokens of the lines' rows, row by row."""
+    """Padded lines as arrays. `at`, `among` and `row` cover the M masked tokens of the lines, row by row."""
 
-    tokens: np.ndarray  # (L, T) int64
-    positions: np.ndarray  # (L, T) int64
+    tokens: np.ndarray  # (L, T) int64: tokens of the lines; 0 for padding
+    positions: np.ndarray  # (L, T) int64: position of each token in its row
     part: np.ndarray  # (L, T) int64: 0 for a prompt or a single row; 1, 2, ... for rows behind it; -1 for padding
     at: tuple[np.ndarray, np.ndarray]  # (M,) line, (M,) place of the token before each masked token
-    among: np.ndarray  # (M,) number of each token among the batch's masked tokens
-    row: np.ndarray  # (M,) row of the batch
+    among: np.ndarray  # (M,) number of each masked token among the batch's masked tokens
+    row: np.ndarray  # (M,) row of each masked token, numbered in the batch
 
 
 def lay_out(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
-    """Lay out lines as arrays, padded to the longest."""
+    """Lay out lines as arrays, padded to the length of the longest line."""
     shape = len(lines), max(line.length for line in lines)
     tokens, positions, part = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
     at_line, at_place, among, of_row = [], [], [], []
@@ -99,7 +102,7 @@ def lay_out(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
             tokens[i, here] = data.tokens[begin + line.prompt : end]
             positions[i, here], part[i, here] = np.arange(line.prompt, end - begin), number
             own = np.arange(data.starts[row], data.starts[row + 1])
-            before = data.chosen[own] - begin - 1  # place in the row
+            before = data.chosen[own] - begin - 1  # place in the row of the token before each masked token
             at_place.append(np.where(before < line.prompt, before, before - line.prompt + place))
             at_line.append(np.full(len(own), i))
             among.append(own)

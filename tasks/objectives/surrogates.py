@@ -11,7 +11,7 @@ from rollflow.tasks.objectives.ratios import log_ratio
 
 
 def surrogate_loss(part: Surrogate, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
-    """Return a surrogate's loss; `old_M` are the log-probs of the ratio's older policy."""
+    """Return the surrogate's loss of each token; `old_M` are the log-probs of the ratio's older policy."""
     match part:
         case Clip():
             return clip_loss(part, log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level).exp(), tokens.advantage_M)
@@ -26,8 +26,8 @@ def surrogate_loss(part: Surrogate, ratio: Ratio, tokens: MaskedTokens, old_M: T
 def clip_loss(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
     """Return PPO's clipped loss: -min(r A, clip(r, 1 - low, 1 + high) A) (Schulman et al. 2017, eq. 7).
 
-    With `dual` = c, a negative advantage counts at most c times (Ye et al. 2020, eq. 5): max(., c A) for A < 0. Without
-    `dual`, a stale token with a large ratio is pushed down without bound.
+    With `dual` = c, a negative advantage counts at most c times: for A < 0 the loss is at most -c A (Ye et al. 2020,
+    eq. 5). Without `dual`, the loss of a stale token with A < 0 and a large ratio has no bound.
     """
     plain_M = ratio_M * advantage_M
     held_M = ratio_M.clamp(1 - part.low, 1 + part.high) * advantage_M
@@ -42,8 +42,9 @@ def clip_loss(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
 def policy_gradient_loss(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
     """Return the policy-gradient loss -sg(clamp(r, range of A's sign)) A log pi (REINFORCE: Williams 1992).
 
-    One range from 0 for both signs is TIS (Yao et al. 2025) and CISPO (MiniMax 2025). [1, 1] for good answers and
-    [0, 1] for the others is TOPR (Le Roux et al. 2025). A range of a single number counts as no clip.
+    With one range, from 0, for both signs of A, the loss is that of TIS (Yao et al. 2025) and CISPO (MiniMax 2025).
+    With the range [1, 1] for A > 0 and [0, 1] for other A, the loss is that of TOPR (Le Roux et al. 2025). A token is
+    not counted as clipped if its range is a single number.
     """
     advantage_M = tokens.advantage_M
     good_M = advantage_M > 0
@@ -55,9 +56,10 @@ def policy_gradient_loss(part: PolicyGradient, ratio: Ratio, tokens: MaskedToken
 
 
 def binary_tv_loss(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
-    """Return -r A until the probability has moved away by more than a bound; then zero.
+    """Return the loss -r A, or zero for tokens whose probability has moved too far from that of the older policy.
 
-    The bound is on the total variation of "this token or another": pi - mu, from above if A > 0, from below if A < 0.
+    The move is pi - mu, the total variation of the choice between this token and any other. A token with A > 0 has
+    moved too far if pi - mu > high; a token with A < 0 has moved too far if pi - mu < -low.
     """
     advantage_M, moved_M = tokens.advantage_M, tokens.logp_M.detach().exp() - old_M.exp()
     over_M = ((advantage_M > 0) & (moved_M > part.high)) | ((advantage_M < 0) & (moved_M < -part.low))
@@ -66,9 +68,9 @@ def binary_tv_loss(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: R
 
 
 def kimi_loss(part: Kimi, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
-    """Return -A log pi + tau/2 (log r)^2 (Kimi Team 2025).
+    """Return the loss -A log pi + tau/2 (log r)^2 (Kimi Team 2025).
 
-    For the ratio of a whole response, each token gets the share of the square that belongs to its own log-ratio.
+    If r is the ratio of a whole response, each token's share of (log r)^2 is log r times the token's own log-ratio.
     """
     whole_M = log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level)
     own_M = log_ratio(tokens.logp_M, old_M, tokens.row_M, "token")
