@@ -333,7 +333,8 @@ def weights(sizes: Iterable[tuple[int, torch.dtype]], turns: int, folder: Path) 
 
         def pulled(run: LocalStore = run) -> None:
             store = PolicyStore(Log(run))
-            store.weights_folder(found := store.find(0), folder / uuid.uuid4().hex)  # a new node: nothing is checked
+            # a new cache folder stands for a new node, which has checked no file
+            store.weights_folder(found := store.find(0), folder / uuid.uuid4().hex)
             from_files({o.path: mapped_copy(run.local_path(o.path)) for o in found.weights})
 
         found = ratio(pulled, lambda plain=plain: copied(plain, folder / "copy"), turns)  # type: ignore[misc]

@@ -1,11 +1,11 @@
-"""Finds the fastest choice of depth, order and bound that is neither biased nor wasteful: a table over workloads.
+"""Finds the fastest choice of depth, order and bound that is neither biased nor wasteful, for several workloads.
 
 A choice is unbiased if nothing was discarded, so that every prompt's first responses are trained on, or if the length
-bias after the warm-up (see the planner) is at most 1% in either direction. Its standard error shows the part of chance:
-which groups are in flight at both ends. An engine draws the same response for a prompt that is issued again, as far as
-the policy is the same, so a dropped response is generated twice. Therefore a choice that wastes over 5% of its tokens
-is no default, however fast. The table also has ROLL's policy at an equal bound, and at the mean staleness of the
-choice.
+bias after the warm-up (see the planner) is at most 1% in either direction. The standard error of the bias shows the
+effect of chance, which decides what groups are in flight at both ends. An engine draws the same response for a prompt
+that is issued again, as far as the policy is the same, so a dropped response is generated twice. Therefore a choice
+that wastes over 5% of its tokens is no default, however fast. The table also has ROLL's policy at an equal bound, and
+at the mean staleness of the choice.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rollflow.tasks.simulation.planner import settled_bias
 
 ALPHAS = (1, 2, 4)
 BOUNDS = ("drop", "wait")
-WASTEFUL = 0.05  # of all tokens
+WASTEFUL = 0.05  # the largest wasted fraction of all tokens
 HEADINGS = (
     "alpha", "ahead", "order", "on stale", "in flight", "step s", "staleness", "most", "bias %", "error", "waste %", "",
 )  # fmt: skip
 
-Choice = dict[str, Any]  # of `rollout`
+Choice = dict[str, Any]  # keys of `[rollout]`
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Found:
     choice: Choice
     figures: Figures
     bias: float
-    error: float  # its standard error
+    error: float  # the standard error of the bias
 
     @property
     def unbiased(self) -> bool:

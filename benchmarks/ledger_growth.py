@@ -68,10 +68,10 @@ from rollflow.tasks.run.context import FORMAT, RunContext
 
 SIZES = (100, 1_000, 10_000, 100_000)
 LATENCY_SECONDS = 0.03
-PAGE = 1_000  # names in an answer
+PAGE = 1_000  # the number of names in one answer to a listing
 GROUPS, SIZE = 32, 8
 TURNS = 7
-TOLD = {  # what a status needs
+TOLD = {  # the fields that a status needs
     "reward": 0.5,
     "response_tokens": 600.0,
     "discarded_tokens": 0.0,
@@ -79,8 +79,8 @@ TOLD = {  # what a status needs
     "wait_seconds": 0.0,
     "staleness_mean": 0.0,
 }
-TIMES = 1.5  # how much longer a step may take on the longest log than on that of 1,000 versions
-WHOLE = (300, 3_000)  # versions of the runs that are read whole
+TIMES = 1.5  # target of the ratio of a step's time on the longest log to its time on a log of 1,000 versions
+WHOLE = (300, 3_000)  # numbers of versions of the runs whose objects are all read
 
 
 class Counting(ObjectStore):
@@ -100,7 +100,7 @@ class Distant(Counting):
         self.seconds = seconds
 
     def fill(self, objects: dict[str, bytes]) -> None:
-        """Have these at once."""
+        """Add these objects without delay."""
         self.objects |= objects
         self.names = sorted(self.objects)
 
@@ -178,7 +178,7 @@ class Made:
 
 
 def make(versions: int) -> Made:
-    """Create a log with so many versions."""
+    """Create a log with `versions` versions."""
     made, state, claims = {}, RunState(), dict[Role, int]()
 
     def add(role: Role, body: Body) -> None:
@@ -301,7 +301,7 @@ class Steps:
         publish_next(self.policies, self.learner)
 
     def follow(self) -> None:
-        """Read the entries that both have appended."""
+        """Read the entries that scheduler and learner have appended."""
         self.follower.follow()
 
     def old_version(self) -> None:

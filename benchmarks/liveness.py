@@ -1,10 +1,11 @@
 """Tests whole runs under difficult conditions: two commands at once, a missing Ray head, a busy machine, an early stop.
 
-`python -m benchmarks.liveness` executes several rounds of each (`--resumes`, `--heads`, `--busy`, `--stops`), and
-prints a table: rounds, successful rounds, and seconds per round (median, longest).
+`python -m benchmarks.liveness` executes several rounds of each condition (`--resumes`, `--heads`, `--busy`, `--stops`),
+and prints a table: rounds, successful rounds, and seconds per round (median, longest).
 
 - **two resumes**: all processes of a run are killed, then two `rollflow resume` start at the same moment. Success: one
-  is refused (exit code 2, with a sentence that names the other), and the run publishes two more versions after that.
+  resume is refused (exit code 2, with a sentence that names the other resume), and then the run publishes two more
+  versions.
 - **head away**: GCS, raylet and runner of a run are killed at once, and the head stays away for `--away` seconds.
   Success: the same command publishes two more versions.
 - **busy machine**: a run starts while four other processes compute. Success: version 2 is published, and no restart is
@@ -43,8 +44,8 @@ from rollflow.storage.errors import Missing
 from rollflow.storage.log.audit import audit
 from rollflow.tasks.actors.lease import STATUS
 
-VERSIONS = 100_000  # however long the rounds take, the run does not end before them
-ROUND_SECONDS = 600.0  # longest wait for anything; a bound for hangs
+VERSIONS = 100_000  # so many versions that the run does not end before the rounds
+ROUND_SECONDS = 600.0  # the longest wait for one event, which only ends a hang
 BUSY = 4
 SPIN = "while True: pass"
 
@@ -106,10 +107,10 @@ class TwoResumes(Victim):
     """A run that two commands resume at once."""
 
     def play(self) -> None:
-        """Play one round; the winner is the run's process from then on.
+        """Play one round; afterwards the accepted command is the run's process.
 
         Raises:
-            RuntimeError: not exactly one command was refused, or the other one does not continue.
+            RuntimeError: not exactly one command was refused, or the accepted command does not continue the run.
         """
         kill_everything(self.home)
         self.process.wait()
@@ -128,7 +129,7 @@ class OnItsCluster(Victim):
     """A run on a Ray cluster that another process owns."""
 
     def play(self, head: RayHead, away: float) -> None:
-        """Play one round: the head is killed with the runner, and comes back after `away` seconds.
+        """Play one round: the head is killed together with the runner, and the head comes back after `away` seconds.
 
         Raises:
             RuntimeError: the run does not continue.
@@ -158,8 +159,8 @@ def two_resumes(rounds: int) -> Rounds:
 def head_away(rounds: int, away: float) -> Rounds:
     found = Rounds(f"head away for {away:g} s")
     with _home() as home, RayHead(home.parent / "elsewhere") as head:
-        os.environ.update(head.env)  # for the run, which is to reach it
-        # More restarts than by default: these rounds follow each other within minutes.
+        os.environ.update(head.env)  # with these variables the run reaches the head
+        # The run needs more restarts than by default, because the rounds follow each other within minutes.
         options = ("--set", f"cluster.address={head.address}", "--set", "recovery.restarts=100")
         victim = OnItsCluster(home, recipe(), *options)
         victim.wait_version(1, ROUND_SECONDS)

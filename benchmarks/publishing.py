@@ -1,12 +1,12 @@
 """Measures the memory of publish and restore, and how long publishing delays a learner, on 1 to 4 ranks.
 
-Memory is the peak of a process while it publishes, or since it began to restore, above its memory after imports; a row
-divides it by the bytes of weights and state. Unsharded ranks hold all of these bytes; sharded ranks (`sharded`,
+Memory is the peak of a process during publishing or restoring, above the memory of the process after its imports. A row
+divides this peak by the bytes of weights and state. Unsharded ranks hold all of these bytes; sharded ranks (`sharded`,
 `deepspeed`) hold less.
 
 Publishing is measured after a step, so that leftovers of a step count. The delay consists of the checks before
-publishing, and the wait of the next step until the version is stored; a row divides it by a step without publishing.
-Larger batches make steps longer, and these fractions smaller.
+publishing, and the wait of the next step until the version is stored; a row divides this delay by a step without
+publishing. Larger batches make steps longer, and these fractions smaller.
 
 Each side is a process (see `publishing_sides`), and the store is a folder that is removed afterwards. Linux only. Run
 it as `python -m benchmarks.publishing`; 1B parameters in bfloat16 without masters take 10 GB of memory and 13 GB of
@@ -30,7 +30,7 @@ from benchmarks.publishing_sides import Setting
 from benchmarks.report import Row, arguments, at_most, publish
 
 MOST_MEMORY, MOST_STALL = 1.3, 0.15
-SHAPES: Mapping[str, Mapping[str, int]] = {  # heads are of 64
+SHAPES: Mapping[str, Mapping[str, int]] = {  # every attention head has 64 dimensions
     "tiny": {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2},
     "100M": {"vocab_size": 32_000, "hidden_size": 640, "intermediate_size": 2560, "num_hidden_layers": 12},
     "1B": {"vocab_size": 100_000, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 15},
@@ -61,11 +61,11 @@ def side(name: str, folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def rows_of(size: str, setting: Setting, folder: Path) -> Iterator[Row]:
-    """Return the rows of one policy on so many ranks."""
+    """Return the rows of one policy with the setting's number of ranks."""
     policy = described(size, folder)
     made, again = side("publish", policy, setting), side("restore", policy, setting)
     ranks = setting.ranks
-    share = made["share"] / (ranks if setting.learner == "sharded" else 1)  # that a rank is to hold
+    share = made["share"] / (ranks if setting.learner == "sharded" else 1)  # the bytes that one rank should hold
     masters = "" if setting.masters == "float32" else " without masters"
     case = f"{made['parameters'] / 1e6:,.0f}M in {setting.dtype}{masters}, {setting.learner}, ranks {ranks}"
     yield Row(case, "weights and state of a rank, MB", share / 1e6)

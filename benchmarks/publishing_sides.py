@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import torch
-import transformers.models.auto.modeling_auto  # noqa: F401 - what is imported is not what publishing takes
+import transformers.models.auto.modeling_auto  # noqa: F401 - imported early, so that publishing is measured without this import
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.entries import RunCreated, VersionPublished
@@ -42,18 +42,18 @@ from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.run.restore import restore
 
 GROUPS, SIZE, PROMPT = 4, 4, 16
-VOCABULARY = 1000  # tokens that are chosen from
+VOCABULARY = 1000  # random tokens are drawn below this id
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """The measured setting."""
 
-    dtype: str  # of the policy
-    masters: str  # `train.master_dtype`
+    dtype: str  # the data type of the policy
+    masters: str  # the value of `train.master_dtype`
     ranks: int
-    learner: str  # torch, in parts by FSDP2 (sharded), or deepspeed
-    tokens: int  # of a response; 0: no step is taken, and only memory is measured
+    learner: str  # "torch", "sharded" (FSDP2) or "deepspeed"
+    tokens: int  # the length of a response in tokens; 0: no step is taken, and only memory is measured
 
     @property
     def train(self) -> TrainConfig:
@@ -82,7 +82,7 @@ class Memory:
         found += [_of(pid, "VmHWM") - self._level for pid in pids]
 
     def whole_peaks(self) -> list[int]:
-        """Return the same since the start of each process."""
+        """Return the peak bytes of each rank since the start of its process."""
         return [_of(pid, "VmHWM") - self._level for pid in _ranks()]
 
     @property
@@ -144,7 +144,7 @@ def published(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def first_step(learner: Learner, setting: Setting) -> None:
-    """Take a first step, which creates moments; without tokens they come from zero gradients."""
+    """Take a first step, which creates AdamW's moments; without tokens the gradients of this step are zero."""
     if setting.tokens:
         learner.step(batch(0, setting.tokens), 0)
         return
@@ -156,7 +156,7 @@ def first_step(learner: Learner, setting: Setting) -> None:
 
 
 def beside(learner: Learner, policies: PolicyStore, writer: Writer, setting: Setting) -> dict[str, float]:
-    """Return the seconds of a step alone, of a step during the staging of a version, and the wait of the latter."""
+    """Return the seconds of a step alone, the seconds of a step during a version's staging, and that step's wait."""
     began = time.monotonic()
     learner.step(batch(1, setting.tokens), 1)
     alone, waited = time.monotonic() - began, 0.0
@@ -191,7 +191,7 @@ def checked(learner: Learner) -> None:
 
 
 def restored(folder: Path, setting: Setting) -> dict[str, Any]:
-    """Restore version 0 into a blank learner; unsharded ranks get it before a first step without gradients."""
+    """Restore version 0 into a blank learner; unsharded ranks then take a first step without gradients."""
     memory = Memory()
     began = time.monotonic()
     start = LearnerStart(folder, trained=False, blank=True, dtype=setting.dtype, versions=9)
@@ -202,7 +202,7 @@ def restored(folder: Path, setting: Setting) -> dict[str, Any]:
     seconds = time.monotonic() - began
     peaks = memory.whole_peaks()[:1]
     if setting.learner != "torch":
-        checked(learner)  # all ranks have theirs behind it
+        checked(learner)  # after the checks, all ranks have restored their state
     elif setting.ranks > 1:
         learner.step(batch(3, 4, still=True), 0)
     everyone = memory.whole_peaks()

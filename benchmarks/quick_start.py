@@ -3,7 +3,7 @@
     python -m benchmarks.quick_start [--seeds 0 1 2] [--home FOLDER] [--json FILE]
 
 There are two held-out sets. The run evaluates itself on the first set. The second set has the other held-out questions
-of the source, and no setting was chosen on it. Training asks and demonstrates no key of either set: the benchmark
+of the source, and no setting was chosen on it. Training uses no key of either set. To prove this, the benchmark
 counts such keys over all positions that the run may have used. Version 0 and the last version are exported with
 `rollflow export`, loaded by `AutoModelForCausalLM` and `AutoTokenizer`, and decoded greedily. Runs are kept in
 `--home`; an existing run is reused.
@@ -28,9 +28,9 @@ from rollflow.tasks.policies.cold_start import POOL
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.run.context import RunContext
 
-Asked = Sequence[tuple[str, str]]  # questions and their right answers
-ALL = 10**9  # held-out questions: all that there are
-BEFORE, AFTER, MINUTES = 35.0, 85.0, 5.0  # the claim: percent, percent, minutes
+Asked = Sequence[tuple[str, str]]  # questions and their correct answers
+ALL = 10**9  # a number of held-out questions that is larger than any source
+BEFORE, AFTER, MINUTES = 35.0, 85.0, 5.0  # targets: accuracy before and after training in percent, minutes
 ROLLFLOW = Path(sys.executable).with_name("rollflow")
 
 
@@ -69,7 +69,7 @@ def rows(seed: int, home: Path, recipe: Path, changes: Sequence[str]) -> Iterato
 
 
 def run(home: Path, recipe: Path, changes: Sequence[str]) -> dict[str, Any]:
-    """Return the summary of the run in `home`, with the minutes of the command; execute the run if there is none."""
+    """Return the summary of the run in `home`, with the minutes of the command; execute a missing run."""
     kept = home / "quick_start.json"
     if not kept.exists():
         options = [word for change in changes for word in ("--set", change)]
@@ -99,7 +99,7 @@ def export_version(home: Path, version: int) -> Path:
 
 
 def split_held_out(context: RunContext) -> tuple[list[Question], list[Question]]:
-    """Return the questions that the run evaluates itself on, and the others that its source holds out."""
+    """Return the questions on which the run evaluates itself, and the source's other held-out questions."""
     [source] = context.prompts().sources
     held, count = source.held_out(ALL), context.config.evaluation.prompts
     return held[:count], held[count:]
@@ -108,7 +108,7 @@ def split_held_out(context: RunContext) -> tuple[list[Question], list[Question]]
 def count_shared_keys(context: RunContext, held: Sequence[Question]) -> int:
     """Count the held-out keys that are asked at any position that training or the cold start may have used."""
     [source], config = context.prompts().sources, context.config
-    ahead = config.capacity + 1  # batches that are in flight when the last version is published
+    ahead = config.capacity + 1  # the number of batches in flight when the last version is published
     asked = {source.training(place).canonical_key for place in range((config.versions + ahead) * config.groups)}
     asked |= {source.demonstration(place).canonical_key for place in range(POOL)}
     return len(asked & {question.canonical_key for question in held})
@@ -121,7 +121,7 @@ def measure_accuracy(folder: Path, asked: Asked, longest: int) -> float:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    by_length: dict[int, list[tuple[list[int], str]]] = {}  # no row of a batch is padded
+    by_length: dict[int, list[tuple[list[int], str]]] = {}  # grouped by length, so that no row of a batch is padded
     for question, answer in asked:
         prompt = tokenizer(question)["input_ids"]
         by_length.setdefault(len(prompt), []).append((prompt, answer))

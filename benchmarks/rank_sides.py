@@ -1,21 +1,22 @@
 """The learners of `benchmarks.ranks`. Each is a process with its other ranks, and takes a step on request.
 
-All minimise GRPO's clipped surrogate as in `learner_sides`, in float32: one optimizer step over the batch, with a
-fused AdamW and one thread per rank. All but the first one compute each response with its own copy of the prompt.
+All sides minimise GRPO's clipped surrogate as in `learner_sides`, in float32. Each side takes one optimizer step over
+the batch, with a fused AdamW and one thread per rank. Every side but `rollflow` computes each response with its own
+copy of the prompt.
 
 - `rollflow` is `build_learner(...).step(batch, version)`, starting with the stored Arrow batch: the timed step includes
   sending it to the ranks, reading it and distributing its rows.
-- `rollflow-rows` is the same with `share_prompts = false`, which is the work of the other sides.
+- `rollflow-rows` is `rollflow` with `share_prompts = false`, so that it does the same work as the other sides.
 - `rollflow-sharded` is `rollflow-rows` with `sharded = true`.
 - `ddp` is torch's DistributedDataParallel as users write it. Each rank has every n-th row, as from torch's
-  DistributedSampler. It sorts its rows by length, and runs them in padded micro-batches of as many tokens as
-  rollflow's. Gradients are summed once, during the backward pass of the last micro-batch (`no_sync` before). The head
-  is run on the responses' tokens only, and there is no attention mask, as padding on the right needs none. Rows are
-  tensors before the clock runs.
-- `ddp-dealt` is the same, with the rows dealt by their tokens as rollflow deals them.
+  DistributedSampler. Each rank sorts its rows by length, and runs them in padded micro-batches of as many tokens as
+  rollflow's micro-batches. Gradients are summed once, during the backward pass of the last micro-batch (`no_sync`
+  before). The head is run on the responses' tokens only, and there is no attention mask, as padding on the right needs
+  none. Rows are converted to tensors before the clock starts.
+- `ddp-dealt` is `ddp`, with the rows distributed by their tokens as rollflow distributes them.
 - `ddp-same` is `ddp-dealt` with rollflow's own log-softmax: only the ranks differ.
-- `fsdp` has ddp-dealt's rows and module under torch's `fully_shard`, each layer by itself, as its user writes it. Every
-  rank has as many passes as the one that has most.
+- `fsdp` has ddp-dealt's rows and module under torch's `fully_shard`, layer by layer, as users write it. Every rank runs
+  as many passes as the rank with the most passes.
 - `deepspeed` has ddp-same's rows and module in DeepSpeed's engine, ZeRO 2, which adds up gradients in every pass.
 - `rollflow-deepspeed` is `rollflow-rows` with `train.kind = "deepspeed"`, ZeRO 2.
 
@@ -60,7 +61,7 @@ from rollflow.tasks.learners.forward.inplace_logprobs import chosen_tokens
 from rollflow.tasks.learners.forward.reference import named_tensors
 from rollflow.tasks.learners.torch_learner import load_model
 
-RATE = 1e-4  # so high that after some steps weights differ by far more than rounding where steps do
+RATE = 1e-4  # a learning rate so high that after some steps different updates change weights far more than rounding
 MEAN = "exp_avg/"
 Micros = Sequence[Sequence[Row]]
 
@@ -114,7 +115,7 @@ def rollflow(folder: Path, ranks: int, tokens: int, turns: Turns, name: str = "r
 
 
 class GroupLoss(nn.Module):
-    """The sum of the loss over the response tokens of some rows; `same`: by rollflow's own log-softmax."""
+    """The sum of the loss over the response tokens of some rows; `same` selects rollflow's own log-softmax."""
 
     def __init__(self, model: Any, *, same: bool = False) -> None:
         super().__init__()
@@ -165,7 +166,7 @@ def fsdp(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> None:
     """Run torch's fully_shard, which sums gradients in each backward pass."""
     inner: Any = GroupLoss(load_model(folder, "float32", trained=True).eval())
     for module in [*inner.model.model.layers, inner]:
-        fully_shard(module).set_force_sum_reduction_for_comms(True)  # gloo has no mean
+        fully_shard(module).set_force_sum_reduction_for_comms(True)  # the gloo backend has no mean
     optimizer = torch.optim.AdamW(inner.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
     rows = rows_of(groups_of(folder))
     weight = ranks / sum(int(row[1].sum()) for row in rows)  # it gives the mean over ranks
@@ -189,7 +190,7 @@ def fsdp(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> None:
 def deepspeed(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> None:
     """Run DeepSpeed's ZeRO 2, which sums gradients in each backward pass, so all ranks run equally many passes."""
     library = importlib.import_module("deepspeed")
-    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for most of a minute
+    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling this operator would take most of a minute
     library.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     inner = GroupLoss(load_model(folder, "float32", trained=True).eval(), same=True)
     rows = rows_of(groups_of(folder))
@@ -210,7 +211,7 @@ def deepspeed(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> Non
         total = torch.zeros(())
         for micro, share in parts:
             loss = engine(micro) * share
-            engine.backward(loss * len(parts))  # it gives the mean over them, too
+            engine.backward(loss * len(parts))  # DeepSpeed also takes the mean over the parts
             engine.step()
             total += loss.detach() / ranks
         _tell(ranks, turns, clock, total, float(engine.get_global_grad_norm()))
@@ -234,7 +235,7 @@ def own_rows(rows: Sequence[Row], ranks: int, *, dealt: bool) -> list[Row]:
 
 
 def micro_batches(rows: Sequence[Row], tokens: int) -> Micros:
-    """Split `rows` (longest first) into micro-batches of at most so many padded tokens, and at least one row."""
+    """Split `rows` (longest first) into micro-batches of at most `tokens` padded tokens, but at least one row."""
     found, begin = [], 0
     while begin < len(rows):
         end = begin + max(1, tokens // len(rows[begin][0]))
@@ -261,7 +262,7 @@ def steps(ranks: int, turns: Turns | None) -> Iterator[Clock]:
 def _tell(ranks: int, turns: Turns | None, clock: Clock, loss: Tensor, norm: float) -> None:
     times = clock.read()
     if ranks > 1:
-        dist.all_reduce(loss)  # only told, so it is not timed
+        dist.all_reduce(loss)  # the loss is only reported, so this sum is not timed
     if turns:
         turns.tell(times, float(loss), norm)
 

@@ -1,7 +1,7 @@
 """Compares a learner of several ranks with torch's DistributedDataParallel: tokens per second on 1 and 2 ranks.
 
-All sides have the same policy, ragged batch and loss (see `rank_sides`), and one thread per rank. They step in turns,
-alternating their order, and a ratio is that of two steps of one turn. Losses and gradient norms must agree in every
+All sides have the same policy, ragged batch and loss (see `rank_sides`), and one thread per rank. The sides step in
+turns, in alternating order, and a ratio compares two steps of one turn. Losses and gradient norms must agree in every
 step, and gradients after the last one. Differences of weights are only reported, because AdamW amplifies the rounding
 of gradients near zero. The CPU time of all ranks together is reported, too, because other work on the machine changes
 it less.
@@ -36,14 +36,14 @@ from rollflow.tasks.learners.distributed.load_balance import deal_pieces, measur
 from rollflow.tasks.objectives.rows import BatchRows
 
 AS_FAST, NEAR = 0.95, 1e-5
-COMPARED = {  # each of ours, and what it is measured by
+COMPARED = {  # a side of rollflow -> the sides with which it is compared
     "rollflow-rows": ("ddp-dealt", "ddp-same", "ddp", "deepspeed"),
     "rollflow": ("ddp-dealt", "ddp-same", "ddp", "deepspeed"),
     "rollflow-sharded": ("fsdp", "deepspeed"),
     "rollflow-deepspeed": ("deepspeed",),
 }
 NO_DEEPSPEED = "DeepSpeed is not measured: it is not installed."
-Key = tuple[str, int]  # a side, and how many ranks it has
+Key = tuple[str, int]  # (side, number of ranks)
 
 
 class RanksSide(Side):
@@ -64,7 +64,7 @@ def in_turns(case: Case, keys: Sequence[Key], tokens: int, turns: int) -> dict[K
 
 
 def rows_of(case: str, case_tokens: int, found: Mapping[Key, list[Step]]) -> Iterator[Row]:
-    """Return rows with the speed of each side, rollflow's over theirs on equal ranks, and each side's gain by ranks."""
+    """Return rows with each side's speed, rollflow's speed over theirs on equal ranks, and each side's gain by ranks."""
     for (name, ranks), steps in found.items():
         side = f"{name}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
         yield Row(case, f"{side}: tokens/s", statistics.median(case_tokens / step.seconds for step in steps[1:]))
@@ -81,7 +81,7 @@ def rows_of(case: str, case_tokens: int, found: Mapping[Key, list[Step]]) -> Ite
 
 
 def _ratios(case: str, what: str, slow: Sequence[Step], fast: Sequence[Step], target: float = 0.0) -> Iterator[Row]:
-    """Return the speed ratios of the pairs of steps, second side over first."""
+    """Return the speed ratio of each pair of steps: the second side's speed divided by the first side's."""
     pairs = list(zip(slow[1:], fast[1:], strict=True))
     ratios = [one.seconds / other.seconds for one, other in pairs]
     middle = statistics.median(ratios)
@@ -130,7 +130,7 @@ def dealing(case: Case, counts: Sequence[int]) -> Iterator[Row]:
 
 
 def sides_of(counts: Sequence[int], *, deepspeed: bool) -> list[Key]:
-    """Return all sides for so many ranks, with compared sides adjacent."""
+    """Return all sides for these numbers of ranks, with compared sides adjacent."""
     found = []
     for ranks in counts:
         several = ["ddp-dealt", "fsdp", "rollflow-sharded"] if ranks > 1 else []

@@ -61,6 +61,6 @@ def start_policy(config: RunConfig, folder: Path) -> None:
     task, model = RecipeTask(config, folder), load_model(folder, "float32", trained=False)
     report = partial(print, file=sys.stderr)
     cold_start(model, cold, task.prompts, task.tokenizer, task.accuracy, report, config.seed)
-    with tempfile.TemporaryDirectory() as place:  # it would write the config, too, in its own way
+    with tempfile.TemporaryDirectory() as place:  # `save_pretrained` would also overwrite the config
         model.save_pretrained(place)
         (folder / "model.safetensors").write_bytes((Path(place) / "model.safetensors").read_bytes())

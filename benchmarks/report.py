@@ -14,7 +14,7 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured figure. `target` and `holds` are None if it has no target."""
+    """One measured figure. `target` and `holds` are None if the figure has no target."""
 
     case: str
     metric: str

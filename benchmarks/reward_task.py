@@ -42,14 +42,14 @@ def points(task: RecipeTask, folder: Path, run: str) -> tuple[float, list[tuple[
 
     context = attach_run(run)
     model, found = load_model(folder, "float32", trained=True), []
-    context.policies.newest()  # reads the log
+    context.policies.newest()  # this call reads the log
     for version in context.policies.since(0):
         try:
             context.policies.check_kept(version)
         except Missing:
             continue
         for file in context.weights(version.number).glob("*.safetensors"):
-            model.load_state_dict(load_file(file), strict=False)  # a tensor that is tied is stored once
+            model.load_state_dict(load_file(file), strict=False)  # a file stores tied tensors only once
         found.append((version.number, version.at, task.accuracy(model)))
     return sampling_began(context.policies.log), found
 

@@ -80,7 +80,7 @@ def _settings(config: RunConfig, versions: int, rows: int) -> dict[str, Any]:
         "max_steps": versions * train.minibatches,
         "shuffle_dataset": False,
         "max_completion_length": config.engine.max_new_tokens,
-        "loss_type": "dapo",  # the mean over tokens
+        "loss_type": "dapo",  # DAPO's loss is the mean over tokens
         "epsilon": clip.low,
         "epsilon_high": clip.high,
         "delta": clip.dual,
@@ -150,7 +150,7 @@ def _clock(task: RecipeTask, model: Any, every: int, steps: int, callback: Any) 
 def main() -> None:
     recipe, place, seed, *numbers = sys.argv[1:]
     told = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what TRL prints is not the result
+    os.dup2(2, 1)  # TRL's own output goes to standard error, not into the result
     torch.set_num_threads(THREADS)
     versions, every, rows = map(int, numbers)
     folder = Path(place)

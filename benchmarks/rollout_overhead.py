@@ -5,9 +5,10 @@
 
 Both sides have the same policy, prompts, sampling, slots, KV cache and threads. Both leave out vLLM's rank of the
 sampled token, which is not used here and costs a third of the sampler's time. All other settings of `LLM.generate` are
-vLLM's defaults: another block size, and compiled instead of eager. The two run in turns, each in its own processes, and
-the median of the ratios of adjacent turns is reported. Our count includes tokens of the measured batches that were
-generated before the first batch was read, in slots that became free early: with long responses one or two per cent.
+vLLM's defaults: its block size differs, and its model is compiled instead of eager. The two run in turns, each in its
+own processes, and the median of the ratios of adjacent turns is reported. Rollflow's count includes some tokens that
+were generated before the first batch was read, in slots that became free early; with long responses these are 1 or 2%
+of the tokens.
 
 Run it as `python -m benchmarks.rollout_overhead`.
 """
@@ -49,7 +50,7 @@ def recipe(case: Case, threads: int):  # type: ignore[no-untyped-def]
 
     return parse_config(
         {
-            "cluster": {"lease_seconds": 0},  # no supervisor watches it
+            "cluster": {"lease_seconds": 0},  # no lease, because no supervisor watches this cluster
             "name": "overhead",
             "versions": case.batches + 1,
             "async_ratio": case.batches + 1,
@@ -89,7 +90,7 @@ def ours(case: Case, threads: int, home: Path) -> float:
     from rollflow.flows.services.ray_head import RayHead
 
     head = RayHead(home)
-    os.environ.update(head.env)  # before Ray is imported: it reads the cluster's token mode then
+    os.environ.update(head.env)  # Ray reads the cluster's token mode when it is imported
     from rollflow.flows.services import cluster
     from rollflow.storage.batch import TrajectoryBatch
     from rollflow.tasks.actors.channel import start_channel
@@ -132,8 +133,9 @@ def theirs(case: Case, threads: int, home: Path) -> float:
 
 
 def offline_llm(folder: str, slots: int, threads: int):  # type: ignore[no-untyped-def]
-    """Open vLLM as a user would for offline batches: its defaults except for the settings that the engine fixes, and
-    without the rank of the sampled token."""
+    """Open vLLM as a user would for offline batches, with vLLM's defaults except for the engine's fixed settings.
+
+    The rank of the sampled token is left out."""
     os.environ |= {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "OMP_NUM_THREADS": str(threads),

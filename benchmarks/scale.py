@@ -3,9 +3,9 @@
     python -m benchmarks.scale [--json FILE]
 
 The figures are CPU seconds of one process on the virtual clock. A simulation also pays for its engines and its event
-loop. So the same number of requests is run on engines and verifiers alone, equally many at a time, and subtracted; the
-rest is the cost of scheduler, dispatches, proxy, buffer and batches. Response lengths are lognormal, one simulated
-token stands for 500, and Python's garbage collector is off.
+loop. So the same number of requests also runs on engines and verifiers alone, with equally many at a time. The cost of
+this run is subtracted; the rest is the cost of scheduler, dispatches, proxy, buffer and batches. Response lengths are
+lognormal, one simulated token stands for 500, and Python's garbage collector is off.
 
 The cost of tokens is measured separately, with all tokens and with the garbage collector. Each group is packed into
 Arrow columns, each batch is encoded as a file, and requests and generations are pickled, `ON_WIRE` at a time.
@@ -42,8 +42,8 @@ from rollflow.tasks.verifiers.pool import ScoreRequest
 
 SLOTS, GROUP = 256, 16
 ENGINES = (4, 16, 64, 256, 1024)
-TURNS = 4  # trajectories for each slot
-ON_WIRE = 64  # requests in a call of an engine's actor
+TURNS = 4  # the number of trajectories per slot
+ON_WIRE = 64  # the number of requests in one call of an engine's actor
 TOKENS = {"median": 400, "cap": 8000, "tokens_per_tick": 1}
 
 
@@ -111,7 +111,7 @@ def bare(engines: int, trajectories: int) -> float:
             await engine.update(0, Path())
         await asyncio.gather(*(slot(e, SLOTS * n + s) for n, e in enumerate(all_of) for s in range(SLOTS)))
 
-    gc.disable()  # as in a simulation
+    gc.disable()  # a simulation also runs without the garbage collector
     began = time.process_time()
     run_virtual(main())
     gc.enable()
@@ -161,7 +161,7 @@ def rows() -> Iterator[Row]:
     for engines in ENGINES:
         flying = engines * SLOTS
         print(f" {flying:,} in flight", file=sys.stderr)
-        found = [measured(engines) for _ in range(9 if engines < 64 else 1)]  # short ones vary by a tenth
+        found = [measured(engines) for _ in range(9 if engines < 64 else 1)]  # short simulations vary by a tenth
         seconds, trained, alone = sorted(found, key=lambda one: one[0] / one[1] - one[2])[len(found) // 2]
         cost = seconds / trained - alone
         first = first or cost

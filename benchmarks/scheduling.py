@@ -104,7 +104,7 @@ def staleness() -> Iterator[Row]:
     yield from bias(case, ours, limit=UNBIASED)
 
 
-# --- how much hangs on the engines' slots and slowing -------------------------------------------------------
+# --- the influence of engines' slots and slowing ------------------------------------------------------------
 
 
 def sensitivity() -> Iterator[Row]:
@@ -118,7 +118,8 @@ def sensitivity() -> Iterator[Row]:
         )
         alone = changed(whole, engines={"count": 32}, learner={"gpus": 32})
         yield from _compared(case, 2, ran(recipe(0, 64, 16), alone, 12).step_seconds, parts, (64, 16), 30)
-    for slots, slowing in ((10, 0.0), (32, 0.0), (128, 0.0), (128, 0.0236)):  # the last gives what 32 do alone
+    # the last is as fast as 32 slots without slowing
+    for slots, slowing in ((10, 0.0), (32, 0.0), (128, 0.0), (128, 0.0236)):
         case = f"128 prompts, {slots} slots, c = {slowing:g}"
         hardware = long_tailed(slots, slowing)
         yield from _compared(case, 1, ran(recipe(0, 128, 1), hardware, 60).step_seconds, hardware, (128, 1), 150)
@@ -235,7 +236,7 @@ def ratio_needed() -> Iterator[Row]:
     """Simulate ROLL Flash's needed alpha: 1, 1, 1, 2 for 4K to 32K tokens, and 4, 2, 2, 2 for 32 to 256 prompts."""
     split = changed(load_hardware(Path("rlvr-128")), engines={"count": 15}, learner={"gpus": 17})
     for cap, theirs in ((4000, 1), (8000, 1), (16000, 1), (32000, 2)):
-        shorter = mean_length(cap) / mean_length(CAP)  # the same answers, cut: training and verdicts follow the mean
+        shorter = mean_length(cap) / mean_length(CAP)  # responses are cut, so training and scoring scale with the mean
         training, verdicts = {"seconds_per_trajectory": 3.5 * shorter}, {"seconds": 25 * shorter}
         sized = changed(split, responses={"cap": cap}, learner=training, reward=verdicts)
         yield from needed(f"32 GPUs, 256 prompts, up to {cap:,} tokens", sized, 256, cap, theirs)

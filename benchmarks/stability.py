@@ -29,13 +29,13 @@ from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.config import load_recipe
 
 OBJECTIVES = ("grpo", "ppo", "decoupled-ppo", "tis", "cispo", "topr", "roll-current")
-UNCORRECTED = "roll-current"  # its ratio is to the current policy: shown beside the others
-RECIPES = {  # what is changed: fewer versions, of fewer answers
+UNCORRECTED = "roll-current"  # a preset whose ratio is to the current policy; it is shown without a target
+RECIPES = {  # recipe -> changed keys, for fewer versions with fewer responses
     "sorting": {"versions": 120},
     "reasoning": {"versions": 120, "groups": 32},
 }
 ALPHAS = (0, 2, 8)
-LAST = 3  # looks whose mean a training ends with
+LAST = 3  # the number of last evaluations whose mean is the final accuracy
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def draw(trainings: Sequence[Training], file: Path) -> None:
 
 
 def _line(axes, lines: Sequence[Sequence[Point]], colour: str, alpha: int) -> None:  # type: ignore[no-untyped-def]
-    looks = list(zip(*lines, strict=False))  # a training that ended early has fewer
+    looks = list(zip(*lines, strict=False))  # a training that ended early has fewer evaluations
     versions = [look[0].version for look in looks]
     found = [[100 * point.accuracy for point in look] for look in looks]
     axes.plot(

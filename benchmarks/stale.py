@@ -32,7 +32,7 @@ from rollflow.tasks.learners.checkpoint.shards import from_files
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.run.config import RunConfig
 
-Sampled = tuple[list[int], list[float]]  # tokens of a response and their log-probs
+Sampled = tuple[list[int], list[float]]  # the tokens of a response, and the log-probs of these tokens
 TOLD = ("entropy", "grad_norm", "kl_behaviour", "explained_variance", "kl_reference", "clipped")
 
 
@@ -112,7 +112,7 @@ class Stale:
         )
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
-        self.sampler.load_state_dict(weights, strict=False)  # a tensor that is tied is stored once
+        self.sampler.load_state_dict(weights, strict=False)  # tied tensors are stored only once
 
     def _group(self, prompt: Prompt, made: Sequence[Sampled], version: int) -> TrajectoryGroup:
         told = (self._trajectory(i, prompt, one, version) for i, one in enumerate(made))

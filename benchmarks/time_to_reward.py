@@ -148,9 +148,11 @@ def rows_of(runs: Sequence[Run], accuracies: Sequence[float]) -> Iterator[Row]:
 
 
 def _over(pairs: Sequence[tuple[Run, Run]], system: str, accuracy: float) -> Iterator[Row]:
-    """Return TRL's seconds over ours per seed; if one side never got there, its last evaluation gives a bound.
+    """Return TRL's seconds divided by rollflow's per seed; a side without the accuracy gives a bound by its last
+    version.
 
-    The median counts such a seed as larger, or smaller, than all others. A seed where neither got there is left out.
+    The median counts a seed with a bound as larger, or smaller, than all other seeds. A seed where neither side reached
+    the accuracy is left out.
     """
     what, found = f"TRL's seconds over ours to {accuracy:g}", list[float]()
     for mine, other in pairs:

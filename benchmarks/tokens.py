@@ -2,8 +2,8 @@
 
     python -m benchmarks.tokens [--json FILE]
 
-The shipped scheduler, proxy, engine client, buffer and batches run as in a real run. The engines' actor and the
-verifier are replaced by ones that answer at once with prepared bytes; requests and answers are pickled, as by Ray. A
+The shipped scheduler, proxy, engine client, buffer and batches run as in a real run. Instead of the engines' actor and
+the verifier there are fakes, which answer at once with prepared bytes; requests and answers are pickled, as by Ray. A
 batch is encoded as a file, but not written to disk.
 
 - A token: the CPU time of long responses minus that of short ones, divided by the difference in tokens. So costs that
@@ -40,9 +40,9 @@ from rollflow.tasks.verifiers.pool import ScoreRequest
 GROUPS, GROUP_SIZE, BATCHES = 16, 8, 6
 SHORT, LONG, TURNS = 100, 8_000, 5
 FLYING, REPORTED = 16_384, 1_000
-PROMPT = 64  # tokens
+PROMPT = 64  # the length of a prompt in tokens
 SETTLE_SECONDS = 20.0
-TOKEN_MICROSECONDS, FLYING_BYTES = 0.05, 2_048  # targets
+TOKEN_MICROSECONDS, FLYING_BYTES = 0.05, 2_048  # the targets of the two measurements
 
 
 class Call:
@@ -93,7 +93,7 @@ class Actor:
 
     @staticmethod
     def columns(ids: list[str], tokens: int) -> PackedPartials:
-        """Return columns with so many tokens per response."""
+        """Return columns with `tokens` tokens per response."""
         count = tokens * len(ids)
         columns = Int32s.same(7, count).data, Float32s.same(-1.5, count).data, Int32s.same(0, count).data
         return ids, *columns, [tokens] * len(ids)
@@ -145,7 +145,7 @@ async def committed(staged: StagedBatch) -> None:
 
 
 def seconds(tokens: int) -> float:
-    """Return the CPU seconds of a run with responses of so many tokens."""
+    """Return the CPU seconds of a run with responses of `tokens` tokens."""
     gc.collect()
     began = time.process_time()
 
@@ -173,7 +173,7 @@ def bytes_in_flight(reported: int) -> float:
         gc.collect()
         tracemalloc.start()
         running = asyncio.create_task(scheduler.run())
-        await asyncio.sleep(SETTLE_SECONDS)  # until all are asked for, and reported
+        await asyncio.sleep(SETTLE_SECONDS)  # wait until all requests have arrived and have reports
         assert scheduler.running * GROUP_SIZE == FLYING
         gc.collect()
         found = tracemalloc.get_traced_memory()[0] / FLYING

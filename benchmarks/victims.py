@@ -19,13 +19,14 @@ from rollflow.flows.services.process_title import flow_run_of
 
 ACTORS = {"engine": "EngineActor", "scheduler": "RolloutActor", "learner": "LearnerActor", "channel": "ChannelActor"}
 MODULES = {"reward worker": "rollflow.tasks.verifiers.worker", "runner": "rollflow.flows.deployments"}
-STAGES = {"rollout flow": "role:rollout", "reward flow": "role:reward", "train flow": "role:train"}  # tags of flow runs
+# name of a stage's process -> the tag of its flow runs
+STAGES = {"rollout flow": "role:rollout", "reward flow": "role:reward", "train flow": "role:train"}
 SUPERVISOR = "role:supervisor"
 FLOWS = (*STAGES, "supervisor")
 ROLES = (*ACTORS, "reward actor", *MODULES, *STAGES, "supervisor", "prefect server")
 VLLM_ROLES = ("engine", "vllm core", "scheduler", "learner")
-GONE_SECONDS = 30.0  # longest wait for the end of what was killed
-RECORDED_AS = {  # how the run names a role's recovery; a reward worker's end is the pool's own affair
+GONE_SECONDS = 30.0  # the longest wait for the end of a killed process
+RECORDED_AS = {  # role -> its name in recoveries; the pool restarts reward workers without a recovery
     "engine": "engine-",
     "vllm core": "engine-",
     "scheduler": "rollout",
@@ -102,7 +103,7 @@ def kill(process: psutil.Process) -> bool:
     """Send SIGKILL; return whether there was a process to kill.
 
     Raises:
-        RuntimeError: it lives on.
+        RuntimeError: the process lives on.
     """
     try:
         process.send_signal(signal.SIGKILL)
@@ -128,10 +129,10 @@ def kill_everything(home: Path) -> None:
     """Send SIGKILL to all processes of the home, to the guards first, so that no process shuts down in order.
 
     Raises:
-        RuntimeError: one lives on.
+        RuntimeError: a process lives on.
     """
     limit = time.monotonic() + 2 * GONE_SECONDS
-    while found := list(mine(home)):  # again: one may have started another meanwhile
+    while found := list(mine(home)):  # repeated, because a process may have started another one
         if time.monotonic() > limit:
             raise RuntimeError(f"{len(found)} processes live {2 * GONE_SECONDS:g} s after SIGKILL: {found}")
         for process in sorted(found, key=lambda one: "guard.py" not in _quiet_line(one)):
@@ -149,7 +150,7 @@ def _is(process: psutil.Process, role: str) -> bool:
     if role in MODULES:
         return f"-m {MODULES[role]}" in line
     match role:
-        case "rank":  # of a learner with several; not the first, which is the learner
+        case "rank":  # a rank of a sharded learner, but not the first rank, which is the learner's process
             return str(process.name()).startswith("rank ")
         case "vllm core":
             return line.startswith("VLLM::EngineCore")

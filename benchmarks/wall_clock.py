@@ -28,8 +28,8 @@ from rollflow.tasks.simulation.records import Snapshot
 from rollflow.tasks.simulation.world import SimulatedRun, simulate
 
 ENGINES = 2
-WARM_UP = 2  # versions, and those that alpha lets run ahead
-VERSIONS = 7  # of a synchronous run; an asynchronous one has shorter steps, that vary more, and makes twice as many
+WARM_UP = 2  # the number of warm-up versions, besides those that alpha lets run ahead
+VERSIONS = 7  # versions of a synchronous run; an asynchronous run trains twice as many, because its steps are shorter
 TOLERANCE = 0.1
 HARDWARE = Hardware.model_validate(
     {
@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "queue, alpha = 0": {"async_ratio": 0.0},
     "queue, alpha = 2": {"async_ratio": 2.0},
 }
-RATIOS = {  # of the step times of the first over the second
+RATIOS = {  # name -> (first case, second case); the ratio is the first case's step time divided by the second's
     "asynchronous / synchronous": ("queue, alpha = 2", "queue, alpha = 0"),
     "queue / batch": ("queue, alpha = 0", "batch, alpha = 0"),
 }
@@ -68,7 +68,7 @@ class NoWeights:
 
 
 class WallWorld(SimulatedRun):
-    """The simulated world with its engines in actors, which survive it."""
+    """The simulated world with its engines in actors, which outlive this world."""
 
     def __init__(self, config: RunConfig, actors: Sequence[Any]) -> None:
         self._actors = actors

@@ -18,12 +18,12 @@ from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.world import simulate
 
-# ROLL's policy: (1 + alpha) batches are admitted, a batch takes the prompts that were started first and waits for
-# them, and an update makes what is in flight be sent again with the tokens that it has: a prefill is what it costs.
+# ROLL's policy: (1 + alpha) batches are admitted. A batch takes the prompts that were started first, and waits for
+# them. An update sends all running requests again with their tokens, which costs a prefill for each.
 ROLL: dict[str, Any] = {"batch_order": "started", "on_stale": "wait"}
 UNBIASED = 0.01  # largest difference of the mean trained length
 MEDIAN, CAP = 1600, 32000
-MEAN = MEDIAN * 1.6487  # of lognormal lengths that are not cut
+MEAN = MEDIAN * 1.6487  # the mean of lognormal lengths that are not truncated
 
 
 def recipe(alpha: float, groups: int, size: int, *, cap: int = CAP, **rollout: Any) -> RunConfig:
@@ -77,8 +77,9 @@ def rollout_only(engines: int, slots: int, **responses: Any) -> Hardware:
 
 
 def long_tailed(slots: int = 32, slowing: float = 0.0) -> Hardware:
-    """Return a workload of 128 prompts with one response per step, on one engine with `slots` equal slots; training
-    takes 0.9 of the time that 32 slots need to generate."""
+    """Return a workload of 128 prompts with one response per step, on one engine with `slots` equal slots.
+
+    Training takes 0.9 of the time that 32 slots need to generate."""
     return changed(
         rollout_only(32, 1) if slots == 32 and not slowing else rollout_only(1, slots),
         engines={"batch_slowdown": slowing},
@@ -94,7 +95,7 @@ def of_128(part: int = 1, **engines: Any) -> Hardware:
     )
 
 
-# Slots of an engine, and c that gives it the same throughput when it is full as 10 slots at c = 0.005.
+# Slots of an engine -> the slowing c with which a full engine is as fast as a full one with 10 slots at c = 0.005.
 SLOWINGS = {10: 0.005, 40: 0.0815, 128: 0.0975}
 
 
@@ -106,7 +107,7 @@ class Workload:
     hardware: Hardware
     groups: int
     size: int
-    versions: int  # after the warm-up
+    versions: int  # the number of versions after the warm-up
     cap: int = CAP
     rollout: Mapping[str, Any] = field(default_factory=dict)
 
