@@ -64,7 +64,7 @@ def in_turns(case: Case, keys: Sequence[Key], tokens: int, turns: int) -> dict[K
 
 
 def rows_of(case: str, case_tokens: int, found: Mapping[Key, list[Step]]) -> Iterator[Row]:
-    """Return rows with each side's speed, rollflow's speed over theirs on equal ranks, and each side's gain by ranks."""
+    """Return rows with each side's speed, its gain by ranks, and rollflow's speed over others' on equal ranks."""
     for (name, ranks), steps in found.items():
         side = f"{name}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
         yield Row(case, f"{side}: tokens/s", statistics.median(case_tokens / step.seconds for step in steps[1:]))

@@ -101,7 +101,7 @@ def test_commit_syncs_both_files_and_their_folders(tmp_path: Path, monkeypatch: 
 
 def test_folder_name_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = LocalStore(tmp_path / "run")
-    (run.root / "a/b").mkdir(parents=True)  # by somebody who was killed then
+    (run.root / "a/b").mkdir(parents=True)  # folders of a writer that was killed before the sync
     folders = [name for name in synced_by(lambda: run.put("a/b/c", b"1"), run.root, monkeypatch) if ".tmp" not in name]
     assert {".", "a", "a/b"} <= {*folders}
     again = synced_by(lambda: run.put("a/b/d", b"2"), run.root, monkeypatch)

@@ -109,7 +109,7 @@ def resealed(change: Callable[[dict[str, Any]], None]) -> bytes:
 
 
 def test_old_void_without_a_cause_means_damaged() -> None:
-    """Readers ignore unknown fields, so that an older reader can read newer entries."""
+    """A void without a cause is read as damage; unknown fields are ignored, so an older reader reads newer entries."""
     older, newer = (resealed(lambda tree, at=at: at(tree["body"])) for at in (lambda b: b.pop("cause"), knows_more))
     for data in (older, newer):
         assert decode(data, 7, dict[str, bytes]().__getitem__).entry.body == BatchVoided(1, 5, "damaged", "damaged")
@@ -155,7 +155,7 @@ def test_every_changed_byte_of_an_entry_is_detected(place: int, value: int) -> N
     try:
         assert decode(bytes(data), 7, lambda path: b"").entry == decode(WHOLE, 7, lambda path: b"").entry
     except Corrupt as error:
-        assert entry_path(7) in str(error)  # noqa: PT017 - either way is right
+        assert entry_path(7) in str(error)  # noqa: PT017 - an error and no error are both right
 
 
 @settings(max_examples=100, deadline=None)

@@ -44,7 +44,7 @@ class Killed(BaseException):
 class Lossy(MemoryStore):
     """A store whose next writes of entries fail as `faults` says: the answer is lost, or the writer is killed."""
 
-    faults: ClassVar[deque[str]] = deque()  # of the one store that there is at a time
+    faults: ClassVar[deque[str]] = deque()  # faults of the only store that exists at a time
 
     def create(self, path: str, data: Data) -> None:
         fault = self.faults.popleft() if self.faults and path.startswith("log/") else ""
@@ -60,7 +60,7 @@ class Lossy(MemoryStore):
 
 
 def same(one: RunState, other: RunState) -> bool:
-    """Equal, and what is open in the same order."""
+    """Return whether two states are equal, with their open dispatches in the same order."""
     return one == other and snapshots.to_bytes(one) == snapshots.to_bytes(other)
 
 
@@ -78,7 +78,7 @@ class Run(RuleBasedStateMachine):
     def begin(self, alpha: float, keep_last: int, keep_every: int, state_every: int, every: int, largest: int) -> None:
         self.patched = pytest.MonkeyPatch()
         self.patched.setattr(snapshots, "EVERY", every)
-        self.patched.setattr(entries_module, "LARGEST", largest)  # longer ones have an index object
+        self.patched.setattr(entries_module, "LARGEST", largest)  # longer entries have an index object
         self.patched.setattr(log_module, "FIRST_PAUSE", 0.0)
         self.patched.setattr(log_module, "decide", self.asked)
         Lossy.faults.clear()
@@ -105,15 +105,15 @@ class Run(RuleBasedStateMachine):
     def actors(self) -> list[Actor]:
         return [*self.supervisors, *self.schedulers, *self.learners]
 
-    # --- what is looked at after each step --------------------------------------------------------------------
+    # --- checks after each step -------------------------------------------------------------------------------
 
     def asked(self, state: RunState, n: int, role: Role, claim: int, body: Body) -> RunState:
-        """The fold is asked whether an entry may follow; the last one is remembered."""
+        """Ask the fold whether an entry may follow, and remember the question."""
         self.last = (state, role, claim, body)
         return decide(state, n, role, claim, body)
 
     def learn(self) -> None:
-        """The model and a fold of our own read what was appended; they must agree on it."""
+        """Let the model and the test's own fold read the appended entries, and check that they agree."""
         while self.store.exists(entry_path(len(self.model.entries))):
             n, state = len(self.model.entries), self.states[-1]
             data = self.store.get(entry_path(n))
@@ -126,7 +126,7 @@ class Run(RuleBasedStateMachine):
             assert same(actor.log.state, self.states[actor.log.state.n + 1])
 
     def act(self, actors: list[Any], which: int, step: Callable[[Any], Entry | None]) -> None:
-        """One of `actors` appends; whoever is deposed goes, and so does who is killed."""
+        """Let one of `actors` append an entry; remove the actor if it was deposed or killed."""
         actor, count = actors[which % len(actors)], len(self.model.entries)
         try:
             self.appended(actor.writer.role, step(actor), count)
@@ -139,14 +139,14 @@ class Run(RuleBasedStateMachine):
         self.learn()
 
     def appended(self, role: Role, entry: Entry | None, count: int) -> None:
-        """What an append returns is the newest entry, and the only one that it made."""
+        """Check that an append returned the newest entry, and made no other entry."""
         self.learn()
         if entry is not None:
             assert len(self.model.entries) == count + 1 == entry.n + 1
             assert (self.model.entries[-1]["id"], self.model.entries[-1]["role"]) == (entry.id, role)
 
     def refused(self, refusal: EntryRefused, count: int) -> None:
-        """The model refuses the same, at the newest entry; and nothing was appended."""
+        """Check that the model also refuses the entry after the newest one, and that no entry was appended."""
         assert not self.store.exists(entry_path(count))
         assert self.last is not None
         state, role, claim, body = self.last
@@ -156,11 +156,11 @@ class Run(RuleBasedStateMachine):
         assert isinstance(refusal, Deposed) == (why in ("deposed", "under an old supervisor"))
         assert isinstance(refusal, GroupTooOld) == (why == "stale")
 
-    # --- roles come and go ------------------------------------------------------------------------------------
+    # --- starts of roles --------------------------------------------------------------------------------------
 
     def start(self, actors: list[Any], make: Callable[[], Actor]) -> None:
         for actor in self.actors:
-            actor.log.settle()  # snapshots are there or not, but not just now
+            actor.log.settle()  # no snapshot is written while the new actor starts
         count = len(self.model.entries)
         try:
             actor = make()
@@ -175,7 +175,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(role=st.sampled_from(["supervisor", "scheduler", "learner"]), which=st.sampled_from([-1, -1, 0]))
     def claim(self, role: str, which: int) -> None:
-        """A role is started, by the newest supervisor or by one that was deposed."""
+        """Start a role under the newest supervisor, or under a deposed supervisor."""
         claims = [entry["n"] for entry in self.model.entries if entry["role"] == "supervisor"]
         if role == "supervisor" or not claims:
             self.start(self.supervisors, lambda: Supervisor(self.store))
@@ -191,7 +191,7 @@ class Run(RuleBasedStateMachine):
         again=st.booleans(),
     )
     def change(self, which: int, key: str, value: int, again: bool) -> None:
-        """A supervisor changes the config, and perhaps starts the roles again, which the change has ended."""
+        """Let a supervisor change the config, which ends the claims of the roles; with `again`, restart the roles."""
         if not self.supervisors:
             return
         self.supervisors[which % len(self.supervisors)].log.follow()
@@ -203,13 +203,13 @@ class Run(RuleBasedStateMachine):
 
     @rule(ahead=st.integers(0, 2), rounds=st.integers(1, 3))
     def train(self, ahead: int, rounds: int) -> None:
-        """All goes as it should: whoever has the roles knows of everything."""
+        """Train some versions without a fault: the newest actors read the whole log before each step."""
         for what in [*["commit"] * ahead, *["commit", "publish"] * rounds]:
             self.work([("publish" if self.model.latest < 0 else what, -1, True, 1)])
 
     @rule(fault=st.lists(st.sampled_from(["before", "after", "killed before", "killed after"]), max_size=2))
     def fail(self, fault: list[str]) -> None:
-        """What happens to the next writes of an entry."""
+        """Set the faults of the next writes of an entry."""
         Lossy.faults.clear()
         Lossy.faults.extend(fault)
 
@@ -222,7 +222,7 @@ class Run(RuleBasedStateMachine):
             newest = self.model.claims.get(actor.writer.role, {}).get("n")
             assert actor.writer.valid() == (actor.writer.claim == newest)
 
-    # --- roles work -------------------------------------------------------------------------------------------
+    # --- work of roles ----------------------------------------------------------------------------------------
 
     @rule(
         work=st.lists(
@@ -237,7 +237,7 @@ class Run(RuleBasedStateMachine):
         )
     )
     def work(self, work: list[tuple[str, int, bool, int]]) -> None:
-        """Whoever does it may have read the log just now, or a while ago."""
+        """Let actors work; each actor has read the log just before (`fresh`) or some steps ago."""
         for what, which, fresh, drawn in work:
             actors: list[Any] = self.schedulers if what in ("dispatch", "commit") else self.learners
             if not actors:
@@ -248,7 +248,7 @@ class Run(RuleBasedStateMachine):
                 self.act(actors, which, partial(getattr(self, what), drawn=drawn))
 
     def dispatch(self, scheduler: Scheduler, drawn: int) -> None:
-        """Groups are issued under the version that it knows of; some are given up, and perhaps run again."""
+        """Issue groups under the newest version that the scheduler knows, and discard some running groups."""
         if scheduler.log.state.version < 0:
             return
         for _ in range(1 + drawn % 4):
@@ -259,32 +259,32 @@ class Run(RuleBasedStateMachine):
                 scheduler.discard(step % len(scheduler.running), reason, 5 * (step % 2))
 
     def commit(self, scheduler: Scheduler, drawn: int) -> Entry | None:
-        """A batch, in most cases one that is not too far ahead."""
+        """Commit a batch, which in most cases is not too far ahead of the version."""
         state = scheduler.log.state
         if state.version < 0 or (drawn and scheduler.next > state.version + state.alpha):
             return None
         return scheduler.commit(drawn)
 
     def publish(self, learner: Learner, drawn: int) -> Entry | None:
-        """What it trained on waits in the state that it has read, which may be an old one."""
+        """Publish a version if its batch waits in the state that the learner has read, which may be an old state."""
         state = learner.log.state
         return learner.publish() if state.version < 0 or state.version in state.waiting else None
 
     def void(self, learner: Learner, drawn: int) -> Entry | None:
-        """Any batch that waits as far as the learner knows, also one behind others."""
+        """Void any batch that waits in the learner's state, not only the next batch."""
         waiting = list(learner.log.state.waiting)
         cause: Any = "not-finite" if drawn % 2 else "damaged"
         return learner.void(waiting[drawn % len(waiting)], cause) if waiting else None
 
     def prune(self, learner: Learner, drawn: int) -> Entry | None:
-        """Something of what nothing needs, and seldom nothing."""
+        """Prune some objects that no version needs; seldom prune none."""
         return learner.prune(drawn) if learner.log.state.releasable or not drawn else None
 
-    # --- entries that nobody would write ----------------------------------------------------------------------
+    # --- entries that no role would write ---------------------------------------------------------------------
 
     @rule(data=st.data(), times=st.integers(1, 5))
     def draw(self, data: st.DataObject, times: int) -> None:
-        """Entries are drawn, by small changes of legal ones: the fold takes what the model takes, and nothing else."""
+        """Draw entries by small changes of legal entries; check that fold and model accept the same entries."""
         state = self.states[-1]
         before = snapshots.to_bytes(state)
         for _ in range(times):
@@ -299,7 +299,7 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def whole(self) -> None:
-        """From the first entry, from snapshots, and by having followed: the same; and the story is sound."""
+        """Check the whole log, and that folds from entry 0, from snapshots and by following give the same state."""
         for actor in self.actors:
             actor.log.follow()
             actor.log.settle()

@@ -62,7 +62,7 @@ def test_unnamed_object_is_garbage_once_its_claim_is_superseded(run: LocalStore)
     for path in left:
         age(run, path, 100)
     assert list_orphans(run, store_clock(run)) == []
-    new = Supervisor(run)  # deposes no healthy role
+    new = Supervisor(run)  # a new supervisor deposes no healthy role
     assert list_orphans(run, store_clock(run)) == []
     fresh = left_by(actors, run)
     Learner(run, new.writer.claim)
@@ -89,12 +89,12 @@ def test_younger_orphans_are_not_listed(run: LocalStore) -> None:
 
 
 def test_pruned_object_that_still_exists_is_garbage(run: LocalStore) -> None:
-    """The learner is killed between the entry and the deletion, once per version."""
+    """For each version the learner is killed after the pruning entry, before the deletion."""
     actors = Actors.begin(run)
     for _ in range(9):
         actors.train(1, prune=False)
         if actors.learner.log.state.releasable:
-            actors.learner.prune()  # and dies
+            actors.learner.prune()  # the learner dies before it deletes any object
     found = list_orphans(run, store_clock(run))
     state = Log(run).state
     gone = {
@@ -145,7 +145,7 @@ def needed(store: ObjectStore) -> set[str]:
 
 
 def test_version_in_evaluation_is_no_garbage(run: LocalStore) -> None:
-    """If a learner has postponed a pruning and dies, the next learner prunes."""
+    """If a learner postpones a pruning and dies, the next learner prunes the version."""
     begin(run, keep_last=2, keep_every=100)
     policies, writer = train(run, 8)
     weights = policies.find(3).weights[0].path
@@ -174,7 +174,7 @@ def test_voided_batch_file_is_no_garbage(run: LocalStore) -> None:
 
 
 def test_object_of_unknown_origin_is_no_garbage(run: LocalStore) -> None:
-    """The path has no claim, a claim without an entry, or an entry that is no claim."""
+    """The path of the object names no claim, a claim without an entry, or an entry that is no claim."""
     actors = Actors.begin(run).train(1)
     published = actors.learner.log.state.published
     strange = [
@@ -249,7 +249,7 @@ def test_log_with_a_refused_entry_has_no_garbage(run: LocalStore) -> None:
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_log_with_a_misplaced_entry_has_no_garbage(run: LocalStore, follows: bool) -> None:
-    """A learner's claim under its supervisor deposes the learner before; without a supervisor it is refused."""
+    """A learner's claim under its supervisor deposes the previous learner; a claim without a supervisor is refused."""
     actors = Actors.begin(run).train(2)
     left_by(actors, run)
     state, at = Log(run).state, store_clock(run)
@@ -308,7 +308,7 @@ def test_collection_during_depositions_keeps_needed_objects() -> None:
     try:
         while (len(freed) < 10 or not any(freed)) and collector.is_alive():
             actors.train(2, prune=False)
-            actors.learner.prune()  # and dies before it deletes anything
+            actors.learner.prune()  # the learner dies before it deletes any object
             store.put(f"policies/00009999/{actors.learner.writer.claim}/weights.safetensors", b"left")
             store.put(f"trajectories/00000009-{actors.scheduler.writer.claim}-0a.arrow", b"left")
             under = Supervisor(store)

@@ -38,7 +38,7 @@ def groups_of(store: MemoryStore, number: int) -> list[GroupKey]:
 
 
 def test_fates_names_each_fate_of_a_dispatch(store: MemoryStore) -> None:
-    """A dispatch is left behind, then in a voided batch, then open, then trained on; another one is filtered."""
+    """A prompt's dispatches are preempted, in a voided batch, open and trained on; another prompt's is filtered."""
     actors = Actors.begin(store).train(2)
     stale, gone = actors.scheduler.dispatch(2), actors.scheduler.dispatch(2)
     actors.scheduler.discard(0, DiscardReason.STALE)
@@ -81,7 +81,7 @@ def test_in_flight_fate_names_the_newest_batch(store: MemoryStore) -> None:
     actors.learner.void(0)
     actors.scheduler.log.follow()
     actors.scheduler.begin()
-    *_, left = (actors.scheduler.dispatch(0) for _ in range(3))  # two are the batch's groups
+    *_, left = (actors.scheduler.dispatch(0) for _ in range(3))  # two of the three are the batch's groups
     actors.ahead()
     log = Log(store)
     assert (log.state.holes, log.state.next_batch, log.state.in_flight) == ([], 3, (left,))
@@ -139,7 +139,7 @@ def test_written_yields_the_whole_range_of_entries(store: MemoryStore, first: in
 
 @pytest.mark.parametrize("reason", [DiscardReason.FILTERED, DiscardReason.STALE])
 def test_fates_reads_no_further_than_the_last_fate(store: MemoryStore, read: list[str], reason: DiscardReason) -> None:
-    """No fate can follow if the prompt was filtered, or trained on at its second attempt."""
+    """No fate can follow after a prompt was filtered, or trained on at its second attempt."""
     actors = Actors.begin(store)
     key = actors.scheduler.dispatch(0)
     actors.scheduler.discard(0, reason)

@@ -55,12 +55,12 @@ def store() -> MemoryStore:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot after every fourth entry."""
+    """Write a snapshot after every fourth entry."""
     monkeypatch.setattr(snapshots, "EVERY", 4)
 
 
 def train(store: MemoryStore | LocalStore, versions: int) -> tuple[Supervisor, Scheduler, Learner]:
-    """Train a run with so many versions."""
+    """Train a run of `versions` versions."""
     create_run(store)
     supervisor = Supervisor(store)
     scheduler, learner = Scheduler(store, supervisor.writer.claim), Learner(store, supervisor.writer.claim)
@@ -97,8 +97,8 @@ def test_lost_race_is_decided_again_and_writes_data_once(store: MemoryStore) -> 
     create_run(store)
     supervisor = Supervisor(store)
     scheduler = Scheduler(store, supervisor.writer.claim)
-    learner = Learner(store, supervisor.writer.claim)  # one entry more than the scheduler has read
-    learner.publish()  # and another
+    learner = Learner(store, supervisor.writer.claim)  # the scheduler has not read this entry
+    learner.publish()  # the scheduler has not read this entry either
     scheduler.dispatch(0)
     scheduler.dispatch(0)
     scheduler.commit()
@@ -114,11 +114,11 @@ def test_check_raises_for_a_deposed_role(store: MemoryStore) -> None:
     learner = Log(store).claim("learner", supervisor.claim)
     learner.check()
     Learner(store, supervisor.claim)
-    assert learner.valid()  # as far as it has read
+    assert learner.valid()  # valid in the entries that the learner has read
     with pytest.raises(Deposed, match="this run has another learner now"):
         learner.check()
     assert not learner.valid()
-    supervisor.check()  # nobody has claimed that
+    supervisor.check()  # no other process has claimed this role
 
 
 def test_deposed_role_cannot_append(store: MemoryStore) -> None:
@@ -219,7 +219,7 @@ def test_append_with_a_lost_answer_is_stored_once(failing: Failing, fault: str) 
 
 
 def test_successor_continues_after_a_kill_at_any_write(failing: Failing) -> None:
-    """Whichever write was the last one, a committed entry counts once, and an uncommitted one never."""
+    """After a kill at any write, a committed entry counts once, and an uncommitted entry never counts."""
     create_run(failing)
     supervisor = Supervisor(failing)
     writes = 0
@@ -229,7 +229,7 @@ def test_successor_continues_after_a_kill_at_any_write(failing: Failing) -> None
         def nth(path: str, victim: int = victim) -> str:
             nonlocal writes
             if path.startswith("log_"):
-                return ""  # a thread of its own
+                return ""  # background writes of snapshots never fail
             writes += 1
             return "killed" if writes == victim % 13 + 1 else ""
 
@@ -265,7 +265,7 @@ def replayed(store: MemoryStore) -> object:
     return Log(copy).state
 
 
-# --- many at once ----------------------------------------------------------------------------------------------
+# --- concurrent writers and readers ----------------------------------------------------------------------------
 
 
 @pytest.mark.many
@@ -473,7 +473,7 @@ def test_snapshot_restores_the_same_state(store: MemoryStore) -> None:
     assert snapshots.from_bytes(snapshots.to_bytes(state)) == state
 
 
-# --- what an entry is ------------------------------------------------------------------------------------------
+# --- the contents of an entry ----------------------------------------------------------------------------------
 
 
 def test_long_entry_moves_its_lists_to_an_index_object(store: MemoryStore) -> None:

@@ -106,12 +106,12 @@ def test_refused_append_writes_nothing_and_is_not_retried(store: Counting, pause
 
 
 def test_data_is_written_once_over_all_tries(store: Counting, pauses: list[float]) -> None:
-    """The view was too old, another writer was first, or the store did not answer."""
+    """An append is retried because its view was old, another writer was first, or the store did not answer."""
     create_run(store)
     supervisor = Supervisor(store)
     learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
     learner.publish()
-    scheduler.dispatch(0)  # under a version that its own log has not read of
+    scheduler.dispatch(0)  # under a version that the scheduler's log has not read
     scheduler.dispatch(0)
     Counting.broken["log"] = [Unreachable("no answer"), Conflict("somebody was first"), Unreachable("no answer")]
     scheduler.commit()
@@ -217,7 +217,7 @@ def test_start_reads_entries_appended_meanwhile(store: Counting, monkeypatch: py
 
     monkeypatch.setattr(Counting, "list", busy)
     assert Log(store).state == other.state
-    assert other.state.n == 2  # and no segment has any of them
+    assert other.state.n == 2  # no segment has any of the lost entries
 
 
 def test_missing_only_entry_is_corrupt(store: Counting) -> None:
@@ -256,7 +256,7 @@ def test_start_reads_all_entries_after_a_snapshot(where: str, store: Counting, t
 def test_lost_race_retries_only_the_entry(
     kind: type[MemoryStore] | type[LocalStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another entry is appended after the data was written; the data stays."""
+    """Another entry is appended after the data was written; the written data is not written again."""
     run = MemoryStore(uuid.uuid4().hex) if kind is MemoryStore else LocalStore(tmp_path)
     named: list[str] = []
     create_naming = kind.create_naming

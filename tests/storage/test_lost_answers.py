@@ -55,7 +55,7 @@ def test_append_read_by_another_thread_returns_its_entry(monkeypatch: pytest.Mon
 
     def meanwhile(seconds: float) -> None:
         store.arrive()
-        log.follow()  # as another thread of this process does
+        log.follow()  # another thread of this process could call this
 
     monkeypatch.setattr(log_module.time, "sleep", meanwhile)
     store.loses = True
@@ -98,7 +98,7 @@ def test_unsynced_entry_is_synced_before_it_counts(tmp_path: Path, monkeypatch: 
 def test_synced_folders_are_not_pickled(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     store.create("a/b", b"x")
-    sent = pickle.loads(pickle.dumps(store))  # noqa: S301 - as Ray hands it on
+    sent = pickle.loads(pickle.dumps(store))  # noqa: S301 - Ray pickles stores
     assert (sent, sent.get("a/b")) == (store, b"x")
     assert (bool(store._synced), sent._synced) == (True, set())
 

@@ -117,7 +117,7 @@ def test_half_fetched_folder_is_never_used(cache: Path, processes: list[multipro
 def test_half_fetched_folder_is_removed_by_the_next_fetch(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
-    """Any run's fetch removes it, because its own run may have ended."""
+    """Any run's fetch removes an incomplete folder, because the folder's own run may have ended."""
     for store in ("s3://ended", "s3://one"):
         assert answered(start(processes, half_filler, cache, store))
     os.kill(processes[0].pid or 0, signal.SIGKILL)
@@ -133,7 +133,7 @@ def test_held_folders_stay_and_others_are_limited(
 ) -> None:
     assert answered(start(processes, holder, cache, "old"))
     for number in range(2 * KEPT):
-        os.utime(next(cache.glob("*/old")), (0, 0))  # the longest unused of all
+        os.utime(next(cache.glob("*/old")), (0, 0))  # the least recently used folder
         hold(cache, str(number), store=f"s3://{number}")
         assert "old" in names(cache)
         assert len(names(cache)) <= KEPT
@@ -196,7 +196,7 @@ def test_incomplete_folder_is_filled_again_even_if_held(cache: Path) -> None:
 def test_folder_from_before_the_last_boot_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files were never synced."""
+    """The files of a cached folder were never synced, so a power cut may have truncated them."""
     before = hold(cache).folder
     (tmp_path / "boot").write_text("another")
     monkeypatch.setattr(cache_of_a_node, "BOOT", tmp_path / "boot")
@@ -227,7 +227,7 @@ def test_run_context_pickles_without_local_paths(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "there"))
     packed = pickle.dumps(RunContext("s3://bucket/runs/one", tmp_path / "here"))
     assert str(tmp_path).encode() not in packed
-    arrived = pickle.loads(packed)  # noqa: S301 - as Ray does
+    arrived = pickle.loads(packed)  # noqa: S301 - Ray pickles stores
     assert arrived.uri == "s3://bucket/runs/one"
     assert arrived.cache.is_relative_to(tmp_path / "there")
 
@@ -238,11 +238,11 @@ def test_each_node_has_its_own_cache_folder(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert node_cache().is_relative_to(tmp_path / "home/.rollflow")
     own = tmp_path / f"rollflow-{os.getuid()}"
-    with monkeypatch.context() as nobody:  # a user that only a container's start knows of
+    with monkeypatch.context() as nobody:  # a user id without an entry in the password database
         nobody.delenv("HOME")
         nobody.setattr("pwd.getpwuid", {}.__getitem__)
         assert node_cache().is_relative_to(own)
-    monkeypatch.setenv("HOME", "/proc/nobody")  # where nothing can be written
+    monkeypatch.setenv("HOME", "/proc/nobody")  # a home folder where no file can be written
     assert node_cache().is_relative_to(own)
     assert own.stat().st_mode & 0o777 == 0o700
     own.chmod(0o777)

@@ -30,7 +30,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a run at alpha 2.5 with discards of each reason, a voided and reformed batch, and a waiting batch."""
     run = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(entries_module, "LARGEST", 1_000)  # of a batch that gives up many, the lists lie elsewhere
+        # a small limit, so that a batch with many discards has an index object
+        patched.setattr(entries_module, "LARGEST", 1_000)
         write(LocalStore(run))
     return run
 
@@ -103,7 +104,7 @@ def test_good_run_has_no_violation(run: Path) -> None:
     assert numbers(run, "batch-voided")
 
 
-# --- faults: of the log -------------------------------------------------------------------------------------------
+# --- faults of the log --------------------------------------------------------------------------------------------
 
 
 def test_alpha_altered_in_the_config_is_found(run: Path) -> None:
@@ -120,7 +121,7 @@ def test_alpha_altered_and_resealed_is_found(run: Path) -> None:
 
 
 def test_wrong_alpha_is_found_by_the_trained_groups(run: Path) -> None:
-    """The hash chain is valid, but a batch was started earlier than the synchronous mode allows."""
+    """The hash chain is valid, but a batch's groups were started before the version that synchronous mode requires."""
     forge(run, 0, lambda body: body["config"].update(async_ratio=0))
     found = violations(run)
     assert found
@@ -161,7 +162,7 @@ def test_altered_index_is_found(run: Path) -> None:
     assert found.endswith(": its index was altered")
 
 
-# --- faults: what the log says ------------------------------------------------------------------------------------
+# --- faults in the contents of entries ----------------------------------------------------------------------------
 
 
 def test_a_stale_group_is_found(run: Path) -> None:
@@ -242,7 +243,7 @@ def test_skipped_version_is_found(run: Path) -> None:
     assert f"{n}: not of the batch before" in violations(run)
 
 
-# --- faults: what the batches' files say --------------------------------------------------------------------------
+# --- faults in the batches' files ---------------------------------------------------------------------------------
 
 
 def with_rows(run: Path, change: Callable[[TrajectoryBatch], TrajectoryBatch]) -> int:

@@ -36,7 +36,7 @@ def test_one_of_two_learners_publishes(run: ObjectStore) -> None:
             policies, writer = learning(run)
             try:
                 publish(policies, writer, version)
-            except (Conflict, KeyError):  # deposed, refused, or the batch is trained on already
+            except (Conflict, KeyError):  # the learner was deposed or refused, or the batch was already trained on
                 losses.append(writer.claim)
 
         together(race, race)
@@ -125,7 +125,7 @@ RULES = st.fixed_dictionaries(
 @given(RULES, st.integers(1, 20))
 @settings(deadline=None, max_examples=50)
 def test_prune_keeps_exactly_the_needed_objects(rules: dict[str, int], versions: int) -> None:
-    """The check is made after every version."""
+    """After every version, storage has exactly the needed objects."""
     run = MemoryStore(uuid.uuid4().hex)
     begin(run, **rules)
     (batches, scheduler), (policies, learner) = scheduling(run), learning(run)
@@ -142,7 +142,7 @@ def test_retention_by_hand(run: ObjectStore) -> None:
     begin(run, keep_last=3, keep_every=4)
     policies, _ = train(run, 11, prune=True)
     found = present(policies)
-    assert found["weights"] == {0, 3, 4, 7, 8, 9, 10}  # each kept version, and what it can be trained again from
+    assert found["weights"] == {0, 3, 4, 7, 8, 9, 10}  # each kept version, and its base
     assert found["state"] == {0, 3, 7, 8, 9, 10}
     assert all(policies.find(version).number == version for version in range(11))
 
@@ -164,14 +164,15 @@ def test_prune_appends_its_entry_before_deleting(memory: MemoryStore, monkeypatc
 
 
 def test_version_in_evaluation_is_not_pruned(memory: MemoryStore) -> None:
-    """The next learner must wait, too."""
+    """A learner that starts during the evaluation must not prune the version either."""
     begin(memory, keep_last=2, keep_every=100)
     train(memory, 8)
     evaluated = False
     policies, writer = learning(memory)
     policies = PolicyStore(policies.log, in_use=lambda version: version == 3 and not evaluated)
     policies.prune(writer)
-    assert present(policies) == {"weights": {0, 3, 5, 6, 7}, "state": {0, 5, 6, 7}}  # whose state evaluates nothing
+    # an evaluation needs no learner state
+    assert present(policies) == {"weights": {0, 3, 5, 6, 7}, "state": {0, 5, 6, 7}}
     assert policies.prune(writer) == ()
     evaluated = True
     assert policies.prune(writer) == ((3, "weights"),)

@@ -1,4 +1,4 @@
-"""Tests of each refusal of the fold: an entry with a single fault is refused for it, and changes nothing."""
+"""Tests of each refusal of the fold: an entry with a single fault is refused for this fault, and changes no state."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ Change = Callable[[Rich], tuple[Role, int, Json]]
 
 
 def by(role: Role, kind: str, under: Role | None = None) -> Change:
-    """Return a legal entry of a kind, but by another role or under another claim."""
+    """Return an otherwise legal entry of a kind, by another role or under another claim."""
     return lambda rich: (role, rich.state.newest_claim(under or role), rich.entry(kind)[2])
 
 
@@ -121,7 +121,7 @@ def issued(change: Callable[[int, int], list[int]]) -> Change:
 
 
 def given_up(change: Callable[[int, int], list[list[int]]]) -> Change:
-    """Return batch 7 with discards of other dispatches than its first one, which is open."""
+    """Return batch 7 with discards of dispatches other than its first dispatch, which is open."""
 
     def changed(body: Json) -> Json:
         assert body["discards"]
@@ -160,7 +160,7 @@ def publish(**fields: object) -> Change:
 
 
 def of(number: int) -> Callable[[Rich], int]:
-    """The entry of a batch."""
+    """Return the entry of batch `number`."""
     return lambda rich: int(rich.model.alive[number]["n"])
 
 
@@ -170,7 +170,7 @@ def prune(*objects: tuple[int, str]) -> Change:
 
 NEVER = "that can be pruned"
 REFUSALS: dict[str, tuple[Change, str]] = {
-    # who
+    # roles
     "a learner commits": (by("learner", "batch-committed"), "a learner does not append batch-committed"),
     "a supervisor voids": (by("supervisor", "batch-voided"), "a supervisor does not append batch-voided"),
     "a scheduler publishes": (by("scheduler", "version-published"), "a scheduler does not append version-published"),
@@ -228,7 +228,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "a version without weights": (publish(weights=[]), "version 7 has no weights"),
     "of another batch": (publish(batch_entry=1), "version 7 was not trained on its batch"),
     "of no batch": (publish(batch_entry=None), "version 7 was not trained on its batch"),
-    # retention: keep_last is 1, and alpha makes it 3; every fourth stays, and the state of every other version
+    # retention: alpha raises keep_last from 1 to 3; every fourth version is kept, and every second has state
     "the newest weights": (prune((6, "weights")), "the weights of version 6 must stay"),
     "the newest state": (prune((6, "state")), "the state of version 6 must stay"),
     "weights within alpha": (prune((4, "weights")), "version 4 must stay"),

@@ -1,4 +1,4 @@
-"""Tests of snapshots and segments: which exist, which are read, and what waits for them."""
+"""Tests of snapshots and segments: which ones exist, which ones are read, and which calls wait for them."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def test_newest_readable_snapshot_is_used(store: Counting, junk: bytes) -> None:
     assert snapshots.newest_snapshot(store).n == 11
     store.put(eleventh, junk)
     assert snapshots.newest_snapshot(store).n == 7
-    store.put(eleventh, store.get(seventh))  # a whole one, under the name of another
+    store.put(eleventh, store.get(seventh))  # an intact snapshot under the name of another snapshot
     assert snapshots.newest_snapshot(store).n == 7
-    store.delete(entry_path(7))  # nothing says that it is of this log
+    store.delete(entry_path(7))  # without this entry, the snapshot may be of another log
     assert snapshots.newest_snapshot(store).n == 3
     assert Log(store).state == newest
 
@@ -151,7 +151,7 @@ def test_unclaimed_role_has_the_claim_nobody(store: Counting) -> None:
 
 
 class Crowded(MemoryStore):
-    """A store whose reads of entries wait until so many reads are pending."""
+    """A store whose reads of entries wait until a given number of reads is pending."""
 
     crowd: ClassVar[threading.Barrier | None] = None
 
@@ -167,7 +167,7 @@ def test_entries_after_a_snapshot_are_read_in_parallel(monkeypatch: pytest.Monke
     store = Crowded(uuid.uuid4().hex)
     create_run(store)
     learner = Learner(store, Supervisor(store).writer.claim)
-    learner.publish()  # four entries
+    learner.publish()  # the log now has four entries
     for _ in range(4):
         learner = Learner(store, learner.log.state.newest_claim("supervisor"))
     held: list[int] = []

@@ -1,8 +1,8 @@
 """Tests of stores and channel with random sequences of commits, publications, deaths, damage and repeated calls.
 
-The test remembers which entry committed each batch, and what was trained on. The channel may lease only batches that
-wait by the log, and the owner of a role is never refused. At the end the audit, from storage alone, must find every
-dispatch with one fate. `test_fold` tests the rules of the log in the same way.
+The test remembers which entry committed each batch, and which groups were trained on. The channel may lease
+only batches that wait according to the log, and the owner of a role is never refused. At the end the audit, which reads
+storage alone, must find exactly one fate for every dispatch. `test_fold` tests the rules of the log in the same way.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Scheduler:
         self.begin()
 
     def begin(self) -> None:
-        """From the log alone."""
+        """Start from the log alone."""
         self.batches.log.follow()
         found = ResumePoint.of_state(self.batches.log.state)
         self.number, self.voids = found.number, found.voids
@@ -61,7 +61,7 @@ class Scheduler:
 
     @property
     def place(self) -> int:
-        """The batch it will commit next."""
+        """The number of the batch that this scheduler will commit next."""
         return self.missing[0] if self.missing else self.number
 
     def dispatch(self) -> None:
@@ -73,7 +73,7 @@ class Scheduler:
             self.running.append(GroupKey(self.issued[-1], 0))
 
     def discard(self, key: GroupKey, reason: DiscardReason) -> None:
-        """A group failed, was left behind, or was filtered for good."""
+        """Discard a group that failed, was preempted or was filtered."""
         self.running.remove(key)
         self.discards.append(Discard(key, reason, 0, 3))
         if reason.issued_again:
@@ -82,7 +82,7 @@ class Scheduler:
             self.mixture.note_filtered(key.prompt)
 
     def commit(self, version: int) -> tuple[Entry, bytes]:
-        """Form a batch of what runs longest."""
+        """Form a batch of the groups that have run longest, and commit it."""
         while len(self.running) < GROUPS:
             self.dispatch()
         taken, self.running = self.running[:GROUPS], self.running[GROUPS:]
@@ -106,7 +106,7 @@ class Learner:
         self.writer = log.claim("learner")
 
     def publish(self, version: int, batch_entry: int | None) -> None:
-        """A version, and then what it pushes out of retention."""
+        """Publish a version, and prune the objects that retention then releases."""
         files = {"weights/model.safetensors": b"w", "learner/state.safetensors": b"s"}
         weights, state = ((stored,) for stored in self.policies.stage(self.writer, version, files))
         self.policies.publish(self.writer, VersionPublished(version, batch_entry, weights, state))
@@ -124,7 +124,7 @@ class Run(RuleBasedStateMachine):
         self.log = Log(self.store)
         self.log.claim("supervisor")
         self.runner = asyncio.Runner(loop_factory=VirtualClockLoop)
-        self.committed: dict[int, bytes] = {}  # entry -> what it committed
+        self.committed: dict[int, bytes] = {}  # entry -> the bytes of the batch that it committed
         self.trained: dict[int, tuple[GroupKey, ...]] = {}
         self.learner = Learner(self.store)
         self.learner.publish(0, None)
@@ -143,24 +143,24 @@ class Run(RuleBasedStateMachine):
 
     @property
     def waiting(self) -> dict[int, CommittedBatch]:
-        """What waits by the log."""
+        """The batches that wait according to the log."""
         self.log.follow()
         return self.log.state.waiting
 
     @rule()
     def new_channel(self) -> None:
-        """The channel died, and another one was started."""
+        """Replace the channel, as after its death."""
         source = StoredBatches(TrajectoryStore(Log(self.store)))
         self.channel: Channel[object] = Channel(ALPHA + 1, source, self.version)
 
     @rule()
     def new_scheduler(self) -> None:
-        """Another one starts from the log; the old ones may be dead, or only slow."""
+        """Start another scheduler from the log; the old schedulers may be dead, or only slow."""
         self.schedulers = [*self.schedulers[-2:], Scheduler(self.store)]
 
     @rule()
     def new_learner(self) -> None:
-        """Another one starts, and the old one publishes nothing more."""
+        """Start another learner, and check that the old learner can publish no version."""
         old, self.learner = self.learner, Learner(self.store)
         if self.version in self.waiting:
             with pytest.raises(Deposed):
@@ -174,7 +174,7 @@ class Run(RuleBasedStateMachine):
         filtered=st.integers(0, 3),
     )
     def dispatch(self, which: int, count: int, failing: int, slow: int, filtered: int) -> None:
-        """Groups are issued; some of them fail or are too slow, and most that are filtered are of one source."""
+        """Issue groups, and discard some as failed, stale or filtered; most filtered groups are of one source."""
         scheduler = self.schedulers[which % len(self.schedulers)]
         for _ in range(count):
             scheduler.dispatch()
@@ -191,7 +191,7 @@ class Run(RuleBasedStateMachine):
         hears=st.sampled_from([True, True, False]),
     )
     def commit(self, which: int, puts: list[int], hears: bool) -> None:
-        """Batches are committed and handed over, or not, or repeatedly, by one who has heard of voids, or not yet."""
+        """Commit batches, and put each into the channel zero to two times; the scheduler may not know of a void yet."""
         for times in puts:
             scheduler = self.schedulers[which % len(self.schedulers)]
             scheduler.batches.log.follow()
@@ -200,7 +200,7 @@ class Run(RuleBasedStateMachine):
             self.commit_one(scheduler, times)
 
     def commit_one(self, scheduler: Scheduler, puts: int) -> None:
-        """One batch; or its scheduler learns that it is not the one."""
+        """Commit one batch, unless the scheduler is deposed."""
         if scheduler.place > self.version + ALPHA:
             return
         try:
@@ -216,7 +216,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(["flipped", "cut", "gone"]), where=st.sampled_from([0, 0, 1]), met=st.booleans())
     def damage(self, how: Damage, where: int, met: bool) -> None:
-        """A batch rots that nobody has trained on, and perhaps the learner meets it at once."""
+        """Damage the file of an untrained batch; with `met`, let the learner read it at once."""
         waiting = sorted(self.waiting)
         if not waiting:
             return
@@ -228,7 +228,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(["flipped", "cut", "gone"]), puts=st.integers(0, 2))
     def make_again(self, how: Damage, puts: int) -> None:
-        """The batch that is to be trained on rots, is voided, and formed again; perhaps its put is lost."""
+        """Damage the next batch to train on, so that it is voided, and form it again; with no `puts`, lose its put."""
         if self.version in self.waiting:
             self.damage(how, 0, met=True)
             scheduler = max(self.schedulers, key=lambda one: one.writer.claim)
@@ -237,14 +237,14 @@ class Run(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 3), afresh=st.booleans())
     def learn(self, times: int, afresh: bool) -> None:
-        """The learner leases its batch and trains on it, or voids it; every call may be repeated."""
+        """Let the learner lease its batch, and train on the batch or void it, with each call repeated `times` times."""
         number, learner = self.version, self.learner
         waiting = learner.batches.waiting(number)
         try:
             for _ in range(times):
                 leased = self.runner.run(self.channel.lease(number, 0, afresh=afresh))
             assert waiting is not None
-            verify(waiting.file, leased)  # type: ignore[arg-type]  # it is the file's bytes
+            verify(waiting.file, leased)  # type: ignore[arg-type]  # the leased payload is the file's bytes
             stored = learner.batches.read(waiting.file)
         except TimeoutError:
             assert waiting is None
@@ -257,7 +257,7 @@ class Run(RuleBasedStateMachine):
         assert leased == stored == self.committed[waiting.entry]
         learner.publish(number + 1, waiting.entry)
         with pytest.raises(EntryRefused):
-            learner.publish(number + 1, waiting.entry)  # the call is repeated
+            learner.publish(number + 1, waiting.entry)  # a repeated call is refused
         self.trained[number] = tuple(one.key for one in waiting.groups)
         for _ in range(times):
             self.runner.run(self.channel.ack(number))
@@ -265,7 +265,7 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def whole(self) -> None:
-        """From storage alone, once what is damaged was noticed: clean, and nobody's prompt is lost."""
+        """Void damaged batches; then check from storage alone that the audit is clean and that no prompt is lost."""
         self.schedulers = [Scheduler(self.store)]
         [scheduler] = self.schedulers
         for number in sorted(self.waiting):
@@ -284,7 +284,7 @@ class Run(RuleBasedStateMachine):
         assert scheduler.behind == Counter(d.key.prompt for d in self.discards() if d.slow and d.key.prompt in again)
 
     def discards(self) -> list[Discard]:
-        """All that was given up, by the entries."""
+        """Return all discards that the log's entries record."""
         bodies = [entry.body for entry in of_kind(self.store, BatchCommitted)]
         return [one for body in bodies if isinstance(body, BatchCommitted) for one in body.discards]
 

@@ -186,7 +186,7 @@ def test_a_voided_batch_is_formed_again(run: ObjectStore) -> None:
     assert [found.body for found in of_kind(run, BatchVoided)] == [BatchVoided(0, entry.n, "too short")]
     assert first.waiting(0) is None
     with pytest.raises(EntryRefused, match=r"attempt=0\) is not open"):
-        first.commit(scheduler, replace(staged(), issued=(), discards=()))  # what was voided stays so
+        first.commit(scheduler, replace(staged(), issued=(), discards=()))  # a voided batch stays voided
     second, data = first.commit(scheduler, staged(attempt=1))
     assert second.n > entry.n
     assert other.read(file_of(other, 0)).equals(content(data))
@@ -225,7 +225,7 @@ def test_state_counts_the_redraws_of_a_prompt(memory: MemoryStore) -> None:
     entry, _ = batches.commit(writer, staged(attempt=2))
     memory.delete(file_of(batches, 0).path)
     assert batches.void(writer, 0, "gone")
-    assert known() == (dict.fromkeys(prompts, 2), 2)  # what was damaged is drawn as it was
+    assert known() == (dict.fromkeys(prompts, 2), 2)  # prompts of damaged batches keep their seeds
     batches.commit(writer, staged(attempt=3))
     assert known() == (dict.fromkeys(prompts, 2), 2)
     publish(policies, learner)
@@ -253,7 +253,7 @@ def test_discards_include_those_of_voided_commits(run: ObjectStore, monkeypatch:
         made.append(entry.n)
     first, other = staged(1).discards, TrajectoryStore(Log(run))
     assert [other.discards(entry) for entry in made] == [first, first + gone[:1], first + gone]
-    for number in (0, 2):  # which lie before it, and between
+    for number in (0, 2):  # batches before the voided batch, and between its commits
         assert other.discards(other.log.state.waiting[number].entry) == staged(number).discards
 
 
@@ -350,7 +350,7 @@ def test_unseen_void_gives_no_dispatch_two_fates(run: ObjectStore) -> None:
 def test_void_keeps_the_cursor(run: ObjectStore) -> None:
     """With two sources, batch 1 of three is lost: its group and those in flight are open, but not the filtered ones."""
     batches, writer = ready(run, async_ratio=2, sources=2)
-    groups, filtered = ((0, 1), (2,), (6,)), ((3,), (4, 5), (8,))  # by batch
+    groups, filtered = ((0, 1), (2,), (6,)), ((3,), (4, 5), (8,))  # prompts of each batch
     issued = (0, 1, 2, 3), (4, 5, 6), (8, 10)
     for number, prompts in enumerate(groups):
         gone = tuple(Discard(GroupKey(prompt, 0), DiscardReason.FILTERED, 0, 7) for prompt in filtered[number])

@@ -114,7 +114,7 @@ def test_lost_file_is_written_again_with_its_entry(tmp_path: Path) -> None:
     assert TrajectoryStore(Log(sound)).read(waiting.file) is not None
 
 
-# --- an answer that is not the truth: it failed, says the disk, and did what it was asked for ------------------
+# --- false answers: the disk reports a failure, although the operation succeeded -------------------------------
 
 
 def lost_answers(monkeypatch: pytest.MonkeyPatch, call: str, *, done: bool = True) -> None:

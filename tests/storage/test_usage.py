@@ -21,7 +21,7 @@ from rollflow.tasks.runtime.cpu import CpuClock
 from tests.support.waiting import until
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
-BURNT = 0.6  # what is seen of 0.7: user and system time are each told in whole ticks of ten milliseconds, rounded down
+BURNT = 0.6  # measured of 0.7 CPU seconds, because user and system time are rounded down to ticks of 10 ms
 
 
 def test_role_total_survives_replaced_processes(tmp_path: Path) -> None:
@@ -29,9 +29,10 @@ def test_role_total_survives_replaced_processes(tmp_path: Path) -> None:
     first, second = CpuUsage(), CpuUsage()
     first.note([CpuCost("learner", "a:1:1", 10.0), CpuCost("scheduler", "a:2:1", 5.0)])
     first.note([CpuCost("learner", "a:1:1", 30.0)])
-    first.note([CpuCost("learner", "a:3:9", 0.5)])  # its successor
+    first.note([CpuCost("learner", "a:3:9", 0.5)])  # the process that replaced it
     store_usage(run, "one", first)
-    second.note([CpuCost("learner", "a:3:9", 4.0), CpuCost("scheduler", "a:2:1", 4.0)])  # seen by another supervisor
+    # measured by another supervisor
+    second.note([CpuCost("learner", "a:3:9", 4.0), CpuCost("scheduler", "a:2:1", 4.0)])
     store_usage(run, "two", second)
     assert read_usage(run).totals() == {"learner": 34.0, "scheduler": 5.0}
 
@@ -58,7 +59,7 @@ def test_actor_reports_its_own_and_its_childrens_usage(monkeypatch: pytest.Monke
             assert time.monotonic() < limit
             time.sleep(0.05)
         child.communicate(b"\n")
-    assert BURNT <= clock.read()[1].seconds - before["engine core"] < 5.0  # it was waited for, and is counted once
+    assert BURNT <= clock.read()[1].seconds - before["engine core"] < 5.0  # the ended process is counted once
 
 
 @pytest.mark.long

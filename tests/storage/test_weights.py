@@ -50,7 +50,7 @@ def opened(run: ObjectStore) -> PolicyStore:
 
 
 def lying(cache: Path) -> list[str]:
-    """List the folders in a node's cache."""
+    """List the folders that lie in a node's cache."""
     return sorted(path.name for path in cache.glob("*/*") if path.name != ".lock")
 
 
@@ -95,7 +95,7 @@ def test_a_damaged_cache_is_fetched_again(tmp_path: Path) -> None:
 
 
 def test_bytes_are_read_once_per_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes are hashed during the fetch, and later callers find them checked; so it is with a store's own files."""
+    """Bytes are hashed during the fetch, and not by later callers; a store's own files are also hashed once."""
     hashed = []
     check = policies._check
     monkeypatch.setattr(policies, "_check", lambda *of: (hashed.append(of[0].path), check(*of)))
@@ -108,7 +108,7 @@ def test_bytes_are_read_once_per_node(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_next_version_releases_the_last_one(tmp_path: Path) -> None:
-    """The last requested version stays, however many versions others fetch."""
+    """The last version that a process requested stays, however many versions other processes fetch."""
     run = open_store(f"memory://{uuid.uuid4().hex}")
     version = published(run)
     store, other = opened(run), opened(run)
@@ -140,7 +140,7 @@ def test_other_weights_of_a_number_have_their_own_folder(tmp_path: Path) -> None
 
 
 def fetched(run: ObjectStore, version: PolicyVersion, cache: Path, start: Barrier) -> Path:
-    """Fetch in a separate process."""
+    """Fetch a version's weights in a separate process."""
     start.wait(60)
     return opened(run).weights_folder(version, cache)
 

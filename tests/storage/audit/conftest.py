@@ -20,13 +20,13 @@ def store() -> MemoryStore:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot after every fourth entry."""
+    """Write a snapshot after every fourth entry."""
     monkeypatch.setattr(snapshots, "EVERY", 4)
 
 
 @pytest.fixture
 def run(store: MemoryStore) -> MemoryStore:
-    """Return a run as `lagging`, without snapshots and stored audits."""
+    """Return a run of `lagging`, without snapshots and stored audits."""
     lagging(store)
     assert audit(store).clean
     forget(store)

@@ -35,12 +35,13 @@ class Counted:
 
 @pytest.mark.parametrize("length", [5, 50])
 def test_second_audit_reads_only_new_entries(store: MemoryStore, watched: Watched, length: int) -> None:
-    """The number of reads is the same after fifty versions as after five."""
+    """The second audit makes the same number of reads after 50 versions as after 5."""
     actors = Actors.begin(store).train(length)
     with Counted(watched) as whole:
         first = audit(watched)
     known = len(read(store))
-    assert whole.reads["log"] <= known + AT_ONCE + 1  # so many beyond the end at most, however long the log is
+    # at most `AT_ONCE` reads beyond the log's end, for any length of the log
+    assert whole.reads["log"] <= known + AT_ONCE + 1
     actors.train(2, prune=False)
     new = len(read(store)) - known
     assert new == 4
@@ -48,8 +49,8 @@ def test_second_audit_reads_only_new_entries(store: MemoryStore, watched: Watche
         report = audit(watched)
     assert report.clean
     assert (report.since, report.entries) == (known, known + 4)
-    again = 2 + recheck.NEWEST  # entries 0 and 1, and the newest ones, besides the one that it goes on from
-    assert second.reads["log"] <= 1 + again + 4 + 8  # the new ones, and free numbers behind them
+    again = 2 + recheck.NEWEST  # reads of entries 0 and 1 and of the newest entries
+    assert second.reads["log"] <= 1 + again + 4 + 8  # and reads of the new entries, and of free numbers after them
     assert second.reads["trajectories"] == 2
     assert second.reads["policies"] == 4  # weights and state of two versions
     assert second.reads["audits"] == 1
@@ -152,7 +153,8 @@ def test_deep_audit_reads_everything_again(store: MemoryStore) -> None:
     store.put(path, b"damaged")
     assert audit(store).clean
     assert [(v.kind, v.where) for v in audit(store, deep=True).violations] == [("altered", path)]
-    assert [(v.kind, v.where) for v in audit(store).violations] == [("altered", path)]  # nobody vouches for it now
+    # no stored audit covers the object any more
+    assert [(v.kind, v.where) for v in audit(store).violations] == [("altered", path)]
     store.put(path, data)
     assert audit(store).clean
 
@@ -183,7 +185,7 @@ def test_only_the_newest_audits_stay(store: MemoryStore) -> None:
 
 
 def test_bytes_read_at_a_time_are_limited(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before one more is begun as many have ended as there is no room for beside it; one alone may be larger."""
+    """A read begins only if all reads together stay within the limit; a single larger object is read alone."""
     monkeypatch.setattr(objects, "MOST_BYTES", 10)
     ended: list[objects.ObjectFinding] = []
     before = []

@@ -1,7 +1,7 @@
 """Tests of alterations of a finished run by an attacker with write access, and of the checks that find them.
 
 All hashes and chains that depend on the altered part are recomputed, and the results of earlier audits are removed.
-The run is real, with prompts, log and learner; only its responses are made up.
+The run is real, with prompts, log and learner; only its responses are artificial.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.small_run import prepare_small, train_small
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("alterations")]
 PAGE = Path(__file__).parents[3] / "docs" / "audit.md"
 ALTERATIONS = all_alterations()
-UNSEEN = [  # a replay takes seconds
+UNSEEN = [  # only alterations that the audit does not find, because a replay takes seconds
     pytest.param(one, marks=[] if one.what in ("a reward", "one weight") else pytest.mark.soak, id=one.what)
     for one in ALTERATIONS
     if "audit" not in one.by
@@ -38,7 +38,7 @@ UNSEEN = [  # a replay takes seconds
 
 @dataclass
 class Finished:
-    """A finished run, and two hashes of its log that are kept elsewhere."""
+    """A finished run, and two anchors of its log, which are kept elsewhere."""
 
     context: RunContext
     anchors: tuple[Anchor, Anchor]
@@ -108,5 +108,5 @@ def test_number_of_alterations_does_not_shrink() -> None:
 
 
 def test_documentation_has_the_alterations_table() -> None:
-    """`python -m tests.support.alterations_of_log` prints the table."""
+    """The documentation contains the table that `python -m tests.support.alterations_of_log` prints."""
     assert table() in PAGE.read_text()

@@ -20,7 +20,7 @@ def test_group_with_one_of_four_samples_is_missing(run: MemoryStore) -> None:
     assert found(run) == {("missing", path)}
     report = audit(run)
     assert "has 1 of 4 samples: [0]" in report.violations[0].what
-    assert report.trajectories == (VERSIONS - 1) * 2 * G  # those of a batch that is wrong are not counted
+    assert report.trajectories == (VERSIONS - 1) * 2 * G  # trajectories of a faulty batch are not counted
 
 
 @pytest.mark.parametrize(("samples", "told"), [((0, 0, 0, 0), "{0: 4}"), ((3, 1, 2, 3), "{3: 2}")])
@@ -53,7 +53,8 @@ def all_five(group: TrajectoryGroup) -> TrajectoryGroup:
     return replace(group, trajectories=(replace(first, sample=0), *others, replace(first, sample=4)))
 
 
-@pytest.mark.parametrize("key", ["redundant_responses", "extra_responses"])  # the second is its earlier name
+# the second key is an earlier name of the first
+@pytest.mark.parametrize("key", ["redundant_responses", "extra_responses"])
 def test_any_four_of_the_surplus_responses_are_clean(store: MemoryStore, key: str) -> None:
     Actors.begin(store, rollout={key: 1}).train(2)
     rebatched(store, 1, lambda groups: [of_first(group, sample=4) for group in groups])
@@ -83,7 +84,7 @@ def test_wrong_counts_and_versions_in_an_entry_are_found(
 
 
 def test_wrong_started_version_in_a_file_is_found(run: MemoryStore) -> None:
-    """The start is later than its tokens and its entry; then it is earlier."""
+    """The file's started version is first later, then earlier than the tokens and the entry say."""
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
     assert found(run) == {("lineage", path), ("stale", path)}
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=0)])
@@ -91,14 +92,14 @@ def test_wrong_started_version_in_a_file_is_found(run: MemoryStore) -> None:
 
 
 def test_single_stale_trajectory_is_found(run: MemoryStore) -> None:
-    """Only the file shows the fault, not the entry."""
+    """The file shows the stale trajectory; the entry does not."""
     path = rebatched(run, 5, lambda groups: [of_first(groups[0], started_version=1), groups[1]])
     assert found(run) == {("lineage", path), ("stale", path)}
     assert "batch 5 has a trajectory of staleness 4, async_ratio is 3" in {v.what for v in audit(run).violations}
 
 
 def test_wrong_start_in_file_and_entry_is_found(run: MemoryStore) -> None:
-    """File and entry agree, but the tokens are older."""
+    """File and entry agree on a started version, but the tokens are of older versions."""
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
     changed(run, committed(run, 3).n, lambda body: replace(body, groups=(body.groups[0], said(body, started=2))))
     assert found(run) == {("stale", path)}
@@ -115,7 +116,7 @@ def of_all(group: TrajectoryGroup, **change: object) -> TrajectoryGroup:
 
 
 def test_tokens_of_a_future_version_are_stale(run: MemoryStore) -> None:
-    """The fault is in the file, then in the entry, too."""
+    """First only the file has tokens of a future version, then the entry has them, too."""
 
     def later(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
         return [groups[0], of_first(groups[1], versions=(-1, 2, 4))]
@@ -178,7 +179,7 @@ def test_swapped_batch_files_are_found(run: MemoryStore) -> None:
 
 
 def test_entries_with_swapped_files_are_found(run: MemoryStore) -> None:
-    """Size and hash match, but the contents differ from the entries."""
+    """Sizes and hashes match, but the contents of the files differ from the entries."""
     second, third = committed(run, 2), committed(run, 3)
     assert isinstance(second.body, BatchCommitted)
     assert isinstance(third.body, BatchCommitted)

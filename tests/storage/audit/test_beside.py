@@ -99,7 +99,7 @@ def test_pruning_during_an_audit_is_clean(store: MemoryStore, watched: Watched) 
     assert (report.violations, report.versions) == ([], 3)
     report = audit(watched)
     assert (report.violations, report.versions) == ([], 7)
-    store.delete(weights_of(store, 6))  # and now nobody has pruned it
+    store.delete(weights_of(store, 6))  # an object that no entry has pruned
     assert {(v.kind, v.where) for v in audit(watched, deep=True).violations} == {("missing", weights_of(store, 6))}
 
 
@@ -131,7 +131,7 @@ def appended(store: MemoryStore, entry: Entry) -> None:
 
 @pytest.mark.parametrize("of", ["batch", "weights"])
 def test_refused_entry_during_an_audit_excuses_nothing(store: MemoryStore, watched: Watched, of: str) -> None:
-    """The entry is a void of a trained batch, or a pruning of a needed object."""
+    """The refused entry voids a trained batch, or prunes a needed object."""
     Actors.begin(store).train(2)
     last, batch = published(store, 2), committed(store, 1).n
     path = file_of(store, 1) if of == "batch" else weights_of(store, 2)
@@ -148,7 +148,7 @@ def test_refused_entry_during_an_audit_excuses_nothing(store: MemoryStore, watch
 
 
 def test_void_during_an_audit_counts_after_a_lost_entry(store: MemoryStore, watched: Watched) -> None:
-    """The folded state does not contain the batch."""
+    """After a lost entry the folded state does not contain the voided batch, but the void counts."""
     actors = Actors.begin(store).train(2)
     actors.ahead()
     actors.learner.log.follow()

@@ -23,7 +23,7 @@ from tests.support.log_runs import Actors, RealScheduler, changed, of_kind, read
 
 
 def changed_run(alpha: float = 2.0, count: int = 3, /, **given: Any) -> tuple[MemoryStore, Actors]:
-    """Create a run that continues under another config for as many versions."""
+    """Create a run of `count` versions under one config, and `count` more versions under another."""
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, alpha, versions=9)
     actors.train(count)
@@ -48,7 +48,7 @@ def test_changed_run_audits_clean(given: dict[str, Any]) -> None:
     store, _ = changed_run(**given)
     assert audit(store).clean
     assert audit(store, deep=True).clean
-    assert audit(store).clean  # from the checkpoint on
+    assert audit(store).clean  # this audit continues from the stored result
     assert [one.config_sha256 for one in _bodies(store)] == [one.sha256 for one in recorded_configs(Log(store))[1:]]
     assert list_orphans(store, 0.0) == []
 
@@ -112,7 +112,7 @@ def test_forged_change_is_found(forge: Any, kinds: set[str]) -> None:
 
 
 def test_removed_change_is_found() -> None:
-    """Without the change the roles would continue, but new claims follow although no role was deposed."""
+    """Without the change the old claims would be valid, but the log has new claims of the roles."""
     store, _ = changed_run(2.0, 2, async_ratio=0, rollout={"redundant_responses": 2})
     entries = [entry for entry in read(store) if not isinstance(entry.body, ConfigChanged)]
     rewritten(store, entries)
@@ -176,7 +176,7 @@ def test_random_runs_audit_clean(steps: list[tuple[str, int]]) -> None:
 
 
 def train(actors: Actors, count: int) -> None:
-    """Train so many versions, on the waiting batch or on one more batch."""
+    """Train `count` versions, on the waiting batch or on one more batch."""
     for _ in range(count):
         actors.learner.log.follow()
         if actors.learner.log.state.version not in actors.learner.log.state.waiting:

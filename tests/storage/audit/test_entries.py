@@ -34,7 +34,7 @@ from tests.support.log_runs import (
 @pytest.mark.parametrize("segments", [True, False])
 @pytest.mark.parametrize("how", ["missing", "altered", "cut"])
 def test_damaged_entry_is_found(store: MemoryStore, how: str, segments: bool) -> None:
-    """With the entry's segment all later entries are checked; without it, as far as possible."""
+    """With the segment of a damaged entry all later entries are checked; without it, as many as possible."""
     Actors.begin(store).train(VERSIONS)
     if not segments:
         forget(store)
@@ -66,7 +66,7 @@ def test_several_missing_entries_are_read_from_their_segments(store: MemoryStore
 
 
 def test_segment_with_another_entry_repairs_nothing(store: MemoryStore) -> None:
-    """The segment's entry is intact and follows the entry before, but the next entry names another hash."""
+    """The segment's entry is intact and follows the previous entry, but the next entry names another hash."""
     Actors.begin(store).train(VERSIONS)
     lines = store.get("log_segments/0000000004.jsonl").split(b"\n")
     lines[2] = encode(replace(read(store)[6], at=0.0)).data
@@ -95,7 +95,7 @@ def test_several_missing_entries_are_one_gap(run: MemoryStore) -> None:
 
 @pytest.mark.parametrize("end", [9, 10])
 def test_long_hole_in_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
-    """A plain audit lists the log, too, and finds stray entries after a gap that readers take for the end."""
+    """A plain audit also lists the log, so it finds stray entries after a gap that readers take for the log's end."""
     monkeypatch.setattr("rollflow.storage.log.reading.AHEAD", 4)
     store = LocalStore(tmp_path)
     Actors.begin(store).train(VERSIONS)
@@ -240,7 +240,7 @@ def test_hash_chain_is_checked_after_a_lost_entry(run: MemoryStore) -> None:
 
 
 def test_damaged_newest_entry_is_reported(store: MemoryStore) -> None:
-    """The entry is reported as damaged, and not as missing, too."""
+    """The entry is reported once, as damaged, and not also as missing."""
     actors = Actors.begin(store).train(1)
     actors.ahead()
     actors.scheduler.log.settle()
@@ -260,7 +260,7 @@ def test_retention_is_checked_after_a_lost_entry(run: MemoryStore) -> None:
 
 @pytest.mark.parametrize("how", ["flipped", "gone"])
 def test_each_damaged_object_is_named(run: MemoryStore, how: str) -> None:
-    """Only a missing newest entry that no witness has seen is not found."""
+    """Each fault is found, except a missing newest entry that no witness has seen."""
     newest = len(read(run)) - 1
     for path in list(run.list()):
         data = run.get(path)

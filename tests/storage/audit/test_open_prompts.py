@@ -12,7 +12,7 @@ from tests.support.log_runs import Actors
 
 
 def hold_back(store: MemoryStore, alpha: float, batches: int) -> Actors:
-    """Create a run whose first dispatch is still open after so many batches."""
+    """Create a run whose first dispatch is still open after `batches` batches."""
     actors = Actors.begin(store, alpha)
     actors.scheduler.log.follow()
     actors.scheduler.dispatch(0)
@@ -33,7 +33,7 @@ def test_prompt_that_stays_open_is_listed(store: MemoryStore, alpha: float) -> N
 
 
 def test_prompt_that_ended_is_not_listed(store: MemoryStore) -> None:
-    """The first dispatch is discarded as stale in the end."""
+    """At the end of the run the first dispatch is discarded as stale, so it is not listed."""
     actors = hold_back(store, 0.0, 9)
     assert audit(store, deep=True).overdue != []
     actors.scheduler.log.follow()

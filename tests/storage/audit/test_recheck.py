@@ -45,7 +45,7 @@ def test_altered_alpha_in_entry_0_is_found(audited: MemoryStore) -> None:
 
 
 def test_altered_alpha_is_found_despite_an_altered_audit(audited: MemoryStore) -> None:
-    """The audit's state has the other alpha, too, but entry 1 still follows the original entry 0."""
+    """The state of the stored audit also has the altered alpha, but entry 1 still names the original entry 0."""
     resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
     found, _ = audit_checkpoints.find_newest(audited)
     first = first_anchor(audited).sha256
@@ -83,7 +83,7 @@ def test_short_log_is_checked_again(store: MemoryStore) -> None:
 
 
 def test_plain_audit_finds_a_stray_entry(tmp_path: Path) -> None:
-    """The entry lies far behind the end of a log in a folder, where readers look only at the next numbers."""
+    """The stray entry lies far after the end of a log in a folder, where readers look only at the next numbers."""
     store = LocalStore(tmp_path)
     Actors.begin(store).train(2)
     assert audit(store).clean

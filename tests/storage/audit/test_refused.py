@@ -66,12 +66,12 @@ def test_commit_with_a_second_fate_is_a_duplicate(
     [
         (0, {"started": -1}),
         (3, {"started": -1}),
-        (3, {"newest": 0}),  # which is before its start
+        (3, {"newest": 0}),  # the newest version is older than the group's start
         (3, {"started": 4, "newest": 4}),
     ],
 )
 def test_commit_of_future_versions_is_folded_as_fresh(run: MemoryStore, number: int, said: dict[str, int]) -> None:
-    """Its entry and its file (with other versions) are reported, but no later entry."""
+    """The commit's entry and its file (with other versions) are reported, but no later entry."""
     n, whole = committed(run, number).n, audit(run)
     changed(run, n, lambda body: replace(body, groups=(body.groups[0], body.groups[1]._replace(**said))))
     assert found(run) == {("stale", entry_path(n)), ("lineage", file_of(run, number))}
@@ -79,7 +79,7 @@ def test_commit_of_future_versions_is_folded_as_fresh(run: MemoryStore, number: 
 
 
 def test_commit_with_a_wrong_count_is_not_stale(run: MemoryStore) -> None:
-    """Its groups started and ended under version 0, the newest at that time."""
+    """The commit's groups started and ended under version 0, which was the newest version then."""
     n = committed(run, 0).n
     changed(run, n, lambda body: replace(body, rows=body.rows + 1))
     assert audit(run).violations[0].kind == "lineage"
@@ -125,7 +125,7 @@ def test_attempt_trained_on_twice_is_a_duplicate(store: MemoryStore) -> None:
 
 
 def test_inserted_commit_in_the_middle_is_found(run: MemoryStore) -> None:
-    """The same commit is inserted again: its number exists already. Later entries are folded."""
+    """A commit is inserted twice, so its batch number exists already. Later entries are folded."""
     again = committed(run, 2)
     inserted(run, again.n + 1, again)
     assert found(run) == {("duplicate", entry_path(again.n + 1))}
@@ -158,18 +158,18 @@ def test_first_few_refused_entries_are_named(run: MemoryStore, monkeypatch: pyte
         "gap",
         "stale",
         "gap",
-    ]  # the first one is not passed over
+    ]  # the first refused entry is named, too
     assert (last.kind, last.where) == ("lineage", entry_path(len(read(run)) - 1))
     count = int(last.what.split()[3])
     monkeypatch.setattr("rollflow.storage.log.tolerant_fold.MOST", count)
     refused = [violation.what for violation in audit(run).violations if "refused entries" in violation.what]
-    assert (count > 3, refused) == (True, [])  # all are named
+    assert (count > 3, refused) == (True, [])  # all refused entries are named
     elsewhere = {(violation.kind, violation.where) for violation in violations if violation.where[:4] != "log/"}
-    assert elsewhere == {("stale", file_of(run, 2))}  # as its entry is; and what was pruned is not missed
+    assert elsewhere == {("stale", file_of(run, 2))}  # the entry is stale, too, and pruned objects are not missing
 
 
 def test_object_pruned_after_a_skipped_entry_is_not_missing(store: MemoryStore) -> None:
-    """The pruning is refused, too, because version 1 and all later ones are missing."""
+    """Without version 1 all later versions are missing, so the pruning is also refused."""
     Actors.begin(store).train(9)
     n = published(store, 1).n
     rewritten(store, [one for one in read(store) if one.n != n])
@@ -196,11 +196,11 @@ def test_inserted_version_is_found(run: MemoryStore) -> None:
     skipping = replace(entry.body, number=VERSIONS + 2, batch_entry=waits)  # type: ignore[arg-type]
     inserted(run, at, replace(entry, body=skipping))
     assert found(run) == {("gap", entry_path(at))}
-    assert audit(run).trajectories == whole.trajectories  # the batch that it names waits as ever
+    assert audit(run).trajectories == whole.trajectories  # the named batch still waits
 
 
 def test_version_published_twice_replaces_no_other(run: MemoryStore) -> None:
-    """The weights of the valid version are missing; another entry names existing ones."""
+    """The weights of the valid version are missing; a second entry for the version names existing weights."""
     entry, lost, there = published(run, VERSIONS), weights_of(run, VERSIONS), weights_of(run, VERSIONS - 1)
     inserted(run, entry.n + 1, replace(entry, body=replace(entry.body, weights=(stored(run, there),))))  # type: ignore[arg-type]
     assert found(run) == {("lineage", entry_path(entry.n + 1))}
@@ -229,7 +229,7 @@ def test_inserted_void_of_a_trained_batch_is_found(run: MemoryStore) -> None:
 
 @pytest.mark.parametrize("head", [{"version": 99}, {"version": 0}, {"batch": 99}])
 def test_wrong_head_of_an_entry_is_one_violation(run: MemoryStore, head: dict[str, int]) -> None:
-    """The needed objects do not change: a version that does not exist makes no other one superfluous."""
+    """A claimed version that does not exist does not change which objects are needed."""
     entries, lost, damaged = read(run), weights_of(run, VERSIONS), file_of(run, 5)
     run.delete(lost)
     run.put(damaged, b"damaged")
@@ -246,7 +246,7 @@ def test_skipped_entry_does_not_set_the_newest_version(run: MemoryStore) -> None
     """The entry's file is compared with the newest version at its commit."""
     entry, lost = committed(run, 2), weights_of(run, VERSIONS)
     at = entry.n + 1
-    inserted(run, at, replace(entry, version=99))  # once more
+    inserted(run, at, replace(entry, version=99))  # the refused entry, with a wrong version
     run.delete(lost)
     assert found(run) == {("duplicate", entry_path(at)), ("missing", lost)}
 
@@ -289,7 +289,7 @@ def test_empty_batch_is_found(run: MemoryStore) -> None:
 
 
 def test_entry_after_a_skipped_one_sets_no_newest_version(run: MemoryStore) -> None:
-    """With the claimed version 10**6, no other version would be needed."""
+    """If the claimed version 10**6 counted, no other version would be needed."""
     entry, lost = committed(run, 2), weights_of(run, VERSIONS)
     at = entry.n + 1
     inserted(run, at, entry)

@@ -38,7 +38,7 @@ from tests.support.log_runs import (
     sha256_of,
 )
 
-# --- what is counted -------------------------------------------------------------------------------------------
+# --- counts ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
@@ -177,15 +177,15 @@ def test_unpruned_missing_object_is_found(store: MemoryStore) -> None:
     forget(store)
     state = Log(store).state
     assert [v for v in range(10) if not state.retention.is_needed("weights", v, 9)] == [1, 2, 5]
-    store.delete(weights_of(store, 1))  # not needed: it may be gone
+    store.delete(weights_of(store, 1))  # this object is not needed, so it may be missing
     assert found(store) == set()
     forget(store)
     kept = [path for path in store.list() if path.startswith(("policies", "trajectories"))]
     report = audit(store, deep=True)
     assert (report.objects, report.bytes) == (len(kept), sum(len(store.get(path)) for path in kept))
     forget(store)
-    store.put(weights_of(store, 5), b"something else")  # not needed, but there
-    store.delete(weights_of(store, 4))  # kept for good
+    store.put(weights_of(store, 5), b"something else")  # this object is not needed, but it exists
+    store.delete(weights_of(store, 4))  # the weights of this version are kept forever
     assert found(store) == {("altered", weights_of(store, 5)), ("missing", weights_of(store, 4))}
 
 
@@ -199,7 +199,7 @@ def test_pruned_object_that_is_needed_is_found(run: MemoryStore) -> None:
     assert found(run) == {("lineage", entry_path(len(entries))), ("missing", weights_of(run, VERSIONS))}
 
 
-# --- a log that others have seen otherwise ---------------------------------------------------------------------
+# --- a log that differs from what witnesses saw ----------------------------------------------------------------
 
 
 def test_log_truncated_after_an_audit_is_found(run: MemoryStore) -> None:
@@ -271,7 +271,7 @@ def test_unreachable_witness_proves_nothing(store: MemoryStore, watched: Watched
 
 
 def test_witness_with_a_wrong_name_proves_nothing(store: MemoryStore) -> None:
-    """The name has a later entry, or another hash."""
+    """The witness's name contains the number of a later entry, or another hash."""
     Actors.begin(store).train(2)
     [*_, path] = store.list("log_snapshots")
     state = snapshots.from_bytes(store.get(path))
