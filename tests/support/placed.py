@@ -16,6 +16,7 @@ import ray
 
 from rollflow.flows.services import cluster
 from rollflow.tasks.actors.rollout import start_engine
+from rollflow.tasks.run.context import RunContext
 from tests.support.small_run import prepare_small
 
 ENGINES = 3
@@ -28,9 +29,8 @@ CASES: dict[str, Mapping[str, Any]] = {
 }
 
 
-def nodes_of_engines(folder: Path, name: str, placement: Mapping[str, Any]) -> list[str]:
+def nodes_of_engines(context: RunContext) -> list[str]:
     """Return the nodes of a run's engines."""
-    context = prepare_small(folder, name, cluster={"placement": placement, "env": {"PLACED": name}})
     actors = [start_engine(context, number, 0.0) for number in range(ENGINES)]
     ray.get([actor.health.remote() for actor in actors], timeout=300)
     states = [ray._private.state.actors(actor._actor_id.hex()) for actor in actors]
@@ -40,9 +40,14 @@ def nodes_of_engines(folder: Path, name: str, placement: Mapping[str, Any]) -> l
 
 def main() -> None:
     address, folder = sys.argv[1], Path(sys.argv[2])
+    shared = {"address": address}
+    runs = {  # prepared first, because the checks attach to the cluster themselves
+        name: prepare_small(folder, name, cluster=shared | {"placement": placement, "env": {"PLACED": name}})
+        for name, placement in CASES.items()
+    }
     cluster.attach(address, "placed", deadline_seconds=60)
     there = next(node["NodeID"] for node in ray.nodes() if "rollout" in node["Resources"])
-    print(json.dumps([there, {name: nodes_of_engines(folder, name, placed) for name, placed in CASES.items()}]))
+    print(json.dumps([there, {name: nodes_of_engines(run) for name, run in runs.items()}]))
 
 
 if __name__ == "__main__":
