@@ -298,9 +298,9 @@ class Log:
             self._ahead |= zip(numbers, readers.map(self.store.get, map(entry_path, numbers)), strict=True)
 
     def _goes_on(self) -> bool:
-        """If a later entry exists, fold the missing entry, which was just written or is in a segment.
+        """Fold a missing entry if a later entry exists; return whether an entry was folded.
 
-        Return whether an entry was folded.
+        The missing entry was just written, or it is in a segment.
         """
         n = self._state.n + 1
         if self._is_near:  # listing the folder of a long run takes longer than some probes
