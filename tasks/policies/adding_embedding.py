@@ -1,10 +1,11 @@
 """A model's input embedding that adds its weight's gradient in place, only in the rows that were read.
 
-For each micro-batch, autograd builds a gradient of the whole vocabulary, zero except in the rows of its tokens, and
-then adds it: this takes as much memory again as the gradient. The sums here equal autograd's to the bit, except where
-the last layer has the same weight: there the order of the sums differs.
+For each micro-batch, autograd builds a gradient of the whole vocabulary, which is zero except in the rows of the
+micro-batch's tokens. Autograd then adds this gradient to `grad`, so it needs twice the memory of a gradient. The sums
+of this module equal autograd's sums to the bit, unless the last layer has the same weight as the embedding. With a
+shared weight, the order of the sums differs.
 
-Shapes: T tokens, U different ones among them, H hidden, V vocabulary.
+Shapes: T tokens, U different tokens among the T tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-LEAST_BYTES = 2**22  # least bytes of an embedding; a smaller one stays in the CPU's cache
+LEAST_BYTES = 2**22  # size from which on an embedding is handled; a smaller embedding stays in the CPU's cache
 
 
 class AddingEmbedding:
-    """The input embedding of `model`, if it is a plain one; autograd handles any other."""
+    """The input embedding of `model`, if it is a plain `nn.Embedding`; autograd handles any other embedding."""
 
     def __init__(self, model: Any) -> None:
         found: Any = None
-        with suppress(NotImplementedError):  # transformers does not know where the embedding is
+        with suppress(NotImplementedError):  # transformers raises this if it does not find the embedding
             found = model.get_input_embeddings()
         plain = type(found) is nn.Embedding and type(found.weight) is nn.Parameter
         asked = plain and not (found.sparse or found.scale_grad_by_freq or found.max_norm is not None)
@@ -33,15 +34,15 @@ class AddingEmbedding:
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """Have backward passes in the block add to the embedding's `grad` directly."""
+        """Make backward passes in the block add to the `grad` of the embedding's weight directly."""
         embedding = self._embedding
-        if embedding is None or "forward" in vars(embedding):  # replaced already, as by some libraries' hooks
+        if embedding is None or "forward" in vars(embedding):  # a library's hook has replaced `forward`
             yield
             return
         if not embedding.weight.requires_grad or embedding.weight.nbytes < LEAST_BYTES:
             yield
             return
-        # Without an input that needs a gradient there would be no backward pass.
+        # If no input of a function needs a gradient, autograd does not call the function's backward pass.
         started = torch.zeros((), requires_grad=True, device=embedding.weight.device)
         embedding.forward = lambda input: _AccumulateRows.apply(started, input, embedding)  # type: ignore[method-assign, no-untyped-call]
         try:
@@ -53,7 +54,7 @@ class AddingEmbedding:
 class _AccumulateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, ids: Tensor, embedding: nn.Embedding) -> Tensor:
-        ctx.weight_VH = embedding.weight  # hidden from autograd, whose hooks do not run
+        ctx.weight_VH = embedding.weight  # autograd does not see the weight, so its hooks do not run
         ctx.padding = embedding.padding_idx
         ctx.save_for_backward(ids)
         return nn.functional.embedding(ids, embedding.weight)

@@ -1,8 +1,8 @@
 """A model's last layer that adds its weight's gradient in place, some rows at a time.
 
-For each call, autograd builds the whole gradient and then adds it: this takes as much memory again as the gradient, for
-each part of a batch. At a vocabulary of 151,936 that is more than the logits of many tokens. Here only `PIECE_BYTES`
-are built at a time. The gradients equal autograd's to the bit: each element is the same sum.
+For each call, autograd builds the whole gradient and then adds it to `grad`, so it needs twice the memory of a
+gradient. At a vocabulary of 151,936 one gradient is larger than the logits of many tokens. This module builds only
+`PIECE_BYTES` of a gradient at a time. The gradients equal autograd's to the bit, because each element is the same sum.
 
 Shapes: M positions, H hidden, V vocabulary.
 """
@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-PIECE_BYTES = 2**22  # bytes of a gradient's rows, which stay in the CPU's cache while they are added
-ON_GPU = 16  # factor for GPUs, where each piece costs three kernel launches
+PIECE_BYTES = 2**22  # bytes of one piece of a gradient, which stays in the CPU's cache while it is added
+ON_GPU = 16  # factor of `PIECE_BYTES` on a GPU, where each piece costs three kernel launches
 
 
 class AddingLinear(nn.Module):
-    """Wrap `linear`, which has no bias. During `add_in_place`, a backward pass adds to its weight's `grad` directly.
+    """Wrap `linear`, a linear layer without bias.
 
-    The input must need a gradient then.
+    During `add_in_place`, a backward pass adds to the `grad` of the layer's weight directly, and the layer's input must
+    need a gradient.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -33,17 +34,17 @@ class AddingLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of `linear`: some models look at its type."""
+        """The weight of `linear`, as some models read the type of their last layer's weight."""
         return self.linear.weight
 
     @property
     def gains(self) -> bool:
-        """True if the gradient is larger than one piece."""
+        """True if the weight's gradient is larger than one piece, so that adding it in place saves memory."""
         return self.linear.weight.nbytes > _piece_bytes(self.linear.weight)
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """Add gradients in place during a block of forward and backward; autograd's hooks on the weight do not run."""
+        """Make backward passes in the block add gradients in place; autograd's hooks on the weight do not run."""
         self._adds = self.linear.weight.requires_grad
         try:
             yield
@@ -60,7 +61,7 @@ class AddingLinear(nn.Module):
 class _AccumulateLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, linear: nn.Linear) -> Tensor:
-        ctx.weight_VH = linear.weight  # hidden from autograd, whose hooks do not run
+        ctx.weight_VH = linear.weight  # autograd does not see the weight, so its hooks do not run
         ctx.save_for_backward(given)
         return nn.functional.linear(given, linear.weight)
 
@@ -73,13 +74,13 @@ class _AccumulateLinear(torch.autograd.Function):
 
 
 def _add(weight_VH: nn.Parameter, slope_MV: Tensor, given_MH: Tensor) -> None:
-    """Add the weight's gradient to its `grad`; S: rows of a piece."""
+    """Add the weight's gradient to the weight's `grad`, piece by piece. Shapes: S rows of a piece."""
     first = weight_VH.grad is None
     if first:
         weight_VH.grad = torch.empty_like(weight_VH)
     grad_VH = weight_VH.grad
     assert grad_VH is not None
-    # Pieces of equal size: for a single row some processors use another kernel.
+    # Pieces have equal sizes. A last piece of a single row would run in another kernel on some processors.
     pieces = max(1, grad_VH.nbytes // _piece_bytes(grad_VH))
     for some_VH, slope_MS in zip(grad_VH.tensor_split(pieces), slope_MV.tensor_split(pieces, dim=1), strict=True):
         made = slope_MS.t() @ given_MH
@@ -87,5 +88,5 @@ def _add(weight_VH: nn.Parameter, slope_MV: Tensor, given_MH: Tensor) -> None:
 
 
 def _piece_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a piece on the tensor's device."""
+    """Return the size in bytes of a piece on the tensor's device."""
     return PIECE_BYTES * (ON_GPU if tensor.device.type == "cuda" else 1)

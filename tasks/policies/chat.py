@@ -1,7 +1,7 @@
-"""The chat template of a policy folder, rendered at one moment.
+"""The chat template of a policy folder, rendered for a fixed time.
 
-A template may read the clock (`strftime_now`). Here that clock is fixed at the run's start, in UTC, so that a question
-has the same tokens on every machine and after each restart.
+A template may read the clock (`strftime_now`). The template's clock is fixed at the run's start, in UTC, so that a
+question has the same tokens on every machine and after each restart.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ ANOTHER_TIME = timedelta(days=400, hours=1, minutes=1, seconds=1)  # changes yea
 
 
 class ChatTemplate:
-    """Render conversations with the template of `tokenizer`, a transformers tokenizer that has one."""
+    """Render conversations with the chat template of `tokenizer`, a transformers tokenizer that has a template."""
 
     def __init__(self, tokenizer: Any, now: float) -> None:
-        """`now` is the time that the template's clock shows, in seconds since the epoch."""
+        """Fix the template's clock at `now`, in seconds since the epoch."""
         self._tokenizer, self._moment = tokenizer, datetime.fromtimestamp(now, UTC)
 
     def encode(self, text: str, system: str | None) -> list[int]:
-        """Return the prompt tokens of a question, up to the place where the policy continues.
+        """Return the prompt tokens of a question, up to the place where the policy's answer begins.
 
         Raises:
-            ConfigError: the template refuses the question or the system message.
+            ConfigError: the template rejects the question or the system message.
         """
         tokens = _attempt(system, lambda: self._apply(_build_messages(text, system), tokenize=True))
         return [int(token) for token in tokens]
@@ -40,15 +40,15 @@ class ChatTemplate:
         return cast(str, _attempt(system, lambda: self._apply(_build_messages(text, system), tokenize=False)))
 
     def check(self, system: str | None) -> None:
-        """Refuse a template that leaves out the system message or the question, or that is not deterministic.
+        """Reject a template that leaves out the system message or the question, or that is not deterministic.
 
         Raises:
-            ConfigError: the template fails the check; one sentence says what the user must change.
+            ConfigError: the template fails the check; the message says what the user must change.
         """
         try:
             rendered = self.render(QUESTION, system)
         except ConfigError:
-            self.render(QUESTION, None)  # also fails if the system message is not the cause
+            self.render(QUESTION, None)  # this call also fails if the system message is not the cause
             raise
         if QUESTION not in rendered:
             raise ConfigError(f"{_CHAT}: the policy's chat template leaves the question out of the prompt; {_NO_CHAT}")
@@ -61,12 +61,15 @@ class ChatTemplate:
             raise ConfigError(f"{_CHAT}: the policy's chat template gives another prompt each time; {_NO_CHAT}")
 
     def reads_clock(self, system: str | None) -> bool:
-        """Return True if a prompt depends on the moment at which it is rendered."""
+        """Return True if a prompt depends on the time that the template's clock shows."""
         later = ChatTemplate(self._tokenizer, (self._moment + ANOTHER_TIME).timestamp())
         return self.render(QUESTION, system) != later.render(QUESTION, system)
 
     def end_of_turn(self, special: Mapping[str, int]) -> int | None:
-        """Return the token in `special` that follows an answer; None if there is none, or no answer is allowed."""
+        """Return the token in `special` that follows an answer.
+
+        Return None if no special token follows an answer, or if the template rejects conversations with an answer.
+        """
         rendered = ""
         for system in (None, SYSTEM):  # some templates require a system message
             conversation = [*_build_messages(QUESTION, system), {"role": "assistant", "content": ANSWER}]

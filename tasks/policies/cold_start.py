@@ -1,9 +1,10 @@
-"""Cold start: supervise a small fresh policy on demonstrations until it solves some questions, but not all.
+"""Cold start: train a small new policy on demonstrations until the policy solves some questions, but not all.
 
-Teacher forcing on "question" "answer<end>", with a loss on the answer only. Accuracy is measured on the held-out
-questions, as in the run's evaluation. Between two evaluations the accuracy may rise by twenty points, and the exact
-rise depends on the machine's rounding. So training ends at the first evaluation at or above the target. Then bisection
-interpolates between the weights of the last two evaluations until the accuracy is at the target.
+Training is teacher forcing on "question" "answer<end>", with a loss on the answer only. Accuracy is measured on the
+held-out questions, as in the run's evaluation. Between two evaluations the accuracy may rise by twenty percentage
+points, and the exact rise depends on the machine's rounding. So training ends at the first evaluation at or above the
+target accuracy. Then a bisection interpolates between the weights of the two newest evaluations, until the accuracy is
+at the target.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from rollflow.tasks.policies.head import LMHead
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
-POOL = 20_000  # number of demonstrations to draw from
-WARMUP = 50  # supervised steps until the full learning rate
-CLOSE = 0.005  # largest accepted distance above the target accuracy
-LOOKS = 8  # most evaluations of a bisection
+POOL = 20_000  # number of demonstrations from which each batch is drawn
+WARMUP = 50  # number of supervised steps over which the learning rate rises
+CLOSE = 0.005  # largest accepted difference between the accuracy and the target accuracy
+LOOKS = 8  # largest number of evaluations in a bisection
 
 
 def cold_start(
@@ -37,10 +38,10 @@ def cold_start(
     report: Callable[[int, float], None],
     seed: int,
 ) -> float:
-    """Train `model` in place; return its accuracy. `report(step, accuracy)` is called at each evaluation.
+    """Train `model` in place; return the model's accuracy. `report(step, accuracy)` is called at each evaluation.
 
     Raises:
-        ConfigError: the target was not reached within `max_steps`.
+        ConfigError: the model did not reach the target accuracy within `max_steps`.
     """
     draw = random.Random(f"{seed}:cold start")
     pool = _Demonstrations(prompts, tokenizer, draw)
@@ -80,8 +81,11 @@ def _approach_target(
     accuracy: Callable[[Any], float],
     report: Callable[[float], None],
 ) -> float:
-    """Interpolate `model` (accuracy `found`) towards the weights `before`, down to `target`; return the accuracy."""
-    after, low, high = _copy_weights(model), 0.0, 1.0  # shares of the way from `before` to `after`
+    """Move the weights of `model` towards `before` until the accuracy falls to about `target`; return the accuracy.
+
+    `found` is the accuracy of `model` before the call.
+    """
+    after, low, high = _copy_weights(model), 0.0, 1.0  # shares: 0 is `before`, 1 is `after`
     for _ in range(LOOKS):
         if found - target <= CLOSE:
             break
@@ -98,13 +102,13 @@ def _approach_target(
 
 
 def _blend(model: Any, before: Sequence[Tensor], after: Sequence[Tensor], share: float) -> None:
-    """Set the model's weights to the point at `share` of the way from `before` to `after`."""
+    """Set the model's weights to an interpolation from `before` (`share` 0) to `after` (`share` 1)."""
     for parameter, first, last in zip(model.parameters(), before, after, strict=True):
         parameter.copy_(torch.lerp(first, last, share))
 
 
 class _Demonstrations:
-    """Demonstrations as (prompt tokens, answer tokens); each is built when it is first drawn."""
+    """Demonstrations as (prompt tokens, answer tokens); a demonstration is built when it is first drawn."""
 
     def __init__(self, prompts: RunPrompts, tokenizer: PolicyTokenizer, draw: random.Random) -> None:
         self._prompts, self._tokenizer, self._draw = prompts, tokenizer, draw
@@ -123,7 +127,7 @@ class _Demonstrations:
 
 
 def answer_loss(decoder: Any, head: LMHead, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Return the mean cross-entropy (nats) of the answers' tokens; `head` belongs to `decoder`'s model."""
+    """Return the mean cross-entropy (nats) of the answers' tokens; `decoder` and `head` are parts of one model."""
     longest = max(len(p) + len(a) for p, a in pairs)
     tokens = torch.zeros((len(pairs), longest), dtype=torch.long)
     mask = torch.zeros((len(pairs), longest), dtype=torch.bool)
@@ -140,9 +144,9 @@ def answer_loss(decoder: Any, head: LMHead, pairs: Sequence[tuple[Sequence[int],
 def generate_answers(
     model: Any, prompts: Sequence[Sequence[int]], end: int, longest: int, temperature: float, seed: int
 ) -> list[list[int]]:
-    """Generate an answer for each prompt, without its end token; greedy at temperature 0.
+    """Generate an answer for each prompt; return the answers' tokens without the end token.
 
-    Prompts of the same length run together.
+    At temperature 0 sampling is greedy. Prompts of the same length run in one batch.
     """
     generator = torch.Generator().manual_seed(seed)
     found: list[list[int]] = [[] for _ in prompts]
@@ -164,7 +168,7 @@ def generate_answers(
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Sample the next token of each row: (rows, 1)."""
+    """Sample the next token of each row; return (rows, 1) tokens."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)

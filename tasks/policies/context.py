@@ -10,7 +10,8 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-# Names of the context length in different architectures; a policy that reads images has them in `text_config`.
+# Keys of the context length in the config.json of different architectures. In the config of a policy that reads images,
+# these keys are in `text_config`.
 NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -22,18 +23,19 @@ NAMES = (
     "model_max_length",
 )
 ORIGINAL = "original_max_position_embeddings"
-PROBE = 32  # enough tokens for a policy without windows or scaled positions
-LONGEST_PROBE = 8448  # a longer probe would take longer than a train step
+PROBE = 32  # number of probe tokens for a policy without sliding windows or scaled positions
+LONGEST_PROBE = 8448  # largest number of probe tokens; a longer probe would take longer than a train step
 
 
 def context_length(config: Mapping[str, Any]) -> int:
-    """Return the longest prompt plus response, in tokens, for which learner and engines agree.
+    """Return the largest length of a prompt with its response, in tokens, at which learner and engines agree.
 
-    Linear scaling multiplies the length. LongRoPE is used up to its original length, where its factors change. Dynamic
-    scaling is used up to the config's length: beyond it, a log-prob depends on later tokens.
+    Linear scaling multiplies the context length. LongRoPE is used up to its original length, because the factors of
+    LongRoPE change at that length. Dynamic scaling is used up to the length in the config, because in a longer sequence
+    a log-prob depends on later tokens.
 
     Raises:
-        ConfigError: the config names no length.
+        ConfigError: the config names no context length.
     """
     text = text_config(config)
     named = ((name, text.get(name)) for name in NAMES)
@@ -58,7 +60,8 @@ def context_length(config: Mapping[str, Any]) -> int:
 def probe_length(config: Mapping[str, Any]) -> int:
     """Return the number of tokens that the weight-update probe needs.
 
-    The probe reaches past sliding windows and past the length from which positions are scaled, within the context.
+    The probe is longer than a sliding window, and longer than the length from which positions are scaled. It is never
+    longer than the context.
     """
     text = text_config(config)
     windows = [_window(text)]
@@ -68,10 +71,10 @@ def probe_length(config: Mapping[str, Any]) -> int:
 
 
 def check_window(config: Mapping[str, Any]) -> None:
-    """Refuse a sliding window that is not a number of tokens.
+    """Reject a config whose sliding window is not a number of tokens.
 
     Raises:
-        ConfigError: the message has the value.
+        ConfigError: the sliding window is not a whole number above 0; the message has the value.
     """
     window = _window(text_config(config))
     if window is not None and (type(window) is not int or window < 1):
@@ -81,18 +84,18 @@ def check_window(config: Mapping[str, Any]) -> None:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config that describes the text model."""
+    """Return a config with the keys of its text model, which some configs nest in `text_config`."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
 
 
 def _window(text: Mapping[str, Any]) -> Any:
-    """Return the sliding window that the config switches on."""
+    """Return the sliding window in tokens; None if the config does not use one."""
     return text.get("sliding_window") if text.get("use_sliding_window", True) else None
 
 
 def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the scalings of positions: one entry for all layers, or one for each kind of layer."""
+    """Yield the scalings of positions: one scaling for all layers, or one scaling for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         found = text.get(name)
         if isinstance(found, Mapping):
@@ -101,6 +104,6 @@ def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _original_length(text: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
-    """Return the length from which positions are scaled."""
+    """Return the length in tokens from which positions are scaled; None if the config does not name one."""
     found = scaling.get(ORIGINAL, text.get(ORIGINAL))
     return found if type(found) is int and found > 0 else None

@@ -1,7 +1,7 @@
-"""The policy folder of a run: architecture and tokenizer, an ordinary Hugging Face folder without weights.
+"""The policy folder of a run: an ordinary Hugging Face folder with architecture and tokenizer, but without weights.
 
-Every process of the run reads it; the weights come from the policy store, version by version. Nothing here
-imports torch, so that a run is checked before anything heavy starts.
+Every process of the run reads the policy folder; the weights of each version come from the policy store. This module
+does not import torch, so that a run is checked quickly before its processes start.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ COPIED = (
 
 
 def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]:
-    """Build the files of a small Llama policy: tied embeddings, byte-level BPE with single digits, fitted to `texts`.
+    """Build the files of a small Llama policy with tied embeddings and a byte-level BPE tokenizer trained on `texts`.
 
-    A Llama is chosen because every tool uses the `tokenizer.json` of a Llama unchanged. For some model types (Qwen2)
-    transformers uses a pre-tokenizer of its own, whatever the folder says.
+    The architecture is Llama, because every tool uses the `tokenizer.json` of a Llama unchanged. For some other model
+    types (Qwen2), transformers uses a pre-tokenizer of its own, whatever the folder says.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # Digits are single tokens, so that a sum is not a lookup. Words are not split, so that fixed phrases are one token.
+    # Each digit is a token, so that the policy must compute a sum instead of looking it up. Texts are not split into
+    # words, so that a fixed phrase may become one token.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -71,7 +72,7 @@ def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]
 
 
 def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
-    """Return the config.json of a Llama model, without its special tokens."""
+    """Return the config.json of a Llama model, without the ids of special tokens."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -83,19 +84,19 @@ def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
         "num_key_value_heads": cold.heads,
         "max_position_embeddings": cold.context,
         "hidden_act": "silu",
-        "initializer_range": 0.06,  # suits a narrow model; 0.02 needs twice the supervised steps
+        "initializer_range": 0.06,  # with 0.02 a narrow model needs twice the supervised steps
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
-        "attention_bias": True,  # as Qwen2 has for queries, keys and values; without it a cold start takes longer
+        "attention_bias": True,  # without these biases, a cold start takes longer
         "attention_dropout": 0.0,
         "bos_token_id": None,
     }
 
 
 def find_local_policy(path: str) -> Path | None:
-    """Return the folder that `policy.path` names, after checks of its files; None if it is a hub name."""
-    folder = Path(os.path.expanduser(path))  # with an unknown user name the path stays unchanged, and is not a folder
+    """Return the folder that `policy.path` names, after a check of its files; None if `path` is a hub name."""
+    folder = Path(os.path.expanduser(path))  # expanduser keeps an unknown "~name" unchanged
     if folder.is_dir():
         return _check_complete(path, folder)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -104,9 +105,9 @@ def find_local_policy(path: str) -> Path | None:
 
 
 def find_policy(path: str, download: bool = True) -> Path | None:
-    """Find the local folder of `policy.path`: a folder as it is, or a hub name from the hub's cache or the hub.
+    """Find the local folder of `policy.path`: the folder that it names, or a hub name's folder in the hub's cache.
 
-    Return None for a hub name that is not in the cache, if `download` is False.
+    A hub name that is not in the cache is downloaded, or gives None if `download` is False.
     """
     if (folder := find_local_policy(path)) is not None:
         return folder
@@ -127,17 +128,17 @@ def find_policy(path: str, download: bool = True) -> Path | None:
 
 
 def resolve_policy(path: str) -> Path:
-    """Return the folder of `policy.path`, downloaded from the hub if need be."""
+    """Return the folder of `policy.path`; download the policy from the hub if necessary."""
     found = find_policy(path)
     assert found is not None, "what is downloaded is there"
     return found
 
 
 def is_weights(path: str) -> bool:
-    """Return True if a file of a policy's folder belongs to its weights.
+    """Return True if a file of a policy's folder belongs to the policy's weights.
 
-    Some folders on the hub have the weights a second time, as `consolidated*.safetensors`: another tool's format, which
-    transformers does not read.
+    Some folders on the hub contain the weights a second time, as `consolidated*.safetensors`. Transformers does not
+    read these files.
     """
     name = path.rpartition("/")[2]
     return name.endswith((".safetensors", ".safetensors.index.json")) and not name.startswith("consolidated")
@@ -152,7 +153,7 @@ def weight_paths(path: str) -> list[Path]:
 
 
 def weight_files(path: str) -> dict[str, Data]:
-    """Memory-map the weights of an existing policy, with which a run starts, on the learner's machine."""
+    """Memory-map the weights of an existing policy, with which a run starts; call this on the learner's machine."""
     return {file.name: map_file(file) for file in weight_paths(path)}
 
 
@@ -172,21 +173,22 @@ def _check_complete(path: str, folder: Path) -> Path:
 
 
 def copy_folder(path: str) -> dict[str, bytes]:
-    """Read the files of an existing policy that a run stores, without the weights."""
+    """Read the files of an existing policy that a run stores in its policy folder, without the weights."""
     folder = resolve_policy(path)
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
 
 
 def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
-    """Return the files with the training type (`dtype`) in their config.json.
+    """Return the files of a policy folder, with `dtype`, the data type of training, in config.json.
 
-    Other tools load weights in the type named there; in another type they would compute other log-probs.
+    Other tools load weights in the data type that config.json names. In another type than that of training, a tool
+    would compute other log-probs.
     """
     try:
         config = dict(json.loads(files["config.json"]))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"policy.path: its config.json is no JSON object ({error}); save the policy again") from None
-    config.pop("dtype", None)  # the newer name; all versions of transformers read the older one
+    config.pop("dtype", None)  # all versions of transformers read the older name, `torch_dtype`
     return files | {"config.json": _json(config | {"torch_dtype": dtype})}
 
 

@@ -1,11 +1,12 @@
-"""A policy's own head: from its decoder's hidden states to logits by the model's own forward.
+"""A policy's own head: the model's own forward computes logits from the decoder's hidden states.
 
     hidden states --> the model's own forward --> logits
                       (hidden states replace the decoder's output)
 
-A model's forward may contain more than a matrix between hidden states and logits: a soft-cap (Gemma 2), a scale
-(Granite, Cohere), a bias. So that forward is run, and nothing of it is repeated here. Training, the probe, the
-transformers engine and the cold start all use this path. A model that cannot be run this way is refused at the start.
+A model's forward may compute more than a matrix product between hidden states and logits: a soft-cap (Gemma 2), a scale
+(Granite, Cohere), a bias. So the model's own forward is run, and no part of it is implemented a second time. Training,
+the probe, the transformers engine and the cold start all use `LMHead`. A model that cannot be run in this way is
+rejected at the start of a run.
 
 Shapes: M positions, T tokens, H hidden, V vocabulary.
 """
@@ -24,13 +25,13 @@ from torch import Tensor, nn
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.adding_linear import AddingLinear
 
-LOOK = 8  # number of tokens in the test of a model
-NEAR = {torch.float32: 1e-3}  # largest difference (nats) of two computations of a log-prob; HALF in shorter types
-HALF = 0.05
+LOOK = 8  # number of tokens with which a model is tested
+NEAR = {torch.float32: 1e-3}  # largest accepted difference of two computations of a log-prob, in nats, by data type
+HALF = 0.05  # largest accepted difference in nats for data types that are not in `NEAR`, such as bfloat16
 
 
 class _FixedDecoder(nn.Module):
-    """A module in the place of a model's decoder that returns a given output."""
+    """A module that replaces a model's decoder and returns a given output."""
 
     output: Any = None
 
@@ -40,15 +41,16 @@ class _FixedDecoder(nn.Module):
 
 
 class LMHead:
-    """The head of `model`, whose parameters are used in place. See the module's docstring."""
+    """The head of `model`; the model's parameters are not copied. See the module's docstring."""
 
-    vocabulary: int  # V
+    vocabulary: int  # number of logits of each token
 
     def __init__(self, model: Any, *, judged: bool = True) -> None:
-        """Test the model with a few tokens; the result is `judged` unless the model has no weights yet.
+        """Find the head, and run the model on a few tokens. `judged` is False for a model that has no weights yet.
 
         Raises:
-            ConfigError: its log-probs differ from those of its own forward.
+            ConfigError: the model cannot be run this way; or, with `judged`, the head's log-probs differ from those of
+                the model's forward.
         """
         self._given = _FixedDecoder()
         try:
@@ -64,7 +66,7 @@ class LMHead:
             raise _refusal(model, f"log-probs differ by {off:.2g} nats")
 
     def __call__(self, hidden_MH: Tensor) -> Tensor:
-        """Return logits (M, V) in the model's type; the model's forward sees the M hidden states as one row."""
+        """Return logits (M, V) in the model's data type; the model's forward gets the M hidden states as one row."""
         stand_in_1M = torch.zeros((1, len(hidden_MH)), dtype=torch.long, device=hidden_MH.device)
         self._given.output = self._kind(last_hidden_state=hidden_MH[None])
         try:
@@ -74,9 +76,9 @@ class LMHead:
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """Have backward passes in the block add the last layer's gradient in place, without autograd.
+        """Make backward passes in the block add the last layer's gradient in place, without autograd.
 
-        See `AddingLinear`. Nothing changes if that layer is small, or has more than a weight.
+        See `AddingLinear`. Nothing changes if the last layer is small, or has other parameters than a weight.
         """
         if self._linear is None or not self._linear.gains:
             yield
@@ -86,7 +88,7 @@ class LMHead:
 
     @torch.no_grad()
     def _distance(self, model: Any, decoder: Any) -> float:
-        """Return the largest difference between this path and the model's own, in nats."""
+        """Return the largest difference between the head's log-probs and those of the model's forward, in nats."""
         tokens_1T = torch.arange(LOOK, device=model.device)[None]
         theirs_TV = torch.log_softmax(model(input_ids=tokens_1T, use_cache=False).logits[0].float(), -1)
         self.vocabulary = theirs_TV.shape[-1]
@@ -97,13 +99,13 @@ class LMHead:
 
 
 def measure_distance(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference between two results; infinite where only one of them is a number."""
+    """Return the largest difference between two results; infinity if an element is NaN in only one of them."""
     same = (one == other) | (one.isnan() & other.isnan())  # broken weights give NaN on both sides
     return float(torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf, math.inf).max())
 
 
 def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
-    """Return the model with `other` in the place of `module`; everything else is shared with the original."""
+    """Return a copy of the model with `other` in the place of `module`; the copy shares all other parts."""
     path = next(name for name, found in model.named_modules() if found is module)
     if not path:
         raise TypeError("the decoder is the model itself")
@@ -117,7 +119,10 @@ def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
 
 
 def _replace_last_layer(head: Any, last: nn.Module | None) -> AddingLinear | None:
-    """Put an `AddingLinear` in the place of the last layer, if that is only a weight, directly in the model."""
+    """Replace the last layer by an `AddingLinear` and return it.
+
+    Return None, without a change, if the layer has more than a weight, or is not a direct child of the model.
+    """
     name = next((name for name, found in head._modules.items() if found is last), None)
     if name is None or type(last) is not nn.Linear or last.bias is not None:
         return None
@@ -126,7 +131,7 @@ def _replace_last_layer(head: Any, last: nn.Module | None) -> AddingLinear | Non
 
 
 def _copy_module(module: nn.Module) -> Any:
-    """Return a shallow copy of a module: the same tensors and child modules, but its own hooks from here on."""
+    """Return a shallow copy of a module: it shares tensors and child modules, but has lists of hooks of its own."""
     made = copy.copy(module)
     held = {name: copy.copy(value) for name, value in vars(module).items() if "hooks" in name}
     vars(made).update(held, _modules=dict(module._modules))

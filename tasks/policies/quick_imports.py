@@ -1,4 +1,4 @@
-"""Faster imports of transformers and of packages built on it: most of a learner's or an engine's start on a CPU."""
+"""Faster imports of transformers and its dependents, which take most of a learner's or an engine's start on a CPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import faster during the block.
+    """Make imports in the block faster: without garbage collection, and without three libraries that are not needed.
 
-    Imported modules stay, so searching them for garbage wastes time. scikit-learn and SciPy are needed only for losses
-    and decoding of other models; accelerate only for models spread over devices (peft imports it itself).
+    Imported modules stay in memory, so searching them for garbage wastes time. Transformers needs scikit-learn and
+    SciPy only for other models' losses and decoding, and accelerate only for models that are spread over devices. (peft
+    imports accelerate itself.)
     """
     gc.disable()
     try:

@@ -1,8 +1,9 @@
 """The tokens that end an answer.
 
-A policy folder names them in four places: `config.json`, `generation_config.json`, the tokenizer and the chat
-template's end of turn. When a run is prepared, the union is written into the `generation_config.json` that the run
-keeps. Engines, learner, export and other tools read it from there. Recorded runs keep their own file.
+A policy folder names end tokens in four places: `config.json`, `generation_config.json`, the tokenizer and the chat
+template's end of turn. When a run is prepared, the union of these tokens is written into the `generation_config.json`
+that the run stores. Engines, learner, export and other tools read the end tokens from this file. The file of a recorded
+run is not changed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def config_ends(config: Mapping[str, Any]) -> list[int]:
 
 
 def tokenizer_end(folder: Path) -> list[int]:
-    """Return the id of the tokenizer's end token; empty if it names none, or none that it has."""
+    """Return a list with the id of the tokenizer's end token.
+
+    The list is empty if the tokenizer names no end token, or one that is not in its vocabulary.
+    """
     name = read_token(folder, "eos_token")
     tokens = json.loads((folder / "tokenizer.json").read_text()) if name else {}
     added = {token["content"]: token["id"] for token in tokens.get("added_tokens") or ()}
@@ -53,7 +57,7 @@ def tokenizer_end(folder: Path) -> list[int]:
 
 
 def read_token(folder: Path, key: str) -> str | None:
-    """Return the text of a token that the tokenizer's files name, e.g. `eos_token`."""
+    """Return the text of the token that the tokenizer's files name under `key`, e.g. "eos_token"; None if none does."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / file
         found = json.loads(path.read_text()).get(key) if path.exists() else None
@@ -63,7 +67,7 @@ def read_token(folder: Path, key: str) -> str | None:
 
 
 def write_end_tokens(folder: Path, ends: tuple[int, ...]) -> None:
-    """Write all end tokens into the folder's generation_config.json, unless it names exactly these."""
+    """Write the end tokens `ends` into the folder's generation_config.json, unless the file names exactly `ends`."""
     path = folder / GENERATION
     described = json.loads(path.read_text()) if path.exists() else {}
     told = ends[0] if len(ends) == 1 else list(ends)

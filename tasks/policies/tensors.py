@@ -1,9 +1,9 @@
 """Checks of a policy folder's tensors: the model's tensors and the folder's must match exactly.
 
-    headers   every file is whole, and an index names each tensor once, in the file that has it
+    headers   every file is whole, and an index names each tensor once, with the file that contains the tensor
     names     when transformers loads the folder without values, no tensor is missing, left over or of another shape
     ties      two tensors that the config ties are equal
-    values    no value is NaN or infinite in the type that is trained
+    values    no value is NaN or infinite in the data type of training
 
 Files are memory-mapped, and at most `PIECE` values are in memory at a time.
 """
@@ -25,19 +25,19 @@ from rollflow.tasks.policies.attention import choose_attention
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.head import LMHead
 
-PIECE = 2**22  # most values in memory at a time
-SHOWN = 4  # the most names in one error
-TRIED_BYTES = 2**28  # models up to this size are also loaded and run before the run
-TRIED_TOKENS = 8
+PIECE = 2**22  # largest number of values in memory at a time
+SHOWN = 4  # largest number of names in one error message
+TRIED_BYTES = 2**28  # models with weights up to this size are also loaded and tried before a run starts
+TRIED_TOKENS = 8  # number of tokens with which a model is tried
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAVE = "save the policy again (save_pretrained)"
 
 
 def check_tensors(folder: Path, dtype: str) -> int:
-    """Check the weights in `folder`; return the number of tokens for which the model has rows.
+    """Check the weights in `folder`; return the number of tokens for which the model has embeddings and logits.
 
     Raises:
-        ConfigError: a check failed; one sentence names the tensors or the file.
+        ConfigError: a check failed; the message names the tensors or the file.
     """
     where = _read_headers(folder)
     model, info = _load_names(folder, dtype, "meta")
@@ -54,7 +54,11 @@ def check_tensors(folder: Path, dtype: str) -> int:
 
 
 def _read_headers(folder: Path) -> dict[str, Path]:
-    """Map each tensor's name to its file."""
+    """Read the headers of the weight files; return the file of each tensor, by the tensor's name.
+
+    Raises:
+        ConfigError: files and index do not fit each other, or a file is truncated.
+    """
     files = sorted(file for file in folder.glob("*.safetensors") if is_weights(file.name))
     indices = [file for file in folder.glob("*.safetensors.index.json") if is_weights(file.name) and file.name != INDEX]
     index = _read_index(folder)
@@ -97,7 +101,7 @@ def _check_names(file: Path) -> list[str]:
 
 
 def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, Any]]:
-    """Load the model without values, on the "meta" device; return it with transformers' loading info."""
+    """Load the model on `device` ("meta": without values); return the model and the loading info of transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -124,7 +128,7 @@ def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str
 
 
 def _check_ties(model: Any, where: Mapping[str, Path]) -> None:
-    """Refuse tied tensors that the folder stores twice with different values, since engines tie them anyway."""
+    """Reject tied tensors that the folder stores with different values; engines would use the same value for both."""
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if target in where and source in where:
             pairs = zip(_pieces(where[target], target), _pieces(where[source], source), strict=True)
@@ -144,7 +148,7 @@ def _is_finite(dtype: torch.dtype) -> Any:
 
 
 def _pieces(file: Path, name: str) -> Iterator[Tensor]:
-    """Yield a tensor's values in order, some rows at a time."""
+    """Yield the values of one tensor in order, some rows at a time."""
     with safe_open(file, "pt") as opened:
         part = opened.get_slice(name)
         shape = part.get_shape()
@@ -160,7 +164,7 @@ def _pieces(file: Path, name: str) -> Iterator[Tensor]:
 
 
 def _try_model(folder: Path, dtype: str, empty: Any) -> None:
-    """Load a small model and run it as the learner and an engine will; its output must be finite."""
+    """Load a small model and run it as the learner and an engine will; reject a model whose logits are not finite."""
     if sum(tensor.nbytes for tensor in empty.parameters()) > TRIED_BYTES:
         return
     model, _ = _load_names(folder, dtype, "cpu")
@@ -174,7 +178,7 @@ def _try_model(folder: Path, dtype: str, empty: Any) -> None:
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Silence the reports and progress bars of transformers: an error says the same in one sentence."""
+    """Silence the reports and progress bars of transformers during the block; `ConfigError` reports a fault."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,7 +1,8 @@
 """The policy's tokenizer, read from its folder: plain text by `tokenizers`, chat templates by `transformers`.
 
-Other tools open the folder with `AutoTokenizer`. For some model types it builds a tokenizer that is not the one in
-`tokenizer.json`. `find_other_reading` finds that out; a policy on which the two differ is neither trained nor exported.
+Other tools open the folder with `AutoTokenizer`. For some model types, `AutoTokenizer` builds another tokenizer than
+the one in `tokenizer.json`. `find_other_reading` compares the two tokenizers. If they differ, the policy is neither
+trained nor exported.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", 
 
 
 class PolicyTokenizer:
-    """Encode questions and decode responses. `folder` has tokenizer.json and config.json."""
+    """Encodes questions and decodes responses. `folder` contains tokenizer.json and config.json."""
 
     def __init__(self, folder: Path, now: float | None = None, *, single_start: bool = True) -> None:
-        """`now` is the time that a chat template's clock shows, in seconds since the epoch; by default now.
+        """Open the tokenizer. A chat template's clock shows `now`, in seconds since the epoch (default: the time now).
 
-        With `single_start`, prompts have at most one start token, and no end token at their end. Without it they have
-        all tokens that the tokenizer adds, and the context is `max_position_embeddings`, as in older recorded runs.
+        With `single_start`, a prompt has at most one start token, and does not end with an end token. Without
+        `single_start`, a prompt has all tokens that the tokenizer adds, and the context length is
+        `max_position_embeddings`, as in older recorded runs.
         """
         self.folder = folder
         self._now = time.time() if now is None else now
@@ -42,20 +44,21 @@ class PolicyTokenizer:
         self._config = json.loads((folder / "config.json").read_text())
 
     def encode(self, text: str, chat: bool = False, system: str | None = None) -> Sequence[int]:
-        """Return the prompt tokens of a question; with `chat`, through the tokenizer's chat template.
+        """Return the prompt tokens of a question; with `chat`, apply the tokenizer's chat template.
 
         Raises:
-            ConfigError: the template refuses the question.
+            ConfigError: the chat template rejects the question.
         """
         if chat:
             return self.template.encode(text, system)
         return self._plain(text) if self._single_start else list(self._fast.encode(text).ids)
 
     def encode_prompt(self, text: str, chat: bool = False, system: str | None = None) -> Sequence[int]:
-        """Encode a question, and refuse a prompt that no run can use.
+        """Encode a question, and reject a prompt that no run can use.
 
         Raises:
-            ConfigError: the template refuses it, or the prompt begins with two start tokens or ends with an end token.
+            ConfigError: the chat template rejects the question, or the prompt begins with two start tokens or ends with
+                an end token.
         """
         tokens = self.encode(text, chat, system)
         if self._single_start:
@@ -63,17 +66,17 @@ class PolicyTokenizer:
         return tokens
 
     def encode_response(self, text: str) -> Sequence[int]:
-        """Return the tokens of a response with this text, as the tokenizer splits it."""
+        """Return the tokens of a response with the text `text`, without special tokens that the tokenizer would add."""
         return list(self._fast.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included."""
+        """Return the text of `tokens`, including special tokens."""
         return str(self._fast.decode(list(tokens), skip_special_tokens=False))
 
     def decode_response(self, tokens: Sequence[int], special: bool = True) -> str:
-        """Return the text of a response as its verifier reads it, without the final stop token.
+        """Return the text of a response as a verifier reads it, without the final stop token.
 
-        Without `special` all special tokens are left out.
+        If `special` is False, all special tokens are left out.
         """
         if not special:
             return str(self._fast.decode(list(tokens)))
@@ -91,9 +94,9 @@ class PolicyTokenizer:
 
     @cached_property
     def context(self) -> int:
-        """Longest prompt plus response, in tokens."""
+        """Largest length of a prompt with its response, in tokens."""
         if not self._single_start and type(named := self._config.get("max_position_embeddings")) is int:
-            return named  # prompts longer than the context are replaced, so the context of such a run must not change
+            return named  # a recorded run has chosen its prompts by this context length
         return context_length(self._config)
 
     @property
@@ -108,7 +111,7 @@ class PolicyTokenizer:
 
     @cached_property
     def special(self) -> Mapping[str, int]:
-        """Added tokens with their ids."""
+        """Special and other added tokens, with their ids."""
         return {token.content: id for id, token in self._fast.get_added_tokens_decoder().items()}
 
     @cached_property
@@ -120,10 +123,10 @@ class PolicyTokenizer:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template.
+        """The chat template of the folder.
 
         Raises:
-            ConfigError: the folder has none.
+            ConfigError: the folder has no chat template.
         """
         if not self.has_template:
             raise ConfigError(
@@ -136,7 +139,7 @@ class PolicyTokenizer:
         return _open_as_others(self.folder)
 
     def _plain(self, text: str) -> list[int]:
-        """Encode a text behind the tokenizer's start tokens, unless the text begins with these itself."""
+        """Encode a text and put the tokenizer's start tokens before it, unless the text begins with them."""
         before, after = self._added
         own = list(self._fast.encode(text, add_special_tokens=False).ids)
         kept = after[: len(after) - sum(1 for _ in takewhile(self._ends.__contains__, reversed(after)))]
@@ -145,7 +148,7 @@ class PolicyTokenizer:
 
     @cached_property
     def _added(self) -> tuple[list[int], list[int]]:
-        """Tokens that the tokenizer adds before and after a text; tested with a text that has tokens."""
+        """Tokens that the tokenizer adds before a text, and tokens that it adds after a text."""
         for text in ("a", *sorted(self.vocabulary.keys() - self.special.keys())):
             if own := self._fast.encode(text, add_special_tokens=False).ids:
                 break
@@ -157,9 +160,10 @@ class PolicyTokenizer:
 
     @cached_property
     def _ends(self) -> frozenset[int]:
-        """End tokens that no prompt may end with: those of tokenizer and config.
+        """End tokens with which no prompt may end: the end tokens of the tokenizer and of config.json.
 
-        generation_config.json does not count: some chat models list the token there that begins an answer.
+        End tokens in generation_config.json may end a prompt, because some chat models list the token there that begins
+        an answer.
         """
         return frozenset([*tokenizer_end(self.folder), *config_ends(self._config)])
 
@@ -201,7 +205,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
 
 @contextmanager
 def _refuse_errors() -> Iterator[None]:
-    """Refuse a tokenizer on which AutoTokenizer raises an error."""
+    """Raise errors of `AutoTokenizer` in the block as `ConfigError`."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - a tokenizer's class may raise anything here
@@ -210,10 +214,10 @@ def _refuse_errors() -> Iterator[None]:
 
 
 def _open_as_others(folder: Path) -> Any:
-    """Open the tokenizer as other tools do.
+    """Open the tokenizer with `AutoTokenizer`, as other tools do.
 
     Raises:
-        ConfigError: they cannot open it.
+        ConfigError: `AutoTokenizer` cannot open the tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -222,12 +226,13 @@ def _open_as_others(folder: Path) -> Any:
 
 
 def find_other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
-    """Return how `AutoTokenizer` reads the folder differently from a run; None if it reads the same.
+    """Describe how `AutoTokenizer` reads the folder differently from a run; None if there is no difference.
 
-    It compares the vocabularies, and the tokens and texts of `texts`, of every special token and of `PIECES`.
+    The vocabularies of both tokenizers are compared. For `texts`, for each special token and for combinations of
+    `PIECES`, the tokens and the decoded texts are compared, too.
 
     Raises:
-        ConfigError: `AutoTokenizer` cannot read it at all.
+        ConfigError: `AutoTokenizer` cannot read the folder.
     """
     ours, theirs = _read_tokenizer(folder), _open_as_others(folder)
     with _refuse_errors():
@@ -235,7 +240,7 @@ def find_other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
 
 
 def _difference(ours: Tokenizer, theirs: Any, texts: Iterable[str]) -> str | None:
-    """Return how `theirs` reads texts differently from `ours`; None if it reads the same."""
+    """Describe how the tokenizer `theirs` differs from `ours`; None if there is no difference."""
     special = [f"a{token.content} b" for token in ours.get_added_tokens_decoder().values()]
     for text in (*texts, *special, *map("".join, product(PIECES, repeat=3))):
         mine, found = list(ours.encode(text).ids), list(theirs.encode(text))

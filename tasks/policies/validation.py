@@ -2,7 +2,7 @@
 
     files of the folder --> JSON that can be read --> tensors that fit --> a row for each token --> all end tokens
 
-Later code relies on these checks.
+Code that reads a run's policy folder relies on these checks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_m
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a folder whose JSON files or tokenizer cannot be read, or whose special tokens are not text.
+    """Reject a folder whose JSON files or tokenizer cannot be read, or whose special tokens are not text.
 
     Raises:
-        ConfigError: the message names the file.
+        ConfigError: a file is wrong; the message names the file.
     """
     for name in ("config.json", "tokenizer.json", *OPTIONAL):
         path = folder / name
@@ -46,10 +46,10 @@ def check_files(folder: Path) -> None:
 
 
 def check_config(folder: Path) -> None:
-    """Refuse a config.json that transformers cannot read, or a sliding window that is not a number of tokens.
+    """Reject a config.json that transformers cannot read, or whose sliding window is not a number of tokens.
 
     Raises:
-        ConfigError: the message has the value, or transformers' own reason.
+        ConfigError: config.json is wrong; the message has the wrong value, or the reason that transformers gives.
     """
     from transformers import AutoConfig
 
@@ -63,12 +63,12 @@ def check_config(folder: Path) -> None:
 
 
 def name_end_tokens(folder: Path) -> None:
-    """Write the union of all end tokens into generation_config.json.
+    """Write the union of all end tokens of a policy into generation_config.json.
 
-    They come from config.json, generation_config.json, the tokenizer and the chat template.
+    End tokens are named by config.json, generation_config.json, the tokenizer and the chat template.
 
     Raises:
-        ConfigError: there is no end token.
+        ConfigError: the policy folder names no end token.
     """
     tokenizer = PolicyTokenizer(folder)
     found = [*_config_ends(folder, "config.json"), *_config_ends(folder, "generation_config.json")]
@@ -89,10 +89,10 @@ def _config_ends(folder: Path, name: str) -> list[int]:
 
 
 def check_rows(tokenizer: PolicyTokenizer, rows: int) -> None:
-    """Refuse a tokenizer that can produce a token for which the model has no row.
+    """Reject a tokenizer with a token for which the model has no row of embeddings; the model has `rows` rows.
 
     Raises:
-        ConfigError: the message names the first such token.
+        ConfigError: the model has too few rows; the message names the first token without a row.
     """
     cure = "resize the model's embeddings (resize_token_embeddings), or remove the token"
     beyond = sorted((id, name) for name, id in tokenizer.vocabulary.items() if id >= rows)
@@ -104,10 +104,10 @@ def check_rows(tokenizer: PolicyTokenizer, rows: int) -> None:
 
 
 def check_templates(sources: Iterable[PromptConfig], tokenizer: PolicyTokenizer) -> None:
-    """Refuse a chat template that loses the question or a source's system message.
+    """Reject a chat template that leaves out the question, or the system message of a prompt source.
 
     Raises:
-        ConfigError: a template fails; one sentence says what the user must change.
+        ConfigError: the chat template fails a check; the message says what the user must change.
     """
     for chat, system in dict.fromkeys((source.chat, source.system) for source in sources):
         if chat:
@@ -115,5 +115,5 @@ def check_templates(sources: Iterable[PromptConfig], tokenizer: PolicyTokenizer)
 
 
 def describe_ends(tokenizer: PolicyTokenizer) -> str:
-    """Return the end tokens in words."""
+    """Return a text that lists the end tokens of a tokenizer."""
     return f"end tokens: {', '.join(map(tokenizer.name, tokenizer.stop_tokens))}"
