@@ -13,7 +13,8 @@ from typing import Literal
 from rollflow.storage.records import Discard, DiscardReason, GroupKey, StopReason, Trajectory
 from tests.support.forger import Forger, Groups, asked, given, longer, of_all, put
 
-Finder = Literal["audit", "says", "anchor", "replay"]  # "says": the audit reports it, but without a violation
+# "says": the audit reports the alteration, but not as a violation
+Finder = Literal["audit", "says", "anchor", "replay"]
 AUDIT: tuple[Finder, ...] = ("audit", "anchor")
 ANCHOR: tuple[Finder, ...] = ("anchor",)
 REPLAY: tuple[Finder, ...] = ("anchor", "replay")
@@ -25,7 +26,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Alteration:
-    """An alteration, what detects it, and how it is made."""
+    """An alteration: the function that makes it, and the checks that detect it."""
 
     part: str
     what: str
@@ -148,7 +149,7 @@ def _too_long(f: Forger) -> None:
 
 
 def _versions(row: Trajectory, versions: tuple[int, ...]) -> Trajectory:
-    """Return the row with `versions` for its first tokens, and the last of them for all later tokens."""
+    """Return the row with `versions` for its first tokens, and the last of these versions for all later tokens."""
     own = given(row)
     count = len(row.tokens) - own
     made = [versions[min(place, len(versions) - 1)] for place in range(count)]
@@ -245,7 +246,7 @@ def _reordered(groups: Groups) -> Groups:
 
 # --- dispatches ----------------------------------------------------------------------------------------------------
 
-LOST = Discard(GroupKey(4, 0), DiscardReason.STALE, 0, 21)  # with batch 2
+LOST = Discard(GroupKey(4, 0), DiscardReason.STALE, 0, 21)  # the discard that batch 2 records
 
 
 def _hidden(f: Forger) -> None:
@@ -278,7 +279,7 @@ def _issued(f: Forger) -> None:
 
 
 def _never_ended(f: Forger) -> None:
-    """Issue with the first batch a prompt that never ends, so that the others have the next indices."""
+    """Issue with the first batch a prompt that never ends, so that all other prompts have the next indices."""
     f.batch(0, lambda body: replace(body, issued=(*body.issued, 25)))
 
 

@@ -1,4 +1,4 @@
-"""The rest of the table of `alterations`: versions, the run's first entry, the log itself, and files beside it."""
+"""More alterations for the table: of versions, of the run's first entry, of the log, and of files beside the log."""
 
 from __future__ import annotations
 

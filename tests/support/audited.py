@@ -17,7 +17,7 @@ VERSIONS, ALPHA = 6, 3.0
 
 
 def lagging(store: ObjectStore) -> Actors:
-    """Make a run of six versions and a waiting batch; its groups are committed one version after their start."""
+    """Make a run of six versions and a waiting batch; every group is committed one version after its start."""
     actors = Actors.begin(store, alpha=ALPHA)
     actors.ahead()
     started(actors, 0)
@@ -34,7 +34,7 @@ def started(actors: Actors, version: int) -> None:
 
 
 def found(run: ObjectStore) -> set[tuple[str, str]]:
-    """Return the kind and path of all violations; a full audit and one from a checkpoint must agree on them."""
+    """Return the kind and path of all violations; a full audit and an audit from a stored result must agree."""
     violations = audit(run, deep=True).violations
     assert audit(run).violations == violations
     return {(violation.kind, violation.where) for violation in violations}

@@ -1,6 +1,7 @@
 """A moto server in this process that Terraform can apply to.
 
-moto proves that the calls exist and fit together, not what AWS would do. Three things differ from plain moto:
+moto proves that the calls exist and fit together, but not how AWS would answer them. Three things differ from plain
+moto:
 - `budgets` gets two calls that Terraform makes and moto 5.2.5 lacks.
 - The versions of a key can be deleted from a bucket whose versioning is suspended, including delete markers.
 - A bucket's statement that denies requests without TLS is ignored: moto speaks HTTP and evaluates no condition, so it

@@ -17,12 +17,12 @@ from rollflow.storage.records import (
 )
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 
-SIZE = 2  # trajectories in a group
-TURN = 3  # prompts issued with each batch: two become its groups, one is preempted
+SIZE = 2  # the number of trajectories in a group
+TURN = 3  # the number of prompts issued with each batch: two become its groups, one is preempted
 
 
 def begin(run: ObjectStore, async_ratio: float = 0.0, sources: int = 1, **kept: int) -> None:
-    """Create a run and claim it as a supervisor; `kept` are its retention rules."""
+    """Create a run and claim the supervisor's role; `kept` are the run's retention rules."""
     config = {"async_ratio": async_ratio, "group_size": SIZE, "store": kept}
     log = Log(run)
     log.create(RunCreated("test", config, "0" * 64, sources))
@@ -30,13 +30,13 @@ def begin(run: ObjectStore, async_ratio: float = 0.0, sources: int = 1, **kept: 
 
 
 def scheduling(run: ObjectStore) -> tuple[TrajectoryStore, Writer]:
-    """Open the run as a scheduler and claim it."""
+    """Open the run, and claim the scheduler's role."""
     log = Log(run)
     return TrajectoryStore(log), log.claim("scheduler")
 
 
 def learning(run: ObjectStore) -> tuple[PolicyStore, Writer]:
-    """Open the run as a learner and claim it."""
+    """Open the run, and claim the learner's role."""
     log = Log(run)
     return PolicyStore(log), log.claim("learner")
 
@@ -61,8 +61,9 @@ def group(prompt: int, started: int = 0, attempt: int = 0) -> TrajectoryGroup:
 
 
 def staged(number: int = 0, started: int = 0, attempt: int = 0) -> StagedBatch:
-    """Build batch `number` of a run that forms batches in order from one source; `attempt` above 0 for reissued
-    groups.
+    """Build batch `number` of a run that forms batches in order from one source.
+
+    `attempt` is above 0 for reissued groups.
     """
     first = TURN * number
     groups = group(first, started, attempt), group(first + 1, started, attempt)
@@ -73,7 +74,7 @@ def staged(number: int = 0, started: int = 0, attempt: int = 0) -> StagedBatch:
 
 
 def publish(policies: PolicyStore, writer: Writer, number: int | None = None) -> PolicyVersion:
-    """Publish version `number`, or the next one, on its waiting batch; its weights contain its number."""
+    """Publish version `number`, or the next version, on its waiting batch; the weights contain the version's number."""
     version = policies.newest() + 1 if number is None else number
     state = policies.log.state
     weights = policies.stage(writer, version, {"weights/model.safetensors": f"{version} by {writer.claim}".encode()})

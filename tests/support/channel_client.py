@@ -40,7 +40,7 @@ def take_its_place(store: ObjectStore, version: int) -> None:
         try:
             ray.get(start_channel(store, 2, version).actor.ping.remote(0.0))
             return
-        except ray.exceptions.RayActorError:  # Ray does not know of the death yet
+        except ray.exceptions.RayActorError:  # Ray has not noticed the actor's death yet
             time.sleep(0.1)
 
 
@@ -51,7 +51,7 @@ async def blocking(function: Any, *arguments: Any, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Commits batches; the run is so far ahead that it needs no version."""
+    """Commits batches of a run whose staleness bound is so large that no batch waits for a version."""
 
     store: ObjectStore
     batches: TrajectoryStore
@@ -82,7 +82,7 @@ async def ordinary(channel: RayChannel, scheduler: Scheduler) -> None:
         await blocking(channel.lease, 7, 0.2)
     first, second = await blocking(channel.lease, 1, HANG_SECONDS), await blocking(channel.lease, 1, HANG_SECONDS)
     assert first == big == second
-    assert first.address == second.address  # one copy, in shared memory
+    assert first.address == second.address  # both reads share one copy in shared memory
 
 
 async def answered_by_the_next(channel: RayChannel, scheduler: Scheduler) -> None:
@@ -99,7 +99,7 @@ async def answered_by_the_next(channel: RayChannel, scheduler: Scheduler) -> Non
     take_its_place(scheduler.store, 1)
     assert await channel.waiting() == 0
     _, third = scheduler.commit(2)
-    assert await lease == third  # read from the store, because its put was lost
+    assert await lease == third  # this batch is read from the store, because its put was lost
     for number in range(1, 5):
         await blocking(channel.finish, number, number + 1)
     await put
@@ -166,7 +166,8 @@ async def nobody_there(channel: RayChannel) -> None:
     """No actor replaces the dead one: the wait ends with a clear error."""
     actor = ray.get_actor(CHANNEL)
     ray.kill(actor)
-    with contextlib.suppress(ray.exceptions.RayActorError):  # a kill is asynchronous: it may still take a batch
+    # a kill is asynchronous, so the dying actor may still accept a batch
+    with contextlib.suppress(ray.exceptions.RayActorError):
         async with asyncio.timeout(HANG_SECONDS):
             while True:
                 await actor.ping.remote(0.1)

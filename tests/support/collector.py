@@ -19,7 +19,7 @@ class Received:
     service: str
     trace: bytes
     id: bytes
-    parent: bytes  # empty for a root span
+    parent: bytes  # the id of the parent span; empty for a root span
     name: str
     began: float
     ended: float
@@ -56,7 +56,7 @@ class Collector:
 
 @contextlib.contextmanager
 def collector(delay: threading.Event | None = None) -> Iterator[Collector]:
-    """Run a collector on loopback; with `delay` it answers no request before that is set."""
+    """Run a collector on loopback; with `delay` it answers no request before this event is set."""
     kept = Collector()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,5 @@
-"""The services of `infra/compose.yaml` as processes: each on a machine of its own, started by the file's commands.
+"""The services of `infra/compose.yaml` as processes. Each service has its own machine, and starts by the file's
+command.
 
 The file defines what a container would get: host names, environment, command, health check, order. No container engine
 is needed, so three things differ: Postgres is Debian's, moto replaces the S3 server, and this repository with its
@@ -148,7 +149,7 @@ class Compose:
                 return code == 0
             if code is not None:
                 assert "restart" in self.services[name], f"{name} ended (exit code {code}):\n{self.output(name)}"
-                self.start(name)  # Ray gives a slow machine 30 s
+                self.start(name)  # `ray start` waits only 30 s, too short for a slow machine
             if condition == "service_started":
                 return True
             return self._is_healthy(name)

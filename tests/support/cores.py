@@ -9,7 +9,8 @@ import psutil
 
 from tests.support.waiting import HANG_SECONDS
 
-TITLE = "VLLM::EngineCor"  # the kernel truncates the title; psutil knows no more of a process that has just ended
+# the title as the kernel truncates it, which is all that psutil has for a process that has just ended
+TITLE = "VLLM::EngineCor"
 
 
 def cores(owner: psutil.Process) -> list[psutil.Process]:

@@ -33,7 +33,7 @@ class Counting(MemoryStore):
 
 
 def claims(store: ObjectStore, count: int) -> Log:
-    """Make a log of `count` entries, all of them claims but the first."""
+    """Make a log of `count` entries, which are all claims except entry 0."""
     create_run(store)
     log = Log(store)
     for number in range(1, count):

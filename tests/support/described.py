@@ -25,7 +25,7 @@ def describe(store: ObjectStore, run_id: str = "test", config: Config | None = N
 
 
 def change_config(store: ObjectStore, **changes: Any) -> None:
-    """Change the config of an existing run: every entry is rewritten with the hash of its predecessor."""
+    """Change the config of an existing run: every entry is rewritten with the hash of the previous entry."""
 
     def changed_in(created: RunCreated) -> RunCreated:
         tree = {**created.config, **changes}

@@ -1,7 +1,7 @@
 """Runs the steps of a Dockerfile in a folder that becomes the root, without a container engine.
 
-`debian:12-slim` is what debootstrap makes of Debian 12 (its smallest variant). FROM, ARG, ENV, WORKDIR, RUN, COPY and
-USER work as in Docker; RUN gets the mounts that it asks for from folders of the caller.
+`debian:12-slim` is replaced by the smallest variant of Debian 12 that debootstrap makes. FROM, ARG, ENV, WORKDIR, RUN,
+COPY and USER work as in Docker; RUN gets the mounts that it asks for from folders of the caller.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def stages(file: Path) -> dict[str, Stage]:
 
 
 def steps(file: Path, target: str) -> Iterator[tuple[str, str]]:
-    """Yield the steps that make a target: those of its parents first, as `FROM` of a base image."""
+    """Yield the steps that make a target: the steps of its base stages come first."""
     known = stages(file)
     stage = known[target]
     if stage.parent in known:
@@ -96,7 +96,7 @@ class Root:
 
     def _arg(self, rest: str) -> None:
         name, has_default, default = rest.partition("=")
-        if has_default or name in self.arguments:  # otherwise the variable is not set
+        if has_default or name in self.arguments:  # an argument without any value is not set
             self.environment[name] = self.arguments.get(name, default)
 
     def _env(self, rest: str) -> None:
@@ -120,7 +120,7 @@ class Root:
                 shutil.copy(self.context / source, into)
 
     def _copy_context(self, into: Path) -> None:
-        """Copy the files that `.dockerignore` allows: it names the included ones, one pattern per line."""
+        """Copy the files that `.dockerignore` allows: its patterns name the included files, one per line."""
         lines = (self.context / ".dockerignore").read_text().split()
         assert lines[0] == "*", "the file begins by ignoring everything"
         for pattern in (line.removeprefix("!") for line in lines if line.startswith("!")):

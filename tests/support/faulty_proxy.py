@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from tests.support.waiting import HANG_SECONDS
 
-SLOW_SECONDS = 0.3  # additional time of a slow body
+SLOW_SECONDS = 0.3  # seconds that a slow body takes longer than a normal one
 
 
 class Fault(enum.Enum):
@@ -46,7 +46,7 @@ class FaultyProxy:
         self._lock = threading.Lock()
         self._next: dict[str, list[Fault]] = {}
         self._seen: Counter[str] = Counter()
-        self.faults: Counter[Fault] = Counter()  # faults that have happened
+        self.faults: Counter[Fault] = Counter()  # fault -> how often it has happened
         self._answers: dict[str, tuple[int, bytes]] = {}
         self._speaks = threading.Event()
         self._speaks.set()

@@ -1,4 +1,4 @@
-"""An attacker who can write to a run's storage: alters anything, and recomputes all hashes and chains."""
+"""An attacker with write access to a run's storage, who alters any object and recomputes all hashes and chains."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Forger:
         return TrajectoryBatch.from_bytes(self.store.get(body.file.path)).groups()
 
     def rows(self, number: int, change: Callable[[Groups], Groups], *, counts: bool = True) -> None:
-        """Replace rows of batch `number`; its entry describes them correctly, unless `counts` is False."""
+        """Replace rows of batch `number`; the entry describes the new rows correctly, unless `counts` is False."""
         groups = change(self.groups(number))
         data = TrajectoryBatch.from_groups(groups).to_bytes().to_pybytes()
 

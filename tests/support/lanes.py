@@ -1,4 +1,4 @@
-"""A slot queue with engines that do nothing, for examples worked by hand."""
+"""A slot queue with idle engines, for examples worked by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE = 5.0
 
 
 def lane(slots: int, *, serves: bool = True) -> EngineSlots:
-    """Create the lane of an engine that serves or does not."""
+    """Create the lane of an engine; `serves` says whether the engine serves."""
     made = EngineSlots(TimedEngine(TimedEngineConfig()), slots)
     if serves:
         made.serves.set()
@@ -23,7 +23,7 @@ def lane(slots: int, *, serves: bool = True) -> EngineSlots:
 
 
 def queue_of(*lanes: EngineSlots, routing: Routing = "least-work") -> SlotQueue:
-    """Create a queue with these lanes, in their places."""
+    """Create a queue with these lanes, each at its given place."""
     queue = SlotQueue(routing, PATIENCE)
     for place, one in enumerate(lanes):
         queue.put(place, one)

@@ -34,7 +34,7 @@ from tests.support.log_runs import read
 if TYPE_CHECKING:
     from tests.support.schedules import Case
 
-MADE_UP = StoredObject("made/up", 0, "")  # replaces every file
+MADE_UP = StoredObject("made/up", 0, "")  # an artificial object in place of every file
 STUCK_SECONDS = 2000.0  # virtual seconds without a new batch; a correct batch takes far less
 
 
@@ -50,14 +50,14 @@ class Ledger:
         self.log.claim("supervisor")
         self.learner = self.log.claim("learner")
         self.version = -1
-        self.batches: dict[int, StagedBatch] = {}  # by number, without the voided ones
+        self.batches: dict[int, StagedBatch] = {}  # batch number -> the batch, unless it was voided
         self.entries: dict[int, int] = {}  # batch number -> the entry that committed it
-        self.issued, self.filtered = [0] * len(case.shares), [0] * len(case.shares)  # by source
+        self.issued, self.filtered = [0] * len(case.shares), [0] * len(case.shares)  # per source
         self.open: set[GroupKey] = set()  # dispatches without a fate
         self.missing: list[int] = []
         self.started: dict[GroupKey, dict[int, int]] = {}  # version at which each sample first reached an engine
         self.discards: Counter[DiscardReason] = Counter()
-        self.slow: Counter[int] = Counter()  # prompt -> times it ran and was preempted
+        self.slow: Counter[int] = Counter()  # prompt -> how often it ran and was preempted
         self._next = 0
         self._changed = asyncio.Event()
         self.publish(0)
@@ -172,7 +172,7 @@ class Ledger:
         return self.batches[number]
 
     def publish(self, version: int) -> None:
-        """Note a trained version."""
+        """Record a trained version."""
         batch = self.entries[version - 1] if version else None
         self._append(VersionPublished(version, batch, (MADE_UP,), (MADE_UP,)))
         self.version = version
@@ -192,7 +192,7 @@ class Ledger:
             self.store.delete(path)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until this holds after some change."""
+        """Wait until `condition` holds after some change."""
         while not condition():
             await self._changed.wait()
 

@@ -1,4 +1,4 @@
-"""The roles of a run on its log, without engines and training: each has its own log, and dies when it is dropped."""
+"""The roles of a run on its log, without engines and training. Each role has its own log, and dies when dropped."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from rollflow.storage.records import (
     TrajectoryGroup,
 )
 
-SHARES = (2, 1)  # prompts issued from each source in turn
+SHARES = (2, 1)  # the number of prompts issued from each source in turn
 GROUPS, SIZE = 2, 3
-TOKENS = 7  # tokens of a group
+TOKENS = 7  # the number of tokens of a group
 
 
 def create_run(store: ObjectStore, alpha: float = 2.0, **kept: int) -> None:
@@ -48,7 +48,7 @@ def create_run(store: ObjectStore, alpha: float = 2.0, **kept: int) -> None:
 
 
 def trajectories(group: TrainedGroup) -> TrajectoryGroup:
-    """Build the log's description of a group from samples; the first one is the oldest."""
+    """Build the log's description of a group from samples; the first sample is the oldest."""
     split = [TOKENS // SIZE + (place < TOKENS % SIZE) for place in range(SIZE)]
     samples = tuple(
         Trajectory(
@@ -85,7 +85,7 @@ class Supervisor:
         self.writer = self.log.claim("supervisor", who="a supervisor")
 
     def change(self, **given: Any) -> Entry:
-        """Change the config from here on; a given section replaces the old one."""
+        """Change the config for all later entries; a given section replaces the old section."""
 
         def body(state: RunState, _: object) -> Body:
             before = recorded_configs(self.log)[-1].config
@@ -103,7 +103,7 @@ class Scheduler:
 
     store: ObjectStore
     under: int
-    arrow: bool = False  # whether its batches are real files
+    arrow: bool = False  # true: batches are real files
     log: Log = field(init=False)
     writer: Writer = field(init=False)
 
@@ -119,7 +119,7 @@ class Scheduler:
         self.holes = deque(state.holes)
         self.counts = list(state.issued)
         self.waits = deque(state.in_flight)
-        self.running: list[tuple[GroupKey, int]] = []  # groups, with the versions of their start
+        self.running: list[tuple[GroupKey, int]] = []  # (dispatch, the version under which it was started)
         self.issued: list[int] = []
         self.discards: list[Discard] = []
 
@@ -211,7 +211,7 @@ class Learner:
         return self.writer.append(lambda state, _: BatchVoided(number, entry, cause, cause))
 
     def prune(self, most: int | None = None) -> Entry:
-        """Prune what nothing needs, or the oldest part of it."""
+        """Prune the objects that no version needs, or only the oldest of them."""
         objects = tuple(self.log.state.releasable)[:most]
         return self.writer.append(lambda state, _: Pruned(objects))
 

@@ -72,10 +72,10 @@ def versions(model: Model) -> Iterator[Json]:
 
 
 def changes(model: Model) -> Iterator[Json]:
-    """Draw changes of the config: of keys that may always change, and, if no batch waits, of keys that batches depend
-    on.
+    """Draw changes of the config.
 
-    Alpha is at least the staleness of the oldest waiting group.
+    Some keys may always change; keys on which batches depend may change if no batch waits. Alpha is at least the
+    staleness of the oldest waiting group.
     """
     oldest = [n - group[2] for n, entry in model.waiting.items() for group in entry["body"]["groups"]]
     others = {"versions": max(model.latest, 0), "async_ratio": max([0, *oldest]), "train": {"learning_rate": 0.5}}
@@ -155,7 +155,7 @@ def stepped(draw: Any, one: Any, step: int) -> Any:
         return one + step
     if isinstance(one, dict):
         return one
-    if isinstance(one[-1], str):  # an element of what is pruned
+    if isinstance(one[-1], str):  # an element of a list of pruned objects
         return (
             [one[0] + step, one[1]] if draw(st.booleans()) else [one[0], "state" if one[1] == "weights" else "weights"]
         )

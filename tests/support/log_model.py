@@ -1,7 +1,7 @@
 """A run's log as a plain model: all entries so far, and rules that depend only on them.
 
 The model shares no code with the fold. It reads entries as JSON, keeps every dispatch's fate forever, and decides
-whether an entry may follow. It is slow and grows without bound, so it is only for tests.
+whether an entry may follow. The model is slow and grows without bound, so it is only for tests.
 """
 
 from __future__ import annotations
@@ -51,19 +51,20 @@ class Model:
     """The content of all entries so far."""
 
     entries: list[Json] = field(default_factory=list)
-    hashes: list[str] = field(default_factory=lambda: [""])  # of the entries, after that of no entry
-    claims: dict[str, Json] = field(default_factory=dict)  # role -> its newest claim, as an entry
-    fates: dict[GroupKey, str] = field(default_factory=dict)  # every dispatch, in the order of issue
-    tokens: dict[GroupKey, int] = field(default_factory=dict)  # of dispatches with a fate
+    hashes: list[str] = field(default_factory=lambda: [""])  # hashes of the entries, after an empty hash
+    claims: dict[str, Json] = field(default_factory=dict)  # role -> the entry of its newest claim
+    fates: dict[GroupKey, str] = field(default_factory=dict)  # every dispatch in the order of issue -> its fate
+    tokens: dict[GroupKey, int] = field(default_factory=dict)  # dispatch with a fate -> its number of tokens
     slow: Counter[int] = field(default_factory=Counter)  # prompt -> number of preempted dispatches
     alive: dict[int, Json] = field(default_factory=dict)  # batch number -> its entry, until it is voided
-    formed: int = 0  # batches that were ever formed, by number
+    formed: int = 0  # the number of different batch numbers that were ever committed
     voids: int = 0
-    rejected: list[tuple[int, int]] = field(default_factory=list)  # (entry, prompt) of voids of batches not finite
+    # (entry of the void, prompt) for each batch that was not finite
+    rejected: list[tuple[int, int]] = field(default_factory=list)
     versions: list[Json] = field(default_factory=list)  # entries of published versions
     pruned: list[tuple[int, str]] = field(default_factory=list)
 
-    # --- what was created -------------------------------------------------------------------------------------
+    # --- the run's creation -----------------------------------------------------------------------------------
 
     @property
     def created(self) -> Json:

@@ -29,7 +29,7 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey, StopReason, StoredObject, Trajectory, TrajectoryGroup
 from tests.support.log_actors import GROUPS, SHARES, Learner, Scheduler, Supervisor
 
-G = 4  # trajectories in a group
+G = 4  # the number of trajectories in a group
 DOMAINS = ("sums", "words")
 CACHES = ("log_snapshots", "log_segments", "audits")
 
@@ -137,7 +137,7 @@ class Actors:
         return self
 
     def prune(self) -> None:
-        """Prune what is not needed, and delete its objects."""
+        """Prune the objects that are not needed, and delete them."""
         objects = {(version, kind) for version, kind in self.learner.log.state.releasable}
         store, paths = self.learner.store, []
         for entry in read(store):
@@ -178,7 +178,7 @@ def _number(entry: Entry) -> int:
 
 
 def forget(store: ObjectStore) -> None:
-    """Remove everything else that shows what the log was."""
+    """Remove snapshots, segments and audits, which would show what the log was before."""
     for folder in CACHES:
         for path in list(store.list(folder)):
             store.delete(path)

@@ -5,8 +5,8 @@
     10.77.0.1   10.77.0.2    10.77.0.3
 
 Machines communicate only over that bridge, and nothing leaves it. All processes live in one process namespace, whose
-first process is the hub's. When that ends (its standard input is closed, also by the death of the test), the kernel
-ends the others and removes mounts, bridge and links. This needs Linux, root and iproute2.
+first process is the hub's. When the hub's process ends (its standard input is closed, also by the death of the
+test), the kernel ends all other processes and removes mounts, bridge and links. This needs Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Machine:
         self._holder = _helper(inside, "machine", name)
         _line(self._holder)
         self.pid = _only_child(self._holder.pid)
-        if own_processes:  # the first of them; what was found is `unshare`
+        if own_processes:  # the first process of the namespace, because the one found is `unshare`
             self.pid = _only_child(self.pid)
         machines.ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(self.pid))
         machines.ip("link", "set", name, "master", "bridge", "up")
@@ -109,12 +109,12 @@ class Machine:
             f"address add {address}/24 dev eth0",
             "link set lo up",
             "link set eth0 up",
-            f"route add default via {HUB}",  # carries no traffic: Ray asks the kernel for its own address in this way
+            f"route add default via {HUB}",  # a route without traffic, from which Ray learns the machine's own address
         ):
             subprocess.run(["nsenter", "--target", str(self.pid), "--net", "ip", *command.split()], check=True)
 
     def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command in its home; the output goes to `output.log` there."""
+        """Start a command in the machine's home; the output goes to `output.log` in this home."""
         kept = {key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}
         own = {
             "HOME": str(self.home),
@@ -134,7 +134,7 @@ class Machine:
         return keys | {"AWS_ENDPOINT_URL_S3": self.machines.endpoint}
 
     def know(self, hosts: Mapping[str, str]) -> None:
-        """Let it know other machines by name: `hosts` maps names to addresses."""
+        """Let the machine know other machines by name: `hosts` maps names to addresses."""
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in hosts.items())]
         file = self.home / "hosts"
         self.path(file).write_text("\n".join([*lines, ""]))
@@ -142,17 +142,17 @@ class Machine:
         subprocess.run([*inside, "mount", "--bind", str(file), "/etc/hosts"], check=True)
 
     def path(self, inside: str | Path) -> Path:
-        """Return the path under which a file of the machine can be read from here."""
+        """Return the path under which the test can read a file of the machine."""
         return Path(f"/proc/{self.pid}/root", str(inside).lstrip("/"))
 
     def output(self, lines: int = 60) -> str:
-        """Return the end of its commands' output."""
+        """Return the end of the output of the machine's commands."""
         with contextlib.suppress(FileNotFoundError):
             return "\n".join(self.path(self.home / "output.log").read_text(errors="replace").splitlines()[-lines:])
         return ""
 
     def processes(self) -> list[psutil.Process]:
-        """List its processes without the one that holds the namespace."""
+        """List the machine's processes without the process that holds the namespace."""
         try:
             own = os.readlink(f"/proc/{self.pid}/ns/net")
         except FileNotFoundError:  # the machine was switched off
@@ -165,7 +165,7 @@ class Machine:
         return found
 
     def lose_power(self) -> None:
-        """Switch it off: first its network, so that no other machine learns of its end, then its processes and disk."""
+        """Switch the machine off: first its network, so that no other machine notices, then its processes and disk."""
         self.machines.ip("link", "delete", self.name)
         limit = time.monotonic() + START_SECONDS
         while (living := self.processes()) and time.monotonic() < limit:
@@ -201,7 +201,7 @@ def _only_child(pid: int) -> int:
     return int(found[0].pid)
 
 
-# --- what runs inside ---------------------------------------------------------------------------------------
+# --- programs inside the namespaces -------------------------------------------------------------------------
 
 
 def hub() -> None:

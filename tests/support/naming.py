@@ -1,4 +1,5 @@
-"""Finds names and first lines that break the rules of CONTRIBUTING's "Names and prose". It reads the source alone.
+"""Finds names and first lines that break the rules of CONTRIBUTING's "Names and prose". The check reads only source
+code.
 
 python -m tests.support.naming            print the faults beyond `naming_debt.txt`; `make lint` runs this
 python -m tests.support.naming --write    rewrite `naming_debt.txt`, which counts known faults; they may only shrink
@@ -23,7 +24,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Participles that do not end with -ed; adjectives and adverbs that stood as names of functions.
+# Participles that do not end with -ed; adjectives and adverbs that were used as names of functions.
 PARTICIPLES = _words("""
     begun broken built done found given gone held kept known left lent lost made seen sent shown sound spent taken there
     here told understood without written alike everywhere together behind beside whole idle
@@ -93,13 +94,13 @@ def count_faults(faults: Iterable[str]) -> Counter[str]:
 
 
 def read_debt() -> Counter[str]:
-    """Read how many faults of each rule and file are known and still to be mended."""
+    """Read the number of known faults per rule and file, which still have to be fixed."""
     lines = [line.rsplit(" ", 1) for line in DEBT.read_text().splitlines()]
     return Counter({key: int(count) for key, count in lines})
 
 
 def new_faults() -> list[str]:
-    """List the faults of each rule and file that has more of them than `naming_debt.txt` says."""
+    """List the faults of each rule and file with more faults than `naming_debt.txt` says."""
     faults = list(find_faults())
     beyond = count_faults(faults) - read_debt()
     return [fault for fault in faults if " ".join(fault.split()[:2]) in beyond]

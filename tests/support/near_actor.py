@@ -29,8 +29,9 @@ class NearEngineActor(EngineActor):
 
 
 class Near:
-    """Replaces Ray's actor handle: calls begin in order, `delays` (in turn) after they were made, and answers arrive
-    with the same delays. Arguments and results are pickled."""
+    """Replaces Ray's actor handle. Arguments and results are pickled.
+
+    Calls begin in order, each after the next delay of `delays`. Answers arrive after the same delay."""
 
     def __init__(self, actor: object, delays: Sequence[float] = (0.0,)) -> None:
         self._actor, self._delays = actor, itertools.cycle(delays)

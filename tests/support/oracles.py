@@ -1,6 +1,6 @@
 """The loss of a whole batch under each preset, written from its paper's formula in plain floats, without tensors.
 
-A batch is a list of rows. Its loss is minimised. Means are over rows with tokens; groups compare all rows.
+A batch is a list of rows. The loss of a batch is minimised. Means are over rows with tokens; groups compare all rows.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Row:
     pi: Sequence[Dual]
     mu: Sequence[float]
     proximal: Sequence[float]
-    values: Sequence[float] = ()  # of a critic; zero without one
+    values: Sequence[float] = ()  # the critic's values of the tokens; zero without a critic
     reference: Sequence[float] = ()
 
 
 Rows = Sequence[Row]
-Losses = list[list[Dual]]  # of each token, by row
+Losses = list[list[Dual]]  # the loss of each token, by row
 LONGEST = 8
 
 
@@ -56,15 +56,16 @@ def normalised(rows: Rows, penalty: Sequence[float] | None = None) -> list[float
 
 
 def whitened(rows: Rows) -> list[float]:
-    """Average over all tokens of the batch."""
+    """Whiten rewards over all tokens of the batch."""
     each = [row.reward for row in rows for _ in row.pi]
     mean, variance = statistics.fmean(each), statistics.variance(each)
     return [(row.reward - mean) / math.sqrt(variance + 1e-8) for row in rows]
 
 
 def generalized(rows: Rows, gamma: float = 1.0, lam: float = 1.0) -> list[list[float]]:
-    """Compute GAE of each token as the discounted sum of later residuals (Schulman et al. 2016, eq. 16), then
-    whiten.
+    """Compute the GAE of each token, then whiten.
+
+    GAE is the discounted sum of later residuals (Schulman et al. 2016, eq. 16).
     """
     found = []
     for row in rows:

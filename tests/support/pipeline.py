@@ -1,4 +1,4 @@
-"""The whole control path in one process: scheduler, proxy, weight sync, channel, log; timed engines and learner.
+"""The whole control path in one process, with scheduler, proxy, weight sync, channel and log; engines are timed.
 
 The scheduler, the learner and the channel each have their own view of the log, as separate processes would.
 """
@@ -92,8 +92,9 @@ class Pipeline:
     seconds_per_token: float = 0.002
     keep_last: int = 5
     engine_list: Sequence[Engine] | None = None
-    damage: Mapping[tuple[int, int], Damage] = field(default_factory=dict)  # by (batch, times it was voided before)
-    engine_deaths: Sequence[tuple[float, int]] = ()  # (seconds, place of the engine); a new one replaces it
+    damage: Mapping[tuple[int, int], Damage] = field(default_factory=dict)  # (batch, number of earlier voids) -> damage
+    # (seconds, place of the engine); a new engine replaces the dead one
+    engine_deaths: Sequence[tuple[float, int]] = ()
     shares: tuple[float, ...] = (1.0,)
     scheduler_type: Callable[..., RolloutScheduler] = build_scheduler
     choices: Mapping[str, Any] = field(default_factory=dict)  # fields of `RolloutLimits`
@@ -220,7 +221,7 @@ class Pipeline:
             assert isinstance(victim, TimedEngine)
             victim.kill("killed by the test")
             living[place] = self._engine()
-            # Shielded, because the run may have ended while evaluations still need it.
+            # This task is shielded, because evaluations may still need it after the run's end.
             await asyncio.shield(asyncio.ensure_future(self._replace(place, living[place])))
 
     async def _replace(self, place: int, engine: Engine) -> None:
@@ -261,7 +262,7 @@ class Pipeline:
             await self.channel.announce(version)
 
     async def _next_batch(self, number: int) -> CommittedBatch:
-        """Read batch `number` from the log; void one that is damaged or not finite, and wait for its replacement."""
+        """Read batch `number` from the log; void a damaged or non-finite batch, and wait for its replacement."""
         while True:
             try:
                 leased = await self.channel.lease(number, PATIENCE_SECONDS)

@@ -1,7 +1,7 @@
 """Starts the engines of a run under several placements, and prints the nodes on which they run.
 
-`python -m tests.support.placed ADDRESS FOLDER`: the cluster has one node with the resource "rollout", which also has
-the label of `LABELS`. The last line is JSON: that node, and for each placement the nodes of its engines.
+`python -m tests.support.placed ADDRESS FOLDER`: the cluster has one node with the resource "rollout", and this node
+has the label of `LABELS`. The last line of output is JSON: that node, and for each placement the nodes of its engines.
 """
 
 from __future__ import annotations

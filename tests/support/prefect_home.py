@@ -1,5 +1,6 @@
-"""The database that a Prefect server creates at its first start, created once for all tests: it is half of the
-start.
+"""The database that a Prefect server creates at its first start.
+
+The database is created once for all tests, because its creation takes half of a server's start.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.support.waiting import RUN_SECONDS
 
 
 def migrated(folder: Path) -> Path:
-    """Return `folder` with such a database in it. One process of the tests creates it, the others wait."""
+    """Return `folder` with a Prefect database. One test process creates the database, and the others wait."""
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
-"""Runs that were recorded by earlier releases, small and packed; and how one is recorded.
+"""Small runs that earlier releases recorded as archives, and the program that records them.
 
-Each archive in `tests/fixtures/runs` has one run's storage: log, policies, learner states, trajectories and what is
-written beside the log. An archive is never recorded again: it is the proof that this release reads what that one wrote.
-A new format gets archives of its own:
+Each archive in `tests/fixtures/runs` has one run's storage: log, policies, learner states, trajectories and the records
+beside the log. An archive is never recorded again, because it proves that this release reads what an earlier release
+wrote. A new format gets archives of its own:
 
     python -m tests.support.recorded FOLDER [NAME ...]     # some minutes a run; archives are written to FOLDER
 

@@ -1,6 +1,7 @@
 """A moto server on loopback that handles one write at a time.
 
-moto checks and writes a conditional PUT in two steps, where S3 does it in one. So writes take turns here.
+moto checks and writes a conditional PUT in two steps, while S3 takes one step. So this server takes one write at a
+time.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Case:
     redundant_responses: int = 0
     tail_batching: bool = False
     max_preemptions: int | None = None
-    max_batches_ahead: float = 1.0  # as a share of alpha
+    max_batches_ahead: float = 1.0  # the key's value as a share of alpha
     on_stale: Literal["drop", "wait"] = "drop"
     batch_order: Literal["finished", "started"] = "finished"
     staleness_from: Literal["started", "oldest-token"] = "started"
@@ -90,8 +90,8 @@ class Case:
     update_seconds: float = 0.0
     fetch_seconds: float = 0.0
     commit_seconds: float = 0.0
-    latency: float = 0.0  # of a call to an engine, and of its answer
-    patience: float = 1e6  # time for an engine to join if none is left
+    latency: float = 0.0  # seconds of delay for a call to an engine, and for the answer
+    patience: float = 1e6  # seconds that requests wait for an engine to join if no engine is left
     trouble: tuple[Trouble, ...] = ()
     stops: tuple[Stop, ...] = ()
     attempts: int = 10**6
@@ -226,7 +226,7 @@ class Life:
         return Watched(self.case.engine(place), self.case.latency, self._first)
 
     def _first(self, id: str, version: int) -> bool:
-        """Note that a response starts or restarts; check that some batch can still use it."""
+        """Record that a response starts or restarts, and check that some batch can still use this response."""
         prompt, attempt, sample = map(int, id.rstrip("'").split("."))
         self.ledger.started.setdefault(GroupKey(prompt, attempt), {})[sample] = version
         number = self.scheduler.due.first
@@ -251,7 +251,7 @@ class Life:
             self.engines[place] = engine = self._engine(place)
             try:
                 return await self.proxy.join(place, engine)
-            except EngineFailed:  # the engine was killed before it served
+            except EngineFailed:  # the engine was killed before it served requests
                 await asyncio.sleep(0.1)
 
     async def newer(self, version: int) -> int:

@@ -51,7 +51,7 @@ NodeName={nodes} CPUs=2 State=UNKNOWN
 PartitionName=low Nodes={nodes} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
 PartitionName=high Nodes={nodes} MaxTime=INFINITE State=UP PriorityTier=10
 """
-GRACE_SECONDS = 180  # long, because test machines are slow
+GRACE_SECONDS = 180  # a long grace period, because test machines are slow
 
 
 def why_not() -> str:

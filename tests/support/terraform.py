@@ -131,7 +131,7 @@ def _read(module: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def state_resources(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the attributes of everything in a state, by address."""
+    """Return the attributes of all resources in a state, by address."""
     return {one["address"]: one["values"] for one in _read(state["values"]["root_module"])}
 
 

@@ -50,7 +50,7 @@ def greedy_tokens(weights: Path, prompt: Sequence[int], count: int) -> list[int]
 
 @functools.lru_cache(maxsize=4)
 def _model(weights: Path, dtype: str) -> Any:
-    """Load the model of weights that do not change any more."""
+    """Load a model with these final weights."""
     return AutoModelForCausalLM.from_pretrained(weights, dtype=getattr(torch, dtype))
 
 
@@ -65,7 +65,7 @@ def _config() -> Qwen2Config:
         num_key_value_heads=1,
         max_position_embeddings=256,
         tie_word_embeddings=True,
-        initializer_range=0.2,  # large, so that the probabilities of tokens differ, also between two seeds
+        initializer_range=0.2,  # a large range, so that token probabilities differ, also between two seeds
         eos_token_id=EOS,
         bos_token_id=None,
         pad_token_id=0,

@@ -1,4 +1,4 @@
-"""A runner that serves a trivial "post-training": it counts until `go` is in the run's storage, then ends the run.
+"""A runner of a trivial "post-training" flow, which counts until `go` is in the run's storage, then ends the run.
 
 Its status contains its process id, so that a test can kill it; `fail` in the storage makes it raise.
 """
@@ -50,7 +50,7 @@ def main() -> None:
     from rollflow.flows.recover import recover
     from rollflow.flows.services.registering import DeploymentOffer
     from tests.support.trivial_supervisor import (
-        post_training,  # not that of `__main__`, because flow processes import it by name
+        post_training,  # the imported flow, not the one of `__main__`, because flow processes import it by name
     )
 
     parser = argparse.ArgumentParser()

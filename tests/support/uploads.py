@@ -10,7 +10,7 @@ from moto.s3.models import s3_backends
 from rollflow.storage.objects.s3 import S3Store
 
 BUCKET = "uploads"
-PART = 1000  # bytes of a part
+PART = 1000  # the size of a part in bytes
 
 
 def uploads() -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 Found = TypeVar("Found")
 
-HANG_SECONDS = 180.0  # for one thing to happen: an answer, a start, a death
-RUN_SECONDS = 1200.0  # for a whole run to end
+HANG_SECONDS = 180.0  # the longest wait for one event: an answer, a start, a death
+RUN_SECONDS = 1200.0  # the longest wait for the end of a whole run
 
 
 def until(true: Callable[[], Found], seconds: float = HANG_SECONDS) -> Found:
