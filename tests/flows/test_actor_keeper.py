@@ -38,7 +38,7 @@ def test_first_restart_is_immediate_then_pauses_double() -> None:
     now = [0.0]
     budget = RestartBudget(RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1.0), lambda: now[0])
     assert [budget.spend("learner", "gone") for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]
-    assert budget.spend("rollout", "gone") == 0.0  # each role has a budget of its own
+    assert budget.spend("rollout", "gone") == 0.0  # another role's budget is untouched
     with pytest.raises(RestartsExhausted, match=r"learner was restarted 4 times within 100 s .* once more: no memory"):
         budget.spend("learner", "no memory")
     now[0] = 101.0
@@ -111,7 +111,7 @@ def keep_on(tmp_path: Path, lives: str, patience: float = 5.0) -> tuple[RunConte
 def test_keeper_recovers_from_deaths_errors_and_hangs(tmp_path: Path) -> None:
     context, result = keep(tmp_path, "die raise hang work")
     assert result == "done"
-    [recovery] = RecoveryLog(context.store).read()  # one end after another, before there was any progress: one recovery
+    [recovery] = RecoveryLog(context.store).read()  # deaths in a row without progress between them are one recovery
     assert recovery.role == "worker"
     died, raised, hung = recovery.reason.split("; then ")
     assert "its process is gone" in died
@@ -166,10 +166,10 @@ def test_exhausted_budget_reports_the_reason(tmp_path: Path) -> None:
 
 
 def test_new_keeper_inherits_the_spent_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, a stage's flow that is killed each time its actor has come back."""
+    """A new keeper starts, for example, when a stage's flow is killed each time its actor has restarted."""
     monkeypatch.setattr(
         "rollflow.flows.keepalive.restart_history.WAIT_SECONDS", HANG_SECONDS
-    )  # however busy the machine is
+    )  # the keeper waits for the records even on a busy machine
     keep(tmp_path, "raise work", restarts=2)
     keep_on(tmp_path, "raise work")
     assert [one.attempt for one in RecoveryLog(open_store(str(tmp_path))).read()] == [1, 2]
@@ -179,11 +179,11 @@ def test_new_keeper_inherits_the_spent_budget(tmp_path: Path, monkeypatch: pytes
 
 def test_config_error_is_not_retried(tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match="free space, then resume"):
-        keep(tmp_path, "full work")  # a second life would end well
+        keep(tmp_path, "full work")  # a second start of the worker would succeed
 
 
 def test_deterministic_failure_is_not_retried(tmp_path: Path) -> None:
-    """A version is a function of its parent and its batch."""
+    """A version is a function of its parent and its batch, so a retry would fail again."""
     with pytest.raises(NotFinite, match="grad_norm of batch 2 is nan"):
         keep(tmp_path, "nan work")
 
@@ -233,7 +233,7 @@ def test_superseded_supervisor_leaves_status_and_tracking(cluster: str, done: li
 
 @pytest.mark.parametrize("away", [False, True])
 def test_supervisor_records_why_it_failed(monkeypatch: pytest.MonkeyPatch, *, away: bool) -> None:
-    """This holds even if the log is unreadable."""
+    """The supervisor records the reason even if the run's log is unreadable."""
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store)
     supervisor, stages, writer = supervised(store, told)
@@ -252,7 +252,7 @@ def test_supervisor_records_why_it_failed(monkeypatch: pytest.MonkeyPatch, *, aw
 def test_run_end_prunes_versions_kept_for_evaluation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: RollflowError | None
 ) -> None:
-    """The supervisor prunes them; a store that refuses does not stop the end of the run."""
+    """The supervisor prunes these versions; a store that refuses the pruning does not stop the end of the run."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     monkeypatch.setattr(post_training, "summarize", lambda *_: {"summary": "of it"})
     monkeypatch.setattr(post_training, "build_outcome", lambda *_: None)

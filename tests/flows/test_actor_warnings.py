@@ -15,7 +15,7 @@ from rollflow.tasks.runtime.actor_warnings import AGAIN_SECONDS, KEPT, LENGTH, A
 
 @pytest.fixture
 def kept() -> Iterator[Warnings]:
-    logging.captureWarnings(False)  # an actor of another test may have left it on, behind pytest's own
+    logging.captureWarnings(False)  # an actor of another test may have left the capture of warnings on
     made = Warnings("learner")
     yield made
     for logger in (logging.getLogger(), logging.getLogger("proud")):
@@ -77,7 +77,7 @@ def test_each_warning_is_logged_once() -> None:
     first, second = ActorWarning("learner", "a:1", 1, "odd"), ActorWarning("learner", "a:1", 2, "odder")
     told.tell([first])
     told.tell([first, second])
-    told.tell([first, second, ActorWarning("learner", "a:2", 1, "odd", rank=1)])  # its successor's
+    told.tell([first, second, ActorWarning("learner", "a:2", 1, "odd", rank=1)])  # a warning of the restarted actor
     expected = [("odd", None), ("odder", None), ("odd", 1)]
     assert said == [f"learner warns: {text} {{'actor': 'learner', 'rank': {rank}}}" for text, rank in expected]
 
@@ -98,7 +98,7 @@ def test_warnings_contain_no_secrets(text: str, safe: str) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"{", b"7", b'["who"]', b"\xff", b'{"a": 1}'])
 def test_invalid_warning_is_ignored(data: bytes) -> None:
-    """A user-defined verifier has access to the socket."""
+    """Warnings on the socket may be invalid, because a user-defined verifier has access to the socket."""
     kept = Warnings("reward")
     open_socket().send(data)
     open_socket().send(b'["a reward worker", null, "it is late"]')

@@ -94,14 +94,14 @@ def test_bad_config_is_one_sentence(capsys: pytest.CaptureFixture[str], override
     ("override", "hint"),
     [
         ("tran={learning_rate=1}", "train?"),
-        ("tran=1", None),  # a value is no section
+        ("tran=1", None),  # the similar key is a section, but the user gave a value
         ("policy.coldstart={}", "policy.cold_start?"),
         ("policy.coldstart=1", None),
-        ("train.learnin_rate={a=1}", None),  # a section is no value
+        ("train.learnin_rate={a=1}", None),  # the similar key takes a value, but the user gave a section
         ('prompt=[{kind="jsonl"}]', "prompts?"),
-        ("prompt={}", None),  # a section is no list of sections
+        ("prompt={}", None),  # the similar key takes a list of sections, but the user gave one section
         ('prompts=[{kind="reasoning-gym",familly="x"}]', "prompts.0.family?"),
-        ('prompts=[{kind="jsonl",path="x",familly="y"}]', None),  # a file has no family
+        ('prompts=[{kind="jsonl",path="x",familly="y"}]', None),  # prompts from a file have no key `family`
         ('prompts=[{kind="reasoning-gym",option={}}]', "prompts.0.options?"),
         ("prompts.0.digit=3", "prompts.0.digits?"),
         ("engine.max_requests=3", "engine.max_concurrent_requests?"),
@@ -170,8 +170,8 @@ def test_all_errors_are_reported_at_once(capsys: pytest.CaptureFixture[str], tmp
     assert first == "rollflow: 5 keys must change:"
     assert {line.partition(" = ")[0]: line.partition(" mean ")[2] for line in lines} == {
         "  group_size": "",
-        "  train.lr": "train.learning_rate?",  # by the first letters of its words
-        "  train.lora_r": "train.lora.rank?",  # no section: it was given a number
+        "  train.lr": "train.learning_rate?",  # found by the first letters of the key's words
+        "  train.lora_r": "train.lora.rank?",  # not the section `train.lora`, because the user gave a number
         "  train.lora.rank": "",
         "  engin": "engine?",
     }
@@ -199,7 +199,7 @@ def test_missing_or_invalid_recipe_is_refused(capsys: pytest.CaptureFixture[str]
 
 
 def test_recipe_with_bom_and_crlf_is_read(tmp_path: Path) -> None:
-    """The file has a UTF-8 byte-order mark, and line ends of two bytes."""
+    """The recipe's file has a UTF-8 byte-order mark, and line ends of two bytes."""
     recipe = tmp_path / "recipe.toml"
     recipe.write_bytes(b"\xef\xbb\xbf" + Path(RECIPE).read_bytes().replace(b"\n", b"\r\n"))
     assert main(["check", str(recipe)]) == 0
@@ -261,7 +261,7 @@ def test_policy_that_the_engine_cannot_run_is_refused(
 
 
 def test_head_size_without_a_kernel_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Without a GPU its engines would die, one after the other."""
+    """Without a GPU, engines with such a policy would die one after another."""
     folder = make_policy(tmp_path / "policy", hidden_size=48, num_attention_heads=2)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
     assert sentence.startswith(f"policy.path = '{folder}': vLLM's CPU attention has no kernel for heads of size 24")
@@ -270,7 +270,9 @@ def test_head_size_without_a_kernel_is_refused(capsys: pytest.CaptureFixture[str
 
 
 def test_cache_without_room_for_a_request_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """4 layers of 4 heads of 32, keys and values in float32: 4,096 bytes a token. One block is vLLM's own."""
+    """The policy has 4 layers of 4 heads of 32, so keys and values in float32 take 4,096 bytes a token. vLLM keeps one
+    block for itself.
+    """
     shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4}
     folder = make_policy(tmp_path / "policy", max_position_embeddings=131072, **shape)
     need = (131072 + 32) * 4096
@@ -310,7 +312,7 @@ def test_missing_library_is_refused(
 
 
 def test_check_notes_skipped_checks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The check downloads nothing, and asks no service that `--offline` rules out."""
+    """`rollflow check` downloads nothing, and contacts no service that `--offline` rules out."""
     (recipe := tmp_path / "recipe.toml").write_text('[policy]\npath = "nobody-here/no-such-policy"\n')
     assert main(["check", str(recipe)]) == 0
     assert "'nobody-here/no-such-policy' is not in the hub's cache of this machine" in capsys.readouterr().out
@@ -415,7 +417,7 @@ def test_unwritable_store_is_refused(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_folder_store_of_a_remote_cluster_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The check comes before any connection: nothing answers at that address."""
+    """The check comes before any connection, because nothing answers at the cluster's address."""
     sentence = refused_alike(capsys, RECIPE, "--set", "cluster.address=192.0.2.7:6379")
     assert sentence.startswith(f"store.uri = '{tmp_path}/home/store': a folder of this machine, which 192.0.2.7 of ")
     assert "cluster.address = '192.0.2.7:6379' cannot read; use s3://bucket/prefix" in sentence
@@ -437,7 +439,8 @@ def test_unreachable_service_is_refused(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", uri)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-    for verb in ("check", "run"):  # their sentences have the name of a probe in them
+    # each command's error contains the name of its own probe object, so the errors are not compared
+    for verb in ("check", "run"):
         sentence = refused(capsys, verb, RECIPE, "--set", "store.uri=s3://bucket/runs")
         assert "store.uri = 's3://bucket/runs'" in sentence
     monkeypatch.setenv("PREFECT_API_URL", f"{uri}/api")
@@ -488,7 +491,7 @@ def test_refused_command_keeps_the_other_runs_policy(tmp_path: Path, monkeypatch
     place, prepared = prepare._store_policy, list[RunContext]()
 
     def placed(*arguments: Any) -> None:
-        if not prepared:  # the other command is a moment ahead
+        if not prepared:  # the other command prepares the same run a moment earlier
             prepared.append(attach_run(f"{tmp_path}/home/store/runs/same"))
             prepare.prepare(config(32), "same")
         place(*arguments)

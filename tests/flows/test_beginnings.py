@@ -15,7 +15,7 @@ from tests.support.waiting import HANG_SECONDS
 
 
 def test_init_writes_a_valid_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The recipe is valid as written, and with every key set to its default."""
+    """The recipe is valid as `init` writes it, and with every key set to its default."""
     recipe = tmp_path / "mine.toml"
     assert main(["init", str(recipe)]) == 0
     capsys.readouterr()

@@ -33,14 +33,14 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         now[0] += 1.0
         return now[0]
 
-    monkeypatch.setattr("ray.is_initialized", lambda: False)  # tests beside these may be attached to a cluster
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests in this process may be attached to a cluster
     monkeypatch.setattr(cluster.time, "monotonic", tick)
     monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
     return now
 
 
 def test_returning_head_is_attached(monkeypatch: pytest.MonkeyPatch, fast: list[float]) -> None:
-    """The head refuses connections at first, is then half up, then up."""
+    """The Ray head first refuses connections, then answers without being ready, then is ready."""
     trouble, connected = ["nothing answers", "nothing answers", "no raylet yet"], list[str]()
 
     def fail_or_not(at: int) -> None:

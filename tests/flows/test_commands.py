@@ -39,7 +39,9 @@ from tests.support.waiting import HANG_SECONDS
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """Train 5 of 6 versions, the last two by a second learner, with state every third; see `small_run.batch`."""
+    """Train 5 of 6 versions, the last two by a second learner, with a stored state every third version; see
+    `small_run.batch`.
+    """
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(home))
@@ -133,7 +135,7 @@ def test_replay_with_other_ranks_scales_with_the_step(
 def test_replay_with_other_ranks_skips_pruned_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Version 4 is kept but its parent is not; the two later versions are trained from kept ones."""
+    """Version 4 is kept but its parent is not; the two later versions are trained from versions that are kept."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     train_small(prepare_small(tmp_path, versions=6, keep_last=2, state_every=2, keep_every=4))
     assert shown(capsys, "replay", "small", "--all").count("identical") == 6
@@ -314,7 +316,7 @@ def test_terminal_shows_audit_progress(copy: RunContext) -> None:
 
 
 def test_staleness_table_groups_versions() -> None:
-    """A row has as many versions as the report combines; the last range may not be full."""
+    """Each row of the table covers the number of versions that the report combines; the last row may cover fewer."""
     report = AuditReport(versions=7, span=3, staleness=Counter({0: 7}))
     report.staleness_by_version = {1: Counter({0: 3}), 4: Counter({0: 3}), 7: Counter({0: 1})}
     assert list(staleness_table(report).columns[0].cells) == ["1-3", "4-6", "7", "all"]
@@ -370,8 +372,8 @@ def test_audit_compares_with_anchors(copy: RunContext, capsys: pytest.CaptureFix
 
 
 def test_audit_reports_skipped_checks(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """The package that made the prompts has changed. That is no violation, but the next audit does not continue from
-    this one.
+    """The package that made the prompts has changed. The change is no violation, but the next audit does not continue
+    from such an audit.
     """
     pins = [{**pin, "version": "0.0.1"} for pin in copy.created.prompts]
     changed(copy.store, 0, lambda body: replace(body, prompts=tuple(pins)))

@@ -54,7 +54,7 @@ def test_compare_reports_differences_results_and_page(trained: RunContext, capsy
     assert curves["reward"]["values"] == [one.metrics["reward"] for one in versions[1:]]
     assert curves["reward"]["tokens"] == [tokens[0], sum(tokens[:2]), sum(tokens)]
     assert curves["reward"]["seconds"] == [one.at - versions[0].at for one in versions[1:]]
-    lost = versions[3].metrics["discarded_tokens"]  # batch 2 gave a group up
+    lost = versions[3].metrics["discarded_tokens"]  # a group was given up while batch 2 was formed
     assert lost == 21
     assert curves["waste"]["values"] == [0, 0, lost / (lost + tokens[2])]
     page = Path(found["page"]).read_text()
@@ -94,7 +94,9 @@ def test_seeds_share_one_band(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     band = page._build_band("a", "", "", [runs[1].curves["reward"], short], "versions")
     assert (band.x[0], band.x[-1], len(band.x)) == (1, 6, SHOWN)
-    assert (band.low[-1], band.middle[-1], band.high[-1]) == pytest.approx((0, 0.75, 1.5))  # 3.0 at half of the way
+    assert (band.low[-1], band.middle[-1], band.high[-1]) == pytest.approx(
+        (0, 0.75, 1.5)
+    )  # the second curve has risen halfway to 3.0
     assert "a and 1 other seed<" in compare_page(runs)
     elsewhere = [
         made_up("a", 11),
@@ -102,7 +104,7 @@ def test_seeds_share_one_band(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert [[run.name for run in group] for group in group_seeds(elsewhere)] == [
         ["a", "b"]
-    ]  # what it ran on is no recipe
+    ]  # the cluster that a run used is no part of its recipe
     again = [made_up("a", 11, seed="0"), made_up("b", 11, seed="0"), made_up("c", 11, seed="1")]
     assert "a and 2 other runs<" in compare_page(again)
 

@@ -38,7 +38,7 @@ STATUS = RunStatus(
     buffer_capacity=96,
     in_flight_groups=58,
     stages={
-        "rollout": StageStatus("Running", "engine 0 at version 94", 0.03),  # as Prefect says it
+        "rollout": StageStatus("Running", "engine 0 at version 94", 0.03),  # the state's name in Prefect's spelling
         "train": StageStatus("Failed", "lost its learner", 0.5),
         "odd": StageStatus("pondering"),
     },
@@ -138,13 +138,13 @@ def test_plain_lines_are_limited_without_news() -> None:
     stream = io.StringIO()
     with PlainView(stream, every_seconds=5.0, clock=lambda: now[0]) as view:
         view.show(STATUS)
-        view.show(STATUS)  # nothing changed
+        view.show(STATUS)  # no line, because the status has not changed
         now[0] = 1.0
-        view.show(replace(STATUS, version=95, seconds=188))  # too soon
+        view.show(replace(STATUS, version=95, seconds=188))  # no line, because the last line is too recent
         now[0] = 6.0
         view.show(replace(STATUS, version=96, seconds=193))
         now[0] = 20.0
-        view.show(replace(STATUS, version=96, seconds=207))  # only time passed
+        view.show(replace(STATUS, version=96, seconds=207))  # no line, because only the time has changed
         messages = (*STATUS.messages, "second")
         view.show(replace(STATUS, version=97, seconds=208, messages=messages))
         view.show(replace(STATUS, version=97, seconds=209, messages=messages, phase="done"))
@@ -157,7 +157,8 @@ def test_plain_lines_are_limited_without_news() -> None:
         *[line for line in stream.getvalue().splitlines() if "version 97/150" in line],
     ]
     assert stream.getvalue().count("version 96/150") == 1
-    assert stream.getvalue().count("version 97/150") == 2  # with the message, and as done
+    # one line has the message, the other says that the run is done
+    assert stream.getvalue().count("version 97/150") == 2
 
 
 def test_view_depends_on_the_stream() -> None:
@@ -171,7 +172,7 @@ def test_view_depends_on_the_stream() -> None:
     console = Console(file=terminal, force_terminal=True, width=80, _environ={"TERM": "xterm"})
     with LiveView(console=console) as view:
         view.show(STATUS)
-    assert "5,120" in terminal.getvalue()  # the last state stays on the screen
+    assert "5,120" in terminal.getvalue()  # the last status stays on the screen
 
 
 def test_summary_leaves_out_missing_figures() -> None:

@@ -92,13 +92,16 @@ def test_registering_keeps_user_changes(server: PrefectServer, offer: Deployment
     page.change(name, parameters={"version": 9}, tags=["hers"])
     register(replace(newer, parameters={"version": 5}, tags=()))
     assert (page.read(name)["parameters"], page.read(name)["tags"]) == ({"version": 9}, ["hers"])
-    page.change(name, parameters={"version": 4})  # as it was registered last: ours again
+    # the user restored the registered value, so the next registration may change it
+    page.change(name, parameters={"version": 4})
     register(replace(newer, parameters={"version": 5}))
     assert page.read(name)["parameters"] == {"version": 5}
 
 
 def test_schedule_plans_flow_runs(server: PrefectServer, offer: DeploymentOffer) -> None:
-    """The server's own scheduler does this; it fails with an SQLAlchemy that Prefect does not support."""
+    """The Prefect server's own scheduler plans flow runs; the scheduler fails with an SQLAlchemy version that Prefect
+    does not support.
+    """
     register(replace(offer, cron=("0 2 * * *", "Europe/Berlin"), tags=("nightly",)))
     with open_client() as client:
         until(lambda: {run.deployment_id for run in unfinished_runs(client, SERVED) if run.auto_scheduled})
@@ -109,7 +112,8 @@ def test_recipes_come_before_internal_deployments(server: PrefectServer, offer: 
     recipe = replace(offer, name=f"yellow-{offer.name}", tags=("recipe",))
     ours = [*list_deployments(SERVED), *list_deployments("arithmetic-20260101-120000-0a1b2c3d")]
     made = [register(one) for one in (recipe, *ours)]
-    there = Page(server).ask("POST", "/deployments/filter", {"sort": "NAME_ASC"})  # as the page asks
+    # the page of deployments sorts them like this
+    there = Page(server).ask("POST", "/deployments/filter", {"sort": "NAME_ASC"})
     assert next(one["name"] for one in there if one["id"] in map(str, made)) == recipe.name
     with open_client() as client:
         for one in made:
@@ -117,7 +121,7 @@ def test_recipes_come_before_internal_deployments(server: PrefectServer, offer: 
 
 
 def test_flow_runs_of_older_names_are_served(server: PrefectServer) -> None:
-    """A run that was suspended under an older version is resumed by this version."""
+    """A flow run that was suspended under an older version of rollflow is resumed by this version."""
     page, offers = (
         Page(server),
         [one for one in list_deployments(SERVED) if one.flow_name in ("evaluate", "post-training")],
@@ -141,7 +145,7 @@ def test_flow_runs_of_older_names_are_served(server: PrefectServer) -> None:
 
 
 def test_unchanged_deployment_is_not_updated(server: PrefectServer, offer: DeploymentOffer) -> None:
-    """An update would drop the flow runs that a schedule has planned."""
+    """An update of a deployment would drop the flow runs that its schedule has planned."""
     page, name = Page(server), f"evaluate/{offer.name}"
     register(offer)
     before = page.read(name)["updated"]
@@ -160,7 +164,7 @@ def test_deployments_of_ended_sessions_are_deleted(
     assert sweep() == [dead.name]
     assert {offer.name, living.name} <= page.all()
     withdraw(living.name, tmp_path)
-    withdraw(offer.name, tmp_path)  # a person's, or served for all: no session's to delete
+    withdraw(offer.name, tmp_path)  # no session may delete a deployment of a user or of the stack
     assert living.name not in page.all()
     assert offer.name in page.all()
 
@@ -257,13 +261,15 @@ def test_work_pool_gets_the_same_deployments(server: PrefectServer, tmp_path: Pa
         there = page.read(name)
         assert there["work_pool_name"] == "gpus"
         assert there["entrypoint"].startswith("rollflow.flows.")
-        assert there["job_variables"] == {"env": {"ROLLFLOW_DEPLOYMENT": "rollflow@gpus"}}  # its stages go there, too
-        assert OF_SESSION not in there["tags"]  # or the next command would sweep it
+        # the run's stages start on the pool, too
+        assert there["job_variables"] == {"env": {"ROLLFLOW_DEPLOYMENT": "rollflow@gpus"}}
+        assert OF_SESSION not in there["tags"]  # the next command would delete a deployment with this tag
     config = RunConfig.model_validate(page.read("post-training/pooled@gpus")["parameters"]["config"])
     assert config == load_recipe(recipes / "a.toml")
     with open_client() as client:
         theirs = start(client, "post-training", "pooled@gpus", {"config": config.model_dump(mode="json")})
         for state in (Pending(), Running()):
             client.set_flow_run_state(theirs, state)
-        crash_orphans(SERVED, "its session died", scheduled=True)  # a stack starts: the workers' live
+        # a starting stack leaves the flow runs of workers alone
+        crash_orphans(SERVED, "its session died", scheduled=True)
         assert client.read_flow_run(theirs).state_type == "RUNNING"

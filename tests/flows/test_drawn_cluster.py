@@ -1,7 +1,8 @@
-"""Drawn values of `[cluster]`, and drawn settings files: each is accepted, or refused by key, value and fix.
+"""Randomly drawn `[cluster]` sections and settings files are each accepted, or rejected with the key, the value and a
+fix.
 
-What is accepted is kept as JSON without a password, and Ray takes the options of its actors. A settings file gives a
-run what a recipe with the same keys would. No refusal shows a secret.
+An accepted section is stored as JSON without a password, and Ray accepts its options for actors. A settings file has
+the same effect on a run as a recipe with the same keys. No error shows a secret.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ runtime_env = st.dictionaries(
 
 
 def or_nonsense(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Draw what a key takes, four times of five, and else anything."""
+    """Draw a valid value of a key in four cases of five, and any value in the fifth."""
     return st.integers(0, 4).flatmap(lambda drawn: strategy if drawn else tree)
 
 
@@ -135,7 +136,7 @@ files = st.fixed_dictionaries(
 
 
 def in_toml(tree: Any) -> Any:
-    """Return a tree without what TOML does not have: None."""
+    """Return a tree without None values, which TOML does not have."""
     if isinstance(tree, Mapping):
         return {key: in_toml(value) for key, value in tree.items() if value is not None}
     return [in_toml(value) for value in tree if value is not None] if isinstance(tree, list) else tree

@@ -1,4 +1,4 @@
-"""Randomly drawn prompt files and options: each is refused in one sentence, or all its prompts can be scored."""
+"""Randomly drawn prompt files and options: each file is rejected in one sentence, or all its prompts can be scored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.refused import refused_alike
 from tests.support.waiting import HANG_SECONDS
 
 CONTEXT, NEW = 96, 12
-ASKED = 40  # training prompts that are looked at
+ASKED = 40  # number of training prompts that the test checks
 
 TEXT = st.text(st.characters(codec=None, exclude_categories=()), max_size=12)
 SHORT = st.text(st.characters(codec="utf-8", exclude_characters="\n"), min_size=1, max_size=6)
@@ -82,7 +82,7 @@ def files(draw: st.DrawFn) -> bytes:
     lines = draw(st.lists(good_line(), min_size=draw(st.sampled_from([0, 8, 8, 8])), max_size=20))
     lines = draw(st.permutations(lines + draw(st.lists(odd_line(), max_size=2))))
     if draw(st.booleans()):
-        lines = [*lines, *lines[:3]]  # questions that stand there twice
+        lines = [*lines, *lines[:3]]  # some questions appear twice
     end = draw(st.sampled_from([b"\n", b"\r\n", b"\n\n"]))
     last = draw(st.sampled_from([b"", end, end, end, b"\x00"]))
     return draw(st.sampled_from([b"", b"\xef\xbb\xbf"])) + end.join(lines) + last
@@ -134,7 +134,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged_right(config: RunConfig, found: Preflight, folder: Path) -> None:
-    """Check that every prompt of a run encodes and fits, and that its own answer is judged right."""
+    """Check that every prompt of a run encodes and fits, and that the prompt's reference answer is scored as
+    correct.
+    """
     for name, data in found.files.items():
         (folder / name).write_bytes(data)
     tokenizer, where = PolicyTokenizer(folder), config.reward.answer
@@ -151,7 +153,7 @@ def judged_right(config: RunConfig, found: Preflight, folder: Path) -> None:
 
 
 def outcome(recipe: Path, options: dict[str, str]) -> tuple[str | None, RunConfig | None, Preflight | None]:
-    """Return the sentence that a recipe is refused with, or its config and what its run begins with."""
+    """Return the error of a rejected recipe, or the config and the prepared parts of an accepted one."""
     try:
         config = load_recipe(recipe, [f"{key}={value}" for key, value in options.items()])
         return None, config, preflight(config)

@@ -1,4 +1,6 @@
-"""The engine keeper restarts the actor or only the engine in it, as each death requires, and records it."""
+"""The engine keeper restarts an actor or only the engine in the actor, as each death requires, and records each
+restart.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,8 @@ def test_engine_given_up_by_the_scheduler_is_restarted(kept: Kept) -> None:
 def test_health_from_before_a_failure_is_ignored(kept: Kept) -> None:
     before = process(1)
     kept.until(lambda: kept.engines._engines[1].health is not None)
-    answer(ray.get_actor(engine_name(1)).health.remote())  # so the keeper's own question is answered: well
+    # after this answer, the keeper's earlier health check has its answer, too: the engine was healthy
+    answer(ray.get_actor(engine_name(1)).health.remote())
     actor = ray.get_actor(engine_name(1))
     die(actor)
     kept.until(lambda: 1 not in kept.joined, RolloutStatus(failed={1: "its core died"}))
@@ -167,7 +170,7 @@ def test_full_disk_does_not_count_against_an_engine(kept: Kept, monkeypatch: pyt
 def test_engine_death_with_the_scheduler_is_recorded(kept: Kept) -> None:
     before = process(1)
     cluster.kill_named([engine_name(1)])
-    kept.engines.start()  # as before a new scheduler
+    kept.engines.start()  # the flow calls `start` before each new scheduler
     kept.until(lambda: kept.recovered == ["engine-1"])
     assert process(1) != before
     kept.until(lambda: kept.joined == [0, 1])

@@ -61,7 +61,7 @@ def test_export_writes_a_whole_folder(trained: RunContext, capsys: pytest.Captur
 def test_impossible_export_is_one_sentence(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Exit code 2, and nothing is written."""
+    """An export that is impossible ends with exit code 2 and writes nothing."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -153,7 +153,7 @@ def test_run_on_s3_is_exported(
 def test_export_and_evaluation_work_without_prompt_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trained policy is in storage; a prompt file that the run did not keep may be elsewhere or changed."""
+    """The trained policy is in storage; a prompt file that the run did not store may have been moved or changed."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     (file := tmp_path / "mine.jsonl").write_text(
         "".join(f'{{"question": "{i}+1", "answer": {i + 1}}}\n' for i in range(90))
@@ -199,7 +199,8 @@ def test_policy_with_ambiguous_tokenizer_is_refused(tmp_path: Path, monkeypatch:
     ):
         prepared(folder)
     AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"'<\|endoftext\|>' .* resize the model's embeddings"):  # which Qwen2's adds
+    # Qwen2's tokenizer class adds this token
+    with pytest.raises(ConfigError, match=r"'<\|endoftext\|>' .* resize the model's embeddings"):
         prepared(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(len(AutoTokenizer.from_pretrained(folder)))
@@ -210,7 +211,9 @@ def test_policy_with_ambiguous_tokenizer_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_saved_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
-    """A tokenizer that was saved after a truncating or padding call records that in its file; other tools ignore it."""
+    """A tokenizer that was saved after a truncating or padding call records that setting in its file; other tools
+    ignore the setting.
+    """
     from transformers import AutoTokenizer
 
     make_policy(folder := tmp_path / "policy")
@@ -247,7 +250,7 @@ def test_other_reading_describes_the_difference(
 def test_ambiguous_tokenizer_blocks_only_the_export(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, the two tokenizers agreed with older libraries."""
+    """The run itself goes on, because the two tokenizers may have agreed with older libraries."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     make_policy(tmp_path / "policy")
     as_qwen2(tmp_path / "policy")

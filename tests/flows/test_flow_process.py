@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="only there are flow runs forked")]
 
-# Stands for Prefect's, which needs a server: tells what it sees, then waits or ends as it is told.
+# This module replaces Prefect's engine, which needs a server: it reports what it sees, then waits or ends as requested.
 ENGINE = """
 import atexit, json, os, pathlib, signal, sys, time
 import heavy
@@ -114,13 +114,14 @@ def gone(pid: int) -> bool:
 def test_forked_flow_run_equals_a_new_interpreter(runner: Forking, tmp_path: Path) -> None:
     runner.ask("first", 0.5)
     seen = runner.seen("first")
-    assert seen["imported_by"] == runner.process.pid  # it did not import anew
+    assert seen["imported_by"] == runner.process.pid  # the flow run uses the runner's imports
     assert seen["main"] == "__main__"
-    assert len(seen["arguments"]) == 1  # Prefect takes a second one for a flow run's id
+    assert len(seen["arguments"]) == 1  # Prefect would read a second argument as a flow run's id
     assert seen["folder"] == str(tmp_path)
-    assert seen["secret"] is None  # the environment is its own alone
-    heard = signal.getsignal(signal.SIGINT) == signal.default_int_handler  # not by what a shell has in the background
-    assert seen["ends"] == [False, heard]  # as Python has them, and not as the fork server
+    assert seen["secret"] is None  # the flow run has only the environment of its own request
+    # False for a background job of a shell, which ignores SIGINT
+    heard = signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert seen["ends"] == [False, heard]  # the signal handlers are Python's, not those of the fork server
     told = [runner.line() for _ in range(3)]
     assert told == [
         ["started", str(seen["pid"])],
@@ -133,8 +134,8 @@ def test_command_line_names_the_flow_run(runner: Forking) -> None:
     runner.ask("an-id", 600)
     process = psutil.Process(runner.seen("an-id")["pid"])
     assert process.cmdline()[:4] == [sys.executable, "-m", "their_engine", "an-id"]
-    assert flow_run_of(process) is None  # not Prefect's
-    assert process.environ()["ONLY_OF_THE_RUNNER"] == "yes"  # by which the processes of a home are found
+    assert flow_run_of(process) is None  # the engine is not Prefect's
+    assert process.environ()["ONLY_OF_THE_RUNNER"] == "yes"  # the processes of a run home are found by such a variable
     assert "-m multiprocessing.forkserver" in " ".join(process.parent().cmdline())
 
 
@@ -154,7 +155,8 @@ def test_flow_run_ends_with_its_fork_server(runner: Forking) -> None:
     assert ended[:2] == ["ended", str(seen["pid"])]
     assert ended[2] != "0"
     until(lambda: gone(seen["pid"]))
-    (runner.folder / "sitecustomize.py").write_text(  # the other server is a new interpreter
+    # the second fork server is a new interpreter, so it needs the patch
+    (runner.folder / "sitecustomize.py").write_text(
         'import sys\nif "-c" in sys.orig_argv:\n'
         '    from rollflow.flows.services import flow_process\n    flow_process.ENGINE = "their_engine"\n'
     )
@@ -170,7 +172,7 @@ def test_flow_run_ends_if_its_fork_server_died_early(tmp_path: Path, monkeypatch
     runner.ask("late", 3)
     pid = int(runner.line()[1])
     os.kill(psutil.Process(pid).ppid(), signal.SIGKILL)
-    assert runner.line()[0] == "ended"  # so it would be started a second time
+    assert runner.line()[0] == "ended"  # the runner counts the flow run as ended and would start it a second time
     until(lambda: gone(pid))
     assert not (tmp_path / "late").exists()
     runner.process.kill()

@@ -77,7 +77,7 @@ def test_too_few_gpus_are_refused(asked: tuple[int, int, int], nodes: list[float
 def test_shares_never_exceed_the_gpus(
     replicas: int, width: int, ranks: int, nodes: list[float], evaluation: str
 ) -> None:
-    """Roles that need GPUs get whole ones at the same time, or the config is refused."""
+    """Either all roles that need whole GPUs get them at the same time, or the config is rejected."""
     config = config_of(replicas, width, ranks, evaluation)
     engines = replicas + (evaluation == "own" or replicas == 1)
     try:

@@ -39,7 +39,9 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_commands_of_one_home_share_a_server(tmp_path: Path, prefect_database: Path) -> None:
-    """The first command is killed, the second keeps the server; the server dies, and comes back at its address."""
+    """The first command is killed, and the second keeps the server; then the server dies, and restarts at its old
+    address.
+    """
     give(prefect_database, tmp_path)
     first = subprocess.Popen(
         [sys.executable, "-c", FIRST, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -53,7 +55,7 @@ def test_commands_of_one_home_share_a_server(tmp_path: Path, prefect_database: P
     holder = second.pid
     first.kill()
     first.communicate()
-    time.sleep(4 * POLL_SECONDS)  # some looks of the holder later
+    time.sleep(4 * POLL_SECONDS)  # time for several looks of the holder
     assert second.pid == holder
     os.kill(second.processes[-1], signal.SIGKILL)
     until(lambda: not second.running)
@@ -68,7 +70,7 @@ def test_commands_of_one_home_share_a_server(tmp_path: Path, prefect_database: P
 
 
 def test_new_command_waits_for_an_ending_server(tmp_path: Path) -> None:
-    """Otherwise the new command would use the dying server."""
+    """A new command that did not wait would use the dying server."""
     ending = take(tmp_path / "prefect" / "users")
     assert ending is not None
     found: list[HomeServer] = []
@@ -78,7 +80,7 @@ def test_new_command_waits_for_an_ending_server(tmp_path: Path) -> None:
     assert not found
     os.close(ending)
     newcomer.join()
-    assert take(tmp_path / "prefect" / "users") is None  # it is counted
+    assert take(tmp_path / "prefect" / "users") is None  # the lock is taken, so the new command counts as a user
     found[0].stop()
     last = take(tmp_path / "prefect" / "users")
     assert last is not None
@@ -97,7 +99,7 @@ def test_server_restarted_by_another_command_is_kept(tmp_path: Path) -> None:
         (tmp_path / "prefect" / "holder.pid").write_text(str(others.pid))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(server, "launch", lambda: None)
-            server.relaunch()  # it has had its time
+            server.relaunch()  # the other command's server has had its time to answer
         assert others.wait() == -signal.SIGTERM
     server.stop()
 
@@ -105,7 +107,7 @@ def test_server_restarted_by_another_command_is_kept(tmp_path: Path) -> None:
 def test_kill_without_a_server_signals_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal to process -1 would go to all processes."""
     server, killed = HomeServer(tmp_path), list[int]()
-    monkeypatch.setattr(HomeServer, "running", True)  # as it was a moment ago
+    monkeypatch.setattr(HomeServer, "running", True)  # the server ends between this check and the kill
     monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
     monkeypatch.setattr(server, "_pid", tmp_path / "gone")
     server.kill()
@@ -181,7 +183,7 @@ def test_home_has_one_stack_that_others_find(tmp_path: Path) -> None:
     assert not stack.end(tmp_path)
     up = stack.Stack(os.getpid(), "http://p", "", "http://m", {"PREFECT_API_AUTH_STRING": "secret"})
     with stack.hold_stack(tmp_path):
-        assert stack.find(tmp_path) is None  # it is starting
+        assert stack.find(tmp_path) is None  # the stack is starting
         stack.announce(tmp_path, up)
         assert stack.find(tmp_path) == up
         assert stat.S_IMODE((tmp_path / "up.json").stat().st_mode) == 0o600

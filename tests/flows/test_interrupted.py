@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# A command that is interrupted in a string that is executed, as dataclasses execute theirs, and catches it.
+# This command is interrupted while it executes a string of code, as dataclasses do, and catches the interrupt.
 INTERRUPTED = """
 import rollflow.flows.commands.check as check
 

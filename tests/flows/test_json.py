@@ -81,7 +81,7 @@ def test_missing_items_are_refused_with_json(
 def test_gc_prints_json(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     claim = trained.log.state.newest_claim("learner")
     trained.store.put(f"policies/00000002/{claim}/left", b"left")
-    trained.log.claim("learner")  # what the one before never named is garbage now
+    trained.log.claim("learner")  # objects of the earlier claim that the log never named are garbage now
     found = told(capsys, "gc", "small", "--older-than", "0s", "--dry-run")
     assert (found["bytes"], len(found["objects"]), found["deleted"]) == (4, 1, False)
     again = told(capsys, "gc", "small", "--older-than", "0s")
@@ -90,7 +90,7 @@ def test_gc_prints_json(trained: RunContext, capsys: pytest.CaptureFixture[str])
 
 
 def test_replay_prints_json(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """The output has one line for each version and no notes."""
+    """The output of `replay --json` has one line for each version and no notes."""
     assert main(["replay", "small", "--all", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["version"], line["identical"]) for line in lines] == [(1, True), (2, True), (3, True)]

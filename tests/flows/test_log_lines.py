@@ -46,7 +46,7 @@ def test_process_writes_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_default_format_is_prefects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FORM, raising=False)
     assert logging_settings()["PREFECT_LOGGING_FORMATTERS_JSON_CLASS"].endswith(".UtcLines")
-    assert logging_settings(shared=True)  # by what a line says the runs of a stack are told apart
+    assert logging_settings(shared=True)  # the runs of a stack share one log, so each line must name its run
     monkeypatch.setenv(FORM, "xml")
     with pytest.raises(ConfigError, match=r"ROLLFLOW_LOG_FORMAT = 'xml': .* as 'text' or as 'json'"):
         logging_settings()

@@ -66,7 +66,7 @@ def test_runs_are_found_in_a_store_without_folders() -> None:
 
 def test_rollflow_store_names_the_default_store(runs: ObjectStore) -> None:
     assert find_run("first").store.uri == open_store(f"{runs.uri}/runs/first").uri
-    assert find_run(None).run_id == "second"  # the newest that can be read
+    assert find_run(None).run_id == "second"  # the newest run that can be read
     assert store_uri(RunConfig()) == runs.uri
     other = RunConfig.model_validate({"store": {"uri": "/elsewhere"}})
     assert store_uri(other) == open_store("/elsewhere").uri
@@ -92,7 +92,7 @@ def test_top_ends_with_the_run(
 def test_check_prints_the_whole_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", RECIPE, "--set", "seed=7", "--resolved"]) == 0
     printed = tomllib.loads(capsys.readouterr().out)
-    assert printed["store"]["keep_last"] == 5  # which the recipe does not say
+    assert printed["store"]["keep_last"] == 5  # the default of a key that the recipe does not set
     assert parse_config(printed) == load_recipe(Path(RECIPE), ["seed=7"])
 
 

@@ -1,4 +1,4 @@
-"""A Ray worker that dies before it registers is reported to whoever waits for its actor."""
+"""A Ray worker that dies before it registers is reported to every process that waits for its actor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollflow.flows.services.ray_head import RayHead
 from rollflow.tasks.actors.early_imports import KIND
 from tests.support.waiting import HANG_SECONDS, until
 
-# Where Ray's workers of two kinds begin, one ends without a word, and one cannot import Ray.
+# In place of Ray's own start of a worker: one kind ends without a message, and the other cannot import Ray.
 SITE = """
 import os, signal, sys
 
@@ -88,7 +88,8 @@ def test_death_is_reported_once_and_to_its_kind(folder: Path) -> None:
     assert explain_lost_worker("learner") == ""
     assert "process 12) died before it registered: no memory" in explain_lost_worker("engine")
     assert explain_lost_worker("engine") == ""
-    note_death(folder, 12, "engine", "its process ended")  # by who sees it vanish, after its own word
+    # the watch notices the death after the worker itself has recorded it
+    note_death(folder, 12, "engine", "its process ended")
     assert explain_lost_worker("engine") == ""
 
 
@@ -122,7 +123,8 @@ def test_registered_worker_is_not_lost(folder: Path, monkeypatch: pytest.MonkeyP
         registered.kill()
         lost.kill()
         registered.wait()
-        until(lambda: (watch.look(), (folder / str(lost.pid)).exists())[1])  # before anybody has waited for it
+        # the file exists before any process has waited for the worker
+        until(lambda: (watch.look(), (folder / str(lost.pid)).exists())[1])
         lost.wait()
     time.sleep(0.01)
     watch.look()

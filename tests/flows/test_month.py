@@ -130,7 +130,7 @@ def test_stage_survives_a_month_of_deaths(
     stage = kept.all["train"]
     for _ in range(DAYS):
         with stages.open_client() as client:
-            kept._update_stage(stage, client, {})  # asks for its flow run
+            kept._update_stage(stage, client, {})  # creates the stage's flow run
             kept._update_stage(stage, client, prefect.states)
             assert stage.state == "Running"
             prefect.run_of(stage).crashed = True
@@ -140,7 +140,7 @@ def test_stage_survives_a_month_of_deaths(
 
 
 def test_stage_is_started_by_successive_supervisors(context: RunContext, prefect: Prefect) -> None:
-    """A run that was deleted and created again under the same name does not use the first one's flow runs."""
+    """A run that was deleted and created again under the same name does not use flow runs of the deleted run."""
     for _ in range(2):
         kept = Stages(context, "a:1", print)
         with stages.open_client() as client:
@@ -251,7 +251,7 @@ def test_engine_survives_a_month_of_deaths(
 
 
 class Fragile:
-    """A service that restarts at once, and is down again at the next check."""
+    """A service that restarts at once, and is down at every check."""
 
     what, log, start_seconds = "the server", Path("log"), 60.0
 

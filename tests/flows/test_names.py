@@ -127,13 +127,13 @@ def test_key_does_not_depend_on_the_uris_spelling(outside: Path, monkeypatch: py
     monkeypatch.chdir(outside)
     places = ("store/runs/same", "./link/runs/same/", f"{outside}/link/../store/runs/same", f"file://{run.uri}")
     assert {find_run(place).key for place in places} == {run.key}
-    # And what is told of it to processes in other folders leads there.
+    # The URI that other processes get is valid in their folders, too.
     assert {find_run("store/runs/same").uri, find_run("same", "store").uri} == {run.uri}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_forms_refuse_a_bad_run_id(name: str) -> None:
-    """The server refuses it by the schema (HTTP 409), and the flow refuses it again."""
+    """The Prefect server rejects a bad run id by the form's schema (HTTP 409), and the flow rejects it, too."""
     for kind in (RunId, RecipeName):
         adapter = TypeAdapter(kind)
         with pytest.raises(jsonschema.ValidationError):

@@ -48,7 +48,7 @@ max_new_tokens = 8
 [evaluation]
 prompts = 4
 """
-FIRST = datetime(2026, 10, 24, 23, tzinfo=UTC)  # one in Berlin, the night before its clocks go back
+FIRST = datetime(2026, 10, 24, 23, tzinfo=UTC)  # 01:00 in Berlin, in the night in which the clocks there go back
 NIGHT = timedelta(days=1)
 
 
@@ -67,7 +67,7 @@ class Trainer:
     """Trains real runs with made-up batches; the test sets the accuracy of the last version."""
 
     def __init__(self) -> None:
-        self.right: float | None = None  # None: the training fails
+        self.right: float | None = None  # the accuracy of the next run; None if the training fails
         self.begun_with: list[str | None] = []
 
     def __call__(self, config: RunConfig, run_id: str, seconds: float) -> RunContext:
@@ -101,12 +101,13 @@ def test_nights_survive_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
     versions = home / "nightly/math"
     last = [str(tmp_path / "policy"), str(versions / ids[0]), *[str(versions / ids[1])] * 2]
     assert train.begun_with == last
-    assert sorted(one.name for one in versions.iterdir()) == [ids[1], ids[3]]  # the first is neither new nor the best
+    # the first night is neither new nor the best, so it is pruned
+    assert sorted(one.name for one in versions.iterdir()) == [ids[1], ids[3]]
     assert not [one for one in (home / "store/runs" / ids[0]).rglob("*") if one.is_file()]
     [again] = run_night(plan, FIRST + 3 * NIGHT, lambda *_: RunContext(f"{home}/store/runs/{ids[3]}", home / "cache"))
     assert again.ok
     left = [one.tags["run"] for one in registry.search_model_versions("name='math'")]
-    assert sorted(left) == [ids[1], ids[3]]  # what has no files is not registered
+    assert sorted(left) == [ids[1], ids[3]]  # a pruned night without files is not registered
 
 
 def test_report_quotes_the_runs_own_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -117,12 +118,12 @@ def test_report_quotes_the_runs_own_error(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_pruning_keeps_aliased_and_foreign_runs(plan: Nightly, tmp_path: Path) -> None:
-    """Kept are a version with a user's alias, and the run of a recipe with a longer name."""
+    """Pruning keeps a version with a user's alias, and the run of a recipe with a longer name."""
     train, home = Trainer(), tmp_path / "home"
     registry = MlflowClient(*[f"sqlite:///{home}/mlflow/mlflow.db"] * 2)
     train.right, plan = 0.3, plan.model_copy(update={"keep": 1, "z": 0.0})
     prepare(load_recipe(tmp_path / "math.toml", []), "math-night-club-night-20261024-2300")
-    half = home / "nightly/math/.math-night-20261024-2300.x1y2"  # of an export that was killed
+    half = home / "nightly/math/.math-night-20261024-2300.x1y2"  # the unfinished folder of an export that was killed
     half.mkdir(parents=True)
     ids = []
     for night in range(4):
@@ -160,7 +161,9 @@ def test_failing_registry_promotes_nothing(plan: Nightly, monkeypatch: pytest.Mo
 
 
 def test_z_score_equals_the_value_by_hand() -> None:
-    """p = 0.5 over both: the error is sqrt(0.25 * 2 / 100) = 0.0707."""
+    """The share of correct answers over both evaluations is p = 0.5, so the standard error is sqrt(0.25 * 2 / 100) =
+    0.0707.
+    """
     assert z_score(EvaluationScore(0.6, 100), EvaluationScore(0.4, 100)) == pytest.approx(0.2 / 0.070711, rel=1e-4)
     assert z_score(EvaluationScore(1.0, 8), EvaluationScore(1.0, 8)) == 0.0
 
@@ -231,7 +234,9 @@ class TestOnAServer:
         assert states == ["RUNNING", "CANCELLED"]
 
     def test_night_survives_a_server_restart(self, plan: Nightly, server: PrefectServer) -> None:
-        """The night's place is leased: Prefect ends flow runs whose lease the server has forgotten."""
+        """A night holds a lease on the deployment's limit, and Prefect ends flow runs whose lease a restarted server
+        has forgotten.
+        """
         register(offer_nightly(plan.model_copy(update={"name": "leased"})))
         with open_client() as client:
             night = start(client, "nightly", "leased", {})
@@ -257,7 +262,7 @@ class TestOnAServer:
             assert "nightly-nightly" in {one.key for one in client.read_artifacts()}
 
     def test_crashed_night_is_reported(self, plan: Nightly, tmp_path: Path) -> None:
-        """The runner reports it, because it saw the process die; the test calls it as a runner does."""
+        """The runner reports the crash, because it saw the process die; the test calls the hook as a runner does."""
         told = tmp_path / "crash"
         saved: Any = Told(file=str(told)).save("crash")
         assert saved

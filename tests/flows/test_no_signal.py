@@ -39,8 +39,8 @@ def version(number: int, share: float | None) -> PolicyVersion:
         ([None, 0.0, 0.0], 2, 2),
         ([None, 0.0, 0.5], 0, 1),
         ([None, 0.0, 0.5, 0.0, 0.0], 2, 3),
-        ([None, None, 0.0], 1, 1),  # of a recorded version nobody knows
-        ([0.0, 0.0], 1, 1),  # version 0 was trained on nothing
+        ([None, None, 0.0], 1, 1),  # None: a recorded version without the figure
+        ([0.0, 0.0], 1, 1),  # version 0 does not count, because it was not trained
     ],
 )
 def test_versions_without_a_signal_are_counted(shares: list[float | None], newest: int, count: int) -> None:
@@ -66,7 +66,7 @@ def writer_of(context: RunContext) -> StatusWriter:
 
 @pytest.mark.long
 def test_run_without_signal_is_reported_or_stopped(silent: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """A supervisor that takes over, as after `resume`, notices at its first look."""
+    """A supervisor that takes over, as after `resume`, notices the missing signal at its first look."""
     writer, words = writer_of(silent), describe_no_signal(4, 4)
     supervisor: Any = SimpleNamespace(check=lambda: None)
     stages: Any = SimpleNamespace(paused=False)

@@ -92,7 +92,8 @@ def test_engine_may_be_missing_on_this_machine() -> None:
 
 def test_table_has_a_row_for_each_node(capsys: pytest.CaptureFixture[str]) -> None:
     silent = dataclasses.replace(SOUND, address="10.0.0.9", report=None, silent="no")
-    far = dataclasses.replace(SOUND, address="192.168.100.101")  # its address is whole, also on a narrow terminal
+    # a long address, which a narrow terminal must show in full
+    far = dataclasses.replace(SOUND, address="192.168.100.101")
     print_nodes([SOUND, silent, far], ["10.0.0.9 did not answer"], Console(width=80))
     shown = capsys.readouterr().out
     assert "10.0.0.1 " in shown

@@ -77,7 +77,9 @@ def test_table_is_one_growing_artifact(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_anchors_are_written_to_page_and_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Entry 0 and the newest entry are anchored when a supervisor takes the run, and at its end; none twice."""
+    """Entry 0 and the newest entry are anchored when a supervisor takes the run and when the run ends; no entry is
+    anchored twice.
+    """
     server, logged = Server(monkeypatch), list[Anchor]()
     tracker: Any = SimpleNamespace(log_anchor=logged.append)
     store = open_store(str(tmp_path))
@@ -137,7 +139,9 @@ def test_rows_cover_complete_blocks_only(tmp_path: Path) -> None:
     ("lost_tokens", "lost_groups", "bias"), [(0.0, 0.0, "+0.0%"), (600.0, 1.0, "-50.0%"), (0.0, 4.0, "+100.0%")]
 )
 def test_block_bias_equals_the_summary_bias(lost_tokens: float, lost_groups: float, bias: str) -> None:
-    """Four groups of 100 tokens were trained; the discarded ones were longer or shorter, or there were none."""
+    """Four groups of 100 tokens were trained; the discarded groups were longer or shorter, or no group was
+    discarded.
+    """
     found = {"discarded_tokens": lost_tokens, "discarded_groups": lost_groups}
     told = {"response_tokens": 200.0, "reward": 0.0, "staleness_mean": 0.0, "wait_seconds": 0.0}
     one = SimpleNamespace

@@ -1,4 +1,4 @@
-"""Speeds exclude pauses, stops and outages: worked by hand on a log with its own clock."""
+"""Training speeds exclude pauses, stops and outages; the figures are worked by hand on a log with its own clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from tests.support.batches import begin, learning, scheduling, staged
 
-TOKENS = 8.0  # of a batch: two groups of two responses of two tokens
+TOKENS = 8.0  # response tokens of a batch: two groups of two responses of two tokens each
 METRICS = {
     "response_tokens": TOKENS,
     "discarded_tokens": 0.0,
@@ -81,7 +81,7 @@ def test_speeds_exclude_pauses(run: Run) -> None:
     run.now += 3600.0
     run.resume()
     run.train(2)
-    run.now += 3.0  # the stages had begun something when the run was killed
+    run.now += 3.0  # the stages had worked for three seconds when the run was killed
     run.now += 40_000.0
     run.resume()
     run.train(2)
@@ -99,7 +99,7 @@ def test_speeds_exclude_pauses(run: Run) -> None:
 
 
 def test_earlier_pauses_are_known_in_mid_run(run: Run) -> None:
-    """A view that sees only the newest versions knows the pauses before them, too."""
+    """A view that sees only the newest versions also knows the pauses before those versions."""
     run.now += 3600.0
     run.resume()
     run.train(3)
@@ -132,7 +132,7 @@ def test_restart_of_one_stage_is_no_pause(run: Run) -> None:
 
 
 def test_replaced_supervisor_is_no_pause(run: Run) -> None:
-    """A batch that is committed in between shows that the stages were working."""
+    """A batch that is committed between the supervisors shows that the stages were working."""
     run.now += 1.0
     Log(run.store).claim("supervisor")
     run.train(1)

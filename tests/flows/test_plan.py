@@ -65,7 +65,7 @@ def test_written_recipe_has_only_the_changes(file: Path, tmp_path: Path) -> None
     written = tmp_path / "planned.toml"
     assert main(["plan", RECIPE, "--gpus", "6", "--hardware", str(file), *SMALL, "--write", str(written)]) == 0
     before, after = tomllib.loads(Path(RECIPE).read_text()), tomllib.loads(written.read_text())
-    before["train"]["kind"] = "torch"  # of several kinds it is said which one
+    before["train"]["kind"] = "torch"  # the written recipe names the kind of a section that has several kinds
     divided = tomllib.loads((tmp_path / "planned-hardware.toml").read_text())
     assert {key for key in after if after[key] != before.get(key)} <= {
         "groups", "group_size", "async_ratio", "engine", "rollout", "train"
@@ -194,10 +194,11 @@ def test_removed_section_takes_its_comments_along() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"a": {"b": {"c": 1, "d": {"e": 1}}}},  # a section below a dotted key: tomlkit puts it amid the keys
+        # a section below a dotted key, which tomlkit would write between the keys
+        {"a": {"b": {"c": 1, "d": {"e": 1}}}},
         {"a": {"b": 7}, "list": []},
         {"list": [{"x": 1}, {"x": [2, 3]}, {"x": {"y": 4}}]},
-        {"z": {"new": 2}},  # a section in two places: tomlkit trips over what is removed from it
+        {"z": {"new": 2}},  # a section in two places, from which tomlkit cannot remove keys
     ],
 )
 def test_rewritten_document_reads_as_the_new_tree(change: dict[str, Any]) -> None:
@@ -222,7 +223,7 @@ weights_gb = 2.0
 
 
 def test_cost_of_a_plan_is_printed(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
-    """The printed amounts are those of the figures, worked out again from the split."""
+    """The printed amounts equal amounts that the test computes from the split's figures."""
     prices, figures = tmp_path / "prices.toml", tmp_path / "plan.json"
     prices.write_text(PRICES)
     arguments = ["--gpus", "6", "--hardware", str(file), *SMALL, "--json", str(figures), "--cost", str(prices)]

@@ -1,4 +1,4 @@
-"""The process that Prefect's server runs in."""
+"""The process of Prefect's server collects garbage outside the event loop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.support.waiting import HANG_SECONDS
 
-# As it was met in Prefect's server: the event loop's thread makes objects while it holds the lock of the database, and
-# a connection that waits for the lock has left a cursor in a cycle.
+# This script reproduces a deadlock of Prefect's server: the event loop's thread creates objects while it holds the
+# database's lock, and a connection that waits for the lock has left a cursor in a reference cycle.
 WAITING = """
 import gc, sqlite3, sys, threading, time
 from rollflow.flows.services.prefect_server import start_collector_thread
@@ -53,5 +53,5 @@ def test_collector_thread_avoids_the_deadlock(tmp_path: Path) -> None:
 
 
 def test_collection_in_the_event_loop_deadlocks(tmp_path: Path) -> None:
-    """If this test fails, the module is no longer needed."""
+    """If this test fails, `prefect_server` is no longer needed."""
     assert run(tmp_path, "itself", 8.0).split() == []

@@ -87,7 +87,7 @@ def test_actor_starts_in_a_spare_of_its_kind(head: RayHead) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("head", ["engine"], indirect=True)
 def test_engine_worker_has_a_fork_server(head: RayHead) -> None:
-    """This holds for workers that are no spares, too; the fork server ends with the worker."""
+    """Workers that are no spares have a fork server, too; the fork server ends with its worker."""
     until(lambda: idle(head, "engine"))
     [spare] = idle(head, "engine")
     for expected in (spare, None):
@@ -166,12 +166,12 @@ def test_awaited_worker_imports_for_engines_only(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv(KIND, "learner")
     request_path("learner", tmp_path).touch()
     import_early()
-    import_early()  # one file, one spare
+    import_early()  # one file requests one spare
     assert imported == ["engine", "learner"]
 
 
 def test_early_imports_never_end_their_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tested without a folder of spares, with a folder that cannot be created, and with a failing import."""
+    """The worker survives a missing folder of spares, a folder that cannot be created, and a failing import."""
     imported: list[Kind] = []
     monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
     monkeypatch.setattr(early_imports, "import_all", imported.append)
@@ -225,4 +225,4 @@ def test_spares_match_the_runs_actors() -> None:
     assert "engine" in list_kinds(own)
     assert "engine" not in list_kinds(two)
     other = own.model_copy(update={"cluster": own.cluster.model_copy(update={"env": {"NCCL_DEBUG": "WARN"}})})
-    assert list_kinds(other) == ()  # its workers have another environment
+    assert list_kinds(other) == ()  # the other cluster's workers have another environment

@@ -51,7 +51,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
 
 
 def ask(head: RayHead, verb: str, environment: Mapping[str, str]) -> str:
-    """Return the answer to a process with this environment; Ray reads it at import, so the process is new."""
+    """Return the head's answer to a new process with this environment, which Ray reads at import."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     began = time.monotonic()

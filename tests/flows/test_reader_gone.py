@@ -56,7 +56,7 @@ def test_run_commands_end_quietly_without_a_reader(verb: str, run: str) -> None:
 
 
 def test_other_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, a pipe to a process that died."""
+    """A broken pipe to another process, such as one that died, is reported as an error."""
 
     def broken(options: object) -> int:
         raise BrokenPipeError(32, "Broken pipe")

@@ -1,4 +1,4 @@
-"""Relative paths of a recipe are relative to the recipe; those of `--set` are relative to the working folder."""
+"""Relative paths of a recipe are relative to the recipe; paths in `--set` are relative to the working folder."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_check_finds_files_beside_the_recipe(lying: Path, capsys: pytest.Capture
 
 
 def test_run_records_absolute_paths(lying: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`run` does this before it starts anything; another command may resume the run from another folder."""
+    """`rollflow run` makes paths absolute before it starts anything, because another command may resume the run from
+    another folder.
+    """
     context = prepare(load_recipe(Path("../a folder/lying.toml")), "one")
     assert places(context.config) == beside(lying)
     assert context.store.uri == str(lying / "runs here" / "runs" / "one")

@@ -67,7 +67,7 @@ def test_recorded_preset_is_read_unchanged(kind: str) -> None:
 
 
 def test_old_objective_keys_are_read() -> None:
-    """Old runs can be replayed, with the same advantages."""
+    """Runs with old objective keys can be replayed, with the same advantages."""
     old = {
         "baseline": "group",
         "normalize": False,
@@ -194,7 +194,7 @@ def test_sequence_ratio_in_a_token_loss_is_refused(kind: str, aggregation: str) 
 
 
 def test_recorded_config_is_read_although_refused_now() -> None:
-    """The run can be replayed."""
+    """A recorded run can be replayed although a new run may not have its config."""
     parts = {
         "ratio": Ratio(level="sequence"),
         "correction": Correction(high=3.0),
@@ -252,7 +252,7 @@ def test_zero_weight_in_a_sweep_is_accepted() -> None:
     )
     parse_config(
         {"train": {"objective": {"kind": "mis", "ratio": {"to": "proximal"}}}}
-    )  # what the correction's ratio is to
+    )  # `to` names the policy to which the correction's ratio is taken
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs of earlier releases are read, audited, replayed and resumed by this one.
+"""Runs of earlier releases can be read, audited, replayed and resumed by this release.
 
 The archives were recorded before this test was written, and are never recorded again (`tests/support/recorded.py`).
 """
@@ -54,7 +54,7 @@ def test_recorded_run_is_read_by_commands(run: Path, verb: str, capsys: pytest.C
 
 @pytest.mark.long
 def test_recorded_run_is_replayed(run: Path) -> None:
-    """The same bits on the same kind of machine; on another one, what differs is rounding."""
+    """A replay gives the same bits on the same kind of machine, and differs by rounding on another kind."""
     import transformers.modeling_utils  # noqa: F401 - a learner hides accelerate from it: tests that follow need both
 
     outcomes: list[ReplayOutcome] = []
@@ -66,12 +66,12 @@ def test_recorded_run_is_replayed(run: Path) -> None:
 
 
 def config_of(name: str, folder: Path) -> RunConfig:
-    """The config that a recorded run was created with, as this release reads it."""
+    """Return the config that a recorded run was created with, as this release reads the config."""
     return attach_run(str(unpack(name, folder))).all_configs[0]
 
 
 def test_recorded_config_of_rollout_keeps_its_values(tmp_path: Path) -> None:
-    """Whatever the keys are called today: none of these values is the default."""
+    """The values survive renamed keys; none of these values is a default."""
     config = config_of("whole", tmp_path)
     rollout = config.rollout
     assert (rollout.max_inflight_groups, rollout.max_batches_ahead, rollout.on_stale) == (6, 1.0, "drop")
@@ -99,7 +99,7 @@ def test_recorded_config_of_timed_engine_keeps_its_values(tmp_path: Path) -> Non
 
 
 def test_recorded_change_of_config_is_read(run: Path) -> None:
-    """Each run was resumed for one version more."""
+    """Each recorded run had been resumed for one more version."""
     [entry] = of_kind(open_store(str(run)), ConfigChanged)
     assert isinstance(entry.body, ConfigChanged)
     assert [tuple(change) for change in entry.body.changes] == [("versions", VERSIONS - 1, VERSIONS)]
@@ -110,7 +110,7 @@ def test_recorded_change_of_config_is_read(run: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.slow
 def test_recorded_run_is_resumed(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One version more, by processes of this release."""
+    """Processes of this release train one more version."""
     resume = ["resume", run.name, "--set", f"versions={VERSIONS + 1}"]
     subprocess.run([sys.executable, "-m", "rollflow.flows.commands.cli", *resume], check=True, timeout=RUN_SECONDS)
     assert main(["audit", run.name, "--deep", "--json"]) == 0

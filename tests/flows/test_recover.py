@@ -108,7 +108,7 @@ def given(context: RunContext) -> dict[str, Any]:
 
 def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) -> None:
     first = crashed(deployment, given(run))
-    with ThreadPoolExecutor(4) as pool:  # a session, an automation, persons
+    with ThreadPoolExecutor(4) as pool:  # as if a session, an automation and two users restarted the supervisor
         asked = [
             pool.submit(copy_context().run, call_until_answered, lambda: restart_supervisor(first, run))
             for _ in range(4)
@@ -116,7 +116,7 @@ def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) 
         successors = [found for one in asked if (found := one.result())]
     second = {found.flow_run for found in successors}
     assert len(second) == 1
-    assert sum(found.pending is not None for found in successors) == 1  # who writes the recovery down
+    assert sum(found.pending is not None for found in successors) == 1  # exactly one caller records the recovery
     assert of(run) == [*second, first]
     assert [follows_another(one) for one in (first, *second)] == [False, True]
     with open_client() as client:
@@ -126,7 +126,7 @@ def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) 
     assert (late.flow_run, late.pending) == (*second, None)
     assert of(run) == [*second, first]
     assert follows_another(*second)
-    with open_client() as client:  # a person retries it
+    with open_client() as client:  # a user retries the flow run
         for state in (Failed(), Scheduled(), Pending(), Running()):
             client.set_flow_run_state(late.flow_run, state)
     assert not follows_another(*second)
@@ -161,14 +161,14 @@ def test_exhausted_budget_fails_the_flow_run(deployment: str, run: RunContext) -
     assert state is not None
     assert state.is_failed()
     assert "2 times" in str(state.message)
-    assert restart_supervisor(flow_run, run) is None  # and it stays so
+    assert restart_supervisor(flow_run, run) is None  # a later call restarts nothing, either
 
 
 def test_daily_supervisor_deaths_are_survived(
     deployment: str, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, days = time.time(), 31
-    died: dict[UUID, float] = {}  # the server has the real times
+    died: dict[UUID, float] = {}  # the times at which flow runs died; the server stores real times
     monkeypatch.setattr(crashed_module, "ended_at", lambda one: died[one.id])
     flow_run = crashed(deployment, given(run))
     for day in range(days):
@@ -357,7 +357,7 @@ def test_session_survives_supervisor_server_and_runner(
 
     todo: list[tuple[str, Callable[[RunStatus], None]]] = [
         ("supervisor", lambda status: kill([int(status.messages[-1])])),
-        ("prefect server", lambda status: kill([server._process.pid])),  # its guard
+        ("prefect server", lambda status: kill([server._process.pid])),  # kills the server's guard
         ("runner", lambda status: kill(runner.processes[:1])),
     ]
     log = RecoveryLog(run.store)
@@ -369,7 +369,7 @@ def test_session_survives_supervisor_server_and_runner(
         if todo:
             role, act = todo.pop(0)
             act(status)
-            expected += 2 if role == "runner" else 1  # the supervisor goes with it
+            expected += 2 if role == "runner" else 1  # the supervisor's flow run ends with the runner
         else:
             run.store.put("go", b"")
     assert phases[-1] == "done"
@@ -442,9 +442,9 @@ def test_node_death_is_noticed(tmp_path: Path) -> None:
             names = {pid: Path("/proc", str(pid), "cmdline").read_bytes() for pid in node.processes}
             os.kill(next(pid for pid, name in names.items() if b"/raylet/raylet" in name), signal.SIGKILL)
             output, _ = client.communicate("go\n", timeout=2 * HANG_SECONDS)
-            assert "dead 1" in output.splitlines(), output[-2000:]  # Ray says more
+            assert "dead 1" in output.splitlines(), output[-2000:]  # Ray prints further lines
             assert head.running
-            until(lambda: not node.running)  # the rest of the node goes with its raylet
+            until(lambda: not node.running)  # the node's other processes end with its raylet
         os.kill(next(pid for pid in head.processes if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes()), 9)
         until(lambda: not head.running)
         head.restart()

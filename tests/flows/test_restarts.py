@@ -30,7 +30,9 @@ EVENTS = st.lists(
 
 @pytest.fixture(scope="module", autouse=True)
 def patient() -> Iterator[None]:
-    """Let keepers wait long for the earlier restarts, so that they are known on a busy machine, too."""
+    """Let keepers wait long for the records of earlier restarts, so that the records are read on a busy machine,
+    too.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spent_module, "WAIT_SECONDS", HANG_SECONDS)
         yield
@@ -49,8 +51,8 @@ class World:
     run: MemoryStore = field(default_factory=lambda: MemoryStore(uuid.uuid4().hex))
     up: bool = True
     progress: float = 0.0
-    ends: list[float] = field(default_factory=list)  # that were answered by a restart
-    counted: list[float] = field(default_factory=list)  # the same as the present keeper can know it
+    ends: list[float] = field(default_factory=list)  # the times of deaths that were followed by a restart
+    counted: list[float] = field(default_factory=list)  # those times that the present keeper can know
     recoveries: list[Recovery] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -122,12 +124,12 @@ def test_every_course_keeps_the_budget_and_its_records(
                 ):
                     world.keeper.mark_down(ROLE, "gone")
                 break
-            world.end()  # within the budget it is always started again
+            world.end()  # within the budget, the role is always restarted
         elif kind == "look":
             world.look()
         elif kind == "recover":
             world.recover()
-        elif world.up:  # who is killed with an outage under way leaves no record of that one
+        elif world.up:  # a keeper that is killed during an outage leaves no record of that outage
             world.take_over()
     assert len(world.recoveries) in (episodes, episodes - 1)
     assert world.recoveries == world.journal.read()
@@ -144,12 +146,12 @@ def record(role: str, attempt: int, noticed: float, resumed: float, *again: floa
 
 def test_spent_restarts_are_counted_by_role() -> None:
     journal = [
-        Recovery("engine-0", "gone", 10.0, 10.0, 20.0),  # by an earlier release, which did not write when
+        Recovery("engine-0", "gone", 10.0, 10.0, 20.0),  # an earlier release did not record the times of restarts
         record("learner", 1, 900.0, 901.0),
         record("engine-0", 4, 930.0, 940.0, 932.0, 936.0),
         record("learner", 2, 950.0, 951.0),
-        record("learner", 2, 960.0, 961.0, 960.5),  # of a process that counted anew
-        record("learner", 3, 1001.0, 1002.0),  # its own
+        record("learner", 2, 960.0, 961.0, 960.5),  # a keeper that numbered its restarts from 1 again
+        record("learner", 3, 1001.0, 1002.0),  # the present keeper's own record, which is later than `until`
     ]
     found = count_restarts(journal, until=1000.0)
     assert found["learner"].times == (900.0, 950.0, 960.0, 960.5)
@@ -172,7 +174,9 @@ def test_stepping_clock_spends_no_budget(step: float) -> None:
 
 
 def test_user_restart_resets_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user has looked at the cause; a supervisor that follows a dead one has not."""
+    """A user's start resets the budget, because the user has looked at the cause; a supervisor that follows a dead one
+    does not reset it.
+    """
     run = MemoryStore(uuid.uuid4().hex)
     for attempt in (1, 2, 3):
         RecoveryLog(run).append(record(ROLE, attempt, 4990.0 + attempt, 4994.0))
@@ -224,7 +228,7 @@ def test_pause_is_bounded_after_many_restarts() -> None:
 
 
 class Hanging(MemoryStore):
-    """Answers no read until it is released; then fails once."""
+    """A store that answers no read until the test releases it, and then fails once."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -245,10 +249,10 @@ def test_unreachable_storage_delays_no_restart(monkeypatch: pytest.MonkeyPatch) 
     RecoveryLog(MemoryStore(run.name)).append(record(ROLE, 1, 990.0, 991.0))
     earlier = RestartHistory(run, 100.0, lambda: 1000.0, lambda: 1000.0)
     budget = RestartBudget(LIMITS, lambda: 1000.0, earlier)
-    assert budget.spend(ROLE, "gone") == 0.0  # from memory: nothing is known of what was before
+    assert budget.spend(ROLE, "gone") == 0.0  # only the keeper's own restarts count, because the records cannot be read
     assert not run.go.is_set()
     run.go.set()
     until(lambda: earlier.attempt(ROLE) == 1)
-    assert budget.spend(ROLE, "gone") == 2.0  # the third within the window
+    assert budget.spend(ROLE, "gone") == 2.0  # the third restart within the window
     with pytest.raises(RestartsExhausted):
         budget.spend(ROLE, "gone")

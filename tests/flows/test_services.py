@@ -111,7 +111,7 @@ def lines(mark: str) -> list[bytes]:
     """Return the command lines of the marked processes."""
     found = []
     for pid in marked(mark):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             found.append(Path("/proc", str(pid), "cmdline").read_bytes())
     return found
 
@@ -160,11 +160,12 @@ def test_prefect_and_ray_leave_nothing_behind(tmp_path: Path, mark: str) -> None
             "dead: waited for an answer, from the other, but its process is gone"
         )
         assert client.stderr == ""
-        until(lambda: len(sleepers(mark)) == 1)  # the detached actor's child; the killed actor's went with it
+        # the detached actor's child is left; the killed actor's child ended with the actor
+        until(lambda: len(sleepers(mark)) == 1)
     finally:
         stop_together(prefect, ray)
     until(lambda: not marked(mark))
-    prefect.stop()  # again does nothing
+    prefect.stop()  # a second `stop` does nothing
 
 
 def asked(url: str, auth: str | None, body: bytes | None = None) -> int:
@@ -201,18 +202,18 @@ def test_private_prefect_server_requires_its_secret(
         assert server.running
         server.kill()
         server.restart()
-        assert asked(orders[1][0], auth, b"{}") == 200  # its clients go on
+        assert asked(orders[1][0], auth, b"{}") == 200  # clients of the restarted server keep using the same secret
         lines = [Path("/proc", str(pid), "cmdline").read_text() for pid in marked(mark)]
         assert len(lines) > 1
         secret = auth.partition(":")[2]
         assert not [line for line in lines if secret in line]
     assert not server.auth_file.exists()
     kept = [path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
-    assert kept == []  # no log, no profile, no database
+    assert kept == []  # no log, profile or database contains the secret
 
 
 def test_actors_do_not_get_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Actors run models and verifiers."""
+    """Actors run models and verifiers, which must not be able to use the Prefect server."""
     for name, value in PrefectServer(tmp_path).env.items():
         monkeypatch.setenv(name, value)
     for service in (RayHead(tmp_path), MlflowServer(tmp_path)):
@@ -221,7 +222,7 @@ def test_actors_do_not_get_the_secret(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_mlflow_starts_without_its_jobs(tmp_path: Path, mark: str) -> None:
-    """The jobs are eight processes that start beside the server; none exists a while after it answers."""
+    """MLflow's jobs are eight processes beside the server; no job exists a while after the server has answered."""
     with MlflowServer(tmp_path):
         for _ in range(20):
             assert len(lines(mark)) > 1
@@ -266,8 +267,9 @@ def test_cluster_restarts_at_its_address(tmp_path: Path, mark: str) -> None:
         until(lambda: not head.running)
         head.restart()
         assert len([line for line in lines(mark) if b"gcs_server" in line]) == 1
-        assert (head.folder / "token").read_text() == token  # its clients have read it
-        for pid in marked(mark):  # both guards at once: Ray's processes end with the one that made them
+        # the token is unchanged, because the cluster's clients have read it
+        assert (head.folder / "token").read_text() == token
+        for pid in marked(mark):  # both guards are killed at once; Ray's processes end with their parent process
             if b"guard.py" in Path("/proc", str(pid), "cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
         until(lambda: not marked(mark))

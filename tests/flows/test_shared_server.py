@@ -84,7 +84,7 @@ def test_own_home_and_other_runs_do_not_block_a_session(server: Server, tmp_path
 def test_session_withdraws_its_own_deployments(server: Server, tmp_path: Path) -> None:
     mine, other = server.add(tmp_path / "mine"), server.add(tmp_path / "other")
     before = server.add(tmp_path / "mine")
-    before.tags = [OF_SESSION]  # by a version that did not say whose it is
+    before.tags = [OF_SESSION]  # an older version of rollflow registered deployments without the home's tag
     withdraw(NAME, tmp_path / "mine")
     assert server.there == [other]
     assert mine is not other

@@ -1,4 +1,4 @@
-"""A dead stack process is restarted, within a budget; `rollflow down` ends it and its keeper."""
+"""A dead stack process is restarted, within a budget; `rollflow down` ends the stack process and its keeper."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_dead_stack_is_restarted_until_down(tmp_path: Path) -> None:
     first = pid_of(tmp_path)
     os.kill(first, signal.SIGKILL)
     until(lambda: stack.find(tmp_path) is None or pid_of(tmp_path) != first)
-    assert borrowed.running  # somebody starts it again: who uses it waits
+    assert borrowed.running  # the keeper restarts the stack, so its users wait
     assert pid_of(tmp_path) != first
     assert stack.end(tmp_path)
     assert keeper.wait() == 0
@@ -86,7 +86,7 @@ def test_stack_over_its_budget_is_not_restarted(tmp_path: Path) -> None:
 
 
 def test_stack_that_fails_after_start_is_restarted(tmp_path: Path) -> None:
-    """An error ends the stack in order: it is not found any more, and has an exit code."""
+    """After an error the stack ends in order: no command finds the stack, and its process has an exit code."""
     fails = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3); sys.exit(1)"), str(tmp_path)]
     with pytest.raises(RestartsExhausted, match=r"the stack was restarted 1 times .* exit code 1"):
         keep_stack(tmp_path, fails, RecoveryConfig(restarts=1, backoff_seconds=0), StopFlag())
@@ -109,10 +109,11 @@ def test_simultaneous_start_gives_one_stack(
     def begun(_: Path) -> bool:
         nonlocal looks
         looks += 1
-        return looks > 1  # it began after the first look
+        return looks > 1  # the stack began to start after the first look
 
     monkeypatch.setattr(up, "_is_begun", begun)
-    monkeypatch.setattr(stack, "find", lambda place: find(place) if looks > 1 else None)  # and was starting until then
+    # the stack is not found before that
+    monkeypatch.setattr(stack, "find", lambda place: find(place) if looks > 1 else None)
     assert main(["up"]) == 0
     assert capsys.readouterr().out.startswith("up already\n")
     assert "Traceback" not in (tmp_path / "logs" / "up.log").read_text()
@@ -135,20 +136,20 @@ def test_second_signal_during_the_first_is_safe() -> None:
     def tell(*_: object) -> None:
         nonlocal within
         within += 1
-        if within < 3:  # a slow machine is never done with all that come meanwhile
+        if within < 3:  # a bound, because a slow machine would never finish handling signals that keep coming
             again(1e-5)
         told.set()
         within -= 1
         if not within:
-            again(1e-4)  # behind its return
+            again(1e-4)  # the next signal comes after the handler's return
 
     signal.signal(signal.SIGALRM, tell)
     try:
-        again(0.05)  # then many, wherever the wait is
+        again(0.05)  # the first signal; many follow, at any step of the wait
         assert told.wait(HANG_SECONDS)
         assert all(told.wait(0.001) for _ in range(1000))
     finally:
-        signal.signal(signal.SIGALRM, lambda *_: None)  # begins none again
+        signal.signal(signal.SIGALRM, lambda *_: None)  # this handler requests no further signal
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 

@@ -1,4 +1,6 @@
-"""Stages and the channel wait for their restarts side by side; none delays the supervision of the others."""
+"""Stages and the channel wait for their restarts side by side; no restart delays the supervision of the other
+stages.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,10 @@ class World:
         self.started: list[tuple[str, float]] = []
         self.dead: set[str] = set()  # roles that die as soon as they run
         self.over: set[str] = set()  # roles that have completed
-        self.pause: set[str] = set()  # roles that a person pauses, once
+        self.pause: set[str] = set()  # roles that a user pauses, once
         self.told: list[str] = []
         self.warned: list[ActorWarning] = []
-        self.states: list[tuple[str, str]] = []  # that flow runs were given, by role
+        self.states: list[tuple[str, str]] = []  # the states that flow runs were set to, by role
         self.runs: dict[uuid.UUID, str] = {}
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(stages_module, "time", clock)
@@ -162,10 +164,10 @@ def test_leftover_stages_are_ended_after_the_last_version(
 
 @pytest.mark.parametrize(("waiting", "other"), permutations([*ACTORS, CHANNEL], 2))
 def test_waiting_stage_delays_no_other(world: World, waiting: str, other: str) -> None:
-    """The first stage dies repeatedly and has to wait 40 seconds; then another one dies for the first time."""
+    """The first stage dies repeatedly and has to wait 40 seconds; then another stage dies for the first time."""
     world.dead = {waiting}
     world.look_for(5.0)
-    assert len(world.starts_of(waiting)) == 2  # and the successor died, too
+    assert len(world.starts_of(waiting)) == 2  # the restarted stage died, too
     died = world.now
     world.dead |= {other}
     world.look_for(3.0)
@@ -189,7 +191,9 @@ def test_pause_is_kept_exactly(world: World, role: str) -> None:
 
 @pytest.mark.parametrize("role", ACTORS)
 def test_paused_stage_is_restarted(world: World, role: str) -> None:
-    """Prefect leaves the process of a paused flow run alone; it ends once the run is running again and cancelled."""
+    """Prefect leaves the process of a paused flow run alone; the process ends once the flow run is set to running and
+    then cancelled.
+    """
     world.pause = {role}
     world.look_for(5.0)
     assert world.states == [(role, "Running"), (role, "Cancelling")]
@@ -211,7 +215,9 @@ def test_unattended_actor_does_not_prove_its_flow_alive(
 
 
 def test_supervisor_that_was_blocked_reports_the_lease(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It wakes after the lease: its stages have failed, and the run ends with their sentence instead of a restart."""
+    """The supervisor wakes after its lease has expired: its stages have failed, and the run ends with their error
+    instead of a restart.
+    """
     lease = Lease.of(world.stages.context)
     failed = Failed(message=f"Flow run encountered an exception: SupervisorGone: {lease.sentence}")
     monkeypatch.setattr(stages_module, "states_of", lambda _, runs: dict.fromkeys(runs, failed))
@@ -243,7 +249,7 @@ def test_supervisor_pause_is_seen_after_the_stages(world: World) -> None:
 
 @pytest.mark.parametrize("claimed", [False, True], ids=["no role since", "a role since"])
 def test_stages_of_an_older_config_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claimed: bool) -> None:
-    """A changed run starts without old flow runs and actors, until a role is claimed under the new config."""
+    """A run with a changed config first ends old flow runs and actors, until a role is claimed under the new config."""
     store = open_store(str(tmp_path))
     describe(store, "run", RunConfig())
     supervisor = Supervisor(store)

@@ -103,7 +103,7 @@ def test_stop_request_during_start_is_obeyed(run: RunContext, monkeypatch: pytes
     assert drive(run, monkeypatch, session) == run_command.INTERRUPTED
     asked = read_request(run.store)
     assert asked is not None
-    take_back(run.store, began[0])  # as the supervisor does, by when its flow run was asked for
+    take_back(run.store, began[0])  # the supervisor removes requests from before the request for its flow run
     assert read_request(run.store) == asked
 
 
@@ -138,7 +138,7 @@ def test_run_with_failing_services_is_failed(run: RunContext, monkeypatch: pytes
 def test_failed_run_shows_no_running_stage(
     run: RunContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If a supervisor could not record its end, its command does."""
+    """If a supervisor could not record the run's end, the command that started the run records it."""
     stages = {"rollout": StageStatus("Running", "version 3"), "reward": StageStatus("Completed")}
 
     def session(context: RunContext) -> Iterator[Any]:
@@ -216,7 +216,9 @@ def test_home_without_locks_is_refused(run: RunContext, monkeypatch: pytest.Monk
 
 
 def test_seen_status_keeps_its_age(run: RunContext) -> None:
-    """The age is that of the status, not of the look: a long-silent run does not look fresh."""
+    """The age is counted from the writing of the status, not from the last look, so that a silent run does not look
+    fresh.
+    """
     tell(run, RunStatus("one", "training", 4, 9))
     os.utime(Path(run.uri) / STATUS, (0, 0))
     assert main(["status", "one"]) == 0

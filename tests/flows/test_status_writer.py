@@ -61,7 +61,7 @@ def test_phase_follows_the_learners_typed_phase(tmp_path: Path, learner: Learner
 
 
 def test_progress_is_written_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By this, the session tells a busy supervisor from one that hangs."""
+    """From the progress in the status, a session distinguishes a busy supervisor from one that hangs."""
     describe(open_store(str(tmp_path)), "new", RunConfig())
     context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
     writer = StatusWriter(context, Seen(RolloutStatus(), LearnerStatus()), tracker)

@@ -52,7 +52,8 @@ def test_request_stands_until_taken_back(run: RunContext) -> None:
     assert read_request(run.store) is None
     first = request_stop(run.store, "stop")
     assert first == read_request(run.store)
-    assert request_stop(run.store, "stop").at > first.at  # it may have been asked of the run as it went before
+    # a new request, because the first one may concern the run before it was resumed
+    assert request_stop(run.store, "stop").at > first.at
     assert request_stop(run.store, "cancel").how == "cancel"
     assert request_stop(run.store, "stop").how == "cancel"
     take_back(run.store, time.time() + 1)
@@ -61,7 +62,7 @@ def test_request_stands_until_taken_back(run: RunContext) -> None:
 
 
 def test_request_after_the_start_is_kept(run: RunContext) -> None:
-    """Otherwise a stop in the seconds before the supervisor's claim would be lost."""
+    """A stop request in the seconds between the start and the supervisor's claim must not be lost."""
     asked = request_stop(run.store, "stop")
     take_back(run.store, asked.at - 1.0)
     assert read_request(run.store) == asked
@@ -151,7 +152,7 @@ def test_pause_is_immediate_and_no_failure(run: RunContext, monkeypatch: pytest.
 
 @pytest.mark.parametrize("asked", ["pause", "cancel", "stop", None])
 def test_trained_run_can_be_paused_or_cancelled(run: RunContext, asked: Any) -> None:
-    """Nobody looks during evaluation or audit; a stop has nothing to wait for."""
+    """The request is noticed after evaluation and audit; a stop has no version to wait for."""
 
     def look() -> None:
         stages.paused = asked == "pause"

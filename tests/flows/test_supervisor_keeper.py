@@ -1,4 +1,6 @@
-"""A supervisor is stuck if it writes no status, except while nobody can read one; a crash is followed up."""
+"""A supervisor is stuck if it writes no status, except while the store cannot be read; a crashed supervisor is
+restarted.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_unreadable_supervisor_is_not_stuck(tmp_path: Path, monkeypatch: pytest.
     looks(10 * config.rollout.patience_seconds)
     assert crashes == []
     assert status.messages == (AWAY,)
-    answers += [RunStatus("long", "training", seconds=5.0)] * 100  # it can be read again, and does not change
+    answers += [RunStatus("long", "training", seconds=5.0)] * 100  # the status can be read again, and does not change
     looks(config.rollout.patience_seconds + 10)
     assert crashes == ["it wrote no status for too long (training)"]
 
@@ -98,7 +100,7 @@ def test_supervisor_without_progress_is_noticed(
     services: Any = SimpleNamespace(look=lambda _: None, cluster_lost_at=0.0, services={})
     followed = SupervisorKeeper(RunContext(str(tmp_path), tmp_path), uuid4(), services)
     longest = config.rollout.patience_seconds + config.recovery.window_seconds
-    for second in range(0, 3 * round(longest), 10):  # it comes further, now and then
+    for second in range(0, 3 * round(longest), 10):  # the supervisor makes progress now and then
         clock.now += 10.0
         followed.look(RunStatus("long", phase, seconds=second // 500))
     assert crashes == []
@@ -107,7 +109,7 @@ def test_supervisor_without_progress_is_noticed(
         status = followed.look(RunStatus("long", phase, seconds=7.0))
     assert crashes == [f"it wrote no status for too long ({phase})"]
     assert status.phase == "starting"
-    followed.look(RunStatus("long", phase, seconds=7.0))  # its successor has as long
+    followed.look(RunStatus("long", phase, seconds=7.0))  # the restarted supervisor has the same time again
     assert len(crashes) == 1
 
 
@@ -204,7 +206,7 @@ def test_long_run_is_restarted_despite_many_newer_ones(tmp_path: Path, monkeypat
 
 
 def test_user_restart_resets_the_supervisor_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds for a run without a session, too: an automation does not know who started it."""
+    """A run without a session has its budget reset, too, because an automation does not know who started the run."""
     config = {"config": RunConfig(recovery=RecoveryConfig(restarts=2)).model_dump(mode="json")}
     there: list[FlowRun] = []
 
@@ -236,7 +238,7 @@ def test_user_restart_resets_the_supervisor_budget(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(crashed_module, "open_client", lambda: contextlib.nullcontext(client))
     second = supervisor(Crashed(), after=supervisor(Crashed()))
     supervisor(Failed(message="over the budget"), after=second)
-    one = supervisor(Crashed())  # of a person
+    one = supervisor(Crashed())  # a supervisor that a user started
     assert follow_up(one).pending.attempt == 3
     two = supervisor(Crashed(), after=one)
     assert follow_up(two).pending.attempt == 4
@@ -247,7 +249,7 @@ def test_user_restart_resets_the_supervisor_budget(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def patient(tmp_path: Path) -> RunContext:
-    """Make a run whose store is waited for for three seconds."""
+    """Make a run that waits for its store for three seconds."""
     config = {"store": {"patience_seconds": 3.0}}
     context = RunContext(str(tmp_path / "runs/run"), tmp_path)
     describe(context.store, "run", config)

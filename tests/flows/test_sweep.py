@@ -32,7 +32,7 @@ def asked(*sets: str, seeds: int = 1) -> list[sweep.SweepRun]:
         ("a=1", ["a=1"]),
         ("a=[1, 2],[3]", ["a=[1, 2]", "a=[3]"]),
         ('a="x,y",z', ['a="x,y"', "a=z"]),
-        ("a=[1,", ["a=[1,"]),  # no TOML: the recipe refuses it
+        ("a=[1,", ["a=[1,"]),  # the text is no TOML, so reading the recipe rejects it
     ],
 )
 def test_commas_separate_values_outside_quotes(override: str, values: list[str]) -> None:
@@ -119,7 +119,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_done_runs_are_skipped_and_failures_reported(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """The run with the lower rate fails the first time, or its process does."""
+    """The run with the lower rate fails the first time, or its process dies."""
     driven: list[str] = []
 
     def drive(context: RunContext) -> int:

@@ -1,4 +1,6 @@
-"""TLS and tokens of a user's services: each uses its own settings, and gets one sentence without them."""
+"""TLS and tokens of a user's services: each service uses its own settings; missing settings give an error of one
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ SETTINGS: list[tuple[Check, str, str, str, bytes]] = [
     (check_prefect, "PREFECT_API_URL", "PREFECT_API_SSL_CERT_FILE", "PREFECT_API_TLS_INSECURE_SKIP_VERIFY", b"true"),
     (check_mlflow, "tracking.uri", "MLFLOW_TRACKING_SERVER_CERT_PATH", "MLFLOW_TRACKING_INSECURE_TLS", b"OK"),
 ]
-SETTINGS_FRAME = bytes(3) + b"\x04" + bytes(5)  # what an HTTP/2 server says first
+SETTINGS_FRAME = bytes(3) + b"\x04" + bytes(5)  # the first bytes that an HTTP/2 server sends
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,8 @@ def steps(client: Any, run: Any, metric: str) -> list[int]:
 def test_resumed_run_logs_no_point_twice(place: TrackingPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged, opened = threading.Event(), tracking.open_run
 
-    def once_all_is_logged(*given: Any) -> Any:  # so what is logged does not wait for MLflow
+    # opens MLflow after everything is logged, so logging does not wait for MLflow
+    def once_all_is_logged(*given: Any) -> Any:
         assert logged.wait(HANG_SECONDS)
         return opened(*given)
 
@@ -71,10 +72,10 @@ def test_resumed_run_logs_no_point_twice(place: TrackingPlace, tmp_path: Path, m
         first.log_version(version, {"reward": version / 400, "loss": 0.1}, when=1000.0 + version)
     first.log_evaluation(400, {"accuracy": 0.5}, when=1400.0)
     logged.set()
-    assert first.flush(HANG_SECONDS)  # and then the process is killed: no finish
+    assert first.flush(HANG_SECONDS)  # no call of `finish` follows, as if the process were killed
 
     resumed = Tracker(place, "run-1", {**PARAMETERS, "seed": 1, "name": "another"})
-    for version in range(390, 411):  # what was committed after the last write, and some before it
+    for version in range(390, 411):  # versions after the last logged one, and some that are already logged
         resumed.log_version(version, {"reward": 2.0}, when=2000.0 + version)
     resumed.log_evaluation(400, {"accuracy": 0.9}, when=2400.0)
     resumed.log_evaluation(410, {"accuracy": 0.6}, when=2410.0)
@@ -88,7 +89,7 @@ def test_resumed_run_logs_no_point_twice(place: TrackingPlace, tmp_path: Path, m
     assert steps(client, run, "eval/accuracy") == [400, 410]
     assert run.info.run_name == "run-1"
     assert run.info.status == "FINISHED"
-    assert run.data.params["name"] == "arithmetic"  # what the run was started with stands
+    assert run.data.params["name"] == "arithmetic"  # a parameter keeps the value of the run's start
     assert run.data.params["seed"] == "1"
     assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["reward.png"]
     assert (tmp_path / "reward.png").read_bytes()[:4] == b"\x89PNG"
@@ -101,7 +102,9 @@ def test_resumed_run_logs_no_point_twice(place: TrackingPlace, tmp_path: Path, m
 
 @pytest.mark.slow
 def test_anchors_are_kept_and_never_replaced(place: TrackingPlace) -> None:
-    """Neither the first tracker nor a later supervisor's replaces them; other keys have their own."""
+    """Neither the first tracker nor a later supervisor's tracker replaces anchors; runs with other keys have their own
+    anchors.
+    """
     first = Tracker(place, "run-anchored", PARAMETERS, key="anchored-1")
     first.log_anchor(Anchor(0, "a" * 64))
     first.log_anchor(Anchor(7, "b" * 64))
@@ -158,7 +161,7 @@ def test_failed_write_is_recorded_and_retried(place: TrackingPlace, monkeypatch:
     assert tracker.flush(HANG_SECONDS)
     real = MlflowRun.log_points
 
-    def half_written(run: Any, points: Any) -> None:  # the write arrives, its answer is lost
+    def half_written(run: Any, points: Any) -> None:  # MLflow gets the write, but the answer is lost
         real(run, points)
         raise MlflowException("connection reset")
 
@@ -261,7 +264,7 @@ ENDED = RunOutcome(4, 100.0, {"tokens_per_second": 50.0}, {"summary.json": "{}"}
 
 @pytest.mark.slow
 def test_study_runs_share_a_parent_and_log_facts_once(place: TrackingPlace) -> None:
-    """This holds even if a supervisor that takes over opens the run again and logs the facts again."""
+    """The facts are logged once even if a supervisor that takes over opens the run and logs the facts again."""
     for run_id in ("seed-0", "seed-1", "seed-0"):
         tracker = Tracker(place, run_id, {}, beginning=BEGUN)
         tracker.log_ending(ENDED)
@@ -273,7 +276,7 @@ def test_study_runs_share_a_parent_and_log_facts_once(place: TrackingPlace) -> N
     (parent,) = map(client.get_run, parents)
     assert parent.info.run_name == "sweep of rates"
     assert run.data.tags["final.tokens_per_second"] == "50"
-    assert run.data.metrics == {}  # a figure of the whole run is no plot of one point
+    assert run.data.metrics == {}  # figures of the whole run are tags, because a metric would be a plot of one point
     files = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     assert files == {"recipe.toml", "summary.json", "samples.json"}
     (given,) = run.inputs.dataset_inputs
@@ -377,7 +380,7 @@ def test_other_keys_are_not_secret(key: str) -> None:
 
 
 def test_logged_addresses_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tested for the addresses of prompts, weights and the summary."""
+    """The test covers the addresses of prompts, weights and the summary."""
     uri, version = (
         "s3://me:hidden@bucket/x",
         SimpleNamespace(number=1, at=1.0, weights=[SimpleNamespace(path="w")], sha256=""),

@@ -27,7 +27,7 @@ from tests.support.small_run import make_policy
 
 RECIPE = "flows/recipes/sorting.toml"
 LONG = "y" * 120
-DEAD = "http://127.0.0.1:9"  # a proxy that nobody is
+DEAD = "http://127.0.0.1:9"  # a proxy address where nothing listens
 
 
 @pytest.fixture(autouse=True)
@@ -246,7 +246,7 @@ def test_unreadable_policy_is_refused(
     """Root may read everything, so the test answers as the system answers other users."""
     folder = tmp_path / "policy"
     make_policy(folder)
-    capsys.readouterr()  # how far the library was with it
+    capsys.readouterr()  # discards the library's output on standard error
     hidden = folder / "model.safetensors"
     monkeypatch.setattr(os, "access", lambda path, mode: path != hidden)
     arguments = ("--set", f"policy={{path = '{folder}'}}")

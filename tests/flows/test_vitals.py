@@ -53,13 +53,13 @@ def vitals(world: World) -> Vitals:
 
 
 def test_computing_actor_is_not_dead(world: World, vitals: Vitals) -> None:
-    """The machine has thirty other processes that want the CPUs, too."""
+    """An actor that shares the machine with thirty other processes computes slowly, but is not dead."""
     world.share = 0.03
     assert world.starting(vitals, 3600.0) == {False}
 
 
 def test_idle_actor_is_stuck(world: World, vitals: Vitals) -> None:
-    world.share, world.used = 0.005, 100.0  # what idle threads use; it had worked before
+    world.share, world.used = 0.005, 100.0  # idle threads use this share of a CPU; the process had worked before
     with pytest.raises(Unreachable, match="the status of learner, whose process is idle"):
         world.starting(vitals, 3600.0)
     assert 30.0 <= world.now <= 35.0
