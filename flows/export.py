@@ -2,7 +2,7 @@
 
 The folder holds the trained policy: its weights are checked against the entry that published them, `config.json` names
 the dtype of the training, and `AutoTokenizer` gives the same tokens as in the run. The folder gets its name only when
-it is complete.
+all its files are written.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 
 Each step is a box on the flow run's page.
 
-The supervisor decides and watches; it carries no data. It reads the state of the run from the run's storage, so another
-supervisor can take over if this one dies. The newest claim on the run wins: an older supervisor gets `Deposed` and
-stops. A run that a user stopped, paused or cancelled can be resumed from its storage.
+The supervisor decides and watches; no data passes through the supervisor. A supervisor reads the state of the run from
+the run's storage, so another supervisor can take over if the first one dies. The newest claim on the run wins: an older
+supervisor gets `Deposed` and stops. A run that a user stopped, paused or cancelled can be resumed from its storage.
 """
 
 from __future__ import annotations

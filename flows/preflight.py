@@ -164,7 +164,7 @@ def check_places(config: RunConfig, ask: bool = True) -> list[str]:
 
 
 def check_addresses(config: RunConfig, store: str) -> list[str]:
-    """Check that every named service answers, before anything is started; return notes on the cluster's resources.
+    """Check that every service that the config names answers; return notes on the cluster's resources.
 
     Every node of the cluster must also reach the run's `store` and have the GPUs that the config assigns to it.
 

@@ -82,8 +82,8 @@ def recipes_of(folder: Path) -> list[ServedRecipe]:
 
 
 def served_recipes(tell: Callable[[str], None]) -> list[ServedRecipe]:
-    """Return every recipe that this home serves; of recipes with equal names, the one that was deployed last. `tell` is
-    called with a message for each invalid recipe.
+    """Return every recipe that this home serves; of recipes with equal names, return the one that was deployed last.
+    `tell` is called with a message for each invalid recipe.
     """
     found: dict[str, ServedRecipe] = {}
     for folder in list_folders(run_home()):

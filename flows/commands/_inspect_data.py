@@ -59,7 +59,7 @@ def trajectory_value(context: RunContext, prompt: int, attempt: int, sample: int
     texts.
 
     Raises:
-        ConfigError: there is no such group or sample.
+        ConfigError: the run has no such group, or the group has no such sample.
     """
     key, attempts = GroupKey(prompt, attempt), list_fates(context.log, prompt)
     check_key(key, attempts, context.log.state.cursor)

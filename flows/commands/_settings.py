@@ -138,7 +138,9 @@ def _overrides(tree: Mapping[str, Any], section: Section, prefix: str = "") -> I
 
 
 def _in_toml(value: object) -> str:
-    """Return a value on one line of TOML; its strings and numbers are those of JSON, but for DEL in a string."""
+    """Return a value on one line of TOML; strings and numbers have JSON's form, except for the character DEL in a
+    string.
+    """
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_in_toml(key)} = {_in_toml(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):

@@ -11,7 +11,7 @@ from rollflow.flows.served_recipes import ServedRecipe, deploy_recipes, recipes_
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the recipes and register their folder with `rollflow up`; or print a `prefect.yaml` for a work pool."""
+    """Check the recipes, and register their folder with `rollflow up` or print a `prefect.yaml` for a work pool."""
     recipes = recipes_of(options.folder)
     if options.work_pool:
         print(_render_for_pool(recipes, options.work_pool), end="")
@@ -24,8 +24,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _render_for_pool(recipes: Sequence[ServedRecipe], pool: str) -> str:
-    """Return the text of a `prefect.yaml`. The text contains whole configs, because Prefect checks them against its own
-    form.
+    """Return the text of a `prefect.yaml`. The text contains whole configs, because Prefect checks each config against
+    its own form.
     """
     from dataclasses import replace
 

@@ -20,7 +20,7 @@ HEAD = """# A recipe. A line that begins with "#:" is a key with its default: re
 
 
 def command(options: argparse.Namespace) -> int:
-    """Write the recipe to a new file; never replace an existing file."""
+    """Write the recipe to a new file; never overwrite an existing file."""
     try:
         with options.file.open("x", encoding="utf-8") as file:
             file.write(build_recipe(options.file.stem))

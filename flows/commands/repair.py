@@ -24,7 +24,7 @@ def repair_log(context: RunContext, *, agreed: bool, console: Console | None = N
 
     Raises:
         ConfigError: there is no such run.
-        Corrupt: some damage cannot be repaired.
+        Corrupt: the log has damage that cannot be repaired.
     """
     console = console or Console(highlight=False)
     try:

@@ -1,7 +1,7 @@
 """`rollflow replay`: retrains published versions and compares them, from the run's storage alone.
 
-A replay needs neither Ray nor Prefect nor an engine, and writes nothing. It restores the parent of a version, trains on
-the batch that the version's entry names, and compares each file with the published one.
+A replay needs neither Ray nor Prefect nor an engine, and writes nothing. A replay restores the parent of a version,
+trains on the batch that the version's entry names, and compares each file with the published file.
 
 Each version is trained under its own config from the log. The same number of ranks as in that config gives the same
 bits. Another number of ranks adds numbers in another order. In that case each version is trained from its published

@@ -60,7 +60,7 @@ def record_change(context: RunContext, overrides: Sequence[str]) -> None:
 
 
 def is_under_way(context: RunContext) -> bool:
-    """Return whether a supervisor keeps writing the run's status; a silent one is deposed by a resume."""
+    """Return whether a supervisor keeps writing the run's status; `resume` deposes a supervisor that is silent."""
     first = read_status(context)
     if first is None or first.ended:
         return False

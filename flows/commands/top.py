@@ -1,6 +1,4 @@
-"""`rollflow top [RUN]`: watches a running run, with the view of `rollflow run`. The run goes
-on when the watching ends.
-"""
+"""`rollflow top [RUN]`: watches a running run, with the view of `rollflow run`. The run goes on when `top` ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollflow up`: runs `rollflow serve` in the background, until `rollflow down`."""
+"""`rollflow up`: runs `rollflow serve` in the background, until `rollflow down` ends it."""
 
 from __future__ import annotations
 

@@ -4,12 +4,11 @@ A restarted keeper (its flow was killed, or a supervisor took over) continues wi
 resumes the run, the budget starts full again: the user has looked at the cause.
 
 A background thread reads the records, and the keeper waits for that thread once, for `WAIT_SECONDS` at most.
-Unreachable storage
-delays no restart: until it answers, a keeper counts only the restarts that it has made itself. A damaged record is
-skipped.
+Unreachable storage delays no restart: until the storage answers, a keeper counts only its own restarts. A damaged
+record is skipped.
 
-A restart is recorded when its recovery is complete. If a keeper dies while a recovery is under way, that recovery is
-not recorded; the death of the keeper itself counts against its own role.
+A restart is recorded when its recovery is complete. If a keeper dies during a recovery, that recovery is not recorded;
+the keeper's own death counts against the keeper's role.
 """
 
 from __future__ import annotations

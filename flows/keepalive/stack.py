@@ -2,9 +2,9 @@
 
     up --> this process --> serve --> Prefect server, MLflow, Ray cluster, runner
 
-The process holds the lock `up.keeper` in the run home while it lives; `rollflow down` ends both processes. A stack that
-a user has ended is not restarted, and neither is one that failed to come up and reported the reason. The services of a
-dead stack end by themselves (see `services.process`); a restart waits until their addresses are free.
+The process holds the lock `up.keeper` in the run home while it lives; `rollflow down` ends this process and `serve`. A
+stack that a user has ended is not restarted, and neither is one that failed to come up and reported the reason. The
+services of a dead stack end by themselves (see `services.process`); a restart waits until their addresses are free.
 
     python -m rollflow.flows.keepalive.stack [OPTIONS OF SERVE]
 """

@@ -394,7 +394,7 @@ def kill_actors(context: RunContext) -> None:
 
 
 def cancel_flow_run(client: SyncPrefectClient, run: UUID) -> None:
-    """Cancel a flow run that has not ended; its runner then ends its process."""
+    """Cancel a flow run that has not ended; the flow run's runner then ends the process."""
     from prefect.states import Cancelling
 
     state = client.read_flow_run(run).state

@@ -3,8 +3,8 @@
 Guarantees:
 - `attach` either attaches within its deadline or raises `Unreachable`; Ray itself retries a wrong address forever. A
   Ray head may be down until the deadline, so a caller that works for a run passes the run's `recovery` window. `attach`
-  keeps this process's SIGTERM and SIGINT handlers. Ray replaces the handlers, and a cancelled flow would then end as
-  crashed.
+  keeps this process's SIGTERM and SIGINT handlers. Ray itself replaces the handlers, so that a cancelled flow would end
+  as crashed.
 - Every wait for an actor is bounded (`call_within`); the error says what the caller waited for, on which actor and for
   how long.
 """

@@ -42,7 +42,8 @@ def fork_flows(module: str) -> None:
     """Make the Prefect runner of this process fork its flow runs; the process runs `module`."""
     if not sys.platform.startswith("linux"):
         return
-    shown_as = (sys.executable, "-m", forkserver.__name__)  # so that the fork server is not mistaken for the runner
+    # command line of the fork server, so that it is not mistaken for the runner
+    shown_as = (sys.executable, "-m", forkserver.__name__)
     fork_server([module, __name__], shown_as=shown_as)
     # The Prefect module itself asks users to override this function by a patch.
     setattr(_starter_engine, "run_process", _run_process)  # noqa: B010

@@ -3,17 +3,18 @@
     python -I -S guard.py GRACE_SECONDS COMMAND [ARGUMENT...]
 
 Guarantees on Linux: the guard ends every descendant of the command as soon as the owner closes this process's standard
-input or dies (SIGKILL included), the command ends, or this process gets SIGTERM. Orphans and processes with a session
-of their own are included. The command is ended first (SIGTERM, GRACE_SECONDS), then the rest (SIGTERM, `REST_SECONDS`),
-then all by SIGKILL. If the command ended by itself, its descendants get SIGKILL at once: their parent is gone, so
-nobody waits for an orderly end. No other process ever gets a signal. The guard's exit code is the command's exit code.
-All this holds even if the guard itself gets SIGKILL. At the end the pipe to the guard's standard input breaks, which
-tells the owner.
+input or dies (SIGKILL included), the command ends, or this process gets SIGTERM. Descendants include orphans and
+processes with a session of their own. The guard first ends the command (SIGTERM, GRACE_SECONDS), then the other
+descendants (SIGTERM, `REST_SECONDS`), then all of them by SIGKILL. If the command ended by itself, its descendants get
+SIGKILL at once, because nobody waits for their orderly end. No other process ever gets a signal. The guard's exit code
+is the command's exit code. The guarantees hold even if the guard itself gets SIGKILL. At the end the pipe to the
+guard's standard input breaks, which tells the owner.
 
-Mechanism: the guard is the "child subreaper" of its descendants. So an orphan becomes its child instead of init's, and
-the guard can find it. A second guard stands between the guard and the command. Each of the two ends everything below it
-when the other one is gone. A guard costs milliseconds: it uses the standard library only and runs as a script. Without
-a subreaper (macOS), orphans that also left the session cannot be found.
+Mechanism: the guard is the "child subreaper" of its descendants. So an orphan becomes a child of the guard instead of a
+child of init, and the guard can find the orphan. A second guard stands between the guard and the command. Each of the
+two guards ends all processes below itself when the other guard is gone. A guard costs milliseconds, because it uses the
+standard library only and runs as a script. Without a subreaper (macOS), orphans that also left the session cannot be
+found.
 """
 
 from __future__ import annotations

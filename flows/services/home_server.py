@@ -6,10 +6,10 @@ file.
          |                             |
          +-- the first starts it ----> +-- ends the server once nobody holds `users`
 
-Guarantees: the server keeps its address and its secret string between starts (`read_addresses.json`, `auth`); it gets
-another port only if its own is taken. A command that ends never takes the server from another command. The lock on
-`holder` is free only when the last process of a server is gone. While a server ends, only its holder has the lock on
-`users`, and new commands wait.
+Guarantees: the server keeps its address and its secret string between starts (`read_addresses.json`, `auth`); the
+server gets another port only if its old port is taken. A command that ends never takes the server from another command.
+The lock on `holder` is free only when the last process of a server is gone. While a server ends, only its holder has
+the lock on `users`, and new commands wait.
 
     python -m rollflow.flows.services.home_server HOME LOCK    the holder; LOCK is the open file that it inherits
 """

@@ -3,12 +3,12 @@
 Prefect's own server can block for a minute when several flows start at once:
 
 - A connection to SQLite waits for the database's lock, in a thread of its own, for up to 60 seconds.
-- Python frees reference cycles in the thread that happens to allocate. If that is the event loop's thread, and a cursor
-  of the waiting connection is in a cycle, the loop waits until that connection is free.
+- Python frees reference cycles in the thread that happens to allocate. If the event loop's thread frees a cycle that
+  contains a cursor of the waiting connection, the loop waits until that connection is free.
 - The transaction that holds the lock waits for the loop.
 
-So a separate thread does all collections. If that thread has to wait, the loop continues, and the lock is released. A
-server on PostgreSQL does not need such a thread.
+So a separate thread does all collections. If the collecting thread has to wait, the event loop continues, and the lock
+is released. A server on PostgreSQL does not need such a thread.
 """
 
 from __future__ import annotations

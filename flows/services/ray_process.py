@@ -1,8 +1,8 @@
 """A node of a private Ray cluster: the head (GCS and raylet), or another node (a raylet) that joins it.
 
 The node has its agents, but no dashboard, autoscaler, log monitor or client server. The process ends as soon as any of
-its children ends, in any way: a cluster without its GCS, or a node without its raylet, is useless, and the owner
-watches this process only.
+its children ends, in any way, because a cluster without its GCS, or a node without its raylet, is useless, and the
+owner watches only this process.
 
 This module uses Ray's private class `Node`, because the public `ray start --block` has these faults (Ray 2.60):
 

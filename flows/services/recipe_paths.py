@@ -26,7 +26,9 @@ Anchor = Callable[[str, Path], str]
 
 
 def recipe_folder(recipe: Path) -> Path:
-    """Return the folder that a recipe's paths are relative to; for a recipe read from a pipe, the working folder."""
+    """Return the folder that a recipe's paths are relative to: the recipe's folder, or the working folder for a recipe
+    from a pipe.
+    """
     return recipe.parent.resolve() if recipe.is_file() else Path.cwd()
 
 

@@ -15,7 +15,7 @@ class UtcLines(PrefectFormatter):
     converter = time.gmtime  # type: ignore[assignment] # as the documentation of `logging` says
 
     def __init__(self, *_: object) -> None:
-        """Replace Prefect's JSON formatter; its arguments are ignored."""
+        """Replace Prefect's JSON formatter; ignore the arguments for that formatter."""
         flow_run, task_run = (
             f"{START}{kind} run %({kind.lower()}_run_name)r - %(message)s" for kind in ("Flow", "Task")
         )

@@ -27,7 +27,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 STALENESS_STYLES = ("green", "cyan", "yellow", "magenta", "red")
 PHASE_STYLES = {"done": "bold green", "failed": "bold red", "training": "bold cyan"}
 WORTH_SAYING = 0.02  # smallest share of the run's CPU seconds that gets a line
-# roles that only watch the run and train nothing
+# roles that only watch the run, and do no training
 WATCHING = {"command", "supervisor", "stage flows", "runner", "prefect server"}
 STATE_MARKS = {
     "running": ("●", "green"),

@@ -1,6 +1,7 @@
 """The last status of a run that this machine has seen, kept in the run home in case the run's store does not answer.
 
-The home has one small file for each run, named after the run's address. Each command that shows a status updates it.
+The home has one small file for each run, named after the run's address. Each command that shows a status updates the
+file.
 """
 
 from __future__ import annotations

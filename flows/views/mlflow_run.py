@@ -75,7 +75,7 @@ class TrackingPlace:
 
 @dataclass
 class MlflowRun:
-    """An open MLflow run: its client, its ids, and the last version logged per marker."""
+    """An open MLflow run: the client, the run's ids, and the last version that was logged for each marker."""
 
     client: MlflowClient
     run_id: str

@@ -75,7 +75,9 @@ def summarize(
 
 
 def _count_no_signal(context: RunContext) -> dict[str, int]:
-    """Count the versions in which no row had an advantage: in the whole run, and consecutively at its end."""
+    """Count the versions in which no row had an advantage: all such versions of the run, and the
+    consecutive ones at the end of the run.
+    """
     trained = list(context.policies.since(1))
     return {"versions": count_without_signal(trained), "newest": count_newest_without(trained)}
 
