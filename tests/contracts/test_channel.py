@@ -1,4 +1,4 @@
-"""The channel in its Ray actor fulfils the contract of `tests/tasks/test_channel.py`; its clients outlive it."""
+"""A channel in a Ray actor fulfils the contract of `tests/tasks/test_channel.py`; clients outlive the channel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Randomly drawn rows that share a prompt: log-probs and gradients equal those of each row alone.
+"""Randomly drawn rows that share a prompt have the log-probs and gradients of each row alone.
 
-Rows have any length up to the model's context. There are groups of one, rows without tokens of the policy, copies,
-prompts that are prefixes of other prompts, tokens of an environment, and micro-batches shorter than a prompt.
+Rows have any length up to the model's context length. The drawn batches include groups of one row, rows without tokens
+of the policy, equal rows, prompts that are prefixes of other prompts, tokens of an environment, and micro-batches that
+are shorter than a prompt.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from tests.support.counts import examples
 from tests.tasks.test_algorithms import batch_of
 
 CONTEXT = 64  # context length of the tested models
-Piece = tuple[bool, list[int]]  # True if the policy sampled these tokens
+Piece = tuple[bool, list[int]]  # the piece's tokens, and True if the policy sampled them
 Row = tuple[int, list[Piece]]  # number of tokens of the group's prompt, and the pieces after them
 
 
 def row_of(prompt: Sequence[int], row: Row) -> Trajectory:
-    """Build a trajectory no longer than the context, with at least one token."""
+    """Build a trajectory that has at least one token and fits the context."""
     taken, pieces = row
     made = [(False, token) for token in prompt[: max(1, taken)]]
     made += [(chosen, token) for chosen, tokens in pieces for token in tokens]
@@ -40,7 +41,7 @@ def row_of(prompt: Sequence[int], row: Row) -> Trajectory:
     return Trajectory(0, 0, tokens, mask, quiet, tuple(0 if c else -1 for c in mask), 1.0, "", StopReason.LENGTH)
 
 
-TOKENS = st.lists(st.integers(3, 6), max_size=12)  # few values, so that rows are alike by chance
+TOKENS = st.lists(st.integers(3, 6), max_size=12)  # there are few values, so that some rows are equal by chance
 PIECES = st.lists(st.tuples(st.booleans(), TOKENS), max_size=3)
 PROMPT = st.lists(st.integers(3, 6), min_size=1, max_size=20)
 GROUPS = st.lists(st.tuples(PROMPT, st.lists(st.tuples(st.just(99), PIECES), min_size=1)), min_size=1, max_size=3)
@@ -54,7 +55,7 @@ def learner(name: str) -> TorchLearner:
 
 
 def found(made: TorchLearner, data: BatchRows, micro_tokens: int, width: int | None) -> tuple[Tensor, Tensor]:
-    """Return (B,) log-probs, and the gradient of a weighted sum of them."""
+    """Return (B,) log-probs, and the gradient of a weighted sum of these log-probs."""
     made.config = made.config.model_copy(update={"micro_tokens": micro_tokens})
     made.width = width
     made.model.zero_grad()
@@ -73,7 +74,7 @@ def found(made: TorchLearner, data: BatchRows, micro_tokens: int, width: int | N
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @settings(max_examples=examples(300), deadline=None)
 @given(groups=GROUPS, micro_tokens=st.sampled_from([1, 7, 64, 4096]), width=st.sampled_from([1, 32, 10**6]))
-@example([([3, 4, 5], [(99, LONG), (99, LONG), (99, [])])], 4096, 10**6)  # a line beyond the context, copies, no tokens
+@example([([3, 4, 5], [(99, LONG), (99, LONG), (99, [])])], 4096, 10**6)  # long line, equal rows, no tokens
 @example([([3] * 40, [(99, LONG)] * 4)], 4096, 10**6)  # each row ends at the last position
 @example([([3, 4, 5], [(99, SAID), (2, SAID), (99, [(False, [4]), *SAID])]), ([3, 4], [(99, SAID)])], 4, 10**6)
 def test_drawn_rows_match_each_row_alone(
@@ -81,7 +82,7 @@ def test_drawn_rows_match_each_row_alone(
 ) -> None:
     data = BatchRows.of(batch_of(*([row_of(prompt, row) for row in rows] for prompt, rows in groups)))
     together, alone = (found(learner(name), data, micro_tokens, wide) for wide in (width, None))
-    for one, other in zip(together, alone, strict=True):  # a model's own norms are in float32
+    for one, other in zip(together, alone, strict=True):  # models compute norms in float32
         assert float((one - other).norm()) <= 1e-6 * float(other.norm())
     check_lines(data, micro_tokens, width)
 

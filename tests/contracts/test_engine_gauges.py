@@ -1,4 +1,4 @@
-"""vLLM's own metrics, served by a real Ray node; the dashboard must ask for no other metrics of vLLM."""
+"""A real Ray node serves vLLM's own metrics, and the dashboard asks for no other metrics of vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("vllm"
 BOARD = Path("infra/watching/grafana.json")
 SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
-# Runs in a separate process: Ray reads its environment when it is imported.
+# This code runs in a separate process, because Ray reads the environment when Ray is imported.
 SCRAPED = """
 import asyncio, os, sys, time, urllib.request
 from pathlib import Path
@@ -72,7 +72,7 @@ with Head(Path(sys.argv[1]), cpus=1) as head:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """Return the run's metrics by name, each summed over all engines and labels."""
+    """Return the run's metrics by name; a metric's value is its sum over all engines and labels."""
     folder = tmp_path_factory.mktemp("engine")
     make_policy(folder / "policy")
     make_weights(folder / "weights", seed=0)

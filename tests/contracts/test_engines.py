@@ -1,4 +1,4 @@
-"""The engine contract (tasks/engines/base.py): each sentence is tested on every engine."""
+"""The engine contract: each sentence of `tasks/engines/base.py` is tested on every engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LONG = 200
 
 @dataclass
 class Case:
-    """An engine under test that has version 0, with what its tests need."""
+    """An engine under test that has version 0, with the requests and weights that tests need."""
 
     engine: Engine
     folder: Path
@@ -56,7 +56,7 @@ class Case:
         return self.folder / f"weights-{version % 2}"
 
     def taken(self, version: int) -> Path | Here:
-        """Return those weights in the form that the engine expects."""
+        """Return the weights of a version in the form that the engine expects."""
         return Here(self.weights(version)) if isinstance(self.engine, RayEngine) else self.weights(version)
 
     async def update(self) -> int:
@@ -96,7 +96,7 @@ async def case(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Ca
 
 
 async def started(case: Case, count: int = 8) -> tuple[list[GenerationRequest], list[asyncio.Task[Generation]]]:
-    """Start long responses, and wait until some of their tokens have been reported."""
+    """Start requests with long responses, and wait until the engine has reported some tokens."""
     requests = [case.request(LONG) for _ in range(count)]
     tasks = [asyncio.create_task(case.engine.generate(request)) for request in requests]
     ids = {request.id: 2 for request in requests}
@@ -166,7 +166,7 @@ async def test_no_token_between_suspend_and_resume(case: Case) -> None:
     late = asyncio.create_task(case.engine.generate(case.request(4)))
     ids, seen = dict.fromkeys([request.id for request in requests], 0), None
     while seen != (seen := [len(partial) for partial in case.engine.progress(ids).values()]):
-        await asyncio.sleep(0.3)  # earlier tokens arrive meanwhile; reports come more often
+        await asyncio.sleep(0.3)  # reports of earlier tokens arrive within this time
     assert not all(task.done() for task in tasks)
     assert not late.done()
     await case.engine.resume()
@@ -193,10 +193,10 @@ async def test_running_requests_continue_with_the_new_weights(case: Case) -> Non
 async def test_tokens_after_an_update_use_only_the_new_weights(case: Case) -> None:
     if not case.has_model:
         pytest.skip("no model")
-    requests, tasks = await started(case)  # several: a single one may end early
+    requests, tasks = await started(case)  # a single request might end early
     await case.engine.suspend("continue")
     version = await case.update()
-    probe = await case.engine.logprobs(range(3, 43))  # new weights can be probed before they serve
+    probe = await case.engine.logprobs(range(3, 43))  # new weights can be probed before they are used
     assert probe == pytest.approx(reference_logprobs(case.weights(version), range(3, 43)), abs=1e-4)
     await case.engine.resume()
     spanning = 0
@@ -297,7 +297,7 @@ async def test_engine_takes_more_requests_than_slots(case: Case) -> None:
 
 
 async def test_death_reaches_every_call(case: Case, request: pytest.FixtureRequest) -> None:
-    """This test is the last: it kills the engine."""
+    """This test must be the last test of an engine, because it kills the engine."""
     requests, tasks = await started(case)
     ids = [request.id for request in requests]
     case.engine.check()

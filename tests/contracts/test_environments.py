@@ -1,4 +1,4 @@
-"""The guarantees of every environment, tested on each kind. A new environment is one line in CASES."""
+"""The guarantees of every environment, tested on each kind. To test a new environment, add a line to CASES."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_run_with_the_environment_audits_clean(environment: Environment) -> None
 
 
 class Turns(Environment):
-    """An environment that plays as many turns as fit, with two tokens of its own between them."""
+    """An environment that plays up to `most` turns, and adds two tokens of its own between turns."""
 
     def __init__(self, most: int = 3) -> None:
         self.most = most
@@ -140,7 +140,7 @@ class Turns(Environment):
 
 
 def trajectories(pipeline: Pipeline) -> list[Trajectory]:
-    """Return all trajectories that were trained on."""
+    """Return all trajectories on which the pipeline has trained."""
     groups = [group for _, batch in trained(pipeline.store) for group in batch.groups()]
     return [one for group in groups for one in group.trajectories]
 
@@ -164,7 +164,7 @@ def test_tokens_of_an_environment_are_masked() -> None:
 
 
 def test_each_turn_has_its_own_seed() -> None:
-    """With the same seed, each turn would repeat the first one's tokens."""
+    """With the same seed, each turn would repeat the first turn's tokens."""
     pipeline = Pipeline(MemoryStore("seeds"), versions=1, environment=Turns(2), sigma=0.0)
     run_virtual(pipeline.run())
     for one in trajectories(pipeline):
@@ -174,7 +174,7 @@ def test_each_turn_has_its_own_seed() -> None:
 
 
 def test_surplus_episodes_are_dropped_between_turns() -> None:
-    """Their tokens count as surplus, like those of aborted requests."""
+    """Tokens of dropped episodes count as surplus tokens, as tokens of aborted requests do."""
     choices = {"redundant_responses": 2, "on_stale": "drop"}
     pipeline = Pipeline(MemoryStore("extra"), versions=4, environment=Turns(3), choices=choices)
     run_virtual(pipeline.run())
@@ -184,7 +184,7 @@ def test_surplus_episodes_are_dropped_between_turns() -> None:
 
 
 class Thinking(Environment):
-    """An environment in which every second episode pauses for long before its second turn."""
+    """An environment in which every second episode pauses for ten seconds before its second turn."""
 
     def __init__(self) -> None:
         self.played = 0
@@ -199,7 +199,7 @@ class Thinking(Environment):
 
 
 def test_episode_is_interrupted_between_two_turns() -> None:
-    """Between turns there is no request to abort, so the episode itself is interrupted."""
+    """Between two turns, an episode has no request that could be aborted, so the episode itself is interrupted."""
     choices = {"redundant_responses": 1, "on_stale": "drop"}
     store = MemoryStore("between")
     pipeline = Pipeline(store, versions=2, group_size=1, sigma=0.0, environment=Thinking(), choices=choices)

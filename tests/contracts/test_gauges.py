@@ -1,4 +1,4 @@
-"""Metrics of a run for Prometheus: the numbers of the statuses, served by a real Ray node, and the dashboard."""
+"""Metrics of a run for Prometheus: a real Ray node serves the numbers of the statuses, and the dashboard shows them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.waiting import RUN_SECONDS
 WATCHING = Path("infra/watching")
 STATUSES = {"rollout": RolloutStatus, "reward": RewardStatus, "learner": LearnerStatus}
 
-# Runs in a separate process: Ray reads its environment when it is imported.
+# This code runs in a separate process, because Ray reads the environment when Ray is imported.
 SCRAPED = """
 import os, sys, time, urllib.request
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ def scraped(home: Path, switch: str) -> list[str]:
 
 @pytest.mark.slow
 def test_node_serves_an_actors_gauges(tmp_path: Path) -> None:
-    """A value that the actor no longer reports becomes zero."""
+    """A gauge that the actor no longer reports becomes zero."""
     on, *lines = scraped(tmp_path, "1")
     assert on == "True"
     values = {re.sub(r"\{.*", "", line): float(line.split()[-1]) for line in lines if 'run="run-1"' in line}

@@ -1,4 +1,7 @@
-"""The guarantees of every learner (tasks/learners/base.py), tested on each kind. A new learner is one line in CASES."""
+"""The guarantees of every learner (`tasks/learners/base.py`), tested on each kind.
+
+To test a new learner, add a line to CASES.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases(*always: str) -> list[ParameterSet]:
-    """Return all cases; sharded learners take seconds to start, so most of their tests run only in `make soak`."""
+    """Return all cases. Sharded learners take seconds to start, so most tests of these run only in `make soak`."""
     soak = {name for name in CASES if name.startswith(("DeepSpeed", "in parts"))} - set(always)
     return [pytest.param(name, marks=[pytest.mark.soak] if name in soak else []) for name in CASES]
 
@@ -116,7 +119,7 @@ def config(case: str) -> TrainConfig:
 
 @pytest.fixture
 def start(case: str, folder: Path) -> LearnerStart:
-    """Return the start of a run of ten versions."""
+    """Return the `LearnerStart` of a run of ten versions."""
     dtype = "bfloat16" if "bfloat16" in case else "float32"
     return LearnerStart(
         folder, trained=True, dtype=dtype, versions=10, shard_bytes=100_000, first=partial(Path, folder)
@@ -129,7 +132,7 @@ def learner(config: TrainConfig, start: LearnerStart) -> Learner:
 
 
 def batch(seed: int) -> TrajectoryBatch:
-    """Return four groups of four answers; every second answer is right."""
+    """Return a batch of four groups of four answers; every second answer is right."""
     draw = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> list[int]:
@@ -145,12 +148,12 @@ def batch(seed: int) -> TrajectoryBatch:
 
 
 def joined(files: Mapping[str, Data]) -> Files:
-    """Return files as bytes; the views that a learner returns change with its next step."""
+    """Return files as bytes. A learner returns views of its tensors, which change with the learner's next step."""
     return {name: b"".join(split_buffers(data)) for name, data in files.items()}
 
 
 def saved(learner: Learner) -> tuple[Files, Files]:
-    """Return a learner's weights and state."""
+    """Return a learner's weights and state as bytes."""
     return joined(learner.weights()), joined(learner.state())
 
 
@@ -161,7 +164,7 @@ def trained(learner: Learner, versions: int) -> Learner:
 
 
 def changed(files: Files, change: Change) -> Files:
-    """Return the files with `change` applied to the tensors of the largest one."""
+    """Return the files, with `change` applied to the tensors of the largest file."""
     name = max((name for name in files if name.endswith(".safetensors")), key=lambda name: len(files[name]))
     tensors = load(files[name])
     change(tensors)
@@ -180,7 +183,10 @@ def test_there_is_a_case_for_every_kind() -> None:
 def test_restored_learner_takes_the_same_next_steps(
     learner: Learner, config: TrainConfig, start: LearnerStart, versions: int
 ) -> None:
-    """Two steps are equal bit for bit, so any version can be replayed. The restored learner had other state before."""
+    """The steps of both learners are equal bit for bit, so any version can be replayed.
+
+    Before `load`, the restored learner had another state.
+    """
     before = saved(trained(learner, versions))
     after = [(learner.step(batch(7 + version), version), saved(learner)) for version in (versions, versions + 1)]
     other = trained(build_learner(config, replace(start, trained=False, seed=99)), 1)
@@ -198,7 +204,7 @@ def test_restored_learner_takes_the_same_next_steps(
 def test_blank_learner_takes_the_same_next_step(
     learner: Learner, config: TrainConfig, start: LearnerStart, versions: int
 ) -> None:
-    """This is the case after a restart, where `load` comes first."""
+    """A learner starts blank after a restart, and `load` is called first."""
     before = saved(trained(learner, versions))
     likely, metrics, after = learner.logprobs(PROBE), learner.step(batch(7), versions), saved(learner)
     other = build_learner(config, replace(start, trained=False, blank=True, seed=99))
@@ -222,7 +228,7 @@ def test_learner_can_go_back_to_an_earlier_state(learner: Learner) -> None:
 
 @pytest.mark.parametrize("versions", [1, 2])
 def test_stored_tensors_do_not_change_before_settle(learner: Learner, versions: int) -> None:
-    """A version is stored while the next one is computed. If storing fails, the learner stays unchanged."""
+    """A version is stored while the next version is computed. If storing fails, the learner stays unchanged."""
     before = saved(trained(learner, versions))
     given, seen = (learner.weights(), learner.state()), list[tuple[Files, Files]]()
 
@@ -268,7 +274,7 @@ def test_same_start_gives_the_same_untrained_policy(config: TrainConfig, start: 
 
 
 def test_weights_are_a_hugging_face_folder(learner: Learner, start: LearnerStart, tmp_path: Path) -> None:
-    """transformers reads them to the same log-probs, with a tied output head that is not stored."""
+    """Transformers computes the same log-probs from the stored weights. The tied output head is not stored."""
     trained(learner, 1)
     make_policy(tmp_path)
     for name, data in joined(learner.weights()).items():
@@ -287,11 +293,11 @@ def test_weights_and_state_differ_by_name(learner: Learner) -> None:
     trained(learner, 1)
     assert all(name.startswith(WEIGHTS) for name in learner.weights())
     assert not any(name.startswith(WEIGHTS) for name in learner.state())
-    assert len(learner.weights()) > 2  # several files of the configured size
+    assert len(learner.weights()) > 2  # there are several files of the configured size
 
 
 def test_stored_weights_are_those_of_the_model(learner: Learner) -> None:
-    """A cold start trains the model in place."""
+    """A cold start trains the learner's model in place, and the learner stores the trained weights."""
     before = saved(learner)[0]
     with torch.no_grad():
         next(iter(learner.model.parameters())).add_(1.0)
@@ -379,7 +385,7 @@ def test_missing_or_swapped_weights_or_state_are_refused(
 
 
 def test_state_without_one_of_its_files_is_refused(learner: Learner) -> None:
-    """Another config might have stored it; without the check, its critic would silently start again."""
+    """If a state without the critic's file were accepted, the critic would silently start again."""
     weights, state = before = saved(trained(learner, 1))
     for part in {name.partition(".")[0].partition("-")[0] for name in state}:
         assert_refused(learner, weights, {name: data for name, data in state.items() if not name.startswith(part)})
@@ -387,7 +393,7 @@ def test_state_without_one_of_its_files_is_refused(learner: Learner) -> None:
 
 
 def assert_refused(learner: Learner, weights: Files, state: Files) -> None:
-    """Check that `load` raises `Corrupt` with one sentence."""
+    """Check that the learner's `load` raises `Corrupt` with one sentence."""
     with pytest.raises(Corrupt) as caught:
         learner.load(weights, state)
     assert len(str(caught.value).splitlines()) == 1

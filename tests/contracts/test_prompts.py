@@ -1,4 +1,4 @@
-"""The guarantees of every prompt source, tested on each kind. A new source is one line in CASES."""
+"""The guarantees of every prompt source, tested on each kind. To test a new source, add a line to CASES."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rollflow.tasks.run.user_code import check_own_parts
 from tests.support.user_code import FOLDER, put_in_reach
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-HELD_OUT = 40  # each source has 200 to 300 questions, so that a leak would show
+HELD_OUT = 40  # number of held-out questions; a source has 200 to 300 questions, so that a leak would show
 ASKED = 600
 
 
@@ -45,7 +45,7 @@ CASES: dict[str, Callable[[Path], PromptConfig]] = {
     "reasoning-gym": lambda _: ReasoningGymPrompts(family="chain_sum", options=SUMS),
     "jsonl": questions,
     "column-sums": lambda _: ColumnSumsPrompts(min_digits=1, max_digits=1),
-    "sorting": lambda _: SortingPrompts(digits=3),  # 220 multisets
+    "sorting": lambda _: SortingPrompts(digits=3),  # there are 220 multisets of three digits
     "import": lambda _: ImportPrompts(path="letters.prompts:LetterCounts", options={"alphabet": "abc", "length": 4}),
 }
 
@@ -62,7 +62,7 @@ def encode(text: str, chat: bool, system: str | None) -> list[int]:
 
 
 def keys(questions: Iterable[Question]) -> set[str]:
-    """Return the questions' keys and normalised texts."""
+    """Return the keys and the normalised texts of questions."""
     return {key for question in questions for key in (question.canonical_key, normalise_text(question.text))}
 
 
@@ -85,7 +85,7 @@ def test_same_seed_gives_the_same_prompts_in_any_order(config: PromptConfig) -> 
 
 
 def test_another_process_gives_the_same_prompts(config: PromptConfig) -> None:
-    """Another process has another seed for string hashes, so a source that uses the order of a set would differ."""
+    """Another process has another seed for string hashes, so a source that depends on the order of a set would fail."""
     asked = "rollflow.tasks.prompts.run_prompts import RunPrompts; from rollflow.tasks.prompts.jsonl import read_file"
     code = f"from {asked}; from rollflow.tasks.prompts.config import {type(config).__name__} as C; import sys; "
     code += f"made = RunPrompts([C.model_validate_json(sys.argv[1])], 0, {HELD_OUT}, None, 0, read_file)"
@@ -131,7 +131,7 @@ def test_question_has_an_answer_and_a_json_reference(config: PromptConfig) -> No
 
 
 class Own(QuestionSource):
-    """A source that fails in the way that its option names."""
+    """A user-defined source that fails in the way that its option names."""
 
     opened = 0
 
@@ -201,7 +201,7 @@ def test_faulty_source_is_refused_before_a_run(wrong: str, words: str) -> None:
 
 
 def test_other_spelling_of_a_held_out_question_is_replaced() -> None:
-    """The question occurs in the middle of a run, and earlier positions do not show it."""
+    """The held-out question occurs in the middle of a run, and earlier positions do not show the question."""
     source = opened(own("late")).sources[0]
     assert [source.training(position).text for position in (4, 5)] == ["t4", "t1000008"]
 

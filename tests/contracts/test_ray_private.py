@@ -1,4 +1,4 @@
-"""Ray's private API as `ray_process` and `cluster.attach` use it: these tests fail when Ray changes it."""
+"""Ray's private API, as `ray_process` and `cluster.attach` use it: a test fails if Ray changes this API."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def test_node_accepts_our_parameters() -> None:
 
 def test_ray_uses_loopback_if_clusters_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
-    monkeypatch.setattr(worker, "_global_node", None)  # may be left by another test in this process
+    monkeypatch.setattr(worker, "_global_node", None)  # another test of this process may have set it
     assert services.get_node_ip_address() == "127.0.0.1"
     assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
 
 
 def named(head: RayHead) -> list[tuple[str, int]]:
-    """Return the name and id of each process in the node."""
+    """Return the name and the id of each process of the Ray node."""
     found = []
     for pid in head.processes:
-        with contextlib.suppress(psutil.Error, IndexError):  # the process has just ended
+        with contextlib.suppress(psutil.Error, IndexError):  # the process may have just ended
             found.append((Path(psutil.Process(pid).cmdline()[0]).name, pid))
     return sorted(found)
 
@@ -53,7 +53,7 @@ def named(head: RayHead) -> list[tuple[str, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", [pytest.param("gcs_server", marks=pytest.mark.soak), "raylet"])
 def test_node_has_expected_processes_and_ends_with_each(tmp_path: Path, ended: str) -> None:
-    """Also with a process that ends normally: Ray itself would wait for it."""
+    """The node also ends if one of its processes ends normally; Ray itself would wait for that process."""
     with RayHead(tmp_path, cpus=1) as head:
         wanted = ["gcs_server", "python", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "raylet"]
         until(lambda: [name for name, _ in named(head)] == wanted)

@@ -1,4 +1,4 @@
-"""The parts of s3fs that `s3_requests` uses: its open client, with our limits, and its error names; nothing private."""
+"""The public parts of s3fs that `s3_requests` uses: the open client, with rollflow's limits, and the error names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollflow.storage.objects.s3_requests import AT_ONCE, RetryLimits, S3Connect
 
 @pytest.fixture
 def connection(monkeypatch: pytest.MonkeyPatch) -> S3Connection:
-    """Build a connection to an endpoint that nobody serves."""
+    """Build a connection to an endpoint at which no server listens."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
@@ -23,7 +23,7 @@ def connection(monkeypatch: pytest.MonkeyPatch) -> S3Connection:
 
 
 def test_connection_has_one_client_without_retries(connection: S3Connection) -> None:
-    """A client for each request would open new connections; a client that retries would count tries on its own."""
+    """A client for each request would open new connections; a client that retries would add to rollflow's retries."""
     first, second = (connection.wait(connection._filesystem.set_session) for _ in range(2))
     assert first is second
     config = first.meta.config
@@ -35,14 +35,14 @@ def test_connection_has_one_client_without_retries(connection: S3Connection) -> 
 def test_region_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
-    for name, region in (("AWS_DEFAULT_REGION", "eu-west-1"), ("AWS_REGION", "eu-central-1")):  # the second wins
+    for name, region in (("AWS_DEFAULT_REGION", "eu-west-1"), ("AWS_REGION", "eu-central-1")):  # AWS_REGION wins
         monkeypatch.setenv(name, region)
         client = (one := S3Connection(RetryLimits())).wait(one._filesystem.set_session)
         assert client.meta.region_name == region
 
 
 def test_condition_unknown_to_the_client_is_refused(connection: S3Connection) -> None:
-    """If the client ignored it silently, two writers could create one object."""
+    """If the client silently ignored an unknown condition, two writers could create the same object."""
     with pytest.raises(botocore.exceptions.ParamValidationError, match="IfNobodyDid"):
         connection.call("put_object", Bucket="bucket", Key="key", Body=b"", IfNobodyDid="*")
 

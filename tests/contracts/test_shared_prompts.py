@@ -1,4 +1,4 @@
-"""Responses that share a prompt have the log-probs and gradients of separate rows, on each architecture that can."""
+"""Responses that share a prompt have the log-probs and gradients of separate rows, on each architecture that shares."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rollflow.tasks.objectives.rows import BatchRows
 from tests.contracts.test_token_logprobs import ARCHITECTURES, learner_of, model_of, tokens_of
 from tests.tasks.test_algorithms import batch_of, trajectory
 
-WINDOWED = {"mistral", "gemma2", "gemma3_text", "cohere2"}  # their config declares sliding windows
+WINDOWED = {"mistral", "gemma2", "gemma3_text", "cohere2"}  # architectures whose config declares sliding windows
 
 
 def groups() -> TrajectoryBatch:
-    """Return two groups of three responses of different length."""
+    """Return two groups of three responses; the responses have different lengths."""
     prompts = [tokens_of(7, 50 + group) for group in range(2)]
     return batch_of(
         *(
@@ -46,7 +46,10 @@ def test_shared_prompts_give_the_results_of_separate_rows(name: str) -> None:
 
 @pytest.mark.parametrize("unheard", ["attention_mask", "position_ids"])
 def test_model_that_ignores_mask_or_positions_is_refused(unheard: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the mask the second response sees the first; without positions it starts after the first."""
+    """Without the mask, the second response attends to the first response.
+
+    Without positions, the second response has positions that follow the first response instead of the prompt.
+    """
     model = model_of("llama")
     forward = model.model.forward
 

@@ -1,4 +1,4 @@
-"""Log-probs equal those of the model's own forward, for any head: tiny random models of many architectures."""
+"""Log-probs equal those of the model's own forward, for any head, on tiny random models of many architectures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPE: Mapping[str, object] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
-    "initializer_range": 0.5,  # large enough for a cap or a scale to matter
+    "initializer_range": 0.5,  # weights are so large that a cap or a scale matters
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -49,7 +49,7 @@ GPT2: Mapping[str, object] = {
     "n_positions": 64,
     "initializer_range": 0.5,
 }
-ARCHITECTURES: Mapping[str, Mapping[str, object]] = {  # by model type; some have dropout by default
+ARCHITECTURES: Mapping[str, Mapping[str, object]] = {  # configs by model type; some have dropout by default
     "llama": SHAPE | {"attention_dropout": 0.5},
     "mistral": SHAPE,
     "qwen2": SHAPE,
@@ -61,19 +61,19 @@ ARCHITECTURES: Mapping[str, Mapping[str, object]] = {  # by model type; some hav
     "granitemoe": SHAPE | {"logits_scaling": 4.0, "num_local_experts": 2, "num_experts_per_tok": 1},
     "cohere": SHAPE | {"logit_scale": 0.25},
     "cohere2": SHAPE | {"logit_scale": 0.25},
-    "phi": SHAPE | {"resid_pdrop": 0.5},  # its head has a bias
+    "phi": SHAPE | {"resid_pdrop": 0.5},  # phi's head has a bias
     "phi3": SHAPE | {"resid_pdrop": 0.5},
     "olmo2": SHAPE,
     "smollm3": SHAPE,
     "gpt_neox": SHAPE | {"hidden_dropout": 0.5},
     "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.5, "dropout": 0.5},
-    "gpt2": GPT2,  # dropout is 0.1
+    "gpt2": GPT2,  # the default dropout is 0.1
 }
 OTHERS: Mapping[str, Mapping[str, object]] = {  # architectures that only some tests use
     "deepseek_v3": SHAPE
     | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1}
     | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "topk_group": 1, "num_experts_per_tok": 2}
-    | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},  # part of its gate stays in float32
+    | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},  # part of the gate stays in float32
     "qwen3_moe": SHAPE
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
     "mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
@@ -104,7 +104,7 @@ def model_of(name: str, more: Mapping[str, object] = NOTHING) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**(ARCHITECTURES | OTHERS)[name], **more})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # changes biases, too, which start as zeros
+    for parameter in model.parameters():  # change biases, too, which start as zeros
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model
 
@@ -119,13 +119,13 @@ def tokens_of(count: int, seed: int = 0) -> list[int]:
 
 
 def one_row() -> tuple[list[int], TrajectoryBatch]:
-    """Return a row's tokens, and a batch of that row alone; its first four tokens are the prompt."""
+    """Return the tokens of a row, and a batch of only that row; the row's first four tokens are the prompt."""
     tokens = tokens_of(12)
     return tokens, batch_of([trajectory(tokens[:4], tokens[4:], 0, reward=1.0)])
 
 
 def by_the_model(model: Any, tokens: list[int], temperature: float = 1.0) -> Tensor:
-    """Return log-probs of tokens[1:], computed by transformers itself."""
+    """Return the log-probs of tokens[1:], computed by transformers."""
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.tensor([tokens])).logits[0, :-1]
     logp = torch.log_softmax(logits / temperature, -1)
@@ -140,7 +140,7 @@ def test_all_passes_use_the_models_own_head(name: str) -> None:
     made.step(batch, 0)
     probe = torch.tensor(made.logprobs(tokens))
     expected = by_the_model(made.model, tokens)
-    assert float(expected.std()) > 0.3  # else the comparison would show nothing
+    assert float(expected.std()) > 0.3  # equal log-probs could not show a difference
     for found in (spy.before[0], spy.trained[0].logp_M.detach(), probe[3:]):
         torch.testing.assert_close(found, expected[3:], atol=1e-5, rtol=0)
     torch.testing.assert_close(probe, expected, atol=1e-5, rtol=0)
@@ -157,7 +157,7 @@ KNOWN = {
     "output_router_logits",
 }
 SINKS: Mapping[str, object] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-ATTENTION: Mapping[str, Mapping[str, object]] = {  # terms of attention, each large enough to matter
+ATTENTION: Mapping[str, Mapping[str, object]] = {  # configs with terms of attention that are large enough to matter
     "gemma2": {"attn_logit_softcapping": 1.0, "sliding_window": 8},
     "vaultgemma": SHAPE | {"attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8, "sliding_window": 8},
     "gpt_oss": SHAPE | SINKS | {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_scaling": None},
@@ -172,7 +172,7 @@ ATTENTION: Mapping[str, Mapping[str, object]] = {  # terms of attention, each la
 
 
 def written_to(folder: Path, name: str) -> Path:
-    """Save a policy folder with queries and keys so large that every term of its attention matters."""
+    """Save a policy folder whose queries and keys are so large that every term of the attention matters."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**ARCHITECTURES.get(name, {}), **ATTENTION.get(name, {})})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -187,19 +187,22 @@ def written_to(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
 def test_learner_computes_every_term_of_the_config(name: str, tmp_path: Path) -> None:
-    """The result equals transformers' eager attention, which drops no term, beyond windows and original lengths."""
+    """Log-probs equal those of transformers' eager attention, which drops no term.
+
+    The tokens reach beyond sliding windows and beyond the original length of scaled positions.
+    """
     folder, tokens = written_to(tmp_path, name), torch.tensor([tokens_of(48)])
     found = load_model(folder, "float32", trained=True)
     eager = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         ours, theirs = (torch.log_softmax(model(tokens).logits[0], -1) for model in (found, eager))
-    assert float(theirs.std()) > 0.3  # else the comparison would show nothing
+    assert float(theirs.std()) > 0.3  # equal log-probs could not show a difference
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
 def test_attention_drops_no_argument(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An argument that a future model passes to its attention must be listed here before the model is trained."""
+    """An argument that a future model passes to its attention fails this test until it is listed in this module."""
     given: set[str] = set()
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -214,7 +217,7 @@ def test_attention_drops_no_argument(name: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_default_attention_drops_a_softcap(tmp_path: Path) -> None:
-    """The scaled weights above are large enough to show it; recorded runs keep the default attention."""
+    """The weights of `written_to` are large enough to show the softcap; recorded runs keep the default attention."""
     folder, tokens = written_to(tmp_path, "gemma2"), torch.tensor([tokens_of(48)])
     with torch.no_grad():
         exact, default = (
@@ -226,7 +229,7 @@ def test_default_attention_drops_a_softcap(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(DROPOUT))
 def test_dropout_is_off(name: str) -> None:
-    """Whatever the model's config says, two passes over the same batch are equal."""
+    """Two passes over the same batch are equal, whatever dropout the model's config sets."""
     made = learner_of(model_of(name))
     made.objective = spy = Spy()
     made.learning_rate = lambda version: 0.0  # type: ignore[method-assign]
@@ -236,7 +239,7 @@ def test_dropout_is_off(name: str) -> None:
 
 
 def test_model_without_a_separable_head_is_refused() -> None:
-    """A model whose forward uses more than the last hidden state, and a model that is its own decoder."""
+    """One model uses more than the last hidden state in its forward; the other model is its own decoder."""
     odd = model_of("llama")
     plain = type(odd).forward
 
@@ -253,7 +256,7 @@ def test_model_without_a_separable_head_is_refused() -> None:
 
 
 def test_kl_weight_is_passed_only_if_it_is_adapted() -> None:
-    """Otherwise an objective uses its own weight."""
+    """If the KL weight is not adapted, an objective uses the weight of its config."""
     for penalties, expected in (({"kl_weight": 0.5}, None), ({"kl_weight": 0.5, "kl_target": 0.1}, 0.5)):
         made, spy = learner_of(model_of("llama"), objective={"kind": "grpo", "penalties": penalties}), Spy()
         made.objective = spy
@@ -262,7 +265,7 @@ def test_kl_weight_is_passed_only_if_it_is_adapted() -> None:
 
 
 def test_distance_is_infinite_if_one_side_is_no_number() -> None:
-    """NaN on both sides has distance zero; so has minus infinity on both sides."""
+    """The distance is zero if both sides are NaN, or if both sides are minus infinity."""
     whole, minus = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, -math.inf, 3.0])
     broken = torch.tensor([1.0, math.nan, 3.0])
     assert measure_distance(whole, whole + 0.5) == pytest.approx(0.5)
@@ -279,7 +282,7 @@ HEAD = (32, VOCABULARY)  # the shape of the head's weights, transposed
 
 
 class Made(TorchDispatchMode):
-    """Record the number of rows of the largest logits tensor: (rows, V) or (1, rows, V)."""
+    """Records the number of rows of the largest logits tensor, whose shape is (rows, V) or (1, rows, V)."""
 
     rows = 0
 
@@ -312,7 +315,7 @@ def pass_over(model: Any, chunk: int, monkeypatch: pytest.MonkeyPatch, temperatu
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "gpt2", "phi"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_change_nothing(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probs and entropies are equal; the head's gradients are summed in another order."""
+    """Log-probs and entropies are equal with and without chunks; the head's gradients are summed in another order."""
     model = model_of(name)
     whole = pass_over(model, ROWS * LENGTH, monkeypatch)
     found = pass_over(model, chunk, monkeypatch)
@@ -324,7 +327,7 @@ def test_chunks_change_nothing(name: str, chunk: int, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_logits_never_exceed_a_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in the forward nor in the backward pass."""
+    """No tensor of logits exceeds a chunk, neither in the forward nor in the backward pass."""
     model = model_of(name)
     for chunk, most in ((ROWS * LENGTH, ROWS * (LENGTH - 1)), (50, 50), (24, 23)):
         with Made() as made:

@@ -1,4 +1,4 @@
-"""The guarantees of every verifier, tested on each kind. A new verifier is one line in CASES."""
+"""The guarantees of every verifier, tested on each kind. To test a new verifier, add a line to CASES."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_verifier_error_is_reported_beside_the_form() -> None:
 
 
 def test_form_costs_the_same_with_every_verifier(case: Case, verify: Verifier) -> None:
-    """By an oracle that searches the tags as text, and subtracts the penalty from the score without a form."""
+    """The oracle searches the tags as text, and subtracts the penalty from the score of the answer without a form."""
     for answer in (case.right, *ODD):
         for response in (answer, f"<answer>{answer}</answer>", f"</answer>{answer}<answer>"):
             plain = score_response(verify, "tag", response, case.reference)
