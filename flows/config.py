@@ -215,7 +215,7 @@ def _choices(path: Iterable[str]) -> list[type[Section]]:
 
 
 def list_kinds(section: type[Section]) -> tuple[object, ...]:
-    """Return the kinds or presets of a section; an empty tuple if it has only one form."""
+    """Return the kinds or presets of a section; an empty tuple if the section has only one form."""
     field = section.model_fields.get("kind")
     return get_args(field.annotation) if field else ()
 

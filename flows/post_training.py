@@ -191,7 +191,7 @@ def _reset_budgets(context: RunContext) -> None:
 
     Stop requests that were made since this flow run was asked for still count.
     """
-    with contextlib.suppress(RollflowError):  # training does not wait for an unreachable server or store
+    with contextlib.suppress(RollflowError):  # training does not wait for an unreachable Prefect server or store
         if not follows_another(own := UUID(str(flow_run.id))):
             reset_budgets(context.store)
             take_back(context.store, requested_at(own))

@@ -3,10 +3,10 @@
 A replay needs neither Ray nor Prefect nor an engine, and writes nothing. A replay restores the parent of a version,
 trains on the batch that the version's entry names, and compares each file with the published file.
 
-Each version is trained under its own config from the log. The same number of ranks as in that config gives the same
-bits. Another number of ranks adds numbers in another order. In that case each version is trained from its published
-parent, and must come close to the published version (`replay_diff`). Versions without these weights in storage are
-skipped.
+Each version is trained under its own config from the log. A replay with the number of ranks in the recorded config
+gives the same bits. Another number of ranks adds numbers in another order. With another number of ranks, each version
+is trained from its published parent, and must come close to the published version (`replay_diff`). Versions without
+these weights in storage are skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CAUSE = "a replay is bit for bit the same only on the same kind of machine, with
 
 
 def command(options: argparse.Namespace) -> int:
-    """Retrain the version, or all versions, and compare."""
+    """Retrain the version, or all versions, and compare the results with the published versions."""
     context = find_run(options.run, options.store)
     if options.ranks is not None and options.ranks < 1:
         raise ConfigError(f"--ranks = {options.ranks}: choose 1 or more")
@@ -139,7 +139,9 @@ def _select_comparable(policies: PolicyStore, numbers: Sequence[int], say: Calla
 
 
 def _distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance | None:
-    """Return the distance of the differing weights from the published ones, or None if those are not in storage."""
+    """Return the distance of the differing weights from the published ones, or None if the published weights are not in
+    storage.
+    """
     from rollflow.tasks.run.replay_diff import measure_distance
 
     if not replayed.differences:

@@ -31,7 +31,7 @@ from rollflow.tasks.run.expectations import expected_of
 
 
 def command(options: argparse.Namespace) -> int:
-    """Prepare a run and follow it to its end."""
+    """Prepare a run and follow the run to its end."""
     config = load_recipe(options.recipe, options.set)
     run_id = new_run_id(config.name) if options.run_id is None else options.run_id
     context = prepare(config, run_id, lambda note: print(note, file=sys.stderr, flush=True))

@@ -51,7 +51,9 @@ def store_addresses(home: Path, **what: Any) -> None:
 
 
 def stable_port(home: Path, name: str) -> int:
-    """Return the last port of `name` in this home, if it is still free; otherwise a new free port, which is stored."""
+    """Return the last port of service `name` in this home if that port is still free; otherwise store and return a free
+    port.
+    """
     port = read_addresses(home).get(name)
     if port is None or not is_free(port):
         port = free_port()

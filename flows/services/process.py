@@ -231,7 +231,8 @@ def new_auth() -> str:
 
 
 class PrefectServer(Service):
-    """A private Prefect server on loopback, on a free port if none is given; SQLite in `home/prefect` or `database`.
+    """A private Prefect server on loopback, on a free port if none is given; the database is `database`, or SQLite in
+    `home/prefect`.
 
     The API and the pages require the server's secret string. `auth_file` holds the string while the server lives.
     Creating the database takes most of the first start.

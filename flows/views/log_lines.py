@@ -1,4 +1,5 @@
-"""Log lines for machines: with `ROLLFLOW_LOG_FORMAT=json`, one JSON object a line, with its author and its run.
+"""Log lines for machines: with `ROLLFLOW_LOG_FORMAT=json`, one JSON object for each line, with the line's author and
+run.
 
     {"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "run": "one", "stage": "train", "actor": "learner",
      "version": 7, "attempt": 1, "message": "recovered ..."}

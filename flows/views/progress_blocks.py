@@ -18,7 +18,7 @@ def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterat
 
     Reward and staleness are means over versions. Tokens are those trained on. Idle is the share of time that the
     learner waited. Waste is the share of tokens that were discarded. Accuracy is that of the block's newest evaluation
-    on the held-out prompts. The bias is `length_bias`.
+    on the held-out prompts. The length bias is the value of `length_bias`.
     """
     for first, last in blocks:
         published = list(islice(context.policies.since(first - 1), last - first + 2))

@@ -121,7 +121,7 @@ def test_block_figures_exclude_pauses(run: Run, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_restart_of_one_stage_is_no_pause(run: Run) -> None:
-    """The seconds of the restart count as the run's own time."""
+    """The seconds that the restart of a stage takes count as training time."""
     run.now += 30.0
     run.start_stages()
     run.train(1)

@@ -257,7 +257,7 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_cluster_restarts_at_its_address(tmp_path: Path, mark: str) -> None:
-    """For example, the kernel is short of memory and kills the guards first."""
+    """The cluster's guards are killed, as by a kernel that is short of memory."""
     head = RayHead(tmp_path, cpus=1)
     head.start()
     try:
