@@ -3,10 +3,12 @@
     prompt --> G (+ extra) x ( queue --> engine --> verifier )  --> TrajectoryGroup
                = an episode, run by the environment         `-----> Discard: it was given up
 
-- Its episodes run independently. A response is scored as soon as it ends.
+- The episodes of a dispatch run independently. A response is scored as soon as it ends.
 - A request for which no engine was left is sent again, with the same seed. The other responses are kept meanwhile.
-- With more than G responses, the first G that end are kept and the others are aborted. The tokens of all are counted.
-- `give_up` aborts what still runs. The dispatch ends as a discard with the number of tokens generated for it.
+- With more than G responses, the first G responses that end are kept and the others are aborted. The tokens of all
+  responses are counted.
+- `give_up` aborts the running requests. A dispatch that was given up returns a `Discard` with the number of tokens that
+  were generated for the dispatch.
 - An environment may compute between two turns. Then its episode has no request to abort, so its task is cancelled.
 """
 
@@ -39,14 +41,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GroupPorts:
-    """The objects and callbacks of a dispatch. `generated` is awaited for each response that ended, and may delay its
-    reward."""
+    """The objects and callbacks of a dispatch.
+
+    `generated` is awaited for each response that ended, and may delay the reward of the response.
+    """
 
     limits: RolloutLimits
     proxy: InferenceProxy
     score: Callable[[ScoreRequest], Awaitable[Score]]
-    generated: Callable[[int], Awaitable[None]]  # tokens
-    started: Callable[[GroupRollout, int], None]  # called when the version of its oldest start becomes known or changes
+    generated: Callable[[int], Awaitable[None]]  # the argument is the number of the response's tokens
+    started: Callable[[GroupRollout, int], None]  # called when `started_version` becomes known or changes
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     spans: PromptSpans = field(default_factory=lambda: PromptSpans(Spans()))
@@ -54,23 +58,23 @@ class GroupPorts:
 
 @dataclass(eq=False)
 class GroupRollout:
-    """See the module's docstring."""
+    """One dispatch of a prompt. See the module's docstring."""
 
     key: GroupKey
     ports: GroupPorts
-    responses: int  # requests in all, of which G are kept
-    number: int  # of this dispatch among those of its scheduler
-    awaited: bool = field(kw_only=True)  # a batch waits for it and does not preempt it
-    redraws: int = field(default=0, kw_only=True)  # times its prompt was in a batch with numbers that are not finite
+    responses: int  # number of responses to generate, of which G are kept
+    number: int  # number of this dispatch among the dispatches of its scheduler
+    awaited: bool = field(kw_only=True)  # True if a batch waits for this dispatch and does not preempt it
+    redraws: int = field(default=0, kw_only=True)  # times that the prompt was in a batch that made weights not finite
     unanswered: int = field(init=False)  # requests that have not ended yet
     _reason: DiscardReason | None = None
     _playing: set[PlayedEpisode] = field(default_factory=set)
-    _starts: dict[int, int] = field(default_factory=dict)  # sample -> version
+    _starts: dict[int, int] = field(default_factory=dict)  # sample -> version under which its request started
     _turns: Counter[int] = field(default_factory=Counter)  # sample -> number of its current turn
-    _tries: Counter[int] = field(default_factory=Counter)  # sample -> times its request failed
+    _tries: Counter[int] = field(default_factory=Counter)  # sample -> number of times that its request failed
     _oldest: int | None = None
     _ended: int = 0  # responses that ended without an abort
-    _tokens: int = 0  # of all responses
+    _tokens: int = 0  # tokens of all responses
     _surplus: int = 0  # tokens of responses that are not kept
 
     def __post_init__(self) -> None:
@@ -78,22 +82,22 @@ class GroupRollout:
 
     @property
     def started_version(self) -> int | None:
-        """Oldest version under which one of its requests started; None before the first start."""
+        """Oldest version under which a request of the dispatch started; None before the first start."""
         return self._oldest
 
     async def give_up(self, reason: DiscardReason) -> None:
-        """Abort the running requests; the dispatch ends as a discard for this reason."""
+        """Abort the running requests; `run` then returns a `Discard` with `reason`."""
         self._reason = self._reason or reason
         await self._abort()
 
     async def _abort(self) -> None:
-        """End its episodes and abort their requests; the proxy ignores requests that have ended."""
+        """End the episodes of the dispatch and abort their requests; the proxy ignores requests that have ended."""
         for episode in self._playing:
             episode.let_go()
         await self.ports.proxy.abort([self._build_id(sample) for sample in range(self.responses)])
 
     def _build_id(self, sample: int) -> str:
-        """Build a request id that is new for each turn and try, because an engine may still know the previous one."""
+        """Build a request id that is new for each turn and try, because an engine may still know the previous id."""
         turn = f".{self._turns[sample]}" if self._turns[sample] else ""
         return f"{self.key.prompt}.{self.key.attempt}.{sample}{turn}" + "'" * self._tries[sample]
 
@@ -101,7 +105,7 @@ class GroupRollout:
         """Generate and score responses until G are kept or the dispatch is given up.
 
         Raises:
-            EngineFailed: no engine was left for one of its requests, `RolloutLimits.attempts` times.
+            EngineFailed: at each of `RolloutLimits.attempts` tries no engine was left for one of the requests.
         """
         async with asyncio.TaskGroup() as samples:
             tasks = [samples.create_task(self._sample(prompt, sample)) for sample in range(self.responses)]
@@ -113,7 +117,7 @@ class GroupRollout:
         return TrajectoryGroup(self.key, prompt.id, prompt.domain, kept, surplus_tokens=self._surplus)
 
     async def _sample(self, prompt: Prompt, sample: int) -> Trajectory | None:
-        """Run one episode to its reward; return None if it is not kept."""
+        """Run one episode to its reward; return None if the episode is not kept."""
         ask = functools.partial(self._generate_turn, sample)
         ports = self.ports
         episode = PlayedEpisode(
@@ -134,7 +138,7 @@ class GroupRollout:
         return trajectory
 
     async def _generate_turn(self, sample: int, turn: Turn) -> VersionedGeneration | None:
-        """Generate one turn of an episode. Only the start of the first turn is noted: the age counts from it."""
+        """Generate one turn of an episode; note the version of the first turn, from which staleness is counted."""
         limits = self.ports.limits
         on_start = None if turn.number else functools.partial(self._note_start, sample)
         asked = RequestOptions(self.key.prompt, self.key, on_start)
@@ -171,13 +175,13 @@ class GroupRollout:
             self.ports.started(self, oldest)
 
     async def _close_episode(self, episode: PlayedEpisode) -> bool:
-        """Note that an episode generates nothing more; return whether it is kept."""
+        """Note that an episode generates no more tokens; return whether the episode is kept."""
         self.unanswered -= 1
         await self.ports.generated(episode.generated)
         return await self._count_response(episode)
 
     async def _count_response(self, episode: PlayedEpisode) -> bool:
-        """Count a response and return whether it is kept; the G-th that ends aborts the others."""
+        """Count a response and return whether it is kept; after the G-th response, abort the others."""
         self._tokens += episode.generated
         if episode.ending is StopReason.ABORTED or self._ended == self.ports.limits.group_size:
             self._surplus += episode.generated
@@ -192,7 +196,7 @@ def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0, redraws: int
     """Compute the 63-bit seed of one generation.
 
     Every attempt gets the same seed, so that a prompt that was too slow does not draw a shorter response. Only
-    `redraws`, after a batch with numbers that are not finite, changes it.
+    `redraws`, the number of batches with the prompt that made weights NaN or infinite, changes the seed.
     """
     text = f"{seed}:{prompt}:{sample}" + (f":{turn}" if turn else "") + (f"/{redraws}" if redraws else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,15 +1,15 @@
 """The order of issue: which prompt is issued next, in short rounds and in long rounds for slow prompts.
 
 A round is the set of prompts issued for one batch. Prompts that have to be issued again go first, then new prompts of
-the source that `Mixture` chooses. A prompt that was preempted waits for the next policy version, because right after an
-update it has the most time before its batch.
+the source that `Mixture` chooses. A prompt that was preempted waits for the next policy version, because a group that
+starts right after an update has the most time until its batch is formed.
 
-A prompt that was preempted `RolloutLimits.awaited_after` times is *awaited*: its batch waits for it. With tail batching
-(RollPacker, section 4) it waits in the *tail* until enough such prompts are there. A *short* round issues N groups of
-other prompts, and the extra ones. Once N prompts wait in the tail, the next round is *long*: it has those N and no
-extra ones, and its batch waits for all of them. So every prompt is trained on, and the slow ones are trained on
-together. The last round is always long, with the prompts in the tail and new ones; otherwise a run would omit its
-slowest prompts.
+A prompt that was preempted `RolloutLimits.awaited_after` times is *awaited*: a batch waits for the prompt's group. With
+tail batching (RollPacker, section 4) such a prompt first waits in the *tail* until the tail has N prompts. A *short*
+round issues N groups of other prompts, and the extra groups. Once N prompts wait in the tail, the next round is *long*:
+a long round issues these N prompts and no extra groups, and the batch waits for all N groups. So every prompt is
+trained on, and slow prompts are trained on together. The last round is always long, with the prompts in the tail and
+new prompts, because otherwise a run would omit its slowest prompts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LATER = (DiscardReason.REDUNDANT, DiscardReason.STALE)  # prompts discarded for 
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """One dispatch to start: its key, the number of responses, and whether its batch waits for it."""
+    """One dispatch to start: its key, the number of responses, and whether a batch waits for the dispatch."""
 
     key: GroupKey
     responses: int
@@ -43,7 +43,7 @@ class IssueOrder:
         """Continue with the keys `again`, which were in flight when the run stopped.
 
         Args:
-            behind: how often each of their prompts was preempted.
+            behind: the number of times that each prompt of `again` was preempted.
         """
         self._limits = limits
         self._behind = Counter(dict(behind))
@@ -55,9 +55,9 @@ class IssueOrder:
             (self._tail if self._is_tail(key) else self._again).append(key)
         self._fresh: list[int] = []
         self._version = -1
-        self._batch = -1  # the batch of the current round
+        self._batch = -1  # number of the batch for which the current round issues prompts
         self._is_long = False
-        self._long = 0  # prompts of the tail that the current round has still to issue
+        self._long = 0  # number of prompts of the tail that the current round has still to issue
 
     def take_issued(self) -> tuple[int, ...]:
         """Return the prompts that were dispatched for the first time since the last call, in order."""
@@ -65,7 +65,7 @@ class IssueOrder:
         return issued
 
     def advance(self, version: int) -> None:
-        """Note the engines' version: prompts that were preempted under an older one may be issued again."""
+        """Note the engines' version; prompts that were preempted under an older version may be issued again."""
         if version > self._version:
             self._version = version
             self._again.extend(self._left)
@@ -76,7 +76,7 @@ class IssueOrder:
         return 0 if self._is_long_for(batch) else self._limits.redundant_groups
 
     def next_issue(self, batch: int) -> Issue:
-        """Return the next dispatch for this batch; the first one for a batch begins its round."""
+        """Return the next dispatch for this batch; the first dispatch for a batch begins a round."""
         if batch > self._batch:
             self._is_long, self._batch = self._is_long_for(batch), batch
             self._long = min(len(self._tail), self._limits.groups) if self._is_long else 0
@@ -100,7 +100,7 @@ class IssueOrder:
             self._behind.pop(prompt, None)
 
     def note_discard(self, discard: Discard) -> None:
-        """Note a discarded dispatch: queue its prompt again, or, if it was filtered, let another prompt replace it."""
+        """Note a discarded dispatch: issue its prompt again later; if its group was filtered, issue another prompt."""
         if discard.reason.issued_again:
             key = GroupKey(discard.key.prompt, discard.key.attempt + 1)
             if discard.slow:

@@ -1,4 +1,4 @@
-"""The scheduler's limits: numbers and choices; `tasks/run/limits.py` builds them from a run's config."""
+"""The scheduler's limits: numbers and choices; `tasks/run/limits.py` builds the limits from a run's config."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class RolloutLimits:
     """The scheduler's limits; see `RolloutConfig` for the meaning of each choice."""
 
     seed: int
-    batches: int  # to form in the whole run
+    batches: int  # number of batches to form in the whole run
     groups: int  # N, groups in a batch
     group_size: int  # G, responses to one prompt
     async_ratio: float  # alpha: the largest staleness
     max_inflight_groups: int  # most groups that run at a time
-    attempts: int  # tries of a request before its failure ends the run
+    attempts: int  # number of tries of a request after which its failure ends the run
     max_new_tokens: int
     temperature: float
-    slots: int | None = None  # requests that all engines can run; groups start only into free slots. None: no limit
+    slots: int | None = None  # requests that all engines can run; a group starts only into free slots. None: no limit
     mode: Literal["queue", "batch"] = "queue"
     max_batches_ahead: float | None = None  # batches that generation may run ahead of training; None: alpha
     redundant_groups: int = 0
     redundant_responses: int = 0
     tail_batching: bool = False
-    max_preemptions: int | None = None  # None: 1 with tail batching, else 3
+    max_preemptions: int | None = None  # most preemptions of a prompt; None: 1 with tail batching, else 3
     on_stale: Literal["drop", "wait"] = "wait"
     batch_order: Literal["finished", "started"] = "finished"
     staleness_from: Literal["started", "oldest-token"] = "started"
@@ -42,7 +42,7 @@ class RolloutLimits:
     def lead(self) -> float:
         """Number of batches that generation may run ahead of training.
 
-        A fractional part of alpha only admits groups that replace slower ones. With `on_stale = "wait"` no group is
+        A fractional part of alpha only admits groups that replace slower groups. With `on_stale = "wait"` no group is
         replaced, so alpha is rounded down.
         """
         ahead = self.async_ratio if self.max_batches_ahead is None else self.max_batches_ahead
@@ -55,9 +55,7 @@ class RolloutLimits:
 
 
 def filter_reason(limits: FilterConfig | None, rewards: Sequence[float]) -> str | None:
-    """Return why a group with these rewards is not trained on (dynamic sampling, DAPO section 3.2); None if it is
-    kept.
-    """
+    """Return why a group with these rewards is filtered (dynamic sampling, DAPO section 3.2); None if it is kept."""
     if limits is None:
         return None
     mean = statistics.fmean(rewards)
@@ -65,8 +63,8 @@ def filter_reason(limits: FilterConfig | None, rewards: Sequence[float]) -> str 
         return f"mean reward at or below {limits.min_mean:g}"
     if limits.max_mean is not None and mean >= limits.max_mean:
         return f"mean reward at or above {limits.max_mean:g}"
-    # In float32, as batches store rewards, so that an audit computes the same and a verifier's rounding is no
-    # deviation.
+    # The deviation is that of rewards in float32, because batches store float32. So an audit computes the same value,
+    # and a verifier's rounding errors do not count as a spread.
     if limits.min_std is not None and statistics.pstdev(array("f", rewards)) <= limits.min_std:
         return f"rewards spread by {limits.min_std:g} or less"
     return None

@@ -6,13 +6,13 @@ issued and not filtered fill its slots in order. The next prompt always fills th
     slots         a a b a | a a b a | a ...
     issued        a0 a1 b0 a2 ...        a1 is filtered: one more `a` comes before b1
 
-- From the beginning up to any point, each source has its share to within one group. The same holds for the groups that
-  a filter keeps, once the freed slots are filled again. A source with more filtered groups is issued more, so it is not
-  trained less.
-- A slow source delays nobody: its groups count from the moment they are issued.
-- The choice depends only on the counts in a `Cursor`. So a scheduler that resumes from a commit chooses as the one that
-  made the commit. Which prompts fill the first n slots depends on which groups are filtered, not on the order in which
-  they are filtered. That keeps a run at alpha = 0 reproducible.
+- From the beginning up to any point, each source has its share of the issued groups to within one group. The groups
+  that a filter keeps have the same shares, once the freed slots are filled again. A source with more filtered groups
+  gets more prompts, so the source is not trained less.
+- A slow source does not delay other sources, because its groups count from the moment at which they are issued.
+- The choice depends only on the counts in a `Cursor`. So a scheduler that resumes from a commit makes the same choices
+  as the scheduler that made the commit. Which prompts fill the first n slots depends on which groups are filtered, not
+  on the order in which groups are filtered. So a run at alpha = 0 is reproducible.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from rollflow.storage.records import Cursor
 
 
 class Mixture:
-    """Chooses the next prompt of D sources; with one source, it only counts. See the module's docstring for the
-    guarantees.
-    """
+    """Chooses the next prompt of D sources. See the module's docstring for the guarantees."""
 
     def __init__(self, shares: Sequence[float], issued: Sequence[int] = (), filtered: Sequence[int] = ()) -> None:
-        """Continue from a cursor's counts by source; without counts, start from the beginning."""
+        """Continue from a cursor's counts for each source; without counts, start from the beginning."""
         self._slots = Slots(shares)
         self._issued = list(issued) or [0] * len(shares)
         self._filtered = list(filtered) or [0] * len(shares)
@@ -39,7 +37,7 @@ class Mixture:
 
     @property
     def state(self) -> Cursor:
-        """The counts to commit."""
+        """The counts of issued and filtered prompts, to be committed with a batch."""
         return Cursor(tuple(self._issued), tuple(self._filtered))
 
     def next(self) -> int:
@@ -50,25 +48,26 @@ class Mixture:
         return (self._issued[source] - 1) * len(self._issued) + source
 
     def note_filtered(self, index: int) -> None:
-        """Note that the group of this prompt was filtered: its source is issued one more prompt."""
+        """Note that the group of this prompt was filtered; the prompt's source gets one more prompt instead."""
         self._filtered[index % len(self._filtered)] += 1
 
 
 class Slots:
-    """The sequence of slots: of the first n slots, source s has n * share(s), to within one.
+    """The sequence of slots: of the first n slots, source s has n * share(s), to within one slot.
 
-    Slot n goes to the source that would fall behind first, among those that it would not put ahead. This is Tijdeman's
-    solution of the chairman assignment problem (Discrete Mathematics 32, 1980), whose error is at most 1 - 1 / (2D - 2)
-    and so never reaches 1. Shares are read as decimal fractions, as written in the config, so the sequence is exactly
-    periodic, and in each period every source has a whole number of slots.
+    Slot n goes to the source that would first fall too far behind its share. Sources that the slot would put too far
+    ahead of their shares are excluded. This rule is Tijdeman's solution of the chairman assignment problem (Discrete
+    Mathematics 32, 1980). The error of the rule is at most 1 - 1 / (2D - 2) slots, so it never reaches 1. Shares are
+    read as decimal fractions, as written in the config, so the sequence is exactly periodic, and in each period every
+    source has a whole number of slots.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
-        self._weights = _reduce_shares(shares)  # slots of each source in a period
-        self._assigned: list[list[int]] = [[] for _ in shares]  # source -> its slots in a period, as far as computed
+        self._weights = _reduce_shares(shares)  # number of slots of each source in a period
+        self._assigned: list[list[int]] = [[] for _ in shares]  # source -> computed slots in a period
 
     def first_free(self, filled: Sequence[int]) -> int:
-        """Return the source of the first free slot; `filled` has the number of filled slots of each source."""
+        """Return the source that owns the first free slot; `filled` has the number of filled slots of each source."""
         periods = [count // weight for count, weight in zip(filled, self._weights, strict=True)]
         first = min(periods)
         free = {s: filled[s] - first * self._weights[s] for s, period in enumerate(periods) if period == first}
@@ -83,7 +82,7 @@ class Slots:
         scale, period, number = max(2 * len(self._weights) - 2, 1), sum(self._weights), sum(map(len, self._assigned))
 
         def behind(source: int) -> int:
-            """Return the last slot by which the source needs one more slot, or it falls too far behind."""
+            """Return the last slot that the source may wait for before it falls too far behind its share."""
             return ((len(self._assigned[source]) + 1) * scale - 1) * period // (scale * self._weights[source])
 
         due = [

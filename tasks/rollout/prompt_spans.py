@@ -1,4 +1,4 @@
-"""The spans of a scheduler's dispatches: from the start of each to its fate. See `tasks.runtime.spans`."""
+"""The spans of a scheduler's dispatches: from the start of each dispatch to its fate. See `tasks.runtime.spans`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class PromptSpans:
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
-        self._started: dict[GroupKey, float] = {}  # dispatches without a fate -> when they started
-        self._complete: dict[GroupKey, float] = {}  # of these, those with all their rewards -> since when
+        self._started: dict[GroupKey, float] = {}  # key of a dispatch without a fate -> start time
+        self._complete: dict[GroupKey, float] = {}  # key of a dispatch with all rewards -> since when
 
     def start(self, key: GroupKey) -> None:
         """Note the start of a dispatch."""
@@ -33,7 +33,7 @@ class PromptSpans:
             self._spans.record_prompt(key, "score", scored, reward=trajectory.reward, **more)
 
     def complete(self, key: GroupKey) -> None:
-        """Note that a group has all its rewards and waits for its batch."""
+        """Note that a group has all rewards and waits for its batch."""
         if self._spans.on:
             self._complete[key] = self._now()
 

@@ -1,18 +1,20 @@
 """The inference proxy: presents all engines as one, updates their weights and replaces dead engines.
 
-- Requests wait in one queue; `slots` decides which engine runs a request, and when.
+- Requests wait in one queue; the module `slots` decides which engine runs a request, and when.
 - `update` suspends, updates, probes and resumes all engines at once. An engine whose log-probs differ from the
-  learner's is closed before it generates a token. A request that arrives during the update starts under the new
-  version.
-- The requests of a failed engine continue on another engine with the tokens they have, and keep the version under which
-  they first started. With `on_weight_update = "restart"` they start from the beginning if the version has changed.
+  learner's log-probs is closed before the engine generates a token. A request that arrives during the update starts
+  under the new version.
+- The requests of a failed engine continue on another engine with the tokens generated so far, and keep the version
+  under which they first started. With `on_weight_update = "restart"`, the requests of a failed engine start from the
+  beginning if the version has changed.
 - A request that an update aborted (`on_weight_update = "restart"`) starts again under the new version. A request that
-  `abort` ended keeps the tokens it has.
-- An engine can be borrowed while another one lives. Its requests continue on other engines, as if it had failed. After
-  the loan it joins again.
+  `abort` ended keeps its tokens.
+- An engine can be borrowed while another engine lives. The requests of a borrowed engine continue on other engines, as
+  if the engine had failed. After the loan the borrowed engine joins again.
 - A joining engine gets the current weights and passes the probe before it gets a request. A failed engine is closed at
   once.
-- `version` changes as soon as one engine serves the new version. No other engine takes a request before it is updated.
+- `version` changes as soon as one engine serves the new version. No other engine takes a request before that engine is
+  updated.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from rollflow.tasks.rollout.slots import EngineSlots, SlotQueue, Ticket
 
 @dataclass(frozen=True, slots=True)
 class WeightsProbe:
-    """Fixed tokens and the learner's log-probabilities of them under one version (nats)."""
+    """Fixed tokens, and the learner's log-probabilities (nats) of these tokens under one version."""
 
     tokens: Sequence[int]
     expected: Sequence[float]
@@ -45,7 +47,7 @@ class WeightsProbe:
         if found is None or not self.expected:
             return
         differences = [abs(a - b) for a, b in zip(found, self.expected, strict=True)]
-        if not all(difference <= self.tolerance for difference in differences):  # false for NaN, too
+        if not all(difference <= self.tolerance for difference in differences):  # NaN fails this test, too
             worst = max(differences, key=lambda d: (math.isnan(d), d))
             raise EngineFailed(
                 f"after the weight update the engine's log-probs differ from the learner's by {worst:.3g} nats "
@@ -55,7 +57,7 @@ class WeightsProbe:
 
 @dataclass(frozen=True, slots=True)
 class VersionedGeneration:
-    """A generation and the version its request was started under."""
+    """A generation, and the version under which its request was started."""
 
     generation: Generation
     version: int
@@ -63,7 +65,7 @@ class VersionedGeneration:
 
 @dataclass(frozen=True, slots=True)
 class _NewestWeights:
-    """The newest weights; a joining engine gets them, too."""
+    """The newest weights, which a joining engine gets, too."""
 
     version: int
     weights: Any
@@ -73,11 +75,11 @@ class _NewestWeights:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Options of a request: its priority, the requests that share its prompt, a callback for its start."""
+    """Options of a request: its priority, the group of requests with the same prompt, a callback for its start."""
 
-    priority: float = 0.0  # the lowest number goes first
+    priority: float = 0.0  # the request with the lowest number goes first
     group: Hashable = None
-    on_start: Callable[[int], None] | None = None  # called at each start and restart with the engine's version
+    on_start: Callable[[int], None] | None = None  # called with the engine's version at each start and restart
 
 
 @dataclass(eq=False, slots=True)
@@ -102,8 +104,9 @@ class _GenerationJob:
             self.asked.on_start(version)
 
     def keep_and_restart(self, kept: TokenSpan) -> None:
-        """Prepare the request for another engine, with the tokens it kept; without any, it starts from the
-        beginning.
+        """Prepare the request for another engine, with the tokens in `kept` as its prefix.
+
+        A request without kept tokens starts from the beginning.
         """
         self.request = replace(self.request, id=f"{self.request.id}'", prefix=kept)  # an engine may know the old id
         if not kept:
@@ -115,7 +118,7 @@ class _GenerationJob:
 
 
 class InferenceProxy:
-    """All engines as one. See the module's docstring for the guarantees."""
+    """Presents all engines as one. See the module's docstring for the guarantees."""
 
     def __init__(
         self,
@@ -124,8 +127,9 @@ class InferenceProxy:
         replacement_seconds: float = 0.0,
         routing: Routing = "least-work",
     ) -> None:
-        """Serve requests on `engines`, which have started, and on engines that `join`; at most `slots` requests on
-        each.
+        """Serve requests on the started engines `engines` and on engines that `join` later.
+
+        Each engine runs at most `slots` requests at a time.
         """
         self._slots = slots
         self._replacement_seconds = replacement_seconds
@@ -134,9 +138,9 @@ class InferenceProxy:
             self._queue.put(place, EngineSlots(engine, slots))
         self._jobs: dict[str, _GenerationJob] = {}
         self._taken: _NewestWeights | None = None
-        self._changing = asyncio.Lock()  # held by an update of all engines, or by one that joins
+        self._changing = asyncio.Lock()  # held by an update of all engines, or by an engine that joins
         self._closing: set[asyncio.Task[None]] = set()
-        self.version = -1  # newest version that an engine serves; it stays if all engines die
+        self.version = -1  # newest version that an engine serves; unchanged if all engines die
         self.on_change: Callable[[], None] = lambda: None  # called when `version` grows or an engine joins
         self.restarted = 0  # requests that started again, after an update or a failed engine
         self.taken_over = 0  # requests that continued on another engine with the tokens they had
@@ -149,8 +153,9 @@ class InferenceProxy:
 
     @property
     def capacity(self) -> int:
-        """Number of requests that the live engines can run; of one engine if none lives, so that requests still
-        arrive.
+        """Number of requests that the live engines can run at a time.
+
+        If no engine lives, the number is that of one engine, so that requests still arrive.
         """
         return self._slots * max(1, len(self._queue.live))
 
@@ -161,7 +166,7 @@ class InferenceProxy:
 
     @property
     def failed(self) -> dict[int, str]:
-        """Reasons why engines failed, keyed by place; includes engines that died while they had no request."""
+        """Reasons why engines failed, keyed by place; an engine that died without a request is included."""
         found = ((place, lane.failure or _find_failure(lane.engine)) for place, lane in self._queue.places.items())
         return {place: str(failure) for place, failure in found if failure}
 
@@ -169,7 +174,7 @@ class InferenceProxy:
         """Generate one response on an engine with a free slot.
 
         Raises:
-            EngineFailed: no engine is left, and none has joined in time.
+            EngineFailed: no engine is left, and no engine has joined in time.
         """
         asked = asked or RequestOptions()
         job = _GenerationJob(request, asked, self._queue.create_ticket(asked.priority, asked.group))
@@ -190,7 +195,7 @@ class InferenceProxy:
             del self._jobs[request.id]
 
     async def abort(self, ids: Collection[str]) -> None:
-        """Abort these requests: their `generate` returns the tokens they have. Unknown ids are ignored."""
+        """Abort these requests: their `generate` returns the tokens so far. Unknown ids are ignored."""
         running: defaultdict[EngineSlots, list[str]] = defaultdict(list)
         for job in filter(None, map(self._jobs.get, ids)):
             job.aborted = True
@@ -218,14 +223,14 @@ class InferenceProxy:
             raise self._queue.build_no_engine_error()
 
     async def join(self, place: int, engine: Engine) -> None:
-        """Put a started engine into its place; the previous engine there hands over its requests.
+        """Put a started engine into a place; the previous engine of that place hands over its requests.
 
         Raises:
-            EngineFailed: the new engine could not load the current weights; the previous engine keeps its place.
+            EngineFailed: the new engine could not load the current weights; the previous engine stays in the place.
         """
         lane = EngineSlots(engine, self._slots)
         if self._taken is not None:
-            await engine.fetch(self._taken.version, self._taken.weights)  # before the lock, which updates need
+            await engine.fetch(self._taken.version, self._taken.weights)  # before the lock is taken, which updates need
         async with self._changing:
             if self._taken is not None:
                 await self._update_lane(lane, self._taken)
@@ -238,7 +243,9 @@ class InferenceProxy:
 
     @asynccontextmanager
     async def borrow_engine(self) -> AsyncIterator[Engine]:
-        """Borrow one engine for the length of the block. It serves no other requests meanwhile, and then joins again.
+        """Borrow one engine for the length of the block.
+
+        The borrowed engine serves no other requests in the block, and joins again after the block.
 
         Raises:
             EngineFailed: fewer than two engines live, or the borrowed engine died in the block.
@@ -249,7 +256,7 @@ class InferenceProxy:
         finally:
             try:
                 engine.check()
-                if place not in self.engines:  # otherwise another engine has taken its place
+                if place not in self.engines:  # False if another engine has taken the place meanwhile
                     await self.join(place, engine)
             except EngineFailed as error:  # keep the failed engine in its place, so that it is restarted
                 self._queue.places.setdefault(place, EngineSlots(engine, self._slots, failure=EngineFailed(str(error))))
@@ -282,7 +289,7 @@ class InferenceProxy:
         assert self._taken is not None, "an engine serves once it has weights"
         if job.request.prefix and job.started != engine.version and self._taken.in_flight == "restart":
             self._send_again(job, TokenSpan())
-        if job.started is None:  # counts from the request, not from its first token, which an update may delay
+        if job.started is None:  # the version of the request counts, because an update may delay the first token
             job.start(engine.version)
         clock, had = asyncio.get_running_loop().time, len(job.request.prefix)
         began = clock()
@@ -293,7 +300,7 @@ class InferenceProxy:
         self._queue.observe(lane, len(generation.made) - had, clock() - began)
         if generation.ending is not StopReason.ABORTED or job.aborted:
             return generation
-        handed_over = lane.failure is not None  # otherwise an update aborted it
+        handed_over = lane.failure is not None  # False if an update aborted the request
         self._send_again(job, generation.made if handed_over else TokenSpan())
         return None
 
@@ -320,7 +327,7 @@ class InferenceProxy:
             self._fail(lane, error)
 
     async def _fetch(self, lane: EngineSlots, to: _NewestWeights) -> None:
-        """Fetch the weights while the engine generates."""
+        """Fetch the weights to the engine's node while the engine generates."""
         try:
             await lane.engine.fetch(to.version, to.weights)
         except EngineFailed as error:
@@ -346,16 +353,16 @@ class InferenceProxy:
             lane.serves.set()
 
     def _fail(self, lane: EngineSlots, error: EngineFailed) -> None:
-        """Take the engine out and close it: it may still run, with wrong weights or for no request."""
+        """Remove the engine and close it, because it may still run, with wrong weights or for no request."""
         if lane.failure is None:
-            lane.failure = EngineFailed(str(error))  # without the traceback, which would keep the engine alive
+            lane.failure = EngineFailed(str(error))  # a traceback would keep the engine alive
             closing = asyncio.create_task(self._close(lane))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
             self._queue.offer_slots(lane)
 
     async def _hand_over(self, lane: EngineSlots) -> None:
-        with suppress(EngineFailed):  # it is dead, and its requests have failed already
+        with suppress(EngineFailed):  # the engine is dead, and its requests have failed already
             await lane.engine.abort([job.request.id for job in self._jobs.values() if job.lane is lane])
 
     async def _close(self, lane: EngineSlots) -> None:

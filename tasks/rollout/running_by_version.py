@@ -1,7 +1,7 @@
 """The running dispatches, indexed by the policy version under which they started.
 
-The scheduler queries this index after every group. There are few versions and many dispatches, so a frequent query
-costs O(versions), not O(dispatches).
+The scheduler queries this index after every group. There are few versions and many dispatches, so the frequent queries
+cost O(versions), not O(dispatches).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from rollflow.tasks.rollout.group import GroupRollout
 
 
 class RunningByVersion:
-    """The dispatches that run and were not preempted."""
+    """The running dispatches that were not preempted."""
 
     def __init__(self) -> None:
         self._versions: dict[GroupRollout, int] = {}
-        self._running: dict[int, dict[GroupRollout, None]] = {}  # by version, in the order of their start
-        self._awaited: dict[int, int] = {}  # version -> number of its dispatches that a batch waits for
+        self._running: dict[int, dict[GroupRollout, None]] = {}  # version -> dispatches, in the order of their start
+        self._awaited: dict[int, int] = {}  # version -> number of dispatches that a batch waits for
 
     def add(self, version: int, rollout: GroupRollout) -> None:
-        """Add a dispatch that started under this version; a known dispatch has restarted and moves to this version."""
+        """Add a dispatch that started under this version; a dispatch that restarted moves to this version."""
         self.remove(rollout)
         self._versions[rollout] = version
         self._running.setdefault(version, {})[rollout] = None
@@ -43,7 +43,7 @@ class RunningByVersion:
         return [rollout for version, running in self._running.items() if version < bound for rollout in running]
 
     def find_oldest_awaited(self, bound: float) -> int | None:
-        """Find the oldest version before `bound` under which an awaited dispatch started; None if there is none."""
+        """Find the oldest version before `bound` under which an awaited dispatch started; None without such a one."""
         return min((version for version, count in self._awaited.items() if count and version < bound), default=None)
 
     def find_first_awaited(self, version: int) -> GroupKey:

@@ -8,17 +8,17 @@
 
 What each loop waits for, and what ends its wait:
 
-- `_admit` waits for room: a new version, a response or group that ends, or a new batch makes room.
-- A dispatch waits for its engines and its verifier. Both waits are bounded: a dead engine raises an error, and a
+- `_admit` waits for room: a new version, the end of a response or of a group, or a new batch makes room.
+- A dispatch waits for engines and for the verifier. Both waits are bounded: a dead engine raises an error, and the
   verifier has a deadline.
 - `_form_batches` waits for N fresh groups, then for the commit, then for room in the channel.
 
-Pure functions decide whether one more group starts and whether a batch is formed: see `admission` and `formation`.
-`issue_order` decides which prompts go together.
+The modules `admission` and `formation` decide, without side effects, whether one more group starts and whether a batch
+is formed. The module `issue_order` decides which prompts are issued for the same batch.
 
 Each batch is committed with the prompts that were issued and the groups that were discarded since the previous batch.
-They are collected in one step of the event loop, so they are consistent. A scheduler that resumes from the run's log
-issues exactly the prompts that are open there, and first forms the voided batches again.
+These prompts and groups are collected in one step of the event loop, so they are consistent. A scheduler that resumes
+from the run's log issues exactly the prompts without a fate in the log, and forms the voided batches again first.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from rollflow.tasks.verifiers.pool import ScoreRequest
 class ResumePoint:
     """The point of a run at which a scheduler starts: the beginning, or the state that the log records."""
 
-    number: int = 0  # of the first batch that was never committed
+    number: int = 0  # number of the first batch that was never committed
     cursor: Cursor = field(default_factory=Cursor)
     again: tuple[GroupKey, ...] = ()
-    missing: tuple[int, ...] = ()  # batches to form again
-    voids: int = 0  # batches that were voided so far
-    behind: tuple[tuple[int, int], ...] = ()  # prompts of `again` that were preempted, and how often
-    redraws: tuple[tuple[int, int], ...] = ()  # prompts of batches that were not finite, and how often
+    missing: tuple[int, ...] = ()  # numbers of the batches to form again
+    voids: int = 0  # number of batches that were voided so far
+    behind: tuple[tuple[int, int], ...] = ()  # preempted prompts of `again`, and how often
+    redraws: tuple[tuple[int, int], ...] = ()  # prompts of batches that made weights not finite, and how often
 
     @classmethod
     def of_state(cls, state: RunState) -> ResumePoint:
@@ -82,8 +82,8 @@ class ResumePoint:
 class SchedulerPorts:
     """The functions and objects that a scheduler calls: prompts, environment, verifier, commit.
 
-    `commit` stores a batch durably and puts it into the channel. `pack` prepares a group for its batch as soon as the
-    group is complete; a simulation stores nothing, so it passes another function.
+    `commit` stores a batch durably and puts the batch into the channel. `pack` prepares a group for its batch as soon
+    as the group is complete. A simulation stores nothing, so it passes a `pack` that changes nothing.
     """
 
     prompt: Callable[[int], Prompt]
@@ -96,7 +96,7 @@ class SchedulerPorts:
 
 
 class RolloutScheduler:
-    """Takes prompts to committed batches. See the module's docstring for the guarantees."""
+    """Turns prompts into committed batches. See the module's docstring for the guarantees."""
 
     def __init__(
         self, limits: RolloutLimits, ports: SchedulerPorts, proxy: InferenceProxy, resume: ResumePoint
@@ -104,7 +104,7 @@ class RolloutScheduler:
         self.limits, self._ports, self._proxy = limits, ports, proxy
         missing = tuple(number for number in resume.missing if number < limits.batches)
         self.due = BatchesToForm(resume.number, missing, limits.batches)
-        self.voids = resume.voids  # a run with more voided batches than this needs a new scheduler
+        self.voids = resume.voids  # if the run has more voided batches, it needs a new scheduler
         self.buffer, self.counts = TrajectoryBuffer(), SchedulerCounts()
         self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind)
         self._redraws = dict(resume.redraws)
@@ -121,13 +121,13 @@ class RolloutScheduler:
             ports.vocabulary,
             self._spans,
         )
-        self._running: dict[GroupKey, GroupRollout] = {}  # in the order of their start
+        self._running: dict[GroupKey, GroupRollout] = {}  # running groups, in the order of their start
         self._issued = 0
         self._left_behind: set[GroupRollout] = set()  # running groups that were preempted
         self._generating = 0  # unfinished responses of all running groups
         self._discards: list[Discard] = []
         self._filtered_in_a_row = 0
-        self._published = proxy.version  # newest published version: the learner is ready for the batch of this number
+        self._published = proxy.version  # newest published version: the number of the batch that the learner needs
         self._aborts: set[asyncio.Task[None]] = set()
         self._room, self._ready = asyncio.Event(), asyncio.Event()
         proxy.on_change = self.wake
@@ -149,13 +149,13 @@ class RolloutScheduler:
         self._ready.set()
 
     def wake(self) -> None:
-        """Check for room again, because an engine got a new version or an engine joined."""
+        """Let `_admit` check for room again, because an engine got a new version or an engine joined."""
         self._order.advance(self._proxy.version)
         self.note_published(self._proxy.version)
         self._room.set()
 
     async def run(self) -> None:
-        """Form all `limits.batches` batches, then wait until the groups that still run have ended."""
+        """Form all `limits.batches` batches, then wait until the running groups have ended."""
         async with asyncio.TaskGroup() as tasks:
             admitting = tasks.create_task(self._admit(tasks))
             await self._form_batches()
@@ -210,7 +210,7 @@ class RolloutScheduler:
     # --- running groups -------------------------------------------------------------------------------------
 
     async def _dispatch(self, rollout: GroupRollout) -> None:
-        """Run one group and put it into the buffer or discard it."""
+        """Run one group, then put the group into the buffer or discard it."""
         ended = await rollout.run(self._ports.prompt(rollout.key.prompt))
         del self._running[rollout.key]
         self._left_behind.discard(rollout)
@@ -228,14 +228,12 @@ class RolloutScheduler:
         self._free_requests(1)
 
     def _free_requests(self, responses: int) -> None:
-        """Note that this many responses are finished or cancelled, which makes room."""
+        """Note that `responses` responses are finished or cancelled, which makes room."""
         self._generating -= responses
         self._room.set()
 
     def _note_start(self, rollout: GroupRollout, version: int) -> None:
-        """Note the version under which a group started or restarted; preempt the group if it is too old for any
-        batch.
-        """
+        """Note the version under which a group started or restarted; preempt a group that is too old for any batch."""
         if rollout not in self._left_behind:
             self._starts.add(version, rollout)
             if self.due.count and version < self._formation.oldest_allowed(self.due.first):
@@ -260,7 +258,7 @@ class RolloutScheduler:
         self._filtered_in_a_row += 1
         self._discard(Discard(group.key, DiscardReason.FILTERED, group.started_version, group.response_tokens))
         if self.limits.filter and self._filtered_in_a_row >= self.limits.filter.max_consecutive:
-            raise ConfigError(  # a restarted scheduler would generate as many groups in vain
+            raise ConfigError(  # a restart would not help: the new scheduler would generate as many groups in vain
                 f"rollout.filter removed {self._filtered_in_a_row} groups in a row (the last: {why}); "
                 "widen it, or choose prompts that this policy sometimes answers right"
             )
@@ -289,7 +287,7 @@ class RolloutScheduler:
                 self._ready.clear()
 
     def _stage_batch(self) -> StagedBatch | None:
-        """Take the groups of the next batch from the buffer; None if the batch cannot be formed yet."""
+        """Take the groups of the next batch from the buffer; return None if the batch cannot be formed yet."""
         number = self.due.first
         waits = self._formation.is_full and self._must_wait(number)
         self.counts.waited.note(asyncio.get_running_loop().time(), holds=waits and number <= self._published)
@@ -308,7 +306,7 @@ class RolloutScheduler:
         )
 
     def _advance(self) -> None:
-        """Move on to the next batch, and drop or preempt the groups that are too old for it."""
+        """Move on to the next batch, and drop or preempt the groups that are too old for the next batch."""
         self.due = self.due.after_first()
         bound = self._formation.oldest_allowed(self.due.first)
         for group in self.buffer.drop(bound):
@@ -327,5 +325,5 @@ class RolloutScheduler:
 
     @property
     def _too_slow(self) -> DiscardReason:
-        """Reason for discarding a group that was too slow: by design with extra groups, otherwise by chance."""
+        """Reason for discarding a group that was too slow: REDUNDANT with extra groups, otherwise STALE."""
         return DiscardReason.REDUNDANT if self.limits.redundant_groups else DiscardReason.STALE

@@ -1,12 +1,13 @@
 """The slot queue: decides which request runs on which engine, and when. There is one queue for all engines.
 
-- A request waits here, not at an engine, until a serving engine has a free slot. The first engine with a free slot gets
-  it, whether that engine was busy or has just joined. So an engine never gets more requests than it has slots.
-- The lowest priority number goes first, then the earliest arrival. A request that returns from a dead engine keeps its
-  place in the order.
-- `least-work` routing chooses the engine that would finish first: its number of requests times its measured pace.
-  `prefix` prefers an engine that already runs the same prompt, while it has a free slot.
-- While no engine lives, requests wait `replacement_seconds` for one to join; then they fail with `EngineFailed`.
+- A request waits in the queue, not at an engine, until a serving engine has a free slot. The first engine with a free
+  slot gets the request. So an engine never gets more requests than it has slots.
+- The request with the lowest priority number goes first; among equal priorities, the request that arrived first. A
+  request that returns from a dead engine keeps its place in the order.
+- `least-work` routing chooses the engine that would finish first, by the engine's number of requests times its measured
+  pace. `prefix` routing prefers an engine that already runs the same prompt and has a free slot.
+- While no engine lives, requests wait `replacement_seconds` for an engine to join. Then the requests fail with
+  `EngineFailed`.
 
 Choosing an engine costs O(log engines) per request, however many requests are in flight.
 """
@@ -23,25 +24,25 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.rollout.config import Routing
 
-MEMORY = 0.9  # weight of the old average when a new response is measured
+MEMORY = 0.9  # weight of the old value in a moving average
 
 
 @dataclass(eq=False, slots=True)
 class EngineSlots:
-    """One engine: its slots, how many are taken, its pace, whether it serves, and why it was taken out."""
+    """One engine, or lane: its slots, the taken slots, its pace, whether it serves, and why it was removed."""
 
     engine: Engine
     slots: int
     taken: int = 0
     failure: EngineFailed | None = None
     serves: asyncio.Event = field(default_factory=asyncio.Event)  # clear before the first weights and during an update
-    tokens: float = 0.0  # moving average of tokens per response; 0 if none was measured
+    tokens: float = 0.0  # moving average of tokens per response; 0 before the first response
     seconds: float = 0.0  # moving average of seconds per response
-    stamp: int = 0  # of its newest entry in the heap of free lanes
+    stamp: int = 0  # stamp of the lane's newest entry in the heap of free lanes
 
     @property
     def free(self) -> int:
-        """Number of slots that are free now; 0 while the engine does not serve."""
+        """Number of free slots; 0 while the engine does not serve."""
         return self.slots - self.taken if self.failure is None and self.serves.is_set() else 0
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -55,7 +56,7 @@ class EngineSlots:
 class Ticket:
     """A request's place in the queue. With `prefix` routing, tickets of one `group` prefer one engine."""
 
-    turn: tuple[float, int]  # priority, arrival
+    turn: tuple[float, int]  # priority, number of the arrival
     group: Hashable = None
     granted: asyncio.Future[EngineSlots | None] | None = None
 
@@ -66,7 +67,7 @@ class Ticket:
 
     @property
     def lane(self) -> EngineSlots | None:
-        """The lane that the ticket was granted; None while it waits."""
+        """The lane with the ticket's slot; None while the ticket waits."""
         future = self.granted
         if future is None or not future.done() or future.cancelled() or future.exception():
             return None
@@ -81,11 +82,11 @@ class SlotQueue:
         self._replacement_seconds = replacement_seconds
         self._places: dict[int, EngineSlots] = {}
         self._queue: list[tuple[tuple[float, int], Ticket]] = []
-        self._open: list[tuple[float, int, EngineSlots]] = []  # heap of lanes with free slots: load, unique stamp, lane
+        self._open: list[tuple[float, int, EngineSlots]] = []  # heap of lanes with free slots: load, stamp, lane
         self._homes: dict[
             Hashable, tuple[EngineSlots, int]
-        ] = {}  # group -> the lane where it runs, its number of requests
-        self._measured: EngineSlots | None = None  # its pace is assumed for lanes that have finished no response yet
+        ] = {}  # group -> the lane where the group runs, the group's number of requests
+        self._measured: EngineSlots | None = None  # the lane whose pace is assumed for lanes without a response
         self._stamps = itertools.count(1)
         self._arrivals = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
@@ -107,15 +108,15 @@ class SlotQueue:
 
     @property
     def waiting(self) -> int:
-        """Number of requests without an engine; it walks the whole queue."""
+        """Number of requests without an engine; computing this number takes a pass over the whole queue."""
         return sum(ticket.waits for _, ticket in self._queue)
 
     def create_ticket(self, priority: float, group: Hashable = None) -> Ticket:
-        """Create a ticket behind all others of this priority."""
+        """Create a ticket behind all other tickets of this priority."""
         return Ticket((priority, next(self._arrivals)), group if self._routing == "prefix" else None)
 
     def put(self, place: int, lane: EngineSlots) -> EngineSlots | None:
-        """Put a lane into a place; return the previous lane."""
+        """Put a lane into a place; return the previous lane of that place."""
         old, self._places[place] = self._places.get(place), lane
         if self._timer is not None:
             self._timer.cancel()
@@ -131,7 +132,7 @@ class SlotQueue:
         """Wait for a slot, which the ticket holds until `release`; return None if the ticket was withdrawn.
 
         Raises:
-            EngineFailed: no engine lives, and none joined in time.
+            EngineFailed: no engine lives, and no engine joined in time.
         """
         ticket.granted = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (ticket.turn, ticket))
@@ -139,7 +140,7 @@ class SlotQueue:
         try:
             return await ticket.granted
         except asyncio.CancelledError:
-            if lane := ticket.lane:  # it was granted just before the cancellation
+            if lane := ticket.lane:  # a slot was granted just before the cancellation
                 self.release(lane, ticket)
             raise
 
@@ -173,7 +174,7 @@ class SlotQueue:
             return
         lane.stamp = next(self._stamps)
         heapq.heappush(self._open, (self._load(lane), lane.stamp, lane))
-        if len(self._open) > 4 * len(self._places) + 64:  # most entries are outdated by newer ones of the same lane
+        if len(self._open) > 4 * len(self._places) + 64:  # most entries are outdated by newer ones of their lane
             self._open = [entry for entry in self._open if entry[1] == entry[2].stamp]
             heapq.heapify(self._open)
 
@@ -185,7 +186,7 @@ class SlotQueue:
         return (lane.taken + 1) * lane.seconds / lane.tokens
 
     def _dispatch(self) -> None:
-        """Grant free slots in the order of the queue, until a ticket finds none."""
+        """Grant free slots in the order of the queue, until no slot is left for the next ticket."""
         while self._queue:
             ticket = self._queue[0][1]
             if ticket.waits:
@@ -227,6 +228,6 @@ class SlotQueue:
                 ticket.granted.set_exception(self.build_no_engine_error())
 
     def build_no_engine_error(self) -> EngineFailed:
-        """Build the error that says why each engine was taken out."""
+        """Build the error that says why each engine was removed."""
         reasons = (str(lane.failure) for lane in self._places.values())
         return EngineFailed(f"no engine is left: {'; '.join(reasons) or 'none has started'}")

@@ -2,8 +2,8 @@
 
     newest version published --> fetch weights --> suspend, update, resume, probe --> admit more --> wait
 
-It always updates to the newest version and skips those between. It never waits for an evaluation: an evaluation, which
-needs one fixed version, has an engine for itself.
+Weight sync always updates to the newest version and skips the versions between. Weight sync never waits for an
+evaluation, because an evaluation, which needs one fixed version, has an engine for itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 
 
 class VersionFeed(Protocol):
-    """Announces new versions: storage is the source, and news from the channel is a hint."""
+    """Announces new versions. The versions are read from storage; the channel only signals when to read."""
 
     async def newer(self, version: int) -> int:
         """Wait for a version above `version`; return the newest published version."""
@@ -28,7 +28,7 @@ class VersionFeed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VersionCallbacks:
-    """Callbacks: `published` when a version is published, `updated` when the engines have it."""
+    """Callbacks: `published` is called when a version is published, `updated` when the engines have the version."""
 
     published: Callable[[int], None]
     updated: Callable[[int], None]
