@@ -1,1 +1,1 @@
-"""A run as all of its processes see it: config, context, pinned prompts, user code. Above the other rooms."""
+"""A run as all of its processes see it: config, context, pinned prompts, user code."""

@@ -1,8 +1,8 @@
 """The config tree of a run: all settings that a user may choose, typed and frozen, with tested defaults.
 
-One recipe is one `RunConfig`. Each folder has its own part (`engines/config.py`, `rollout/config.py`, ...). The same
-tree is the parameter form of the Prefect deployment, and MLflow and the run's log record it. This module imports only
-pydantic, so that checking a recipe needs no torch, Ray or vLLM.
+One recipe is one `RunConfig`. Each folder defines its own part of the tree (`engines/config.py`, `rollout/config.py`,
+...). The same tree is the parameter form of the Prefect deployment, and MLflow and the run's log record the tree. This
+module imports only pydantic, so that checking a recipe needs no torch, Ray or vLLM.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _list_texts(tree: object) -> Iterator[str]:
 
 
 def has_password(text: str) -> bool:
-    """Report whether a text has an address with a password in it."""
+    """Return whether a text contains an address with a password."""
     return bool(re.search(r"://[^/@\s]*:[^/@\s]+@", text))
 
 
@@ -237,7 +237,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_fitting_reward(cls, tree: Any) -> Any:
-        """Choose the family's own scorer for prompts of reasoning-gym if the recipe names no verifier."""
+        """If the recipe names no verifier, choose the scorer of reasoning-gym for prompts of reasoning-gym."""
         if not isinstance(tree, Mapping) or not isinstance(sources := tree.get("prompts", ()), Sequence):
             return tree
         reward = tree.get("reward", {})
@@ -297,7 +297,7 @@ class RunConfig(Section):
             yield refusal("tracking.uri", f"{place.scheme}://...@{place.hostname}", cure)
 
     def _judged(self) -> Refusals:
-        """Check that the verifier can score every source; otherwise it would always score 0."""
+        """Check that the verifier can score the responses to every source, instead of always returning 0."""
         kinds = {source.kind for source in self.prompts}
         if isinstance(self.reward, ReasoningGymReward):
             for kind, rest in (("column-sums", ', reward.answer = "tag"'), ("sorting", "")):
@@ -321,7 +321,7 @@ class RunConfig(Section):
         return version in (0, self.versions) or bool(every and version % every == 0)
 
     def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig | None:
-        """Return the separate engine for evaluations, with or without GPUs; None if one of the run's is borrowed."""
+        """Return the separate engine for evaluations; None if evaluations borrow one of the run's engines."""
         choice, engine = self.evaluation.engine, self.engine
         if choice == "lent" or (choice == "auto" and engine.replicas > 1):
             return None
@@ -334,15 +334,16 @@ class RunConfig(Section):
     def probe_tolerance(self) -> float:
         """Nats by which an engine's log-probs may differ from the learner's.
 
-        In bfloat16 a logit of 16 is rounded by up to 0.06, and each side rounds in a different order. Correct engines
-        differed by up to 0.5 on single tokens, engines whose weights were not loaded by more than a nat.
+        In bfloat16 a logit of 16 is rounded by up to 0.06, and engine and learner round in different orders. The
+        log-probs of correct engines differed from the learner's by up to 0.5 nats on single tokens. The log-probs of
+        engines whose weights were not loaded differed by more than one nat.
         """
         chosen = self.engine.probe_tolerance
         return chosen if chosen is not None else 1.0 if self.policy.dtype == "bfloat16" else 0.01
 
     @property
     def capacity(self) -> int:
-        """Number of batches that the channel may hold: as many as alpha lets generation run ahead."""
+        """Number of batches that the channel may hold: the number that alpha lets generation run ahead."""
         return math.floor(self.async_ratio) + 1
 
     @property

@@ -5,10 +5,10 @@
 
 A key may change unless one of these holds:
 
-- Its section gives a reason why not (`Section.fixed`).
-- Its meaning is part of what the learner stores (`_list_stored_parts`).
-- The rules of the log (`rules`) do not allow it now: a waiting batch was formed under the old value, or the new value
-  excludes a version that is published.
+- The key's section gives a reason why the key is fixed (`Section.fixed`).
+- The key decides what the learner stores beside the policy (`_list_stored_parts`).
+- The rules of the log (`rules`) do not allow the change at present: a waiting batch was formed under the old value, or
+  the new value excludes a published version.
 
 The process that appends the change holds the supervisor's claim; a running supervisor is deposed.
 """
@@ -36,7 +36,7 @@ from rollflow.tasks.runtime.sections import Section
 
 ANEW = "or start another run from the policy that `rollflow export` writes"
 WHO = "rollflow resume --set"
-LONGEST = 60  # characters of a section or list in an error message
+LONGEST = 60  # most characters of a section or list in an error message
 
 
 def tree_of(config: RunConfig) -> dict[str, Any]:
@@ -96,13 +96,13 @@ def _build_change(context: RunContext, after: RunConfig, state: RunState) -> Con
 def _name_person() -> str:
     try:
         name = getpass.getuser()
-    except (KeyError, OSError):  # the user has no name
+    except (KeyError, OSError):  # the system knows no name for the user
         name = f"user {os.getuid()}"
     return f"{name} on {socket.gethostname()}"
 
 
 def _merge_recorded(recorded: Mapping[str, Any], before: RunConfig, after: RunConfig) -> dict[str, Any]:
-    """Merge the differences into the recorded tree, so that keys newer than the run keep the values it was run with.
+    """Merge the differences into the recorded tree; keys that are newer than the run keep their recorded behaviour.
 
     If today's sections do not fit the recorded ones, return today's whole tree.
     """
@@ -138,7 +138,7 @@ def _refuse_fixed(before: RunConfig, after: RunConfig, change: Change) -> str:
 
 
 def explain_fixed(config: RunConfig, key: str) -> str:
-    """Return why a key, or a section above it, is fixed; "" if it is not."""
+    """Return why a key, or a section above the key, is fixed; "" if the key may change."""
     place: Any = config
     for name in key.split("."):
         if not isinstance(place, Section):
@@ -163,7 +163,7 @@ def _refuse_stored_parts(before: RunConfig, after: RunConfig) -> Iterator[str]:
 
 
 def _list_stored_parts(config: RunConfig) -> dict[str, str]:
-    """Map the keys that decide what the learner stores beside the policy to a description of that."""
+    """Map each key that decides what the learner stores beside the policy to a description of the stored part."""
     objective = config.train.objective
     found = {"train.objective.advantage.baseline": "a critic" if objective.advantage.baseline == "critic" else ""}
     found["train.objective.kind"] = objective.path if isinstance(objective, ImportObjective) else ""
@@ -176,7 +176,7 @@ def _list_stored_parts(config: RunConfig) -> dict[str, str]:
 
 
 def _refuse_longer_responses(first: RunConfig, after: RunConfig) -> Iterator[str]:
-    """Reject a larger `max_new_tokens`: the run's prompts were chosen to leave room for the original length."""
+    """Reject a larger `max_new_tokens`, because the run's prompts leave room only for the original length."""
     room, asked = first.engine.max_new_tokens, after.engine.max_new_tokens
     if asked > room:
         why = f"the run's prompts were chosen to leave room for {room} tokens in the policy's context"
@@ -208,7 +208,7 @@ def _suggest_fix(before: RunConfig, key: str) -> str:
 
 
 def _format_value(config: RunConfig, key: str) -> str:
-    """Format a key's value for an error; "unset" if there is none."""
+    """Format a key's value for an error message; "unset" for a key without a value."""
     place: Any = tree_of(config)
     for name in key.split("."):
         place = place.get(name) if isinstance(place, Mapping) else None

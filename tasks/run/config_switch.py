@@ -2,9 +2,9 @@
 
     config A: version 1, 2, 3 --weights and state, as files--> config B: version 4, 5
 
-The new learner loads the files as a restored one does, so training continues bit for bit. The files are kept on this
-node meanwhile, and the old learner is released before the new one is built. Keys that may change (`config_changes`)
-affect neither the names nor the shapes of these files.
+The learner for config B loads the files as a restored learner does, so training continues bit for bit. The files are
+kept on this node meanwhile, and the old learner is released before the new learner is built. Keys that may change
+(`config_changes`) affect neither the names nor the shapes of the tensors in these files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollflow.tasks.runtime.node import node_cache
 
 
 class MappedFiles(Mapping[str, Data]):
-    """Files of this machine by name; each is memory-mapped when it is asked for."""
+    """A mapping of names to local files; each file is memory-mapped when its name is looked up."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._paths = paths
@@ -49,7 +49,12 @@ class ConfigSwitchLearner:
         config_at: Callable[[int], RunConfig],
         build: Callable[[RunConfig], Learner],
     ) -> None:
-        """`learner` uses `config`; `config_at` returns a version's config; `build` builds a blank learner."""
+        """Start with `learner`, which uses `config`.
+
+        Args:
+            config_at: returns a version's config.
+            build: builds a blank learner.
+        """
         self._learner: Learner | None = learner
         self._terms, self._config_at, self._build = _terms(config), config_at, build
 
@@ -59,7 +64,7 @@ class ConfigSwitchLearner:
         return self._now.model
 
     def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> Mapping[str, float]:
-        """See `Learner`; trains under the config of version `version + 1`."""
+        """Train one step, as `Learner` says, under the config of version `version + 1`."""
         config = self._config_at(version + 1)
         if _terms(config) != self._terms:
             self._change(config)
@@ -97,7 +102,7 @@ class ConfigSwitchLearner:
     def _change(self, config: RunConfig) -> None:
         (cache := node_cache()).mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="change-", dir=cache) as folder:
-            state = _write_files(self._now.state(), Path(folder))  # before `_build`, which draws random numbers
+            state = _write_files(self._now.state(), Path(folder))  # must precede `_build`, which draws random numbers
             weights = _write_files(self._now.weights(), Path(folder))
             self._learner = None
             self._learner = self._build(config)

@@ -1,6 +1,6 @@
-"""The context of a run, as every process of it sees it: its storage, config, policy folder and prompts.
+"""The context of a run, as every process of the run sees it: storage, config, policy folder and prompts.
 
-`RunContext` is a small picklable value; everything else is read from storage, which is the authority.
+`RunContext` is a small picklable value. All other facts about the run are read from storage, which is the authority.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from rollflow.tasks.runtime.names import run_id as checked
 from rollflow.tasks.runtime.node import node_cache
 from rollflow.tasks.runtime.renamed_keys import RECIPE
 
-FORMAT = 5  # raised with the format of any record, so that a run of an older format is never changed
+FORMAT = 5  # incremented when any record's format changes, so that no run of an older format is changed
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """One run. `uri` is its own storage (`<store>/runs/<run id>`), `cache` this node's folder for fetched files.
+    """One run. `uri` is the run's storage (`<store>/runs/<run id>`), `cache` this node's folder for fetched files.
 
-    Only the URI is sent to other nodes; there, `cache` is the other node's own folder.
+    A pickled context has only the URI; on another node, `cache` is that node's own folder.
 
-    `patience` is the number of seconds to wait for a store that does not answer. A process that works for the run
-    waits, and reports it (`store.waits`); a process that only reads the run does not.
+    `patience` is the number of seconds to wait for a store that does not answer. A process that works for the run waits
+    and reports the wait (`store.waits`). A process that only reads the run does not wait.
     """
 
     uri: str
@@ -68,7 +68,7 @@ class RunContext:
         try:
             found = read_creation(self.store)
         except Missing:
-            if self.store.exists("run.json"):  # older runs were described there, before runs had a log
+            if self.store.exists("run.json"):  # the description of an older run, from before runs had a log
                 raise self._build_format_error(0, "") from None
             raise ConfigError(f"run {self.uri!r}: there is no such run; check the run id and store.uri") from None
         except Corrupt:
@@ -83,7 +83,7 @@ class RunContext:
         """Check that this release reads the run's format. A run whose first entry is missing or damaged passes.
 
         Raises:
-            ConfigError: another release recorded it, in another format.
+            ConfigError: another release recorded the run, in another format.
         """
         origin = read_origin(self.store)
         if origin is not None and origin[0] != FORMAT:
@@ -113,10 +113,10 @@ class RunContext:
 
     @cached_property
     def key(self) -> str:
-        """The run's name among all runs of a cluster or server: runs of the same name in two stores have two keys.
+        """The run's unique name on a cluster or server: runs of the same name in two stores have different keys.
 
-        A store's address is not enough, because two services may each have a bucket of that name. So the time of
-        creation is part of the key. A folder gives the same key whatever link it is reached through.
+        A store's address is not enough for a unique key, because two services may have a bucket of the same name. So
+        the time of creation is part of the key. A folder gives the same key through every link to the folder.
         """
         local = self.store.local_path(entry_path(0))
         place = str(local.parent.parent.resolve()) if local else self.store.uri
@@ -133,11 +133,11 @@ class RunContext:
         return self._get_parsed(self.configs[-1])
 
     def config_at(self, version: int) -> RunConfig:
-        """Return the config that `version` was trained under; for a version to come, the one in force."""
+        """Return the config under which `version` was trained; for a future version, the config in force."""
         return self._get_parsed(self.recorded_at(version))
 
     def recorded_at(self, version: int) -> RecordedConfig:
-        """Return the config of `version` as recorded."""
+        """Return the config of `version` as the log records it."""
         return self._config_of_entry(self.log.state.config_of(version))
 
     def config_under(self, claim: int) -> RunConfig:
@@ -146,14 +146,14 @@ class RunContext:
 
     @property
     def all_configs(self) -> list[RunConfig]:
-        """The parsed configs of the run; the first is the one that the run was created with."""
+        """The parsed configs of the run; the first is the config with which the run was created."""
         return [self._get_parsed(recorded) for recorded in self.configs]
 
     @property
     def configs(self) -> list[RecordedConfig]:
-        """All recorded configs of the run, as far as this process has read the log; the last one is in force.
+        """All recorded configs of the run, as far as this process has read the log; the last config is in force.
 
-        If the log is damaged, only the readable ones.
+        If the log is damaged, the list has only the readable configs.
         """
         first = self._creation  # raises if there is no such run
         try:
@@ -170,7 +170,7 @@ class RunContext:
 
     @cached_property
     def _configs(self) -> dict[int, RecordedConfig]:
-        """The recorded configs, keyed by their entries."""
+        """The recorded configs, keyed by the numbers of their log entries."""
         return {}
 
     def _get_parsed(self, recorded: RecordedConfig) -> RunConfig:
@@ -180,7 +180,7 @@ class RunContext:
 
     @cached_property
     def _trees(self) -> dict[int, RunConfig]:
-        """The parsed configs, keyed by their entries."""
+        """The parsed configs, keyed by the numbers of their log entries."""
         return {}
 
     def _parse(self, recorded: RecordedConfig) -> RunConfig:
@@ -216,13 +216,13 @@ class RunContext:
         return self.evaluates(version) and not is_evaluated(self.store, version)
 
     def evaluates(self, version: int) -> bool:
-        """Return whether `version` is to be evaluated, because its config says so or because it is the last one."""
+        """Return whether `version` is to be evaluated: by its config, or because it is the last version."""
         return version == self.config.versions or self.config_at(version).evaluates(version)
 
     def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig:
-        """Return the engine for evaluations, if none is borrowed.
+        """Return the separate engine for evaluations; no engine is borrowed with this config.
 
-        On a CPU, "auto" replaces vLLM by the transformers engine, unless that cannot run the policy.
+        On a CPU, "auto" replaces vLLM by the transformers engine, if the transformers engine can run the policy.
         """
         config = self.config
         found = config.evaluation_engine(on_cpu=on_cpu) or config.engine
@@ -240,7 +240,7 @@ class RunContext:
 
     @cached_property
     def first_weights(self) -> Path:
-        """A folder on this node with the policy of the run's beginning, including the weights of `policy.path`."""
+        """A folder on this node with the policy at the run's start, including the weights of `policy.path`."""
         return self._fetch_policy("first", lambda path: True)
 
     def _fetch_policy(self, name: str, wanted: Callable[[str], bool]) -> Path:
@@ -264,13 +264,13 @@ class RunContext:
         return PolicyTokenizer(self.policy_folder, self.created_at, single_start=self.created.single_start)
 
     def prompts(self) -> RunPrompts:
-        """Open the run's prompts with the config of its beginning, and check that they have not changed.
+        """Open the run's prompts with the run's first config, and check that the prompts have not changed.
 
-        A prompt that is too long is replaced by another one, so the length is judged by the first
-        `engine.max_new_tokens`.
+        A prompt that is too long is replaced by another prompt. So the limit on a prompt's length follows from the
+        first config's `engine.max_new_tokens`, even if a later config changed the key.
 
         Raises:
-            ConfigError: a package, or a file that the run did not keep, has changed since.
+            ConfigError: a package, or a file that the run did not keep, has changed since the run began.
             Corrupt: the run's own copy of a file is damaged.
         """
         pins = PINS.validate_python(self.created.prompts)
@@ -280,14 +280,14 @@ class RunContext:
         return prompts
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return only the address; everything else is read again where it is needed."""
+        """Return only the address; a process that unpickles the context reads everything else again."""
         return {"uri": self.uri, "patience": self.patience}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, cache=node_cache())
 
 
-# Keys that are newer than some recorded runs, by section, with the values that match how those runs behaved.
+# Keys that are newer than some recorded runs, by section, with the values that match the behaviour of those runs.
 BEFORE: dict[str, dict[str, Any]] = {
     "train": {
         "master_dtype": "policy",
@@ -301,7 +301,9 @@ BEFORE: dict[str, dict[str, Any]] = {
 
 
 def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
-    """Parse a config from a run's log: renamed keys get today's names, missing keys the behaviour that the run had.
+    """Parse a config from a run's log.
+
+    Renamed keys get today's names. Missing keys get the values that match the behaviour of the recorded run.
 
     Raises:
         ValidationError: the recorded config is invalid.
@@ -313,7 +315,7 @@ def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
 
 
 def claim(context: RunContext, role: Role, address: str, who: str = "") -> Writer:
-    """Claim a role of the run for this process, on the cluster at `address`, from its current holder.
+    """Claim a role of the run for this process, on the cluster at `address`, from the role's current holder.
 
     Raises:
         ConfigError: there is no such run.
@@ -327,7 +329,7 @@ def claim(context: RunContext, role: Role, address: str, who: str = "") -> Write
 def open_prompts(
     config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader, split: Split = "key"
 ) -> RunPrompts:
-    """Open the prompts that a config describes; without a tokenizer only their texts."""
+    """Open the prompts that a config describes; without a tokenizer, only the prompts' texts are available."""
     longest = tokenizer.context - config.engine.max_new_tokens if tokenizer else 0
     encode = tokenizer.encode_prompt if tokenizer else None
     return RunPrompts(config.prompts, config.seed, config.evaluation.prompts, encode, longest, read, split)

@@ -1,7 +1,8 @@
-"""What an audit expects of a run: the limits of its config, and its pinned prompts.
+"""The expectations of an audit about a run: the limits of the run's config, and the run's pinned prompts.
 
-`storage.log.audit` proves a run from storage alone; this module adds what storage cannot know. If something can no
-longer be opened (a package has another version, a file is gone), `unchecked` says so. That is not a violation.
+`storage.log.audit` checks a run by storage alone; this module adds expectations that follow from config and prompts. If
+prompts can no longer be opened (a package has another version, a file is gone), `unchecked` names the reason. Prompts
+that cannot be opened are not a violation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ UNREADABLE = (ConfigError, Corrupt, Missing, OSError, ValueError, KeyError, Type
 
 
 def expected_of(context: RunContext) -> Expected:
-    """Return what the audit compares the run's batches with."""
+    """Return the expectations with which the audit compares the run's batches."""
     try:
         return Expected(_read_recorded_limits, _open_prompts(context))
     except UNREADABLE as error:
@@ -45,7 +46,7 @@ def _read_recorded_limits(recorded: Mapping[str, Any]) -> BatchLimits:
 
 
 def read_limits(config: RunConfig) -> BatchLimits:
-    """Return what a config allows in the batches committed under it."""
+    """Return the limits that a config sets on the batches committed under the config."""
     rules = _loosen_filter(config.rollout.filter)
     return BatchLimits(
         sources=len(config.prompts),
@@ -62,7 +63,7 @@ def read_limits(config: RunConfig) -> BatchLimits:
 
 
 def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
-    """Return the reasons for which a scheduler with this config discards groups; a void is an entry of its own."""
+    """Return the reasons for which a scheduler with this config discards groups; voids are separate log entries."""
     left = DiscardReason.REDUNDANT if config.rollout.redundant_groups else DiscardReason.STALE
     return frozenset({left, DiscardReason.FILTERED} if config.rollout.filter else {left})
 
@@ -98,7 +99,7 @@ def _open_prompts(context: RunContext) -> ExpectedPrompts:
 
 
 def _check_clock(context: RunContext) -> None:
-    """Raise `ConfigError` if the chat template shows the time and the run did not record which time."""
+    """Raise `ConfigError` if the chat template shows the time and the run did not record that time."""
     if context.created.single_start:
         return
     for source in context.all_configs[0].prompts:
@@ -109,7 +110,7 @@ def _check_clock(context: RunContext) -> None:
 def _check_own_sources(context: RunContext) -> None:
     """Raise `ConfigError` if a user-defined source has changed, because it may ask other questions than before.
 
-    The run itself may continue with a changed source, as long as its first questions are the same.
+    The run itself may continue with a changed source, as long as the source's first questions are the same.
     """
     for key in changed_code(context.all_configs[0], context.created.own_code):
         if key.startswith("prompts."):

@@ -36,7 +36,7 @@ def build_limits(config: RunConfig) -> RolloutLimits:
 
 
 def _default_depth(config: RunConfig) -> int:
-    """Return how many groups run at a time if the config does not say: as many as the engines can hold."""
+    """Return the default number of groups that run at a time: as many as the engines can hold."""
     engine, rollout = config.engine, config.rollout
     if rollout.routing == "group":
         return (

@@ -5,8 +5,8 @@
     probe_sources does the same for the first questions of sources that generate them
 
 An error names the line of a wrong row and counts such rows. A row that is too long is an error, too, unless
-`prompts.too_long = "drop"`. Then it is removed from the content that the run keeps, so that every process has the same
-rows.
+`prompts.too_long = "drop"`. With "drop", a row that is too long is removed from the content that the run keeps, so that
+every process has the same rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollflow.tasks.verifiers.base import Verifier, answer_of, score_response
 from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward
 
 PROBED = 256  # number of questions that are checked for a source that generates them
-TELL_SECONDS = 3.0  # between two progress lines
+TELL_SECONDS = 3.0  # seconds between two progress lines
 CURE = 'shorten it, lower engine.max_new_tokens, or set prompts.too_long = "drop"'
 WORKED = "####"  # mark before the answer of a worked solution in GSM8K and similar data sets
 Rows = Mapping[JsonlPrompts, list[PromptRow]]
@@ -39,7 +39,7 @@ Tell = Callable[[str], None]
 
 
 def read_files(config: RunConfig, read: Reader) -> Rows:
-    """Read the rows of every file of prompts.
+    """Read the rows of every prompt file.
 
     Raises:
         ConfigError: a row cannot be asked or scored.
@@ -56,7 +56,7 @@ def read_files(config: RunConfig, read: Reader) -> Rows:
 def fit_files(
     config: RunConfig, rows: Rows, tokenizer: PolicyTokenizer, read: Reader, tell: Tell
 ) -> tuple[Reader, list[str]]:
-    """Return a reader of the files without dropped rows, and notes for the user.
+    """Return a reader of the prompt files without the dropped rows, and notes for the user.
 
     Raises:
         ConfigError: a row is too long, or the policy cannot write any reference of a file.
@@ -99,7 +99,7 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
 
 @dataclass(frozen=True, slots=True)
 class _Judgeable:
-    """Returns why no response could ever match a reference; None if one could."""
+    """Returns why no response can match a reference; None if a response can match it."""
 
     config: RunConfig
 
@@ -181,7 +181,7 @@ def _drop_lines(source: JsonlPrompts, content: bytes, dropped: set[int]) -> byte
 def _note_unreachable(
     config: RunConfig, source: JsonlPrompts, rows: Sequence[PromptRow], tokenizer: PolicyTokenizer
 ) -> list[str]:
-    """Describe references that no response can equal: too long, or with letters that the policy cannot write."""
+    """Describe references that no response can equal: too long ones, or ones with letters outside the vocabulary."""
     where, most = config.reward.answer, config.engine.max_new_tokens
     lost = list[PromptRow]()
     for row in rows:
