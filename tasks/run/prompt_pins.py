@@ -1,14 +1,14 @@
-"""Pins: a record of what determines a run's prompts, compared whenever the prompts are opened again.
+"""Pins: a record of the inputs that determine a run's prompts, compared whenever the prompts are opened again.
 
     jsonl          the sha256 of the file; a file below `store.keep_prompts_bytes` is also copied into the run's
                    storage, and only the copy is read from then on
     reasoning-gym  the package's version, and the sha256 of its held-out and first training questions
     column-sums    the sha256 of its held-out and first training questions
-    sorting        the same
-    import         the same
+    sorting        the same as column-sums
+    import         the same as column-sums
 
-Each pin records what separates held-out questions: their keys, or in older runs their texts. So the prompt of an index
-is the same until the run's end, on any machine; otherwise the run is refused.
+Each pin records which attribute separates held-out questions from others: the keys, or in older runs the texts. So the
+prompt at an index is the same until the run's end, on any machine; if a prompt has changed, the run is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PACKAGE = "reasoning-gym"
 
 
 class PinBase(BaseModel):
-    """The fields of all pins. `split`: what separates held-out questions from others, keys or, in older runs, texts."""
+    """The fields of all pins. `split`: the attribute that separates held-out questions: key, or text in older runs."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -49,17 +49,17 @@ class PinBase(BaseModel):
 
 
 class FilePin(PinBase):
-    """One file of prompts; `kept` is its path in the run's storage, or "" if it was not copied."""
+    """One prompt file; `kept` is the path of its copy in the run's storage, "" if the file was not copied."""
 
     kind: Literal["jsonl"] = "jsonl"
-    path: str  # absolute, because each process of a run has its own working directory
+    path: str  # absolute path, because each process of a run has its own working directory
     sha256: str
-    size: int  # bytes
+    size: int  # size in bytes
     kept: str
 
 
 class FamilyPin(PinBase):
-    """One reasoning-gym family, with the version of the package."""
+    """The pin of one reasoning-gym family, with the version of the package."""
 
     kind: Literal["reasoning-gym"] = "reasoning-gym"
     version: str
@@ -67,21 +67,21 @@ class FamilyPin(PinBase):
 
 
 class ColumnSumsPin(PinBase):
-    """The sums that rollflow generated."""
+    """The pin of the sums that rollflow generates."""
 
     kind: Literal["column-sums"] = "column-sums"
     sha256: str
 
 
 class SortingPin(PinBase):
-    """The digits to sort that rollflow generated."""
+    """The pin of the digits to sort that rollflow generates."""
 
     kind: Literal["sorting"] = "sorting"
     sha256: str
 
 
 class ImportPin(PinBase):
-    """The questions of a user-defined source."""
+    """The pin of the questions of a user-defined source."""
 
     kind: Literal["import"] = "import"
     sha256: str
@@ -116,28 +116,32 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
 
 
 def _file_pin(source: JsonlPrompts, content: bytes, most: int, split: Split) -> FilePin:
-    """Pin the content of a file. Content with dropped lines is not the user's file, so it is always kept."""
+    """Pin the content of a file.
+
+    Content with dropped lines differs from the user's file, so a copy of such content is always kept.
+    """
     sha256, path = hashlib.sha256(content).hexdigest(), Path(source.path).expanduser().absolute()
     kept = f"prompts/{sha256}.jsonl" if len(content) <= most or source.too_long == "drop" else ""
     return FilePin(split=split, path=str(path), sha256=sha256, size=len(content), kept=kept)
 
 
 def split_of(pins: Sequence[Pin]) -> Split:
-    """Return what separates the run's held-out questions from the others."""
+    """Return the attribute that separates the run's held-out questions from other questions."""
     return pins[0].split if pins else "text"
 
 
 def store_prompts(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], read: Reader) -> None:
-    """Copy the files that are to be kept into the run's storage."""
+    """Copy the prompt files that are to be kept into the run's storage."""
     for source, pin in zip(config.prompts, pins, strict=True):
         if isinstance(source, JsonlPrompts) and isinstance(pin, FilePin) and pin.kept:
             store.put(pin.kept, read(source))
 
 
 def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> Reader:
-    """Return a reader of a run's files as they were when the run began.
+    """Return a reader of a run's prompt files as the files were when the run began.
 
-    The reader raises ConfigError if a file that the run did not keep has changed, and Corrupt if a kept one has.
+    The reader raises ConfigError if a file that the run did not keep has changed, and Corrupt if a kept copy has
+    changed.
     """
 
     def read(source: JsonlPrompts) -> bytes:

@@ -1,13 +1,14 @@
-"""Measure how far a replayed version is from the published one: tensor by tensor, one file at a time.
+"""Measure how far a replayed version is from the published version: tensor by tensor, one file at a time.
 
-Rounding is small relative to what the step changed, whatever the learning rate. AdamW can enlarge it in single elements
-whose gradients are nearly zero. So the lengths (L2 norms) of all tensors of a kind are compared together:
+Rounding errors are small relative to the change by a train step, whatever the learning rate. But AdamW can enlarge the
+rounding errors of single elements whose gradients are nearly zero. So the L2 norms of all tensors of a kind are
+compared together:
 
     |replayed - published| <= share * |published - parent|
 
 A single element hardly counts in a norm, so elements have a bound of their own. Beyond the rounding step of its type,
-an element may differ by at most twice the step's largest change of any element of its kind. An element that is not
-finite has no distance: both sides must hold it, or the two versions count as far apart.
+an element may differ by at most twice the train step's largest change of any element of the same kind. A NaN or an
+infinity has no distance: both versions must hold the same value, or the two versions count as far apart.
 """
 
 from __future__ import annotations
@@ -26,21 +27,25 @@ from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.checkpoint.shards import tensors_of
 from rollflow.tasks.run.restore import ReplayedVersion, list_files, name_of
 
-SHARE = 0.1  # of the length of a step's change; gradients in bfloat16 use 0.02 of it
-SHORT = 0.5  # the same for bfloat16 and float16, where most weights stay and rounding moves others by chance
-ALIKE = 2.0**-23  # of an element: one rounding step of float32, which is always allowed
-STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # the same for shorter types
-TURNED = 2.0  # of a step's largest change of an element: a gradient near zero may turn its sign
+# Largest allowed difference, as a share of the norm of a train step's change. Gradients in bfloat16 cause a difference
+# of 0.02.
+SHARE = 0.1
+# The share for weights in bfloat16 and float16: most of these weights stay equal in a step, and rounding moves others
+# by chance.
+SHORT = 0.5
+ALIKE = 2.0**-23  # one rounding step of float32, relative to the element, which is always allowed
+STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # one rounding step of the shorter types
+TURNED = 2.0  # times a step's largest change of an element: the sign of a gradient near zero may change
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Distances of all tensors of a kind: squared lengths, and the largest values of single elements."""
+    """Distances of all tensors of a kind: squared norms, and the largest values of single elements."""
 
     apart: float
     allowed: float
-    furthest: float  # largest difference beyond the rounding step of the type
-    moved: float  # largest change by the train step
+    furthest: float  # largest difference of an element beyond the rounding step of its type
+    moved: float  # largest change of an element by the train step
 
     @property
     def near(self) -> bool:
@@ -48,14 +53,14 @@ class Kind:
         return self.apart <= self.allowed and self.furthest <= TURNED * self.moved
 
     def combine(self, other: Kind) -> Kind:
-        """Return the distances of both together."""
+        """Return the distances of the tensors of both objects together."""
         most = max(self.furthest, other.furthest), max(self.moved, other.moved)
         return Kind(self.apart + other.apart, self.allowed + other.allowed, *most)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayDistance:
-    """The distance between a replayed and a published version, by kind of tensor."""
+    """The distance between a replayed and a published version, for each kind of tensor."""
 
     most: float = 0.0  # the largest difference of two elements
     kinds: Mapping[str, Kind] = field(default_factory=dict)
@@ -66,17 +71,17 @@ class ReplayDistance:
         return all(kind.near for kind in self.kinds.values())
 
     def combine(self, other: ReplayDistance) -> ReplayDistance:
-        """Return the distance of both together."""
+        """Return the distance over the files of both objects together."""
         kinds = {**self.kinds, **other.kinds}
         kinds |= {name: self.kinds[name].combine(other.kinds[name]) for name in self.kinds.keys() & other.kinds.keys()}
         return ReplayDistance(max(self.most, other.most), kinds)
 
 
-FAR = ReplayDistance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # for files that hold different tensors
+FAR = ReplayDistance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # the distance of files with different tensors
 
 
 def measure_distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance:
-    """Return the distance of the files that differ; raise `Corrupt` if one is missing from storage."""
+    """Return the distance of the files that differ; raise `Corrupt` if a file is missing from storage."""
     version, found = replayed.version, ReplayDistance()
     made, published = list_files(learner, state=bool(version.state)), _by_name(version)
     if made.keys() != published.keys():
@@ -89,9 +94,9 @@ def measure_distance(policies: PolicyStore, learner: Learner, replayed: Replayed
 
 
 def distance_of_files(name: str, made: Data, published: Data, parent: Data | None = None) -> ReplayDistance:
-    """Return the distance of two safetensors files of one name.
+    """Return the distance of two safetensors files of the same name.
 
-    A tensor that the parent's file lacks was zero there, as moments are at first.
+    A tensor that the parent's file lacks counts as zero, because the optimizer's moments are zero at first.
     """
     ours, theirs = (dict(tensors_of([(name, data)])) for data in (made, published))
     before = dict(tensors_of([(name, parent)])) if parent is not None else {}
@@ -128,7 +133,7 @@ def _of_tensor(kind: str, ours: Tensor, theirs: Tensor, before: Tensor | None) -
 
 
 def _square(tensor: Tensor) -> float:
-    """Return the square of the tensor's length."""
+    """Return the square of the tensor's L2 norm."""
     return float(tensor.square().sum())
 
 
@@ -137,7 +142,7 @@ def _by_name(version: PolicyVersion) -> dict[str, StoredObject]:
 
 
 def _read(policies: PolicyStore, stored: StoredObject | None) -> Data | None:
-    """Read an object of the parent; return None if it is damaged or missing."""
+    """Read an object of the parent version; return None if the object is damaged or missing."""
     try:
         return None if stored is None else policies.read(stored)
     except Corrupt:

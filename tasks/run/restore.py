@@ -2,15 +2,15 @@
 
     newest base with weights and state --> batch base --> base + 1 --> ... --> batch version - 1 --> version
 
-If a version's state was not stored, or its objects are damaged, the version is trained again from an earlier version
-and the batches that followed. The result is compared with the published version. Equal bytes replace damaged objects
-under the names in their log entry, so that a restored run has everything its log names.
+If a version's state was not stored, or a version's objects are damaged, the version is trained again from an earlier
+version and the batches after that version. The result is compared with the published version. Files of the result whose
+hashes equal the published hashes replace damaged objects. So a restored run has all objects that its log names.
 
-Objects are verified first, and fetched if they are remote. The learner then memory-maps one file after the other, so
-that memory holds the learner and one file at most.
+Objects are verified first, and remote objects are fetched. The learner then memory-maps one file after the other, so
+that memory holds the learner and at most one file.
 
 This module imports no torch, so that a process that only starts the learner's actor, or prints a replay, need not
-wait for that import.
+wait for the import of torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rollflow.tasks.runtime.node import node_cache
 
 @dataclass(frozen=True, slots=True)
 class ReplayedVersion:
-    """A version that was trained again. `differences` names the files that differ from the published ones."""
+    """A version that was trained again. `differences` names the files that differ from the published files."""
 
     version: PolicyVersion
     batch: BatchCommitted
@@ -52,7 +52,7 @@ class ReplayedVersion:
 
     @property
     def same_weights(self) -> bool:
-        """True if its weights equal the published ones."""
+        """True if the version's weights equal the published weights."""
         return not any(name.startswith(WEIGHTS) for name in self.differences)
 
 
@@ -85,8 +85,8 @@ def new_learner(
 ) -> Learner:
     """Build the run's learner before its first step, under the current config.
 
-    The learner gets the weights in `folder`. Without a folder it is an untrained policy, or a `blank` one for
-    `restore`. `ranks` says where the other ranks run. `count` overrides the config's number of ranks.
+    The learner gets the weights in `folder`. Without a folder the learner has untrained weights, or with `blank` no
+    weights until `restore` loads them. `ranks` starts the other ranks. `count` overrides the config's number of ranks.
     """
     config = context.config
 
@@ -102,7 +102,7 @@ def new_learner(
 
 
 def start_of(context: RunContext, folder: Path | None = None, config: RunConfig | None = None) -> LearnerStart:
-    """Return what each rank of the run's learner starts with, by the current config or another one."""
+    """Return the values with which each rank of the run's learner starts, by `config` or the current config."""
     config = config or context.config
     return LearnerStart(
         folder or context.policy_folder,
@@ -113,7 +113,7 @@ def start_of(context: RunContext, folder: Path | None = None, config: RunConfig 
         longest=config.engine.max_new_tokens,
         seed=config.seed,
         shard_bytes=config.store.shard_bytes,
-        first=partial(getattr, context, "first_weights"),  # complete once there is a version to load
+        first=partial(getattr, context, "first_weights"),  # the folder is complete once a version can be loaded
     )
 
 
@@ -126,13 +126,13 @@ def restore(
     heal: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> RestoredVersion:
-    """Bring `learner` to its state after it published `version`; with `heal`, also restore damaged objects.
+    """Bring `learner` to its state after `version` was published; with `heal`, also restore damaged objects.
 
-    If a replay gives other weights than the published ones, the published ones are used, and the returned `differed`
-    names that version.
+    If the weights of a replayed version differ from the published weights, the published weights are used, and the
+    returned `differed` names the version.
 
     Raises:
-        Corrupt: the version can neither be read nor rebuilt.
+        Corrupt: the version can neither be read nor trained again.
     """
     base, damaged = _load_base(policies, learner, version)
     found = RestoredVersion(base)
@@ -150,7 +150,7 @@ def restore(
 
 
 def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learner, number: int) -> ReplayedVersion:
-    """Repeat one recorded train step: `learner`, restored to the version before, becomes version `number` (>= 1).
+    """Repeat the recorded train step to version `number` (>= 1); `learner` must be at the version before.
 
     Raises:
         Corrupt: the batch is damaged or missing.
@@ -163,7 +163,7 @@ def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learne
 
 
 def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
-    """Return names of the learner's files that differ from the version's; compare state only if it was stored."""
+    """Return names of the learner's files that differ from the version's files; compare state only if it was stored."""
     published = {name_of(o): o.sha256 for o in version.objects}
     made = {
         name: hash_pieces(split_buffers(data)) for name, data in list_files(learner, state=bool(version.state)).items()
@@ -172,7 +172,10 @@ def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
 
 
 def list_files(learner: Learner, *, state: bool = True) -> Mapping[str, Data]:
-    """Return the files that a version stores: name -> content. A sharded learner gathers each when it is asked for."""
+    """Return the files that a version stores: name -> content.
+
+    A sharded learner gathers the content of a file when the file's name is looked up.
+    """
     weights, rest = learner.weights(), learner.state() if state else {}
     return GatheredFiles([*weights, *rest], lambda name: weights[name] if name in weights else rest[name])
 
@@ -183,7 +186,7 @@ def name_of(stored: StoredObject) -> str:
 
 
 def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[int, dict[int, list[StoredObject]]]:
-    """Load the newest intact version; return its number, and the damaged objects of the newer versions."""
+    """Load the newest intact version; return the version's number, and the damaged objects of newer versions."""
     damaged: dict[int, list[StoredObject]] = {}
     for base in range(version, -1, -1):
         found = policies.find(base)
@@ -208,7 +211,7 @@ def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[i
 
 @contextmanager
 def _local(policies: PolicyStore, objects: Sequence[StoredObject]) -> Iterator[tuple[MappedFiles, list[StoredObject]]]:
-    """Yield the intact objects as files of this machine, by name, and the list of the damaged ones."""
+    """Yield the intact objects as local files, by name, and the list of the damaged objects."""
     (cache := node_cache()).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="restore-", dir=cache) as folder:
 
@@ -225,7 +228,10 @@ def _local(policies: PolicyStore, objects: Sequence[StoredObject]) -> Iterator[t
 
 
 def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVersion) -> None:
-    """Load the published weights with the optimizer state of the replay: the log decides what a version is."""
+    """Load the published weights together with the optimizer state of the replay.
+
+    The published weights are used because the log decides what a version is.
+    """
     with _local(policies, version.weights) as (weights, damaged):
         if damaged:
             raise Corrupt(
@@ -237,7 +243,7 @@ def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVers
 
 
 def _heal(policies: PolicyStore, learner: Learner, damaged: Sequence[StoredObject]) -> list[str]:
-    """Store objects again that the replay reproduced byte for byte; return their paths."""
+    """Store the damaged objects that the replay reproduced byte for byte; return the paths of these objects."""
     made = list_files(learner)
     healed = []
     for stored in damaged:

@@ -1,4 +1,4 @@
-"""Checks before a run begins that the user-defined parts of its recipe can be imported and built."""
+"""Checks, before a run begins, that the user-defined parts of the run's recipe can be imported and built."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def check_own_parts(config: RunConfig) -> None:
 
 
 def own_code(config: RunConfig) -> dict[str, str]:
-    """Map the section of each user-defined part to the SHA-256 of its source file, without that file's own imports."""
+    """Map the section of each user-defined part to the SHA-256 of the part's source file.
+
+    Modules that the source file imports are not part of the hash.
+    """
     sections = {"reward": config.reward, "train.objective": config.train.objective, "environment": config.environment}
     sources = {f"prompts.{number}": source for number, source in enumerate(config.prompts)}
     return {key: code_of(key, part) for key, part in {**sections, **sources}.items() if isinstance(part, Imported)}
@@ -49,7 +52,7 @@ def changed_code(config: RunConfig, before: Mapping[str, str]) -> list[str]:
 
 
 def _check_source(source: ImportPrompts, config: RunConfig) -> None:
-    """Check that a source asks the same questions when it is opened again, because each process opens its own."""
+    """Check that a source asks the same questions when it is opened again, because each process opens the source."""
 
     def asked() -> str:
         return RunPrompts([source], config.seed, config.evaluation.prompts, None, 0, read_file).sha256(0)

@@ -1,1 +1,4 @@
-"""What every other room of `tasks` may import: clock, names, sections, imports. It imports none of them."""
+"""The modules that every other folder of `tasks` may import: clock, names, sections, imports and others.
+
+No module of this folder imports another folder of `tasks`.
+"""

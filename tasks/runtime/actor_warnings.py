@@ -1,11 +1,12 @@
-"""Collects the warnings of an actor's process for its status, from Python's `logging` and `warnings`, in any library.
+"""Collects the warnings of an actor's process for the actor's status, from Python's `logging` and `warnings`.
 
-The number is bounded: texts that differ only in numbers are kept once per `AGAIN_SECONDS`, and at most `KEPT` texts in
-that time. A child process sends each text that it keeps to its actor's process, which treats it like its own:
+The number of warnings is bounded: texts that differ only in numbers are kept once per `AGAIN_SECONDS`, and at most
+`KEPT` texts in that time. A child process sends each text that it keeps to the actor's process. The actor's process
+treats a received text like a warning of its own:
 
     child process of an actor --one datagram per text--> the actor's process
 
-The sender never waits: a datagram for which there is no room is lost.
+The child process never waits: a datagram for which the socket has no room is lost.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from threading import Lock
 
 KEPT = 20
 AGAIN_SECONDS = 600.0
-LOOK_SECONDS = 10.0  # between two searches for loggers that do not propagate their records
-LENGTH = 500  # largest number of characters of a text
+LOOK_SECONDS = 10.0  # seconds between two searches for loggers that do not propagate their records
+LENGTH = 500  # most characters of a text
 _making = Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class ActorWarning:
-    """The `number`-th warning (from 1) of a process of an actor; `rank` is set if a further rank sent it."""
+    """The `number`-th warning (from 1) of an actor; `rank` is set if the process of a further rank sent the warning."""
 
     actor: str
     process: str
@@ -46,7 +47,7 @@ class Warnings(logging.Handler):
     """A logging handler that keeps the newest warnings of this process."""
 
     def __init__(self, actor: str, told: Callable[[ActorWarning], None] = lambda warned: None) -> None:
-        """Keep warnings as those of `actor`; call `told` with each warning that is kept."""
+        """Keep warnings under the name `actor`; call `told` with each warning that is kept."""
         super().__init__(logging.WARNING)
         self._told = told
         self._actor, self._process = actor, f"{socket.gethostname()}:{os.getpid()}"
@@ -56,7 +57,7 @@ class Warnings(logging.Handler):
         self._looked = float("-inf")
 
     def read(self) -> Sequence[ActorWarning]:
-        """Return the newest warnings; their numbers tell a reader which ones are new."""
+        """Return the newest warnings; a reader recognises new warnings by their numbers."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
             self.attach()
@@ -68,7 +69,7 @@ class Warnings(logging.Handler):
     def attach(self) -> None:
         """Attach to the root logger and to every logger that does not propagate its records."""
         logging.captureWarnings(True)
-        logging.getLogger().addHandler(self)  # does nothing the second time
+        logging.getLogger().addHandler(self)  # a second call of `addHandler` has no effect
         for logger in list(logging.Logger.manager.loggerDict.values()):
             if isinstance(logger, logging.Logger) and not logger.propagate:
                 logger.addHandler(self)
@@ -114,13 +115,13 @@ def open_socket() -> socket.socket:
 
 
 def send_to(ear: socket.socket, who: str, rank: int | None = None) -> None:
-    """Send this process's warnings to its parent, as those of `who`; call this after the imports."""
+    """Send this process's warnings to its parent, under the name `who`; call this after the imports."""
 
     def send(warned: ActorWarning) -> None:
-        with contextlib.suppress(OSError):  # the socket is full or closed
+        with contextlib.suppress(OSError):  # ignore that the socket is full or closed
             ear.send(json.dumps((who, rank, warned.text)).encode(), socket.MSG_DONTWAIT)
 
-    logging.basicConfig(format="%(message)s")  # keep writing them to this process's own output
+    logging.basicConfig(format="%(message)s")  # go on writing warnings to this process's output
     Warnings(who, send).attach()
 
 
@@ -138,7 +139,7 @@ def _create_sockets() -> tuple[socket.socket, socket.socket]:
 
 
 def _receive() -> Iterator[tuple[str, int | None, str]]:
-    """Yield what was sent since the last read: sender, rank and text. Ignore invalid datagrams."""
+    """Yield sender, rank and text of each warning sent since the last read; ignore invalid datagrams."""
     with contextlib.suppress(BlockingIOError):
         while True:
             data = _get_sockets()[0].recv(2**16, socket.MSG_DONTWAIT)
@@ -148,7 +149,7 @@ def _receive() -> Iterator[tuple[str, int | None, str]]:
 
 
 def _format_record(record: logging.LogRecord) -> str:
-    """Return the first non-empty line of a record, with its exception if it has one."""
+    """Return the first non-empty line of a record, with the record's exception if it has one."""
     said = next((line.strip() for line in record.getMessage().splitlines() if line.strip()), record.name)
     error = record.exc_info[1] if record.exc_info else None
     return f"{said}: {error!r}"[:LENGTH] if error else said[:LENGTH]

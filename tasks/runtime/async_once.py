@@ -1,4 +1,4 @@
-"""A value that is computed once, by its first user; if that fails, by the next user."""
+"""A value that its first user computes once; if the computation fails, the next user computes the value."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A virtual clock, on which the shipped asyncio code runs as fast as the processor allows.
 
 `run_virtual(coroutine)` runs a coroutine on an event loop whose time jumps to the next timer whenever no task is ready.
-Whatever waits by the loop's clock (`asyncio.sleep`, `wait_for`, `timeout`) waits in virtual seconds. Threads and
-sockets must not be used inside.
+Code that waits by the loop's clock (`asyncio.sleep`, `wait_for`, `timeout`) waits in virtual seconds. The coroutine
+must not use threads or sockets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Deadlock(RuntimeError):
-    """Raised if no task is ready and no timer is set: the code waits for something that cannot happen."""
+    """Raised if no task is ready and no timer is set, so that the code would wait forever."""
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
@@ -47,7 +47,7 @@ class _JumpingSelector(selectors.SelectSelector):
             raise Deadlock("every task waits and no timer is set")
         if timeout > 0:
             self._loop.jump(timeout)
-        return []  # there are no sockets: asking the kernel each time would cost a tenth of the time
+        return []  # there are no sockets, and asking the kernel each time would cost a tenth of the time
 
 
 def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:

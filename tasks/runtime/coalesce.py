@@ -1,8 +1,8 @@
 """Coalesces many small awaits into few large calls: questions asked in one tick of the event loop share a call.
 
-A call to an actor costs about a millisecond, however little data it carries. On a small machine that is more than the
-work itself. `Coalescer` turns concurrent `ask` calls into one call with a list. Each answer is delivered as soon as it
-arrives, without waiting for the others of its call.
+A call to an actor costs about a millisecond, however little data the call carries. On a small machine a call may cost
+more than the work itself. `Coalescer` turns concurrent `ask` calls into one call with a list. Each answer is delivered
+as soon as it arrives, without waiting for the other answers of its call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Coalescer(Generic[Question, Answer]):
                 for place, answer in packet:
                     if not asked[place][1].done():
                         asked[place][1].set_result(answer)
-        except Exception as error:  # noqa: BLE001 - passed on to every caller that still waits
+        except Exception as error:  # noqa: BLE001 - the error is raised at every caller that still waits
             for _, future in asked:
                 if not future.done():
                     future.set_exception(error)

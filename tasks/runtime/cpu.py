@@ -11,7 +11,7 @@ import psutil
 
 from rollflow.storage.run_records.usage import CpuCost
 
-LOOK_SECONDS = 10.0  # between two measurements, because each takes some milliseconds
+LOOK_SECONDS = 10.0  # seconds between two measurements, because a measurement takes some milliseconds
 
 
 def own_cost(role: str, process: psutil.Process) -> CpuCost:
@@ -21,9 +21,7 @@ def own_cost(role: str, process: psutil.Process) -> CpuCost:
 
 
 def below_cost(role: str, process: psutil.Process) -> CpuCost:
-    """Measure the CPU seconds of all descendants of a process: the living ones, and those that ended and were
-    reaped.
-    """
+    """Measure the CPU seconds of all descendants of a process, living or ended and reaped."""
     ended = process.cpu_times()
     seconds = ended.children_user + ended.children_system
     for child in process.children(recursive=True):
@@ -32,7 +30,7 @@ def below_cost(role: str, process: psutil.Process) -> CpuCost:
     return CpuCost(role, _name(process), round(seconds, 2))
 
 
-@lru_cache(maxsize=4096)  # one name per process: psutil reports another start time after the clock was set
+@lru_cache(maxsize=4096)  # by process: psutil reports another start time after the clock was set
 def _name(process: psutil.Process) -> str:
     return f"{socket.gethostname()}:{process.pid}:{process.create_time():.2f}"
 

@@ -1,10 +1,11 @@
 """A fork server for `multiprocessing` that is a copy of this process, so that nothing is imported a second time.
 
-Guarantees: it ends with this process, however that ends. If it dies, `multiprocessing` itself starts another one: a new
-interpreter that imports the modules `otherwise`. That is slower, but otherwise the same.
+Guarantees: the fork server ends with this process, however this process ends. If the fork server dies,
+`multiprocessing` itself starts another fork server: a new interpreter that imports the modules `otherwise`. Such a
+server starts more slowly, but gives the same results.
 
-Fork it right after the imports. Then no thread holds a lock that the copy would wait for: the threads that exist by
-then (of OpenBLAS and jemalloc) handle a fork themselves.
+Fork the server right after the imports. Then no thread holds a lock for which the copy would wait. The threads that
+exist after the imports (of OpenBLAS and jemalloc) handle a fork themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _server: Any = forkserver._forkserver
-PR_SET_NAME = 15  # of prctl(2)
+PR_SET_NAME = 15  # the number of this option of prctl(2)
 ARGUMENTS = 45  # index in /proc/self/stat, after the name, of the begin and end addresses of the command line
 
 
@@ -31,7 +32,7 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
 
     Args:
         otherwise: the modules that a server started by `multiprocessing` imports.
-        shown_as: its command line; by default that of this process.
+        shown_as: the server's command line; by default the command line of this process.
 
     Raises:
         RuntimeError: there is a fork server already, or this process has started threads.
@@ -40,7 +41,7 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
         raise RuntimeError("start the fork server once, before this process starts a thread")
     forkserver.set_forkserver_preload(list(otherwise))
     gc.collect()
-    gc.freeze()  # memory stays shared until a process writes to it, as the garbage collector does
+    gc.freeze()  # the garbage collector would write to shared memory, and so copy it
     with socket.socket(socket.AF_UNIX) as listener:
         address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
         listener.bind(address)
@@ -63,19 +64,19 @@ def _serve(listener: int, alive: int) -> NoReturn:
         with contextlib.suppress(SystemExit):  # the normal end of `main`
             forkserver.main(listener, alive, ())
     finally:
-        os._exit(0)  # exit handlers are for the owner
+        os._exit(0)  # only the owner may run the exit handlers
 
 
 def leave_alive_to_owner() -> None:
-    """Close the server's pipe in a forked process: the server lives while any process holds the pipe."""
+    """Close the server's pipe in a forked process, because the server lives while any process holds the pipe."""
     os.close(_server._forkserver_alive_fd)
 
 
 def be_named(*line: str) -> None:
     """Set the command line and the name (15 bytes) of this forked process, if the owner's command line leaves room.
 
-    setproctitle cannot be used: it finds the memory by the first environment variable, and if that was changed since
-    the start, it does nothing without an error.
+    setproctitle cannot be used: it finds the command line's memory by the first environment variable. If that variable
+    was changed since the process started, setproctitle does nothing and raises no error.
     """
     if sys.platform.startswith("linux"):
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

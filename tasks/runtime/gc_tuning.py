@@ -1,8 +1,8 @@
 """Settings of Python's garbage collector for the actors that handle every response.
 
-The collector runs after a number of allocations, and each coroutine is one. With Python's default settings it takes a
-third of the scheduler's time. Almost all of that is spent on imported modules and on what is in flight, where it finds
-nothing.
+The collector runs after a number of allocations, and each coroutine is an allocation. With Python's default settings
+the collector takes a third of the scheduler's time. The collector spends almost all of this time on imported modules
+and on requests in flight, where it finds no garbage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OLDER = 20  # collections of a generation for one of the next older generation
 
 
 def spare_collector() -> None:
-    """Collect less often, and never inspect the objects that exist now; call this once everything is imported."""
+    """Collect less often, and never inspect the present objects; call this function once everything is imported."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, OLDER, OLDER)
