@@ -237,7 +237,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_fitting_reward(cls, tree: Any) -> Any:
-        """If the recipe names no verifier, choose the scorer of reasoning-gym for prompts of reasoning-gym."""
+        """Choose the scorer of reasoning-gym for prompts of reasoning-gym if the recipe names no verifier."""
         if not isinstance(tree, Mapping) or not isinstance(sources := tree.get("prompts", ()), Sequence):
             return tree
         reward = tree.get("reward", {})
