@@ -233,7 +233,7 @@ def _build_runner(place: Path, name: str, environment: Mapping[str, str], begin:
 
 
 def _describe_login(server: PrefectServer | None) -> str:
-    return f" (asks for what this prints: cat {shlex.quote(str(server.auth_file))})" if server else ""
+    return f" (its page asks for the text in {shlex.quote(str(server.auth_file))})" if server else ""
 
 
 def _import_prefect(runner: Runner) -> None:
