@@ -99,7 +99,9 @@ def test_replay_fails_on_different_weights(copy: RunContext, capsys: pytest.Capt
 
 
 def test_replay_with_other_ranks_agrees_to_rounding(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each version is retrained from its published parent and agrees to rounding; equal bits would be chance."""
+    """Each version is retrained from its published parent and agrees up to rounding; equal bits would be an
+    accident.
+    """
     out = shown(capsys, "replay", "small", "--all", "--ranks", "2")
     assert out.count("parent") == 5
     assert out.count("which is rounding: ranks 2 instead of 1") + out.count("identical") == 5

@@ -1,4 +1,4 @@
-"""Console output: the panel, the plain lines, the summary; and the JSON round trip of a status."""
+"""Console output: the panel, the plain lines and the summary; a status survives conversion to JSON and back."""
 
 from __future__ import annotations
 

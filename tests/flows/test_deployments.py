@@ -177,7 +177,7 @@ def serving(server: PrefectServer, home: Path) -> Runner:
 
 
 def test_user_changes_survive_the_runner(server: PrefectServer, tmp_path: Path) -> None:
-    """The runner of `serve` is ended, restarted, killed and restarted again, while a folder is deployed."""
+    """The test ends, restarts, kills and again restarts the runner of `serve` while it deploys a folder."""
     page, recipes = Page(server), tmp_path / "recipes"
     recipes.mkdir()
     (recipes / "a.toml").write_text(RECIPE.format(name="mine", versions=7))

@@ -91,7 +91,9 @@ class Run:
 
 
 class Prefect:
-    """A server that returns the same flow run for the same key, as Prefect's does, even long after its end."""
+    """A server that returns the same flow run for the same key, as Prefect's server does, even long after the flow
+    run's end.
+    """
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}

@@ -107,8 +107,8 @@ def test_run_id_from_storage_is_checked(outside: Path) -> None:
 
 
 def test_runs_of_the_same_id_have_different_keys(outside: Path) -> None:
-    """The runs are in two stores, or in one store that was emptied (or in another service's
-    bucket of the same name).
+    """The two runs are in two stores, in one store that was emptied between them, or in buckets of the same name at two
+    services.
     """
     first, second = (described(context_of(str(outside / store), "same")) for store in ("one", "two"))
     third = described(context_of(str(outside / "one"), "other"))
@@ -159,7 +159,7 @@ def test_forms_refuse_a_uri_without_run_id(place: str) -> None:
 
 @pytest.mark.slow
 def test_every_flow_uses_the_checked_types() -> None:
-    """A flow's form refuses any bad run name or URI."""
+    """The form of every flow rejects any bad run name or URI."""
     from rollflow.flows.deployments import FLOWS
 
     seen = []

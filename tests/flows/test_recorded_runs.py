@@ -71,7 +71,7 @@ def config_of(name: str, folder: Path) -> RunConfig:
 
 
 def test_recorded_config_of_rollout_keeps_its_values(tmp_path: Path) -> None:
-    """The values survive renamed keys; none of these values is a default."""
+    """The recorded values survive renamed keys; none of the tested values is a default."""
     config = config_of("whole", tmp_path)
     rollout = config.rollout
     assert (rollout.max_inflight_groups, rollout.max_batches_ahead, rollout.on_stale) == (6, 1.0, "drop")

@@ -123,7 +123,7 @@ def sleepers(mark: str) -> list[bytes]:
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Mark every process of the test, and end those that a failing test leaves."""
+    """Mark every process of the test, and end processes that a failing test leaves behind."""
     value = uuid.uuid4().hex
     monkeypatch.setenv(MARK, value)
     yield value

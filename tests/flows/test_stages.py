@@ -47,7 +47,7 @@ STATES: Mapping[str, Any] = {
 
 
 class World:
-    """A server and a cluster on a clock that a test advances: the starts by role, and the deaths."""
+    """A Prefect server and a cluster on a clock that a test advances; records the starts by role, and the deaths."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, context: RunContext) -> None:
         self.now = 1000.0

@@ -90,7 +90,7 @@ def drive(run: RunContext, monkeypatch: pytest.MonkeyPatch, session: Any) -> int
 
 
 def test_stop_request_during_start_is_obeyed(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request from before the run's start does not count; a later one does."""
+    """A stop request from before the run's start does not count; a later stop request counts."""
     began: list[float] = []
     request_stop(run.store, "stop")
 

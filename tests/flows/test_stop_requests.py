@@ -96,7 +96,7 @@ def test_unreadable_request_is_none(run: RunContext, text: bytes) -> None:
 
 
 def followed(run: RunContext, monkeypatch: pytest.MonkeyPatch, looks: Callable[[Any], None]) -> list[str]:
-    """Follow a run whose version grows by one per look, from 3 on; return the messages to users.
+    """Follow a run whose version grows by one at each look, from version 3 on; return the messages to users.
 
     `looks` is called with the run's stages at each look.
     """

@@ -181,7 +181,7 @@ def test_unreachable_storage_delays_no_other_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_long_run_is_restarted_despite_many_newer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server returns a limited number of flow runs at a time; all runs of a home share one database."""
+    """A Prefect server returns a limited number of flow runs at a time, and all runs of a home share one database."""
     config = {"config": RunConfig().model_dump(mode="json")}
 
     def supervisor(number: int) -> Any:
@@ -257,7 +257,9 @@ def patient(tmp_path: Path) -> RunContext:
 
 
 class Watched:
-    """A status writer and a claim whose storage answers as `looks` say, then forever as the last one."""
+    """A status writer and a claim whose storage answers as `looks` say, and after that always as the last of `looks`
+    says.
+    """
 
     paused = False
 

@@ -200,7 +200,9 @@ def test_metric_prefix_names_its_subject(place: TrackingPlace) -> None:
 
 @pytest.mark.slow
 def test_no_metric_repeats_its_own_step(place: TrackingPlace) -> None:
-    """Such a metric is a straight line on MLflow's page; the steps of other metrics say what was logged."""
+    """A metric that repeats its step is a straight line on MLflow's page, and the steps of other metrics say what was
+    logged.
+    """
     for first in (1, 3):
         tracker = Tracker(place, "run-5", {})
         for version in range(1, first + 2):
@@ -218,7 +220,7 @@ def test_no_metric_repeats_its_own_step(place: TrackingPlace) -> None:
 
 @pytest.mark.slow
 def test_experiment_has_a_saved_view(place: TrackingPlace) -> None:
-    """The view has the format of MLflow 3.17; a user's change is kept."""
+    """The saved view has the format of MLflow 3.17; a user's change of the view is kept."""
     from mlflow import MlflowClient
 
     client, tag = MlflowClient(tracking_uri=place.uri), "mlflow.sharedViewState.rollflow"
