@@ -38,7 +38,7 @@ class Attached:
         for machine in every:
             home = machine.path(machine.home)
             made = make_certificates(home / "tls", [one.address for one in every])
-            if machine is not self.left:  # one authority and one certificate for all
+            if machine is not self.left:  # all machines share one authority and one certificate
                 for file in (home / "tls").iterdir():
                     file.write_bytes((self.left.path(self.left.home) / "tls" / file.name).read_bytes())
             tls = {name: value.replace(str(home), str(machine.home)) for name, value in made.ray.items()}
@@ -50,14 +50,14 @@ class Attached:
         self.ray(self.desk, f"--address={self.address}", "--num-cpus=0")
 
     def ray(self, machine: Machine, *arguments: str) -> None:
-        """Start a node, as a person does, and see it up."""
+        """Start a node as a user does, and wait until it is up."""
         place = [f"--node-ip-address={machine.address}", "--object-store-memory=100000000", "--disable-usage-stats"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, *place]
         started = machine.start(command, **self.environments[machine.name])
         assert started.wait(LONG_SECONDS) == 0, machine.output()
 
     def run(self, machine: Machine, *command: str, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command on a machine, with what it needs to use the cluster, or with `environment` in its place."""
+        """Start a command on a machine, with the variables for the cluster, or with `environment` instead."""
         own = {"ROLLFLOW_HOME": str(machine.home / "own")}
         needed = environment or self.environments[machine.name]
         return machine.start(command, **own, **needed)
@@ -84,7 +84,7 @@ def on_a_host_without_cpus(attached: Attached) -> tuple[Machine, list[str]]:
 
 
 def as_a_job(attached: Attached) -> tuple[Machine, list[str]]:
-    """Submitted from the desk; Ray starts it on the head, where a shell reads the command once more."""
+    """Submit the run as a job from the desk; Ray starts the job on the head, where a shell parses the command again."""
     home = attached.left.home
     train = " ".join([*rollflow("run", "recipe.toml", "--run-id", "job"), "--set cluster.address=$RAY_ADDRESS"])
     inside = f"cd {home} && ROLLFLOW_HOME={home}/own {train}"

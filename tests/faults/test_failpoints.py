@@ -41,7 +41,7 @@ FORK = multiprocessing.get_context("fork")  # a fresh interpreter for each of so
 
 @pytest.fixture(autouse=True)
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn off syncs, which take half of the time here: the kernel keeps the writes of a killed process."""
+    """Turn off syncs, which take half of the test's time: the kernel keeps the writes of a killed process."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -114,11 +114,11 @@ def test_kill_around_every_write_is_survived(tmp_path: Path, damage: Mapping[tup
     while survives(tmp_path / f"{at}-before", at, damage, after=False):
         assert survives(tmp_path / f"{at}-after", at, damage, after=True)
         at += 1
-    assert at > 5 * VERSIONS  # two writes a batch, three a version, those of the beginning and what is pruned
+    assert at > 5 * VERSIONS  # two writes per batch, three per version, and the writes of the start and of pruning
 
 
 def survives(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, after: bool) -> bool:
-    """Kill a run at a write and its successor at another write, let the third end; return whether `at` was reached."""
+    """Kill a run at a write, kill its continuation at another, let the third end; return whether `at` was reached."""
     met = killed(root, at, damage, after=after)
     if not met:
         return False

@@ -16,7 +16,7 @@ from tests.support.waiting import HANG_SECONDS, RUN_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
-VERSIONS = 600  # enough for the second supervisor to begin before the first one ends
+VERSIONS = 600  # enough versions for the second supervisor to begin before the first supervisor ends
 
 
 def test_run_resumed_elsewhere_stops_here(tmp_path: Path) -> None:

@@ -55,14 +55,14 @@ every = 0
 restarts = 100
 backoff_seconds = 0.1
 """
-# The same, with everything in the learner's state that there may be.
+# The same recipe, with every optional part of the learner's state.
 WITH_ROLES = f"""{SYNCHRONOUS}
 [train]
 minibatches = 2
 objective = {{ kind = "ppo", penalties = {{ kl_to = "reference", kl_weight = 0.01, kl_target = 0.01 }} }}
 reference = {{ every = 7 }}
 """
-VERSIONS = 100_000  # however long the kills take on a slow machine, the run does not end before them
+VERSIONS = 100_000  # so many versions that the run does not end before the kills, even on a slow machine
 STAGES = {"rollout stage", "train stage", "reward stage"}
 WITNESSED = STAGES | {"learner", "rollout", "reward", "channel", "engine", "supervisor", "runner", "prefect server"}
 KILLED = ("scheduler", "learner", "engine", "channel", "reward worker", "reward actor", EVERYTHING)
@@ -91,7 +91,7 @@ def test_run_survives_kills_of_every_role(tmp_path: Path, monkeypatch: pytest.Mo
     assert (outcome.lost, outcome.doubled) == (0, 0)
     store = open_store(str(home / "store/runs/chaos"))
     recovered = Counter(recovery.role for recovery in RecoveryLog(store).read())
-    # A death within a second of the one before may have had no witness: its successor's start is part of another's.
+    # Two deaths within a second may share one recovery record.
     kinds = {role.split("-")[0] for role in recovered}
     assert kinds <= WITNESSED, kinds
     assert len(kinds) >= len(WITNESSED) - 2, kinds
@@ -134,7 +134,7 @@ def test_killed_synchronous_run_is_bit_identical(tmp_path: Path, recipe: str) ->
     draw = random.Random()
     killed = Victim(tmp_path / "killed", recipe)
     try:
-        killed.wait_version(1, RUN_SECONDS)  # before that there may be nothing to resume
+        killed.wait_version(1, RUN_SECONDS)  # before the first version there may be no run to resume
         for role in draw.choices(KILLED, k=10):
             time.sleep(draw.uniform(0.0, 0.5))
             kill = killed.strike_everything() if role == EVERYTHING else killed.strike(role, draw, record=False)

@@ -17,8 +17,8 @@ from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 LEASE_SECONDS = 30.0
-VERSIONS = 250  # enough for some to be left when the lease has run out
-LIVED_SECONDS = 10.0  # that the actors live on, at least: a supervisor may come back
+VERSIONS = 250  # so many versions that some are left when the lease has expired
+LIVED_SECONDS = 10.0  # the shortest time that actors live on, because a supervisor may come back
 
 
 @pytest.fixture

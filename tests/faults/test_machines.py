@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 PORT = 6379
 RUN = "store/runs/machines"
-LONG_SECONDS = 300.0  # for one stretch of a run on a slow machine; a bound for a hang only
+LONG_SECONDS = 300.0  # the longest wait for one part of a run on a slow machine, which only ends a hang
 RECIPE = """
 name = "machines"
 versions = 16
@@ -79,7 +79,7 @@ def join(machine: Machine, head: Machine | None) -> str:
     nodes = [machine.start(command, **NOTICE)]
 
     def up() -> bool:
-        if nodes[-1].poll() is not None:  # Ray gives a slow machine 30 s
+        if nodes[-1].poll() is not None:  # `ray start` waits only 30 s, too short for a slow machine
             nodes.append(machine.start(command, **NOTICE))
         return machine.path(machine.home / "ready").exists()
 
@@ -112,7 +112,7 @@ def actors(machine: Machine) -> set[str]:
 def test_run_on_machines_without_a_shared_disk(machines: Machines, prefect_database: Path, train: str) -> None:
     """The engine on the machine without the learner is probed at every weight update.
 
-    A learner whose ranks are spread loses one of them with that machine.
+    If the learner's ranks are spread over the machines, one rank dies with the lost machine.
     """
     left, right = machines.machine("left"), machines.machine("right")
     address = join(left, None)
@@ -132,7 +132,7 @@ def test_run_on_machines_without_a_shared_disk(machines: Machines, prefect_datab
     def version() -> int:
         assert run.poll() is None, f"the run ended (exit code {run.returncode}):\n{left.output()}\n{said(left)}"
         staged = {int(key.split("/policies/")[1].split("/")[0]) for key in machines.objects(f"{RUN}/policies")}
-        return max(staged, default=0) - 1  # a version is staged once the one before it is published
+        return max(staged, default=0) - 1  # a version is staged after the previous version is published
 
     wait(lambda: version() >= 3 and len(cached(right)) >= 2, left, "both machines to work")
     lost = actors(right)
@@ -158,4 +158,4 @@ def wait(reached: Callable[[], bool], machine: Machine, what: str) -> None:
     limit = time.monotonic() + LONG_SECONDS
     while not reached():
         assert time.monotonic() < limit, f"waited {LONG_SECONDS:g} s for {what}:\n{machine.output()}\n{said(machine)}"
-        time.sleep(0.5)  # each look asks the S3 server
+        time.sleep(0.5)  # wait, because each check sends a request to the S3 server

@@ -17,7 +17,7 @@ from rollflow.storage.run_records.recoveries import RecoveryLog
 from tests.support.waiting import RUN_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
-VERSIONS = 250  # enough for what is lost to start again before the end
+VERSIONS = 250  # enough versions for the lost actors to restart before the run's end
 
 
 @pytest.fixture
@@ -44,12 +44,12 @@ def test_run_survives_the_death_of_a_node(tmp_path: Path, two_nodes: tuple[RayHe
     victim = Victim(tmp_path / "home", recipe, "--set", f"cluster.address={head.address}")
     try:
         victim.wait_version(3, RUN_SECONDS)
-        lost = actors_on(node)  # the second engine among them: they are spread over the nodes
+        lost = actors_on(node)  # these include the second engine, because engines are spread over the nodes
         assert any("EngineActor" in one for one in lost), lost
         node.kill()
         victim.wait_version(
             victim.version() + 3, RUN_SECONDS
-        )  # the channel's and scheduler's last work is used up by then
+        )  # the work that channel and scheduler did before is used up by then
         outcome = victim.finish([], RUN_SECONDS)
     finally:
         kill_everything(victim.home)

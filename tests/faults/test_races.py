@@ -28,9 +28,10 @@ pytestmark = pytest.mark.slow
 FORK = multiprocessing.get_context("fork")
 ROUNDS = 100
 
-Results = multiprocessing.Queue  # of [(round, what was written)]
+Results = multiprocessing.Queue  # a queue of [(round, name of the written entry)]
 
-Step = Callable[[Path, int, int], str]  # (root, round, racer) -> what it wrote; raises Conflict if it lost
+# (root, round, racer) -> what the racer wrote; raises Conflict if the racer lost
+Step = Callable[[Path, int, int], str]
 
 
 def race(root: Path, step: Step, rounds: int, racers: int = 2) -> list[list[str]]:
@@ -143,7 +144,7 @@ def _holder(store: LocalStore, role: str) -> Writer:
 
 
 def test_racing_void_start_and_commit_stay_consistent(tmp_path: Path) -> None:
-    """The commit comes before the claim and the new scheduler sees it, or it fails: no dispatch has two fates."""
+    """The commit either precedes the new scheduler's claim, and is seen, or fails: no dispatch has two fates."""
     for number in range(20):
         store = LocalStore(tmp_path / str(number))
         begin(store, async_ratio=1)
@@ -157,7 +158,7 @@ def test_racing_void_start_and_commit_stay_consistent(tmp_path: Path) -> None:
         assert "voided: True" in outcomes
         assert any(outcome.startswith("began") for outcome in outcomes)
         found = ResumePoint.of_state(Log(store).state)
-        again = {GroupKey(0, 1), GroupKey(1, 1), GroupKey(2, 1)}  # the third one was left behind before
+        again = {GroupKey(0, 1), GroupKey(1, 1), GroupKey(2, 1)}  # the third dispatch was preempted before
         assert set(found.again) == again | ({GroupKey(5, 1)} if "committed" in outcomes else set())
         assert (found.missing, found.number) == ((0,), 2 if "committed" in outcomes else 1)
         check_story(store)

@@ -1,4 +1,4 @@
-"""Tests ranks in separate processes: a rank that dies, hangs or fails is named, and none outlives its owner."""
+"""Tests ranks in separate processes: a rank that dies, hangs or fails is named, and no rank outlives its owner."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.long
 
-ENDS_SECONDS = 60.0  # a bound for what should take a moment
+ENDS_SECONDS = 60.0  # the longest wait for the end of a process, which should take a moment
 OWNER = """
 import sys
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_warning_of_a_rank_is_logged_by_the_first_rank(folder: Path, monkeypatch
         made._others.end()
         logging.getLogger().removeHandler(heard)
         logging.captureWarnings(False)
-    (one,) = warned  # of all ranks the same, but for its number
+    (one,) = warned  # one warning for all ranks, because their warnings differ only in the rank's number
     assert (one.actor, one.text) == ("learner", f"rank {one.rank} of 3: card {one.rank} is hot")
 
 
@@ -127,7 +127,7 @@ def test_failed_rank_is_named_and_all_ranks_end(folder: Path, trouble: str) -> N
     assert str(caught.value).startswith(why)
     assert len(str(caught.value).splitlines()) == 1
     wait_for_ends(pids(made))
-    with pytest.raises(RankFailed):  # it stays so
+    with pytest.raises(RankFailed):  # the next call raises the same error
         made.step(batch(9), 9)
 
 
@@ -156,7 +156,7 @@ def test_run_with_a_killed_rank_is_bit_identical(tmp_path: Path, monkeypatch: py
     train = {"kind": learner, "ranks": 2}
     whole, broken = (prepare_small(tmp_path, name, versions=2, train=train) for name in ("whole", "broken"))
     costs = {cost.role: cost.seconds for cost in train_small(whole).status().costs}
-    assert costs["learner ranks"] > 0  # what only the owner can count
+    assert costs["learner ranks"] > 0  # only the owner can measure the CPU time of ranks
     feed = Killing(broken)
     feed.actor = LearnerActor(broken, channel=feed)
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL while version 2 was trained"):
@@ -203,7 +203,7 @@ def test_ranks_wait_while_the_first_one_loads_weights(folder: Path, monkeypatch:
     met, store = Event(), serve_store()
 
     class Met(EOFError):
-        """As a pipe raises whose owner is gone, and a file that is too short: this is no such pipe."""
+        """An error of the kind that a pipe without an owner raises, but raised by a file that is too short."""
 
     def meet(*given: Any, **named: Any) -> None:
         met.set()
@@ -222,7 +222,8 @@ def test_ranks_wait_while_the_first_one_loads_weights(folder: Path, monkeypatch:
     assert met.wait(ENDS_SECONDS)
     until(lambda: store.check([rank_process.failed_key(1)]))
     assert store.get(rank_process.failed_key(1)).startswith(b"Met")
-    rank.join(ENDS_SECONDS)  # it ends with `_exit`, which must be the stand-in still: the real one ends this process
+    # the rank calls `_exit`, which must still be the fake, because the real `_exit` ends this process
+    rank.join(ENDS_SECONDS)
     assert not rank.is_alive()
 
 
@@ -247,7 +248,7 @@ def _never(rank: int, meeting: Meeting) -> StartedRank:
 def test_ranks_end_with_a_deleted_learner(folder: Path) -> None:
     made = ranked(folder, 2, 60.0)
     found = pids(made)
-    assert [psutil.Process(pid).name() for pid in found] == ["rank 1 of 2"]  # so whoever looks can tell
+    assert [psutil.Process(pid).name() for pid in found] == ["rank 1 of 2"]  # the process's title names the rank
     del made
     wait_for_ends(found)
 

@@ -22,7 +22,7 @@ from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 RANKS, RANK_SECONDS = 3, 60.0
-# Of so many deaths of one role, pauses that double would come to an hour: after a calm moment they begin again.
+# With so many deaths of one role, doubling pauses would add up to an hour, so pauses are reset after a calm moment.
 RECIPE = (
     SYNCHRONOUS
     + f"""window_seconds = 20.0
@@ -43,7 +43,7 @@ STOPPED = f"did not come to the others within {RANK_SECONDS:g} s"
 @pytest.mark.parametrize(("keys", "kills"), KINDS.values(), ids=KINDS)
 def test_run_with_killed_ranks_and_learner_is_bit_identical(tmp_path: Path, keys: str, kills: Counter[str]) -> None:
     """With sharding each rank stores files of every version; some ranks are killed during a write."""
-    versions = 8 * kills.total()  # some four pass from one kill to the next
+    versions = 8 * kills.total()  # about four versions pass from one kill to the next
     recipe = RECIPE.replace("versions = 100", f"versions = {versions}") + keys
     draw, killed = random.Random(), Victim(tmp_path / "killed", recipe)
     try:

@@ -57,7 +57,7 @@ class Job:
         """The newest version of the run, from its storage; -1 before it began."""
         keys = self.machines.objects(f"store/runs/{self.run}/policies")
         staged = {int(key.split("/policies/")[1].split("/")[0]) for key in keys}
-        return max(staged, default=0) - 1  # a version is staged once the one before it is published
+        return max(staged, default=0) - 1  # a version is staged after the previous version is published
 
     def reach(self, version: int) -> None:
         """Wait until the run has a version."""
@@ -69,7 +69,7 @@ class Job:
         self._wait(reached, f"version {version}")
 
     def restarted(self, times: int) -> None:
-        """Wait until Slurm has restarted the job so many times."""
+        """Wait until Slurm has restarted the job `times` times."""
 
         def running() -> bool:
             now = self.slurm.job(self.number)
@@ -114,7 +114,7 @@ def test_requeued_job_continues_its_run(cluster: tuple[Machines, Slurm]) -> None
     job.reach(8)
     slurm.run("scancel", job.number)
     job.ended("CANCELLED")
-    until(lambda: slurm.run("squeue", "--noheader") == "", HANG_SECONDS)  # and it was not queued again
+    until(lambda: slurm.run("squeue", "--noheader") == "", HANG_SECONDS)  # the job was not queued again
     last = Job(machines, slurm, slurm.submit(SCRIPT, "recipe.toml", ROLLFLOW_RUN=job.run, **STORE), job.run)
     last.ended("COMPLETED")
     assert last.version() + 1 >= 16

@@ -45,7 +45,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_node: None) -> Pa
 def processes() -> list[psutil.Process]:
     """Return the processes of all ranks that are actors."""
     found = []
-    for process in psutil.Process().children(recursive=True):  # Ray's node is this process's
+    for process in psutil.Process().children(recursive=True):  # Ray's node is a child of this process
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.name().startswith("ray::Rank") and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
@@ -71,7 +71,7 @@ def test_spread_ranks_equal_forked_ranks(place: Path, train: dict[str, Any]) -> 
     train_small(far)
     assert weights(far, 2) == weights(near, 2)
     assert audit(far.store).clean
-    until(lambda: not processes())  # they end with their learner
+    until(lambda: not processes())  # the ranks end with their learner
 
 
 class Troubled(StoreFeed):
@@ -93,7 +93,7 @@ class Troubled(StoreFeed):
 
 
 def send(sent: signal.Signals) -> Callable[[MultiRankLearner], None]:
-    """Send it to the rank's process."""
+    """Return a function that sends the signal to the process of a learner's other rank."""
 
     def do(learner: MultiRankLearner) -> None:
         (rank,) = processes()
@@ -105,7 +105,7 @@ def send(sent: signal.Signals) -> Callable[[MultiRankLearner], None]:
 
 
 def nonsense(learner: MultiRankLearner) -> None:
-    """An order that fails."""
+    """Send the rank an order that fails."""
     learner._others._started[1].pipes.orders.send(LoadState({}, {}, None))
 
 
@@ -138,7 +138,7 @@ class Owner:
     """An actor that owns a learner."""
 
     def begin(self, run: RunContext) -> int:
-        """Returns this process's id."""
+        """Start the learner, and return this process's id."""
         self._learner = new_learner(run, ranks=rank_hosts(run))
         return os.getpid()
 
@@ -159,7 +159,7 @@ def test_caller_without_the_secret_is_refused(place: Path) -> None:
     try:
         with pytest.raises(AuthenticationError):
             Client(started._listener.address, authkey=b"guessed")
-        assert started.pipes  # the rank itself came through
+        assert started.pipes  # the rank itself was accepted
     finally:
         started.end()
 

@@ -55,12 +55,12 @@ def test_run_continues_when_the_store_is_back(
     recipe = RECIPE.format(seed=1, versions=60, engine="timed", timing=TIMING["timed"])
     recipe += f"answer_seconds = {ANSWER}\n[rollout]\npatience_seconds = {PATIENCE}\n"
     victim = Victim(tmp_path / "home", recipe, "--set", f"store.uri=s3://{BUCKET}")
-    use(server, monkeypatch)  # we look past the proxy
+    use(server, monkeypatch)  # the test reads the store without the proxy
     victim.store = S3Store(f"{BUCKET}/runs/chaos")
     victim.log, victim.recoveries = Log(victim.store), RecoveryLog(victim.store)
     try:
         victim.wait_version(5, 300)
-        spent = victim.recoveries.read()  # an actor that starts slowly on a busy machine is taken for stuck
+        spent = victim.recoveries.read()  # on a busy machine a slow start may count as a stuck actor
         proxy.fall_silent()
         time.sleep(SILENT)
         proxy.refuse()

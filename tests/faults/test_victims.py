@@ -30,7 +30,7 @@ from tests.support.waiting import until
 def test_kill_counts_once_when_the_process_is_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
         process = psutil.Process(child.pid)
-        assert kill(process)  # a zombie until this process asks how it ended: gone all the same
+        assert kill(process)  # the process is a zombie until it is waited for, and counts as gone
         assert child.wait(30) == -9
         assert not kill(process)
 
@@ -41,7 +41,7 @@ def test_kill_of_everything_includes_new_processes(tmp_path: Path, monkeypatch: 
     children = [subprocess.Popen(sleep, env=environment) for _ in range(2)]
     try:
         until(lambda: len(list(mine(tmp_path))) == 2)
-        looks = [1]  # at the first look there is one
+        looks = [1]  # at the first check there is one process
 
         def seen(home: Path) -> list[psutil.Process]:
             return list(mine(home))[: looks.pop() if looks else None]
@@ -62,7 +62,7 @@ def test_flow_runs_are_identified_by_their_tags() -> None:
 
 
 def test_fatal_kill_is_in_the_table(tmp_path: Path) -> None:
-    """Otherwise the rows would show only the survived kills."""
+    """A kill that ended the run is in the table, which otherwise would show only survived kills."""
 
     class Stuck(Victim):
         def __init__(self) -> None:

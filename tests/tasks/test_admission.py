@@ -62,10 +62,10 @@ def test_allowance_equals_groups_of_due_batches_in_reach(
         (0, 0, (), 4, 0.0, 0),
         (0, 1, (), 2, 2.0, 6),  # (0 + 1 + 2) * 4 = 12
         (3, 3, (), 0, 0.5, 6),  # 4 * 4.5 = 18 in all, 12 are formed
-        (0, 3, (0,), 0, 0.0, 4),  # 1 and 2 were formed ahead and take nothing from 0, which was lost
-        (0, 3, (0, 2), 0, 1.0, 4),  # it is too early for 2
-        (0, 3, (0, 2), 1, 1.5, 5),  # 0, and half of 2
-        (0, 3, (0, 2), 1, 2.5, 9),  # 0, 2, and half of 3
+        (0, 3, (0,), 0, 0.0, 4),  # batches 1 and 2 were formed ahead, and take no group from the lost batch 0
+        (0, 3, (0, 2), 0, 1.0, 4),  # it is too early for batch 2
+        (0, 3, (0, 2), 1, 1.5, 5),  # batch 0, and half of batch 2
+        (0, 3, (0, 2), 1, 2.5, 9),  # batches 0 and 2, and half of batch 3
     ],
 )
 def test_allowance(
@@ -91,7 +91,7 @@ def test_allowance_of_a_plain_case() -> None:
 
 def test_alpha_of_one_allows_one_more_batch() -> None:
     assert rooms(limits={"async_ratio": 2.0}).fresh == 7
-    assert rooms(limits={"async_ratio": 0.0}).fresh == -1  # batch 3 wants version 3
+    assert rooms(limits={"async_ratio": 0.0}).fresh == -1  # batch 3 needs groups of version 3
     assert rooms(limits={"async_ratio": 2.0, "max_batches_ahead": 1.0}).fresh == 3
 
 
@@ -99,7 +99,7 @@ def test_fraction_of_alpha_starts_only_replacements() -> None:
     half = {"async_ratio": 1.5, "on_stale": "drop"}
     assert rooms(limits=half).fresh == 5  # half a batch more
     assert rooms(limits=half | {"on_stale": "wait"}).fresh == 3
-    # A group would be for batch 4, and too old.
+    # A new group would be for batch 4, and would be too old.
     assert rooms(limits=half, due=BatchesToForm(4, (), 10), outstanding=0).fresh == 0
 
 

@@ -26,7 +26,7 @@ F64 = torch.float64
 
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 1])
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=F64)
-COUNTS = torch.tensor([1, 1, 1, 1, 1, 5])  # tokens: ten in total
+COUNTS = torch.tensor([1, 1, 1, 1, 1, 5])  # tokens per row; ten in total
 
 
 def found_by(
@@ -45,7 +45,7 @@ def test_group_advantages_by_hand() -> None:
 
 
 def test_leave_one_out_advantages_by_hand() -> None:
-    """Minus the mean of the others: 1 - 0, 0 - 1/2. A response alone in its group has advantage zero."""
+    """An advantage is the reward minus the mean of the other rewards: 1 - 0, 0 - 1/2. A single response has zero."""
     expected = [1.0, -0.5, -0.5, 0.0, 0.0, 0.0]
     assert found_by(baseline="leave-one-out", scale="none") == pytest.approx(expected, abs=1e-12)
     alone = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 1])
@@ -77,7 +77,7 @@ def test_rewards_are_advantages_without_a_baseline() -> None:
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_equal_rewards_give_advantage_zero(baseline: str, scale: str, dtype: torch.dtype) -> None:
-    """Exactly zero, although the mean of three times 0.1 is not exactly 0.1."""
+    """The advantages are exactly zero, although the rounded mean of three times 0.1 is not 0.1."""
     rewards = torch.tensor([0.1] * 3 + [0.7] * 3, dtype=dtype)
     if baseline == "batch":
         rewards[:] = 0.1
@@ -183,7 +183,7 @@ def test_responses_share_one_prompt() -> None:
 def test_every_masked_token_is_packed_once_in_context(
     groups: list[tuple[int, list[int]]], most: int, width: int | None
 ) -> None:
-    """For any lengths (also a response without tokens), any budget and any width."""
+    """Packing is correct for any lengths (also for a response without tokens), any budget and any width."""
     number = itertools.count(1)
     made = []
     for prompt, lengths in groups:
@@ -213,7 +213,7 @@ def test_every_masked_token_is_packed_once_in_context(
 
 @pytest.mark.parametrize(("baseline", "scale"), [("none", "group"), ("none", "batch"), ("batch", "group")])
 def test_scale_that_does_not_fit_the_baseline_is_refused(baseline: str, scale: str) -> None:
-    """Otherwise a group of four right answers would have an advantage of 10,000."""
+    """With such a scale, a group of four correct answers would have an advantage of 10,000."""
     with pytest.raises(ValidationError, match=rf'scale = .{scale}.: with the baseline "{baseline}", equal rewards'):
         Advantage.model_validate({"baseline": baseline, "scale": scale})
 

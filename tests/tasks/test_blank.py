@@ -1,4 +1,4 @@
-"""A learner that starts without weights, as before a restore, equals any other learner once it has loaded some.
+"""A learner that starts without weights, as before a restore, equals any other learner once it has loaded weights.
 
 The worst possible memory is simulated: every parameter starts as NaN.
 """

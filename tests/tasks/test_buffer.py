@@ -26,7 +26,7 @@ STARTS = st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12)
 def test_buffer_counts_groups_ahead(starts: list[tuple[int, bool]], bound: float, order: object) -> None:
     buffer, ranks = TrajectoryBuffer(), []
     places = list(enumerate(starts))
-    order.shuffle(places)  # type: ignore[attr-defined]  # it is a `Random`
+    order.shuffle(places)  # type: ignore[attr-defined]  # `order` is a `Random`
     for prompt, (started, awaited) in places:
         buffer.add(group(prompt, started), prompt, awaited=awaited)
         ranks.append(Rank(started, not awaited, GroupKey(prompt, 0)))

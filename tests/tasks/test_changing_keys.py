@@ -1,4 +1,4 @@
-"""Every key of a run's config: a change is recorded and holds for the resumed run, or is refused in one sentence.
+"""A change of any config key is recorded and holds for the resumed run, or is refused in one sentence.
 
 Keys and values are drawn from the config's own schema, so a key that is added later is tested, too.
 """
@@ -88,7 +88,7 @@ def test_drawn_key_is_allowed_or_refused(run: RunContext, key: str, value: str) 
 
 @pytest.mark.long
 def test_every_key_changes_or_is_refused(run: RunContext, tmp_path: Path) -> None:
-    """Each allowed change, one after the other, on a copy of the run: recorded, read back, and the audit is clean."""
+    """Each allowed change is made on a copy of the run: it is recorded and read back, and the audit is clean."""
     changed, said = set[str](), dict[str, str]()
     copied = copy_of(run, tmp_path / "runs" / "small")
     for key in KEYS:

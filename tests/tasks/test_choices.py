@@ -76,7 +76,7 @@ def test_extra_groups_shorten_a_step_and_are_issued_again() -> None:
     assert set(reasons(pipeline)) == {"redundant"}
     waiting = {key.prompt for key in pipeline.state.in_flight}
     trained = {key.prompt for commit in commits(pipeline) for key in commit.groups}
-    assert waiting | trained == set(range(pipeline.state.issued[0]))  # every preempted prompt is still to come
+    assert waiting | trained == set(range(pipeline.state.issued[0]))  # every preempted prompt will be issued again
 
 
 def test_first_responses_to_end_are_kept() -> None:
@@ -97,7 +97,8 @@ def test_slow_prompts_get_their_own_batch() -> None:
     attempts = [{key.attempt > 0 for key in commit.groups} for commit in made]
     assert attempts.count({True}) >= 5  # long rounds have only preempted prompts
     assert {False, True} not in attempts[:-1]
-    assert len(pipeline.state.open) <= 1  # the last round takes the waiting prompts: only the extras do not fit into it
+    # the last round takes the waiting prompts, and only extra groups do not fit into it
+    assert len(pipeline.state.open) <= 1
 
 
 def test_long_round_takes_only_the_tail_and_no_extras() -> None:
@@ -140,7 +141,7 @@ def spoken(pipeline: Pipeline) -> dict[tuple[int, int], tuple[int, ...]]:
 
 
 def test_preempted_group_keeps_its_draws() -> None:
-    """Otherwise it would be trained with another, usually shorter response. That was the whole bias of extra groups."""
+    """With other draws a preempted group would usually get shorter responses, a bias of extra groups."""
     common = {"versions": 30, "groups": 8, "async_ratio": 0.0, "slots": 64, "sigma": 1.5}
     plain, _ = ran(**common)
     pipeline, _ = ran(**common, choices={"redundant_groups": 8, **DROP})
@@ -256,7 +257,7 @@ def test_filter_that_keeps_nothing_fails_with_advice() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         ran(choices={"filter": FilterConfig(min_mean=1.0, max_consecutive=20)})
     why = find_first_cause(caught.value)
-    assert isinstance(why, ConfigError)  # a restart would filter the next 20 groups in vain, too
+    assert isinstance(why, ConfigError)  # not a restart, because a restarted run would also filter the next 20 groups
     assert "removed 20 groups in a row (the last: mean reward at or below 1); widen it" in str(why)
 
 

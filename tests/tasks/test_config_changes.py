@@ -1,4 +1,4 @@
-"""A run whose config is changed: recorded once, refused by key, and every version trained under its own config."""
+"""A changed config is recorded once or refused by key, and every version is trained under its own config."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CHANGES: Sequence[Sequence[str]] = (
 @pytest.mark.long
 @pytest.mark.parametrize("overrides", CHANGES)
 def test_finished_run_goes_on_under_another_config(tmp_path: Path, overrides: Sequence[str]) -> None:
-    """Trained, replayed and restored bit for bit, whatever its learner has in its state."""
+    """The continued run is trained, replayed and restored bit for bit, whatever the learner's state contains."""
     context = prepare_small(tmp_path, versions=3, train=ALL_ROLES, keep_every=1)
     train_small(context)
     before = context.config
@@ -93,7 +93,7 @@ def test_learning_rates_follow_the_config_of_each_version(tmp_path: Path) -> Non
 
 
 def test_restore_replays_versions_of_an_older_config(tmp_path: Path) -> None:
-    """The base has the state; the versions behind it were trained under the config before."""
+    """The base has the state; the versions after the base were trained under the earlier config."""
     context = prepare_small(tmp_path, versions=5, state_every=4, keep_last=9)
     train_small(context, until=3)
     record_change(again(context), ["train.learning_rate=0.01"])
@@ -165,7 +165,7 @@ def test_change_is_refused_in_one_sentence(tmp_path: Path, override: str) -> Non
 
 
 def test_longer_responses_are_refused(tmp_path: Path) -> None:
-    """`max_new_tokens` decides which prompts fit: another prompt would stand behind an index."""
+    """`max_new_tokens` decides which prompts fit, so another limit could give an index another prompt."""
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
     with pytest.raises(ConfigError, match=r"max_new_tokens = 16: .* leave room for 8 tokens .*; choose 8 or less"):
@@ -177,7 +177,7 @@ def test_longer_responses_are_refused(tmp_path: Path) -> None:
 
 
 def test_versions_are_evaluated_by_their_own_config(tmp_path: Path) -> None:
-    """More evaluations ask for none of versions that are gone; the last one of before was evaluated."""
+    """More frequent evaluations request no pruned version; the last version before the change was evaluated."""
     context = prepare_small(tmp_path, versions=3)
     train_small(context)
     record_change(again(context), ["versions=7", "evaluation.every=2"])
@@ -187,7 +187,7 @@ def test_versions_are_evaluated_by_their_own_config(tmp_path: Path) -> None:
 
 
 def test_run_that_is_older_than_a_key_is_changed(tmp_path: Path) -> None:
-    """The recorded config lacks some keys, and has one at an older place; both stay so, with their meaning."""
+    """The recorded config lacks some keys, and has one key in an older place; the change leaves both as they are."""
     tree = RunConfig().model_dump(mode="json")
     for key in ("fused_adamw", "share_prompts", "objective"):
         del tree["train"][key]
@@ -205,7 +205,7 @@ def test_run_that_is_older_than_a_key_is_changed(tmp_path: Path) -> None:
 
 
 def test_change_leaves_a_recorded_policy_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of before end tokens were united, with what is refused of a new run and cannot change."""
+    """An older run has end tokens that a new run must not have, and keeps them after a change of its config."""
     make_policy(tmp_path / "policy")
     change_json(tmp_path / "policy" / "tokenizer_config.json", eos_token="<|pad|>")
     with monkeypatch.context() as patch:
@@ -229,13 +229,13 @@ def test_formed_keys_change_when_no_batch_waits(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """The process was killed."""
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the write", "after it"])
 @pytest.mark.parametrize("entry", [0, 1], ids=["claim", "change"])
 def test_killed_change_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: int, after: bool) -> None:
-    """Killed around each of its two entries; then the same command again: one change, and the run goes on."""
+    """The command is killed before or after each of its entries; repeated, it makes one change."""
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
     place = entry_path(again(context).log.state.n + 1 + entry)
@@ -281,11 +281,11 @@ def test_lost_answer_adds_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_two_equal_changes_add_one_entry(tmp_path: Path) -> None:
-    """Another command records the same change between the look and the append."""
+    """Another command records the same change after this command's read and before its append."""
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
     slow, after = again(context), context.config.model_copy(update={"versions": 5})
-    assert slow.config.versions == 2  # it has looked
+    assert slow.config.versions == 2  # the slow command has read the config
     real = slow.log.claim
 
     def claim(*given: Any, **more: Any) -> Any:

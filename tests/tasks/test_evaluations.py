@@ -1,4 +1,4 @@
-"""Evaluations beside training: nothing waits for them but the end, and none is lost."""
+"""Evaluations beside training: only the run's end waits for evaluations, and no evaluation is lost."""
 
 from __future__ import annotations
 

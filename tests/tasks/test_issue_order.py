@@ -17,7 +17,7 @@ TAIL: dict[str, Any] = {"tail_batching": True, "on_stale": "drop"}
 def order_of(
     again: list[tuple[int, int]] | None = None, behind: list[tuple[int, int]] | None = None, **limits: Any
 ) -> IssueOrder:
-    """2 groups of 4 a batch, batches 0 to 9; prompts below 100 were issued before."""
+    """Create an order with 2 groups of 4 per batch and batches 0 to 9; prompts below 100 were issued before."""
     every = RolloutLimits(0, 10, 2, 4, 1.0, 8, 1, 9, 1.0, **limits)
     return IssueOrder(every, Cursor((100,), (0,)), [GroupKey(*key) for key in again or []], behind or [])
 

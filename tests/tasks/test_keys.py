@@ -1,4 +1,4 @@
-"""Held out means held out: no key is in both training and evaluation, whatever the sources of a run are."""
+"""No key is in both training and evaluation, whatever the sources of a run are."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_sum_has_one_key_in_every_sentence() -> None:
         assert one.canonical_key == other.canonical_key
 
 
-# What the code before there were keys asked: 600 training questions, 300 demonstrations and the held-out ones, hashed.
+# Hashes of questions from before keys existed: 600 for training, 300 demonstrations, and the held-out questions.
 LINES = "".join(
     json.dumps({"question": f"{'What is ' if i % 3 else 'what  is '}{i % 50 + 1} + {i % 7}?", "answer": i}) + "\n"
     for i in range(120)
@@ -181,7 +181,7 @@ def test_split_by_text_matches_recorded_runs(configs: list[PromptConfig], record
 
 
 def test_split_by_text_leaves_twins_in_training() -> None:
-    """This is what keys are for: most held-out sums had a twin."""
+    """Keys prevent such twins: without keys, most held-out sums had a twin in training."""
     made = RunPrompts([SOURCES[0]], 0, 256, encode, 200, read, "text")
     source = made.sources[0]
     held = source.held_out(256)

@@ -1,4 +1,4 @@
-"""An episode that is no longer wanted ends immediately, even while its environment computes: it delays no group."""
+"""An episode that is no longer needed ends immediately, even while its environment computes, and delays no group."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_state_is_the_adapter_and_its_moments(folder: Path) -> None:
     sizes = [sum(len(data) for data in joined(made.state()).values()) for made in (small, whole)]
     inputs = [layer.in_features + layer.out_features for layer in layers(small).values()]  # type: ignore[arg-type]
     assert 2 * sum(inputs) == 5632
-    assert sizes[0] < 3 * 4 * 5632 + 20_000  # three float32 for each parameter, names, and the generator's state
+    assert sizes[0] < 3 * 4 * 5632 + 20_000  # three float32 numbers per parameter, names, and the generator's state
     assert sizes[1] > 2 * 4 * 130_000
 
 

@@ -28,7 +28,7 @@ FAST = {"ray.io/accelerator-type": "H100"}
 
 
 def config(**keys: Any) -> RunConfig:
-    """A run on a shared cluster, with these keys of `[cluster]`."""
+    """Return the config of a run on a shared cluster, with these keys of `[cluster]`."""
     return parse_config({"cluster": {"address": ELSEWHERE, **keys}})
 
 

@@ -23,7 +23,7 @@ CONFIG = RunConfig(versions=20)
 
 
 def outcome(candidate: Candidate, step: float, engines: float, learner: float) -> CandidateOutcome:
-    """An outcome with this step in seconds, and these idle shares."""
+    """Return an outcome with this step time in seconds, and these idle shares."""
     figures = SimpleNamespace(
         step_seconds=step, idle=IdleShares(engines=engines, slots=0.0, reward=0.0, learner=learner)
     )

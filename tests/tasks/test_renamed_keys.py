@@ -1,4 +1,4 @@
-"""Renamed keys: the config of an earlier run reads as one of today, a new recipe is told the new name."""
+"""Renamed keys: a recorded config may have earlier names; a new recipe with an earlier name is refused."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_table_names_keys_that_exist() -> None:
 def test_recipe_with_an_earlier_key_is_refused(
     old: str, new: str, values: Sequence[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the file, by `--set`, in a sweep: one sentence, and exit code 2."""
+    """An earlier key in the file, in `--set` or in a sweep gives one sentence and exit code 2."""
     plain, file, value = tmp_path / "plain.toml", tmp_path / "recipe.toml", values[0]
     plain.write_text('engine.kind = "timed"\n')
     file.write_text(f'engine.kind = "timed"\n{old} = {json.dumps(value)}\n')
@@ -160,7 +160,7 @@ def test_hardware_file_with_an_earlier_key_is_refused(old: str, new: str, value:
 
 
 def test_refusal_names_all_that_is_wrong(tmp_path: Path) -> None:
-    """What a renamed key hides is told with it."""
+    """The error about a renamed key also names the other faults of the recipe."""
     with pytest.raises(ConfigError) as refused:
         parse_config({"rollout": {"depth": 0, "tail_after": 3, "attempts": 0}, "verions": 3})
     text = str(refused.value)
@@ -192,7 +192,7 @@ def test_flow_run_of_an_earlier_rollflow_names_its_run(tmp_path: Path, monkeypat
 
 @pytest.fixture
 def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
-    """A trained run, whose log has the earlier names."""
+    """Create a trained run whose log has the earlier names."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     context = prepare_small(tmp_path, versions=2)
     tree = tree_of(context.config)
@@ -225,7 +225,7 @@ def test_earlier_run_is_audited(earlier: RunContext) -> None:
 
 
 def test_changed_earlier_run_keeps_its_names(earlier: RunContext) -> None:
-    """`resume --set` takes the names of today; the log goes on with those that it has."""
+    """`resume --set` takes the current names; the log keeps the earlier names."""
     before = stored(earlier)
     record_change(earlier, ["versions=3", "rollout.max_inflight_groups=9", "rollout.filter.max_consecutive=60"])
     context = again(earlier)

@@ -1,4 +1,4 @@
-"""The distance between two files of tensors, by hand; and the same config on another number of ranks."""
+"""The distance between two files of tensors, by hand, and the same config on another number of ranks."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from rollflow.tasks.simulation.world import SimulatedRun, simulate
 
 
 def recipe(**changes: Any) -> RunConfig:
-    """A small recipe; 8 groups of 4 a step, and no evaluations."""
+    """Return a small recipe with 8 groups of 4 per step, and without evaluations."""
     rollout = RolloutConfig(**{key: changes.pop(key) for key in ("max_inflight_groups", "on_stale") if key in changes})
     keys: dict[str, Any] = {
         "versions": 8,
@@ -47,7 +47,7 @@ def recipe(**changes: Any) -> RunConfig:
 
 
 def hardware(**sections: dict[str, Any]) -> Hardware:
-    """Two engines of 8 slots; lognormal lengths of 100 tokens, 0.1 s each."""
+    """Return hardware with two engines of 8 slots, lognormal lengths of 100 tokens, and 0.1 s per token."""
     parts: dict[str, dict[str, Any]] = {
         "engines": {"count": 2, "max_concurrent_requests": 8, "seconds_per_token": 0.1},
         "responses": {"median": 100.0, "sigma": 0.8, "cap": 1000, "correlation": 0.7},
@@ -598,7 +598,7 @@ def test_separate_evaluation_engine_costs_training_nothing(changes: dict[str, An
 @pytest.mark.long
 @pytest.mark.parametrize("slowing", [0.05, 0.5])
 def test_run_at_alpha_zero_predicts_the_others(slowing: float) -> None:
-    """On an engine that hardly slows down under load, and on one that slows almost in proportion: the fit must tell."""
+    """The fit must distinguish an engine that hardly slows under load from one that slows almost in proportion."""
     machine = hardware(
         engines={
             "count": 1,

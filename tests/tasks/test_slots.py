@@ -177,7 +177,7 @@ class LanesMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_are_those_of_who_holds_them(self) -> None:
-        """Count when every task knows what it was granted."""
+        """Check the slot counts once every task knows its grant."""
         for lane in self.all:
             assert 0 <= lane.taken <= lane.slots
             granted = [h.ticket for h, task in self.holders if not task.done() and h.ticket.lane is lane]
@@ -189,14 +189,14 @@ class LanesMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_while_he_fits(self) -> None:
-        """The first ticket in the queue, by priority and then by arrival, fits on no engine."""
+        """Check that the first ticket in the queue, by priority and then by arrival, fits on no engine."""
         waiting = [holder.ticket for holder, task in self.holders if not task.done() and holder.ticket.waits]
         if waiting:
             first = min(waiting, key=lambda ticket: ticket.turn)
             assert max((lane.free for lane in self.queue.live), default=0) < width(first)
 
     def teardown(self) -> None:
-        """All tasks end, and every slot is free."""
+        """End all tasks, and check that every slot is free."""
         self.step(self.join, 0)
         for _ in range(len(self.holders) + 1):
             for holder, _ in self.holders:

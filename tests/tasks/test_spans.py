@@ -31,14 +31,14 @@ from tests.support.small_run import GROUPS, prepare_small, train_small
 
 
 def in_memory(share: float = 1.0) -> tuple[Spans, InMemorySpanExporter]:
-    """Spans on the clock of the event loop that runs, and what keeps them."""
+    """Return spans on the running event loop's clock, and the exporter that keeps them."""
     provider, kept = build_provider({"service.name": "test"}), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     return Spans("run", provider, share, lambda: asyncio.get_running_loop().time()), kept
 
 
 def by_dispatch(kept: InMemorySpanExporter) -> dict[GroupKey, list[ReadableSpan]]:
-    """Each dispatch's spans."""
+    """Group the spans by dispatch."""
     found: dict[GroupKey, list[ReadableSpan]] = {}
     for span in kept.get_finished_spans():
         assert span.attributes is not None
@@ -60,7 +60,7 @@ def check_trace(spans: list[ReadableSpan]) -> str:
 
 
 def times(span: ReadableSpan) -> tuple[int, int]:
-    """Start and end, in nanoseconds."""
+    """Return the start and the end of a span in nanoseconds."""
     return span.start_time or 0, span.end_time or 0
 
 

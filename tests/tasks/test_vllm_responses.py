@@ -300,7 +300,7 @@ class Script:
         self.asked.append(Expected(task, id, self.core.sent[-1].request_id, *parts))
 
     def tell(self, drawn: list[tuple[int, int, int | None]]) -> None:
-        """Also for ended requests, because the core may be told later."""
+        """Send a step's output, also for ended requests, because the core may learn of an end later."""
         outputs = []
         for one, count, end in [(self.asked[place], *rest) for place, *rest in drawn if place < len(self.asked)]:
             tokens = list(itertools.islice(self.numbers, count))

@@ -1,7 +1,7 @@
 """The simulated world, on a real clock with real actors, trains what it trains in simulation.
 
-`benchmarks/wall_clock.py` measures how long that takes and whether the simulator predicts it: a test cannot tell a
-wrong simulator from a busy machine.
+`benchmarks/wall_clock.py` measures how long a real step takes, and whether the simulator predicts this time. A test
+cannot distinguish a wrong simulator from a busy machine.
 """
 
 from __future__ import annotations
