@@ -8,14 +8,14 @@ probability of the token over the probability at which it was sampled.
 - `ratio_mean`, `ratio_max`, `ratio_p1`, `ratio_p99`: mean, maximum and two percentiles of the ratio in the update. For
   tokens that an exact engine sampled from the newest version, the ratio is 1.
 - `effective_samples`: squared sum of the ratios over the sum of squared ratios, divided by the number of tokens (Kish
-  1965). It is 1 if all ratios are equal.
+  1965). `effective_samples` is 1 if all ratios are equal.
 - `clipped_up`, `clipped_down`: share of clipped tokens with a positive advantage, and with any other advantage.
 - `corrected`: share of tokens whose ratio was outside a correction's range, so that the ratio was capped or the token
   was left out.
 - `kl_behaviour`: KL(mu || pi) in nats by the estimator r - 1 - log r (k3), where r is the ratio.
 - `ratio_distance`: mean |log pi/mu| in nats.
-- `engine_gap`: mean |log pi/mu| before the first update, on tokens of the newest version. It is the distance of the
-  learner's log-probs from the engine's. (The probe of a weight update uses fixed tokens only.)
+- `engine_gap`: mean |log pi/mu| before the first update, on tokens of the newest version. `engine_gap` is the
+  distance of the learner's log-probs from the engine's. (The probe of a weight update uses fixed tokens only.)
 - `entropy`: entropy of the policy at each token, if the objective needs the entropy.
 - `kl_reference`: KL(pi || reference) in nats per token by k3, over all ages, if there is a reference.
 """

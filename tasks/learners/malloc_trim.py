@@ -1,4 +1,4 @@
-"""Release of freed memory. Without it, the C library keeps the memory of a step while the version is published."""
+"""Release of freed memory, because the C library would keep a step's memory while the version is published."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MANY = 2**28  # bytes of weights from which on memory is released; releasing less costs more time than it is worth
+MANY = 2**28  # bytes of weights from which on memory is released; releasing less memory is not worth the time
 
 
 def release_memory(weights: Iterable[Tensor]) -> None:

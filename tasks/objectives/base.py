@@ -2,11 +2,11 @@
 
 Notation: pi is the policy being trained, pi_p the proximal policy (the learner before this version's first update), mu
 the behaviour policy (its log-probs were recorded at sampling), A the advantage, and sg stop-gradient. All tensors are
-flat, with one element for each of the M loss-masked tokens of a micro-batch's rows. They are on the learner's device
-and in the learner's precision.
+flat, with one element for each of the M loss-masked tokens of a micro-batch's rows. All tensors are on the learner's
+device and in the learner's precision.
 
-- A loss is returned for each token, to be minimized. It is not aggregated yet: `aggregation` and `minibatches` later
-  give each token's loss a weight.
+- A loss is returned for each token, to be minimized. The losses are not aggregated: `aggregation` and `minibatches`
+  later give each token's loss a weight.
 - Rows are independent of each other: the order and grouping of rows do not change their losses.
 - An objective gets whole rows, unless the objective is `by_token`. A `by_token` objective may get some tokens of a row
   at a time, so that memory holds fewer logits. `by_token` is not inherited: a class that changes the loss must set

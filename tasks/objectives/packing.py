@@ -35,7 +35,10 @@ class MicroBatch:
 
     @property
     def seen(self) -> Tensor | None:
-        """(L, 1, T, T) bool: True if a token attends to the token of the last axis; None if no row shares a prompt."""
+        """(L, 1, T, T) bool: True if the token of the third axis attends to that of the last axis.
+
+        The value is None if no row shares a prompt.
+        """
         return None if self.part is None else build_mask(self.part)
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ class AddingEmbedding:
 
     def __init__(self, model: Any) -> None:
         found: Any = None
-        with suppress(NotImplementedError):  # transformers raises this if it does not find the embedding
+        with suppress(NotImplementedError):  # transformers may not find the embedding
             found = model.get_input_embeddings()
         plain = type(found) is nn.Embedding and type(found.weight) is nn.Parameter
         asked = plain and not (found.sparse or found.scale_grad_by_freq or found.max_norm is not None)
@@ -54,7 +54,7 @@ class AddingEmbedding:
 class _AccumulateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, ids: Tensor, embedding: nn.Embedding) -> Tensor:
-        ctx.weight_VH = embedding.weight  # autograd does not see the weight, so its hooks do not run
+        ctx.weight_VH = embedding.weight  # autograd does not see the weight, so the weight's hooks do not run
         ctx.padding = embedding.padding_idx
         ctx.save_for_backward(ids)
         return nn.functional.embedding(ids, embedding.weight)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-PIECE_BYTES = 2**22  # bytes of one piece of a gradient, which stays in the CPU's cache while it is added
+PIECE_BYTES = 2**22  # bytes of one piece of a gradient; a piece stays in the CPU's cache while the piece is added
 ON_GPU = 16  # factor of `PIECE_BYTES` on a GPU, where each piece costs three kernel launches
 
 
@@ -61,7 +61,7 @@ class AddingLinear(nn.Module):
 class _AccumulateLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, linear: nn.Linear) -> Tensor:
-        ctx.weight_VH = linear.weight  # autograd does not see the weight, so its hooks do not run
+        ctx.weight_VH = linear.weight  # autograd does not see the weight, so the weight's hooks do not run
         ctx.save_for_backward(given)
         return nn.functional.linear(given, linear.weight)
 

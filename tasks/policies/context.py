@@ -60,8 +60,8 @@ def context_length(config: Mapping[str, Any]) -> int:
 def probe_length(config: Mapping[str, Any]) -> int:
     """Return the number of tokens that the weight-update probe needs.
 
-    The probe is longer than a sliding window, and longer than the length from which positions are scaled. It is never
-    longer than the context.
+    The probe is longer than a sliding window, and longer than the length from which positions are scaled. The probe is
+    never longer than the context, nor than `LONGEST_PROBE`.
     """
     text = text_config(config)
     windows = [_window(text)]

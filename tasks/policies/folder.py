@@ -1,7 +1,7 @@
 """The policy folder of a run: an ordinary Hugging Face folder with architecture and tokenizer, but without weights.
 
 Every process of the run reads the policy folder; the weights of each version come from the policy store. This module
-does not import torch, so that a run is checked quickly before its processes start.
+does not import torch, so that a run's policy is checked quickly before the run's processes start.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class LMHead:
             off = self._distance(model, decoder)
         except torch.OutOfMemoryError:
             raise  # lack of memory says nothing about the model's code
-        except Exception as error:  # a model's own code may raise anything when it is run this way
+        except Exception as error:  # a model's own code may raise any error without its decoder
             raise _refusal(model, f"{type(error).__name__}: {error}") from error
         if judged and off > NEAR.get(model.dtype, HALF):
             raise _refusal(model, f"log-probs differ by {off:.2g} nats")
@@ -119,9 +119,9 @@ def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
 
 
 def _replace_last_layer(head: Any, last: nn.Module | None) -> AddingLinear | None:
-    """Replace the last layer by an `AddingLinear` and return it.
+    """Replace the last layer by an `AddingLinear`, and return the `AddingLinear`.
 
-    Return None, without a change, if the layer has more than a weight, or is not a direct child of the model.
+    If the last layer has more than a weight, or is not a direct child of the model, change nothing and return None.
     """
     name = next((name for name, found in head._modules.items() if found is last), None)
     if name is None or type(last) is not nn.Linear or last.bias is not None:

@@ -297,7 +297,7 @@ async def test_engine_takes_more_requests_than_slots(case: Case) -> None:
 
 
 async def test_death_reaches_every_call(case: Case, request: pytest.FixtureRequest) -> None:
-    """This test must be the last test of an engine, because it kills the engine."""
+    """The test kills the engine, so no other test of the engine may follow."""
     requests, tasks = await started(case)
     ids = [request.id for request in requests]
     case.engine.check()

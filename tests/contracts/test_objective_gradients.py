@@ -79,7 +79,7 @@ def kimi(rows: Rows, row: Row, _: int) -> float:
 def topr(rows: Rows, row: Row, _: int) -> float:
     """Return the gradient of TOPR (Le Roux et al. 2025).
 
-    It is G = -A / R for answers with A > 0, and G = -min(pi/mu of the response, 1) A / R for other answers.
+    The gradient is -A / R for answers with A > 0, and -min(pi/mu of the response, 1) A / R for other answers.
     """
     a = centred(rows, row)
     return -(1.0 if a > 0 else min(1.0, math.exp(moved(row)))) * a / with_tokens(rows)

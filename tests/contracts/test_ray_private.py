@@ -36,7 +36,7 @@ def test_node_accepts_our_parameters() -> None:
 
 def test_ray_uses_loopback_if_clusters_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
-    monkeypatch.setattr(worker, "_global_node", None)  # another test of this process may have set it
+    monkeypatch.setattr(worker, "_global_node", None)  # another test of the process may have set a node
     assert services.get_node_ip_address() == "127.0.0.1"
     assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
 

@@ -29,7 +29,7 @@ START_SECONDS = 120.0  # longest wait of started ranks for each other
 
 
 class GlooRanks(Ranks):
-    """One of several ranks that communicate by gloo. It implements `ranks.Ranks`."""
+    """One of several ranks that communicate by gloo; an implementation of `ranks.Ranks`."""
 
     def __init__(
         self,

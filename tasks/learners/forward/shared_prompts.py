@@ -1,9 +1,9 @@
 """A test that a model can run several responses behind one copy of their prompt (`objectives/shared_prefix.py`).
 
 To share prompts, a model must obey an attention mask and given positions. A sliding window, chunked attention or a
-recurrent state would ignore the mask or cover wrong tokens. So an architecture that declares one of these does not
-share prompts. Any other architecture is tested: log-probs of two responses behind one prompt must equal the log-probs
-of each response on its own.
+recurrent state would ignore the mask or cover wrong tokens. So an architecture that declares a window, chunks or such a
+state does not share prompts. Any other architecture is tested: log-probs of two responses behind one prompt must equal
+the log-probs of each response on its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def shared_width(model: Any, logprobs: TokenLogprobs) -> int | None:
         off = _distance(model, logprobs)
     except torch.OutOfMemoryError:
         raise  # lack of memory says nothing about the model's code
-    except REFUSALS:  # raised by a model's own code for a mask or positions that it does not support
+    except REFUSALS:  # a model's own code raises one of these errors for an unsupported mask or unsupported positions
         return None
     return int(config.hidden_size) if off <= NEAR.get(model.dtype, HALF) else None
 

@@ -1,11 +1,11 @@
-"""A learner whose weights, gradients and moments are sharded over its ranks. It trains like `TorchLearner`.
+"""A learner whose weights, gradients and moments are sharded over ranks, and which trains like `TorchLearner`.
 
     torch learner, whole or blank --shard--> backends --take--> step, load, weights, state: of all ranks
 
 - All ranks run the same number of passes, because ranks exchange shards in each pass. A rank with fewer micro-batches
   than other ranks runs a row whose loss is multiplied by zero.
 - The learner starts unsharded, so that a cold start trains the whole model. The learner is sharded before the first
-  step or load. Its weights and state are then sent file by file, and each rank keeps its shards.
+  step or load. The learner's weights and state are then sent file by file, and each rank keeps only its own shards.
 - Stored files have the names and shapes of the files of `TorchLearner`, so files are the same for any number of ranks.
   A file is gathered when the file is read, on the rank that will store the file.
 """
