@@ -27,7 +27,7 @@ from tests.support.pipeline import Pipeline
         ("least-work", None, 0, 40),
         ("least-work", 7, 0, 7),
         ("group", None, 0, 4),  # 20 slots of one engine hold 2 groups of 8
-        ("group", None, 3, 2),  # and one of 11
+        ("group", None, 3, 2),  # with 3 more responses, 20 slots of one engine hold 1 group of 11
         ("group", None, 50, 2),  # a wider group has all slots of an engine
         ("group", 7, 0, 7),
     ],

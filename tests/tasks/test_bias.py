@@ -1,4 +1,4 @@
-"""Bias of objectives where the true gradient is known: corrections reduce it; only exact weights remove it."""
+"""Bias of objectives where the true gradient is known: corrections reduce the bias; only exact weights remove it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An update on a GPU launches its micro-batches without reading a value between them, since reading waits.
 
-Tested on the CPU, where reads can be counted.
+The tests run on the CPU, where reads can be counted.
 """
 
 from __future__ import annotations

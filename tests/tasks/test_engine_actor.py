@@ -52,7 +52,7 @@ def test_packed_messages_arrive_unchanged() -> None:
 
 @pytest.mark.slow
 async def test_new_owner_takes_the_engine_over(ray_node: None) -> None:
-    """As after the death of the first owner's process: its requests end, and their ids are free again."""
+    """As after the death of the first owner's process, this owner's requests end, and their ids are free again."""
     first = RayEngine.spawn(TIMED, None)
     await first.start()
     old = asyncio.create_task(first.generate(GenerationRequest("same-id", (3,), 1000, seed=1)))
@@ -67,7 +67,7 @@ async def test_new_owner_takes_the_engine_over(ray_node: None) -> None:
         await asyncio.wait_for(old, HANG_SECONDS)
     with pytest.raises(EngineFailed, match="taken this engine over"):
         await first.suspend("continue")
-    await first.close()  # it does not own the engine, so it must not close it
+    await first.close()  # the first client does not own the engine, so it must not close the engine
     assert (await second.stats()).running == 0
     assert (await second.generate(GenerationRequest("x", (3,), 1))).versions == (4,)
     await second.close()
@@ -87,7 +87,7 @@ async def test_dead_engine_is_restarted_within_its_actor(ray_node: None) -> None
     new = RayEngine(actor, keep_actor=True)
     await actor.start.remote()
     await actor.health.remote()
-    assert not await old.owns()  # it has not heard of the death
+    assert not await old.owns()  # the old client does not know of the death
     await old.close()
     proxy = InferenceProxy([], 4, replacement_seconds=HANG_SECONDS)
     await proxy.join(0, new)

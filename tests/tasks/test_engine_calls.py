@@ -44,7 +44,7 @@ class Called:
         self.engine = RayEngine(self.near, keep_actor=True)
 
     async def begun(self) -> Called:
-        """Start it with version 0."""
+        """Start the engine with version 0."""
         await self.engine.suspend("continue")
         await self.engine.update(0, HERE)
         await self.engine.resume()
@@ -68,7 +68,7 @@ async def whole(seed: int, tokens: int = 100) -> Generation:
 
 @pytest.mark.parametrize("pause", [0.0, 0.001, 1.0])
 def test_repeated_id_is_a_new_request(pause: float) -> None:
-    """As after a voided batch: the scheduler restarts and asks for what was in flight."""
+    """After a voided batch the scheduler restarts, and requests again what was in flight."""
 
     async def main() -> None:
         called = await Called().begun()
@@ -91,7 +91,7 @@ def test_repeated_id_is_a_new_request(pause: float) -> None:
 
 def test_cancel_before_submit_leaves_nothing_running() -> None:
     async def main() -> None:
-        called = Called(delays=(0.1,))  # its first call is slow: it has to attach first
+        called = Called(delays=(0.1,))  # the client's first call is slow, because the client must attach first
         cancelled, other = called.asked("a", seed=1), called.asked("b", seed=2)
         await asyncio.sleep(0.05)
         cancelled.cancel()
@@ -131,7 +131,7 @@ def test_unreadable_answer_ends_every_wait() -> None:
 
 
 def test_dead_engine_is_freed_after_the_handover() -> None:
-    """Immediately, and not at a later full garbage collection, which may be hours away."""
+    """The dead engine is freed immediately, and not at the next full garbage collection, which may be hours away."""
 
     async def main() -> None:
         dead, other = Called(), Called()

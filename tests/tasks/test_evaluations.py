@@ -187,7 +187,7 @@ def test_single_engine_is_never_lent() -> None:
 
 
 def test_lost_borrowed_engine_is_reported_as_failed() -> None:
-    """Otherwise it would not be restarted: its actor is alive, and the run would miss an engine forever."""
+    """A lost engine that is not reported would never be restarted, because its actor is alive."""
 
     class Cut(TimedEngine):
         away = False
@@ -217,7 +217,7 @@ def test_lost_borrowed_engine_is_reported_as_failed() -> None:
 
 
 def test_evaluation_ends_with_the_run_on_a_dead_engine() -> None:
-    """Otherwise the end of the run would wait for an engine that is never restarted."""
+    """The end of the run does not wait for an engine that is never restarted."""
 
     async def main() -> None:
         engines = [TimedEngine(SLOW), TimedEngine(SLOW)]
@@ -370,8 +370,8 @@ def test_config_chooses_the_evaluation_engine() -> None:
 
 
 def test_version_that_no_engine_loads_is_skipped() -> None:
-    """For example with damaged weights: the run must neither wait forever for an evaluation that cannot be made, nor
-    spend all restarts of the engine on it."""
+    """An evaluation that cannot be made, for example with damaged weights, neither blocks the run forever nor uses up
+    the engine's restarts."""
 
     class Refusing(TimedEngine):
         async def update(self, version: int, weights: Path) -> None:

@@ -84,7 +84,7 @@ def test_options_that_cannot_be_sharded_are_refused(given: dict[str, Any], sente
 def test_sharded_learner_trains_as_one_rank_and_exchanges_state(
     folder: Path, ranks: int, kind: str, more: dict[str, Any]
 ) -> None:
-    """With options that change how the update is computed, but not its result."""
+    """The options change how the update is computed, but not the result of the update."""
     one, expected = alone(folder, kind)
     made = in_parts(folder, ranks, **{**KINDS[kind], **more})
     for version, told in enumerate(expected):
@@ -106,7 +106,7 @@ def test_sharded_learner_trains_as_one_rank_and_exchanges_state(
     assert made.first_nonfinite() is None
     weights, state = saved(made)
     made.load(weights, changed(state, lambda found: found[min(found)].view(-1)[-1].fill_(math.nan)))
-    assert str(made.first_nonfinite()).startswith("exp_avg/")  # on the last rank
+    assert str(made.first_nonfinite()).startswith("exp_avg/")  # the value is on the last rank
     made._others.end()
 
 

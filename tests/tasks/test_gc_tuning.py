@@ -64,7 +64,7 @@ async def test_stages_run_with_a_tuned_collector(
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.soak
 async def test_vllm_engine_runs_with_a_tuned_collector(ray_node: None, tmp_path: Path) -> None:
-    """In its front end: objects of vLLM's imports are frozen."""
+    """In vLLM's front end, the objects of vLLM's imports are frozen."""
     engine = RayEngine.spawn(VllmEngineConfig(), make_policy(tmp_path / "policy"))
     try:
         await engine.start()

@@ -106,7 +106,7 @@ def test_unknown_options_are_named() -> None:
 
 
 def test_options_too_long_for_a_worker_are_refused() -> None:
-    """Otherwise the pool would take it for a full process table and retry forever."""
+    """Without this check the pool would mistake the error for a full process table, and retry forever."""
     assert build_verifier(reward("own.parts:wide", words="x" * 90_000))
     with pytest.raises(
         ConfigError, match=r"reward\.options = \{'words': 'xä+\.\.\.: 1\d{5} bytes; write what is large into"

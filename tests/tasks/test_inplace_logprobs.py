@@ -70,7 +70,7 @@ def gradients(way: Way, dtype: torch.dtype, parts: Sequence[str], temperature: f
 def test_values_and_gradients_equal_autograd(
     dtype: torch.dtype, temperature: float, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For any number of rows at a time, and for each part of the loss."""
+    """Values and gradients are equal for any number of rows at a time, and for each part of the loss."""
     monkeypatch.setattr(module, "PIECE_BYTES", rows * V * 4)
     for parts in (["logp"], ["entropy"], ["logp", "entropy"]):
         found, expected = (gradients(way, dtype, parts, temperature) for way in (chosen_tokens, plain))
@@ -107,7 +107,7 @@ class Storages(TorchDispatchMode):
 
 
 def test_logits_use_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, with a temperature and entropies."""
+    """Forward and backward pass, with a temperature and entropies, use one tensor of logits."""
     monkeypatch.setattr(module, "PIECE_BYTES", 5 * V * 4)
     for way, one in ((chosen_tokens, True), (plain, False)):
         with Storages() as storages:
@@ -143,7 +143,7 @@ def test_empty_batch_has_gradient_zero() -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_every_architecture_has_autograds_gradients(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a soft-cap, a scale, a bias or tied embeddings; also where logits are recomputed."""
+    """Gradients are equal with a soft-cap, a scale, a bias or tied embeddings, and with recomputed logits."""
     model = model_of(name)
     found = pass_over(model, chunk, monkeypatch)
     monkeypatch.setattr(token_logprobs, "chosen_tokens", plain)

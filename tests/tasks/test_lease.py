@@ -81,7 +81,7 @@ def test_run_without_a_status_has_a_lease() -> None:
 
 
 def test_actor_ends_later_than_its_flow() -> None:
-    """Otherwise the flow would restart it: their reads are up to a twentieth of the lease apart."""
+    """An actor that ended before its flow would be restarted: their reads are up to a twentieth of the lease apart."""
     for delay in range(30):
         flow, actor = Looks(), Looks(share=ACTOR_SHARE)
         flow.now += delay

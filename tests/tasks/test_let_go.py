@@ -69,7 +69,7 @@ def pipeline(environment: Environment, **changes: object) -> Pipeline:
 @pytest.mark.parametrize("kind", [Thinking, Stubborn])
 @pytest.mark.parametrize("place", PLACES)
 def test_complete_group_waits_for_no_thinking_environment(place: Place, kind: type[Thinking]) -> None:
-    """Its tokens up to then are counted as surplus."""
+    """The tokens of the interrupted episode are counted as surplus."""
     spread = 1.0 if place == PLACES[2] else 0.0  # else both end at once, and nobody thinks behind its last turn
     run = pipeline(environment := kind(place), sigma=spread)
     assert run_virtual(timed(run)) < LONG / 1000
@@ -124,7 +124,7 @@ def test_episode_without_a_turn_delays_nothing(mode: str) -> None:
 
 @pytest.mark.parametrize("let_go", [False, True])
 def test_end_of_the_run_ends_thinking_environments(let_go: bool) -> None:
-    """Also if both happen at the same time."""
+    """Environments end with the run, even if both end at the same time."""
 
     async def main() -> None:
         environment = Thinking("between two turns", one_of=1)

@@ -119,7 +119,7 @@ def test_unknown_target_is_refused_with_the_known_ones(folder: Path) -> None:
 
 
 def test_policy_itself_is_trained_before_the_first_step(folder: Path) -> None:
-    """A cold start does so. The first version is that policy, to the bit, and so is the base of the second."""
+    """A cold start trains the policy. The first version, and the base of the second, equal that policy to the bit."""
     made = learner(folder)
     made.model(input_ids=torch.tensor([PROBE])).logits.sum().backward()
     named = dict(made.model.named_parameters())
@@ -215,7 +215,7 @@ def test_state_is_the_adapter_and_its_moments(folder: Path) -> None:
 
 
 def test_weights_of_another_kind_of_machine_are_loaded(folder: Path) -> None:
-    """They differ from base plus adapter: the difference stays in the base, and training continues."""
+    """Loaded weights may differ from base plus adapter: the difference stays in the base, and training continues."""
     made, other = (trained(learner(folder), 2) for _ in range(2))
     assert isinstance(made, TorchLearner)
     assert isinstance(other, TorchLearner)

@@ -80,7 +80,7 @@ def test_policy_equals_its_rounded_masters(folder: Path) -> None:
 
 
 def test_gradients_are_added_up_in_float32(folder: Path) -> None:
-    """Over micro-batches: 256 gradients, each smaller than half a rounding step of a bfloat16 sum."""
+    """256 micro-batches have gradients that are each smaller than half a rounding step of a bfloat16 sum."""
     made = begun(folder, "masters")
     name, parameter = next(iter(made.model.named_parameters()))
     for _ in range(257):
@@ -105,7 +105,7 @@ def test_masters_follow_changes_of_the_policy_in_place(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["float32", "masters", "policy"])
 def test_gradients_left_by_a_cold_start_are_deleted(folder: Path, kind: str) -> None:
-    """Otherwise a replay from the same weights would train another first version."""
+    """Left gradients would make a replay from the same weights train another first version."""
     fresh, left = begun(folder, kind, 1e-2), begun(folder, kind, 1e-2)
     for parameter in left.model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -131,7 +131,7 @@ def test_recorded_run_keeps_attention_and_advantages() -> None:
 
 @pytest.mark.parametrize("recorded", [{}, {"master_dtype": "float32", "share_prompts": True, "fused_adamw": True}])
 def test_run_recorded_before_masters_has_none(recorded: dict[str, object]) -> None:
-    """Nor does such a run share prompts or use the fused optimizer: other sums would give other bits."""
+    """A run from before masters also shares no prompts and uses no fused optimizer, which would give other bits."""
     config = RunConfig().model_dump(mode="json")
     del config["train"]["master_dtype"], config["train"]["share_prompts"], config["train"]["fused_adamw"]
     config["train"] |= recorded
@@ -141,7 +141,7 @@ def test_run_recorded_before_masters_has_none(recorded: dict[str, object]) -> No
 
 
 def test_probe_tolerance_is_larger_in_bfloat16() -> None:
-    """Otherwise vLLM's first probe would end the run: correct engines differ by 0.06 to 0.5 nats on single tokens."""
+    """In bfloat16 correct engines differ by 0.06 to 0.5 nats on single tokens; a low limit would end the run."""
     plain = RunConfig()
     half = plain.model_copy(update={"policy": plain.policy.model_copy(update={"dtype": "bfloat16"})})
     strict = half.model_copy(update={"engine": half.engine.model_copy(update={"probe_tolerance": 0.2})})

@@ -55,7 +55,7 @@ def test_parts_by_token_never_exceed_a_chunk(folder: Path, chunk: int, monkeypat
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "kimi", "decoupled-ppo", "m2po"])
 def test_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for objectives that need whole rows; and no more logits exist at once than allowed."""
+    """The update is also the same for objectives that need whole rows; the limit of logits in memory holds."""
     seen: list[int] = []
     logits = LMHead.__call__
 
@@ -142,7 +142,7 @@ def stored(made: TorchLearner) -> object:
 
 
 def test_recomputed_layers_give_the_same_bits(folder: Path) -> None:
-    """For the policy and for the critic."""
+    """Recomputed layers of the policy and of the critic give the same bits."""
     plain, again = (learner(folder, objective={"kind": "ppo"}, checkpoint_activations=on) for on in (False, True))
     calls: list[int] = []
     layer = again.model.get_decoder().layers[0].self_attn
@@ -153,6 +153,6 @@ def test_recomputed_layers_give_the_same_bits(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_can_recompute_its_layers(name: str) -> None:
-    """Dropout stays off."""
+    """In every architecture layers can be recomputed, and dropout stays off."""
     plain, again = (learner_of(model_of(name), checkpoint_activations=on) for on in (False, True))
     assert plain.step(groups(), 0)["grad_norm"] == pytest.approx(again.step(groups(), 0)["grad_norm"], rel=1e-6)

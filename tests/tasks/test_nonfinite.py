@@ -55,7 +55,7 @@ def assert_nothing_changes(made: TorchLearner, batch: TrajectoryBatch, why: str)
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
 @pytest.mark.parametrize(("column", "name"), [("logprobs", "a log-prob"), ("reward", "a reward")])
 def test_nonfinite_batch_changes_nothing(column: str, name: str, value: float, minibatches: int) -> None:
-    """Nor does it if a valid minibatch comes first."""
+    """A nonfinite batch changes nothing, even if a valid minibatch comes first."""
     made = learner_of(model_of("llama"), minibatches=minibatches)
     why = f"^version 6 is not trained: {name} of batch 5 is {value}; fix the "
     assert_nothing_changes(made, with_last(two_groups(), column, value), why)

@@ -68,7 +68,7 @@ def test_cold_start_trains_on_the_models_own_log_probs(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [16, 64])  # as in a prefill and in a decode
 def test_matrix_head_equals_the_product_to_the_bit(name: str, dtype: torch.dtype, rows: int) -> None:
-    """Otherwise older recorded runs could not be reproduced."""
+    """Older recorded runs can be reproduced only if the matrix head gives the same bits as the product."""
     model = model_of(name).to(dtype).eval()
     hidden = torch.randn(rows, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.inference_mode():

@@ -78,7 +78,7 @@ def test_policy_without_weights_is_refused(home: Path) -> None:
 
 
 def test_abandoned_attempts_policy_is_not_used(home: Path) -> None:
-    """It ended during its upload: otherwise its weights or chat template would be mixed with the run's policy."""
+    """Files of an attempt that ended during its upload are not mixed with the run's policy."""
     before = attach_run(str(home / "home/store/runs/small"))
     before.store.put("policy/chat_template.jinja", b"another policy's")
     with pytest.raises(ConfigError, match=r"run id 'small': .*chat_template\.jinja\); choose another with --run-id"):

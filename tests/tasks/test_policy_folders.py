@@ -144,7 +144,7 @@ def test_weights_in_another_tools_format_are_skipped(tmp_path: Path) -> None:
 
 
 def test_unused_files_need_not_be_readable(tmp_path: Path) -> None:
-    """For example, links in the hub's cache to weights in other formats that were not downloaded."""
+    """Unused files are, for example, links in the hub's cache to weights in other formats that were not downloaded."""
     folder = make_folder(tmp_path / "policy")
     (folder / "pytorch_model.bin").symlink_to(tmp_path / "not downloaded")
     assert list(weight_files(str(folder))) == ["model.safetensors"]
@@ -252,7 +252,7 @@ def test_invalid_end_token_id_is_refused(tmp_path: Path, value: object) -> None:
 
 
 def test_end_tokens_are_the_union_of_all_places(tmp_path: Path) -> None:
-    """They come from config, generation config, tokenizer, and the template's end of turn."""
+    """End tokens come from config, generation config, tokenizer, and the template's end of turn."""
     folder = make_folder(tmp_path / "policy", tokenizer={"template": CHAT, "end": "<|start|>"}, eos_token_id=END)
     change_json(folder / "generation_config.json", eos_token_id=[END, 9])
     found = preflight(recipe_of(folder))

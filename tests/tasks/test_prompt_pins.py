@@ -116,7 +116,7 @@ def test_file_is_copied_up_to_the_size_limit(tmp_path: Path) -> None:
 
 
 def test_run_with_a_copy_needs_no_original_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs neither the file, nor the home, nor the working directory."""
+    """A run with a copy needs neither the file, nor the home, nor the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jsonl").write_bytes(content())
     source = {"kind": "jsonl", "path": "mine.jsonl"}
@@ -270,7 +270,7 @@ def test_invalid_question_file_is_named(file: bytes, words: str) -> None:
 
 
 def test_repeated_questions_are_held_out_once(tmp_path: Path) -> None:
-    """And are not trained on if one of them is held out."""
+    """Repeated questions are held out once, and no copy of a held-out question is trained on."""
     (tmp_path / "mine.jsonl").write_bytes(content(20) * 5)
     source = {"kind": "jsonl", "path": str(tmp_path / "mine.jsonl"), "held_out": 0.1}
     prompts = prepare_small(tmp_path, versions=1, prompts=[source]).prompts()

@@ -112,7 +112,7 @@ def test_tag_in_an_answer_is_refused_under_tags(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_family_are_refused(tmp_path: Path) -> None:
-    """Otherwise the scorer would fail on every response, and each would score 0."""
+    """Without a family the scorer would fail on every response, and every response would score 0."""
     (file := tmp_path / "rows.jsonl").write_bytes(GOOD)
     with pytest.raises(ConfigError, match=r"line 1: it has no family that .* set reward.kind = \"exact\""):
         read_files(config_of(file, {"kind": "reasoning-gym"}), read_file)

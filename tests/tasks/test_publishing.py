@@ -153,7 +153,7 @@ def test_learner_without_staleness_waits_for_the_commit(small: Prepare, async_ra
 def test_failed_upload_is_raised_by_the_next_step(
     small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: Mapping[str, Any]
 ) -> None:
-    """Nothing is committed after it. The batch of the next step waits, and a restarted learner trains on it once."""
+    """After a failed upload nothing is committed. The next batch waits, and a restarted learner trains on it once."""
     quiet, context = whole(small("quiet", **train_keys), monkeypatch), small(**train_keys)
     with monkeypatch.context() as patch:
         slow = Slow(patch, context)

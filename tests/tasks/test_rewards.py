@@ -90,7 +90,7 @@ async def test_reasoning_gym_scores_its_own_answers(folder: Path) -> None:
 async def test_worker_is_ready_once_its_verifier_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the first response of each worker would score 0 if imports take longer than a score may."""
+    """A worker whose imports took longer than a score may take would give its first response a score of 0."""
     (tmp_path / "reasoning_gym.py").write_text(
         "import time\ntime.sleep(4)\ndef get_score_answer_fn(family): return lambda response, reference: 1.0\n"
     )
@@ -122,7 +122,7 @@ async def test_hung_verifier_ends_at_its_deadline(folder: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("place", [0, 20])
 async def test_slow_score_delays_no_other(folder: Path, tmp_path: Path, workers: int, place: int) -> None:
-    """Wherever it is among the others: they get their scores before it ends."""
+    """All other responses get their scores before a slow score ends, in any place among them."""
     pool = odd_pool(folder, deadline=250, workers=workers)
     await pool.start()
     try:
@@ -163,7 +163,7 @@ async def test_dead_worker_is_replaced_and_its_response_retried(folder: Path, tm
 
 
 async def test_workers_start_before_responses_and_after_deaths(folder: Path) -> None:
-    """Their imports take seconds."""
+    """Workers start early, because their imports take seconds."""
     before = set(psutil.Process().children())
     pool = odd_pool(folder, deadline=HANG_SECONDS, workers=2)
     await pool.start()
@@ -191,7 +191,7 @@ async def test_workers_start_before_responses_and_after_deaths(folder: Path) -> 
 async def test_workers_that_never_get_ready_fail_the_pool(
     folder: Path, worker: str, start_seconds: float, words: str
 ) -> None:
-    """Otherwise every response would score 0, in a run whose audit is clean."""
+    """If the pool did not fail, every response would score 0, in a run whose audit is clean."""
     pool = odd_pool(folder, deadline=HANG_SECONDS, workers=2, start_seconds=start_seconds)
     pool._command = [sys.executable, "-c", worker]
     await pool.start()

@@ -465,7 +465,7 @@ def test_stragglers_beyond_the_bound_are_issued_again() -> None:
 
 
 def test_deposed_scheduler_stops_at_its_next_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its batch is still being formed, so it has nothing to commit that could be refused."""
+    """The scheduler's batch is still being formed, so the scheduler makes no commit that could be refused."""
     monkeypatch.setattr(actor, "NEWS_SECONDS", 0.0)
     describe(open_store(str(tmp_path)))
     context, looks, follow = RunContext(str(tmp_path), tmp_path / "cache"), list[int](), Log.follow

@@ -311,7 +311,7 @@ def test_awaited_group_goes_first_among_equally_old() -> None:
 
 
 def test_preempted_group_is_not_waited_for() -> None:
-    """Neither in the order of issue, nor if it starts again."""
+    """A preempted group is not waited for, neither in the order of issue nor after its next start."""
 
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, batch_order="started"), ResumePoint(number=1))

@@ -201,7 +201,7 @@ def test_store_error_on_a_rank_is_raised_by_the_learner(
 def test_store_that_a_rank_does_not_share_is_refused(
     folder: Path, tmp_path: Path, ended: list[MultiRankLearner]
 ) -> None:
-    """Otherwise a log entry would name a file that nobody finds."""
+    """With a store that a rank does not share, a log entry would name a file that other processes cannot find."""
     ended.append(made := in_parts(folder))
     made.step(batch(0), 0)
     with pytest.raises(ConfigError, match=r"rank 1 stored policies/.* set store\.uri to one that all machines"):

@@ -151,7 +151,7 @@ def test_missing_part_is_reported_before_a_run(capsys: pytest.CaptureFixture[str
 
 
 def test_example_policy_has_engine_kernels() -> None:
-    """On a CPU; otherwise a run would find that out minutes later."""
+    """The example's policy has engine kernels on a CPU; without them, a run would fail only after minutes."""
     cold = load_recipe(RECIPE, []).policy.cold_start
     assert cold is not None
     assert cold.hidden_size // cold.heads in CPU_HEAD_SIZES

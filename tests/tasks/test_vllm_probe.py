@@ -68,7 +68,7 @@ async def test_probe_detects_a_stale_tied_head(tmp_path: Path) -> None:
 
 
 async def test_death_of_vllms_process_ends_every_wait(tmp_path: Path) -> None:
-    """For example during a weight update: vLLM itself would leave such a call waiting."""
+    """vLLM itself would leave a call waiting whose process dies, for example during a weight update."""
     engine, weights = (
         VllmEngine(VllmEngineConfig(), make_policy(tmp_path / "policy")),
         make_weights(tmp_path / "0", seed=0),
@@ -107,7 +107,7 @@ def test_vllm_processes_end_with_a_killed_owner(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 async def test_death_of_vllms_process_reaches_its_actor(tmp_path: Path, ray_node: None) -> None:
-    """Its requests fail immediately, their tokens are known, and a new actor of the same name continues them."""
+    """The actor's requests fail immediately with known tokens, and a new actor of the same name continues them."""
     policy, weights = make_policy(tmp_path / "policy"), make_weights(tmp_path / "0", seed=0)
     engine, processes = await _actor(policy, weights)
     requests = [GenerationRequest(f"r{i}", (3 + i, 4, 5), 250) for i in range(32)]

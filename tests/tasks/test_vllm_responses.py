@@ -133,7 +133,7 @@ class Running:
 
 @pytest.mark.parametrize("end", [STOP, LENGTH])
 def test_last_token_comes_only_with_the_end(folder: Path, end: int) -> None:
-    """Otherwise another engine would continue after the end of the response."""
+    """If the last token came before the end, another engine could continue after the end of the response."""
 
     async def main() -> None:
         running = await Running(folder).begun()
@@ -192,7 +192,7 @@ def test_repeated_id_is_refused_while_it_runs(folder: Path) -> None:
 
 
 def test_finished_requests_leave_nothing_behind(folder: Path) -> None:
-    """Of ten thousand requests, most of which do not end normally."""
+    """Ten thousand requests, most of which do not end normally, leave nothing behind."""
 
     async def main() -> None:
         core, draw = Core(), random.Random(1)

@@ -48,7 +48,7 @@ async def test_repeated_request_draws_the_same_tokens(tmp_path: Path) -> None:
 
 
 async def goes_on(engine: VllmEngine, whole: Generation) -> None:
-    """With a prefix from another engine its random numbers differ; otherwise a token of the prefix would repeat."""
+    """With a prefix from another engine, a response's random numbers differ; the same ones would repeat a token."""
     twelve = whole.made.before(12)
     on = [await ask(engine, PROMPTS[0], 0, twelve) for _ in range(2)]
     assert on[0].tokens == on[1].tokens != whole.tokens
