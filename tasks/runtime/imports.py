@@ -1,11 +1,11 @@
 """Imports user-defined parts by their import path, such as "my_package.rewards:score".
 
-A run records the paths in its config, and its processes read them from storage. So a path may name only two things: a
-function annotated to return the expected type, or a class derived from the part's contract. No other function of an
-installed package can be called by writing its name into a config.
+A run records import paths in its config, and the run's processes read these paths from storage. So a path may name only
+two things: a function annotated to return the expected type, or a class derived from the part's contract. No other
+function of an installed package can be called by writing its name into a config.
 
-Every process of a run imports the parts that it needs. So their package must be installed, or its folder be in
-PYTHONPATH, on every node of the cluster.
+Every process of a run imports the parts that it needs. So on every node of the cluster, the package of a part must be
+installed, or its folder must be in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 def imported_function(key: str, part: Imported, returns: type) -> Callable[..., Any]:
-    """Import the function that `part` names; `key` is its section.
+    """Import the function that `part` names; `key` is the part's section of the config.
 
     Raises:
-        ConfigError: there is no such function, it is not annotated to return `returns`, or it is asynchronous.
+        ConfigError: there is no such function, or it is asynchronous, or it is not annotated to return `returns`.
     """
     found = _find_attribute(key, part)
     if not (isinstance(found, FunctionType) and _read_return_type(found) is returns):
@@ -43,10 +43,10 @@ def imported_function(key: str, part: Imported, returns: type) -> Callable[..., 
 
 
 def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
-    """Import the class that `part` names; `key` is its section.
+    """Import the class that `part` names; `key` is the part's section of the config.
 
     Raises:
-        ConfigError: there is no such class, or it does not derive from `contract`.
+        ConfigError: there is no such class, or the class does not derive from `contract`.
     """
     found = _find_attribute(key, part)
     if not isinstance(found, type) or contract not in found.__mro__[1:]:
@@ -55,12 +55,12 @@ def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
 
 
 def imported_object(key: str, part: Imported, contract: type[T], *, optional: str = "", **arguments: object) -> T:
-    """Create an object of the class that `part` names, from these arguments and its options.
+    """Create an object of the class that `part` names, from these arguments and the part's options.
 
-    The method `optional` may be missing.
+    The class may lack the method `optional`.
 
     Raises:
-        ConfigError: there is no such class, it takes other options, or it lacks a method of `contract`.
+        ConfigError: there is no such class, it takes other options, or it lacks another method of `contract`.
     """
     found: Any = imported_class(key, part, contract)
     own = build_part(key, part, lambda: found(**arguments, **part.options))
@@ -74,7 +74,7 @@ def imported_object(key: str, part: Imported, contract: type[T], *, optional: st
 
 
 def _check_method(key: str, part: Imported, own: object, promised: FunctionType) -> None:
-    """Check that a method exists and takes the promised arguments; otherwise every response of the run would fail."""
+    """Check that a method exists and takes the promised arguments, because otherwise every response would fail."""
     name = promised.__name__
     method = getattr(own, name)
     if getattr(method, "__func__", None) is promised:
@@ -89,7 +89,7 @@ def _check_method(key: str, part: Imported, own: object, promised: FunctionType)
 
 
 def build_part(key: str, part: Imported, make: Callable[[], T]) -> T:
-    """Call `make`, and turn its error, for example about wrong options, into a `ConfigError`."""
+    """Call `make`, and raise an error of `make`, for example about wrong options, as `ConfigError`."""
     try:
         return make()
     except ConfigError:
@@ -100,10 +100,10 @@ def build_part(key: str, part: Imported, make: Callable[[], T]) -> T:
 
 
 def code_of(key: str, part: Imported) -> str:
-    """Return the SHA-256 of the source file that defines the part; "" if there is none."""
+    """Return the SHA-256 of the source file that defines the part; "" if there is no source file."""
     try:
         return sha256(Path(inspect.getsourcefile(_find_attribute(key, part)) or "").read_bytes()).hexdigest()
-    except (OSError, TypeError):  # created by a program, or in an archive
+    except (OSError, TypeError):  # the part was created by a program, or is in an archive
         return ""
 
 
@@ -114,7 +114,7 @@ def _find_attribute(key: str, part: Imported) -> Any:
         return getattr(found, name)
     except AttributeError:
         raise _build_error(key, part, f"the module {module} has no {name}; name something that it has") from None
-    except (Exception, SystemExit) as error:  # a module may compute its attributes, which may fail
+    except (Exception, SystemExit) as error:  # computing an attribute of the module may fail
         raise _build_error(key, part, f"its module failed with {_describe_error(error)}; correct it") from error
 
 
@@ -133,7 +133,10 @@ def _import_module(key: str, part: Imported, name: str) -> ModuleType:
 
 
 def _check_place(key: str, part: Imported, module: ModuleType) -> None:
-    """Reject a relative entry of PYTHONPATH: each process of a run has its own working directory."""
+    """Reject a module found by a relative entry of PYTHONPATH.
+
+    Other processes of the run would not find the module, because each process has its own working directory.
+    """
     file = Path(getattr(module, "__file__", None) or os.devnull)
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     for entry in entries:
@@ -147,7 +150,7 @@ def _check_place(key: str, part: Imported, module: ModuleType) -> None:
 def _read_return_type(function: Callable[..., Any]) -> Any:
     try:
         return typing.get_type_hints(function).get("return")
-    except Exception:  # noqa: BLE001 - annotations that only a type checker can read
+    except Exception:  # noqa: BLE001 - only a type checker can read these annotations
         return None
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class BusyMeter:
-    """Adds up busy time since the first use; safe to read from another thread."""
+    """Adds up the busy time since the first use. Another thread may read the meter."""
 
     def __init__(self) -> None:
         self._began: float | None = None

@@ -1,8 +1,8 @@
 """Names from outside that become parts of paths, addresses and queries: the characters they may consist of.
 
-A run id is plain ASCII, begins with a letter or a digit and contains no separator. So it cannot lead out of a folder,
-and it is one word in a log line. It is checked wherever it enters: by `run_id`, and by the types in a deployment's
-form. Imports only pydantic.
+A run id is plain ASCII, begins with a letter or a digit and contains no separator. So a path with a run id cannot lead
+out of a folder, and a run id is one word in a log line. A run id from outside is checked by `run_id`, and by the types
+in a deployment's form. This module imports only pydantic.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pydantic import StringConstraints, WithJsonSchema
 from rollflow.storage.errors import ConfigError
 
 LONGEST = 100
-LONGEST_RECIPE = LONGEST - 20  # a run id is a recipe's name followed by the time, or by the end of a flow run's id
+LONGEST_RECIPE = LONGEST - 20  # a run id is a recipe's name and the time, or the end of a flow run's id
 _RUN_ID = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}"
 _RECIPE = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_RECIPE - 1}}}"
 _PLACE = rf"(.*/)?{_RUN_ID}/*"
 
 
 def _build_schema(pattern: str) -> Any:
-    # The form checks with Python's `$`, which would allow a newline at the end.
+    # The form checks the pattern with Python's `$`, which alone would allow a newline at the end.
     return WithJsonSchema({"type": "string", "pattern": f"^{pattern}$(?!\\n)"})
 
 
@@ -37,7 +37,7 @@ def run_id(text: str, key: str) -> str:
     """Check that `text` is a run id, and return it.
 
     Raises:
-        ConfigError: it is not a run id; `key` names its origin.
+        ConfigError: `text` is not a run id; the error names `key` as the origin of the text.
     """
     if re.fullmatch(_RUN_ID, text) is None:
         shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

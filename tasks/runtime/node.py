@@ -1,4 +1,4 @@
-"""The folder of this node for fetched files. The path of another node means nothing here."""
+"""The folder of this node for fetched files. Each node finds its own folder, because paths differ between nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def node_cache() -> Path:
 
 
 def cache_in(home: Path) -> Path:
-    """Return the node's cache below a home, which may be on a file system shared by several nodes."""
+    """Return the folder for this node's fetched files below `home`, which several nodes may share."""
     return home / "fetched" / (platform.node() or "node")
 
 
@@ -29,7 +29,7 @@ def _find_home() -> Path:
     """Return `ROLLFLOW_HOME`, or else `~/.rollflow`, or, if that cannot be written, a folder for temporary files."""
     if given := os.environ.get("ROLLFLOW_HOME"):
         return Path(given).expanduser().absolute()
-    own = Path(os.path.expanduser("~/.rollflow"))  # unchanged for a user without a home, where `Path` would raise
+    own = Path(os.path.expanduser("~/.rollflow"))  # `Path.expanduser` raises for a user without a home
     return own if own.is_absolute() and _is_writable(own) else _create_temporary()
 
 
@@ -42,7 +42,10 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _create_temporary() -> Path:
-    """Return a temporary folder; its name can be guessed, so check that no other user created it or may write to it."""
+    """Return a temporary folder, after checking that no other user created it or may write to it.
+
+    The check is necessary because the folder's name can be guessed.
+    """
     folder = Path(tempfile.gettempdir(), f"rollflow-{os.getuid()}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,12 +1,12 @@
-"""Config keys and values that were renamed: one table, from the earlier name to today's.
+"""Config keys and values that were renamed: one table, from the earlier name to today's name.
 
     a stored config    -->  `Renames.apply`     read as if it had been recorded with today's names
     a new recipe       -->  `Renames.refusals`  refused, with today's name
 
 Guarantees:
-- What is stored keeps its names: its hash is that of the stored tree, and a change of a run's config is recorded with
-  the names that the run has (`Renames.undo`).
-- Only the readers of stored configs translate. No new recipe, `--set`, form or file may use an earlier name.
+- A stored config keeps its names: the hash of the config is the hash of the stored tree, and a change of a run's config
+  is recorded with the names in the run's stored config (`Renames.undo`).
+- Only the readers of stored configs translate names. No new recipe, `--set`, form or file may use an earlier name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """`keys`: earlier dotted key -> today's name in that section. `values`: today's key -> earlier -> today's value."""
+    """The table: `keys` maps an earlier dotted key to today's name in the same section.
+
+    `values` maps today's key to a map from earlier values to today's values.
+    """
 
     keys: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -36,7 +39,7 @@ class Renames:
         return renamed
 
     def undo(self, tree: Tree, stored: Tree, prefix: str = "") -> dict[str, Any]:
-        """Return a tree of today with the earlier keys, wherever `stored` has these."""
+        """Return a tree with earlier keys in place of today's keys, wherever `stored` has the earlier keys."""
         earlier = {
             today: name for key, today in self.keys.items() for name in [_name_in(key, prefix)] if name in stored
         }
@@ -50,7 +53,7 @@ class Renames:
         return undone
 
     def change(self, key: str, value: object) -> tuple[str, object]:
-        """Return a dotted key and its value, as a log entry has them, with today's names."""
+        """Return a dotted key and a value from a log entry with today's names."""
         names, below = key.split("."), value
         for name in reversed(names):
             below = {name: below}
@@ -76,7 +79,7 @@ class Renames:
 
 
 def _name_in(key: str, prefix: str) -> str:
-    """Return the last part of a dotted key right below `prefix`; "" for any other key."""
+    """Return the last part of a dotted key if the key is directly below `prefix`, else ""."""
     section, dot, name = key.rpartition(".")
     return name if section + dot == prefix else ""
 

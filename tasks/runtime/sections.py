@@ -1,4 +1,4 @@
-"""Base classes and checks for the sections of the config tree. Imports only pydantic."""
+"""Base classes and checks for the sections of the config tree. This module imports only pydantic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from rollflow.tasks.runtime.renamed_keys import Renames
 
 LARGEST = 2**63 - 1
-LONGEST_SECONDS = 1e9  # thirty years; Ray and threads cannot wait longer than a few hundred
+LONGEST_SECONDS = 1e9  # about thirty years; Ray and threads cannot wait longer than a few hundred years
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
@@ -23,9 +23,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    keys_page: ClassVar[str] = "`rollflow keys`"  # what lists all keys of the file
-    fixed: ClassVar[Mapping[str, str]] = {}  # key that no recorded run may change -> reason; see `config_changes`
-    renames: ClassVar[Renames] = Renames()  # earlier names in this tree, which are refused
+    keys_page: ClassVar[str] = "`rollflow keys`"  # the command that lists all keys of the file
+    fixed: ClassVar[
+        Mapping[str, str]
+    ] = {}  # key that must not change in a recorded run -> reason; see `config_changes`
+    renames: ClassVar[Renames] = (
+        Renames()
+    )  # earlier names of keys and values below this section, which a new config must not use
 
     @model_validator(mode="before")
     @classmethod
@@ -42,7 +46,10 @@ class Section(BaseModel):
 
 
 def with_kinds(section: type[Section], tree: Any) -> Any:
-    """Return a section's tree, with the default kind where none is given; reject true and false in place of numbers."""
+    """Return a section's tree with the default kind in each subsection without a kind.
+
+    The values true and false are rejected where a number is expected.
+    """
     if not isinstance(tree, Mapping):
         return tree
     for name, given in tree.items():
@@ -51,7 +58,7 @@ def with_kinds(section: type[Section], tree: Any) -> Any:
 
 
 def _reject_bool(name: str, given: Any, info: FieldInfo | None) -> None:
-    """Reject true and false for a number: TOML distinguishes them, but pydantic would take them for 1 and 0."""
+    """Reject true and false for a number, because pydantic would convert them to 1 and 0."""
     if info is None or not _contains_bool(given):
         return
     kinds = _list_types(info.annotation)
@@ -88,23 +95,23 @@ class Imported(Section):
 
 
 def refusal(key: str, value: object, cure: str) -> PydanticCustomError:
-    """Build the error that tells the user the key, its value, and what to do."""
+    """Build the error that tells the user the key, the key's value, and what to do."""
     return PydanticCustomError("rollflow", "{key} = {value}: {cure}", {"key": key, "value": repr(value), "cure": cure})
 
 
 def refuse(key: str, value: object, cure: str) -> NoReturn:
-    """Raise the error for one wrong value, from a validator."""
+    """Raise the error for one wrong value; a validator calls this function."""
     raise refusal(key, value, cure)
 
 
 def refuse_all(refusals: Iterable[PydanticCustomError]) -> None:
-    """Raise one error that reports several wrong values together, from a validator."""
+    """Raise one error that reports several wrong values together; a validator calls this function."""
     if found := [InitErrorDetails(type=one, input=None) for one in refusals]:
         raise ValidationError.from_exception_data("", found)
 
 
 def check_storable(value: object, key: str = "") -> None:
-    """Reject values that cannot be stored: a config is stored as JSON and passed as a parameter of flows."""
+    """Reject values that JSON cannot hold, because a config is stored as JSON and is a parameter of flows."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             check_storable(one, f"{key}.{name}".lstrip("."))

@@ -1,6 +1,7 @@
 """OpenTelemetry spans of a run, from each prompt to the policy version that was trained on it.
 
-They are off unless `tracking.spans` names a collector. A dispatch of a prompt has one trace, a policy version another:
+Spans are recorded only if `tracking.spans` names a collector. Each dispatch of a prompt has a trace, and each policy
+version has a trace:
 
     prompt 17.0   |--------------------------------------------|           from its dispatch to its fate
       generate    |-----------|                                            one for each response that is kept
@@ -12,9 +13,10 @@ They are off unless `tracking.spans` names a collector. A dispatch of a prompt h
       wait for batch, train step, publish
       load weights                                            |----|       by the engines
 
-Several processes add spans to the same trace without exchanging ids: the ids of a trace and of its root span are hashes
-of the run and of the trace's name. A span is recorded when it ends, so a process that is killed loses what it has not
-sent. Spans are a view: the collector never holds up a run, and a span that cannot be sent is dropped.
+Several processes add spans to the same trace without exchanging ids, because the ids of a trace and of its root span
+are hashes of the run and of the trace's name. A span is recorded when it ends, so a killed process loses the spans that
+it has not sent. The run does not depend on spans: a run never waits for the collector, and a span that cannot be sent
+is dropped.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from rollflow.storage.records import GroupKey
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-EXPORT_SECONDS = 5.0  # for one request to the collector, retries included
+EXPORT_SECONDS = 5.0  # longest time of one request to the collector, retries included
 FLUSH_SECONDS = 10.0
 
 Attribute = str | int | float | bool
 
 
 class Spans:
-    """The spans that one process of a run records; without a provider it records none."""
+    """Records the spans of one process of a run; without a provider, no span is recorded."""
 
     def __init__(
         self,
@@ -46,8 +48,12 @@ class Spans:
         share: float = 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`run` tells runs apart: it is part of every id. `share` of the prompts is recorded, 0 to 1. `clock` gives the
-        seconds since the epoch.
+        """Store the arguments.
+
+        Args:
+            run: a text that tells runs apart, because every id of a trace is derived from it.
+            share: the share of the prompts whose spans are recorded, 0 to 1.
+            clock: returns the seconds since the epoch.
         """
         self._run, self._provider, self._share, self._clock = run, provider, share, clock
         self._recording = threading.Lock()
@@ -68,7 +74,7 @@ class Spans:
     def record_version(self, version: int, name: str, seconds: float, ago: float = 0.0, **more: Attribute) -> None:
         """Record a span of a policy version, the root span if `name` is "version".
 
-        It lasted `seconds` and ended `ago` seconds before now. `more` are further attributes.
+        The span lasted `seconds` and ended `ago` seconds before now. `more` are further attributes of the span.
         """
         if self._provider is not None:
             ids = _ids(self._run, f"version {version}")
@@ -101,19 +107,19 @@ class Spans:
         span.end(ended)
 
     def flush(self) -> None:
-        """Send what is recorded; gives up after `FLUSH_SECONDS`."""
+        """Send the recorded spans; give up after `FLUSH_SECONDS`."""
         if self._provider is not None:
-            # A thread of its own: the SDK's own time limit does not bound a collector that does not answer.
+            # A separate thread is necessary, because the SDK's time limit does not bound a collector that is silent.
             flushing = threading.Thread(target=self._provider.force_flush, name="spans", daemon=True)
             flushing.start()
             flushing.join(FLUSH_SECONDS)
 
 
 def open_spans(collector: str | None, share: float, run: str, run_id: str, role: str) -> Spans:
-    """Open the spans of one process of a run; without a collector they record nothing.
+    """Open the spans of one process of a run; without a collector, no span is recorded.
 
-    `collector` is the address of an OTLP receiver over HTTP (`http://host:4318`). `share` of the prompts is recorded,
-    the same ones in every process. `run` is the run's key, and `role` names the process.
+    `collector` is the address of an OTLP receiver over HTTP (`http://host:4318`). `share` is the share of the prompts
+    that are recorded; every process records the same prompts. `run` is the run's key, and `role` names the process.
     """
     if collector is None:
         return Spans()
@@ -127,13 +133,13 @@ def open_spans(collector: str | None, share: float, run: str, run_id: str, role:
 
 
 def build_provider(attributes: Mapping[str, str]) -> TracerProvider:
-    """Build a provider whose root spans take the ids that were reserved for them."""
+    """Build a provider that gives reserved ids to root spans."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
     class ReservedIds(RandomIdGenerator):
-        """Random ids, except for a root span whose ids were reserved."""
+        """Generates random ids, except for a root span whose ids were reserved."""
 
         reserved: tuple[int, int] | None = None
 
@@ -150,7 +156,7 @@ def build_provider(attributes: Mapping[str, str]) -> TracerProvider:
             reserved, self.reserved = self.reserved, None
             return reserved[1] if reserved else super().generate_span_id()
 
-    return TracerProvider(  # the end of a process waits for no collector
+    return TracerProvider(  # a process must not wait for the collector when it ends
         resource=Resource.create(attributes), id_generator=ReservedIds(), shutdown_on_exit=False
     )
 

@@ -7,7 +7,7 @@ from rollflow.tasks.verifiers.config import ExactReward, ImportReward, Reasoning
 
 
 def build_verifier(config: RewardConfig) -> Verifier:
-    """Build the verifier that `[reward]` names, and import what it needs, so that no response waits for imports.
+    """Build the verifier that `[reward]` names, and import the verifier's modules before the first response.
 
     Raises:
         ConfigError: there is no verifier with that import path.

@@ -1,8 +1,8 @@
 """The contract of verifiers: a verifier gets a response and its prompt's reference, and returns a score and a reason.
 
-A verifier is a pure function of its two arguments: a response is scored again after a worker's death, and must get the
-same score. It runs in a worker process that is killed at the deadline. An error that it raises becomes the reason of
-the response's score.
+A verifier is a pure function of its two arguments, because a response that is scored again after a worker's death must
+get the same score. A verifier runs in a worker process, which is killed at the deadline. If a verifier raises an error,
+the response scores 0, with the error as the reason.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 from rollflow.tasks.verifiers.config import Format
 
-LONGEST_REASON, LONGEST_FAILURE = 1000, 200  # characters
-LARGEST = 3.4028234663852886e38  # largest reward: batches store float32
+LONGEST_REASON, LONGEST_FAILURE = 1000, 200  # most characters of a reason, and of a failure in it
+LARGEST = 3.4028234663852886e38  # largest reward, because batches store rewards in float32
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward and its reason; `seconds` is the time that the verifier took."""
+    """A reward and the reason for it; `seconds` is the time that the verifier took."""
 
     reward: float
     reason: str
@@ -37,7 +37,7 @@ class Verifier(Protocol):
 
 
 def answer_of(response: str, where: str) -> str:
-    """Return the part of a response that is scored: all of it, or the content of the last <answer> tag, else ""."""
+    """Return the scored part of a response: the whole response, or the content of the last <answer> tag, if any."""
     if where == "all":
         return response.strip()
     found = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
@@ -54,8 +54,8 @@ def score_response(
 ) -> Score:
     """Run a verifier on the scored part of `response`; an error becomes a score of 0 with a reason.
 
-    A response that does not match `form` loses `form.penalty` (the format reward of DeepSeek-AI 2025, DeepSeek-R1,
-    section 2.2.2, less a constant).
+    A response that does not match `form` loses `form.penalty`. Up to a constant, this penalty is the format reward of
+    DeepSeek-R1 (DeepSeek-AI 2025, section 2.2.2).
     """
     started = time.perf_counter()
     try:
@@ -69,7 +69,7 @@ def score_response(
 
 
 def validate_score(who: str, score: Score) -> Score:
-    """Return a score from user code in a form that can be stored; replace an invalid one by that of a failure."""
+    """Return a score from user code in a form that can be stored; replace an invalid score by a failure's score."""
     try:
         if not math.isfinite(score.reward) or abs(score.reward) > LARGEST:
             raise ValueError(f"its reward is {score.reward}")
@@ -79,7 +79,7 @@ def validate_score(who: str, score: Score) -> Score:
 
 
 def failure_score(who: str, error: BaseException) -> Score:
-    """Return the score for a response on which user code failed, and log a warning, so that somebody looks for it."""
+    """Return the score for a response on which user code failed, and log a warning about the failure."""
     reason = _make_storable(f"{who} failed: {type(error).__name__}: {error}", LONGEST_FAILURE)
     logging.getLogger(__name__).warning("a response gets a reward of 0, as its %s", reason)
     return Score(0.0, reason)

@@ -9,7 +9,7 @@ from rollflow.tasks.verifiers.base import Score
 
 
 def exact(response: str, reference: Mapping[str, Any]) -> Score:
-    """Return 1 if the answer equals the reference's, else 0. A missing or empty answer equals nothing."""
+    """Return 1 if the answer equals the reference answer, else 0. A missing or empty answer scores 0."""
     if not response:
         return Score(0.0, "no answer")
     right = response == str(reference["answer"]).strip()

@@ -10,14 +10,14 @@ from rollflow.tasks.runtime.imports import build_part, imported_function
 from rollflow.tasks.verifiers.base import Score, Verifier
 from rollflow.tasks.verifiers.config import ImportReward
 
-LONGEST = 100_000  # bytes of the section, which is a command-line argument of workers; Linux allows 131,071
+LONGEST = 100_000  # most bytes of the section, an argument of the worker's command; Linux allows 131,071
 
 
 def imported_verifier(config: ImportReward) -> Verifier:
-    """Import the function that `reward.path` names, and bind its options.
+    """Import the function that `reward.path` names, and bind the function's options.
 
     Raises:
-        ConfigError: there is no such function, it takes other options, or they are too long for a worker.
+        ConfigError: there is no such function, it takes other options, or the options are too long for a worker.
     """
     if (size := len(config.model_dump_json().encode())) > LONGEST:
         cure = f"write what is large into a file, and give its path ({LONGEST} bytes at most)"

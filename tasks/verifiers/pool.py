@@ -1,9 +1,9 @@
 """The pool of reward workers: every response gets a score, at the latest at its deadline.
 
 A worker that does not answer in time is killed and replaced; its response scores 0 with the reason "deadline".
-A worker that dies is replaced, and its response is tried once more. Nothing a verifier does can block the pool.
-A worker that dies before it is ready is not the fault of a response: after `START_TRIES` times `workers` such deaths in
-a row the run fails.
+A worker that dies is replaced, and its response is tried once more. So no verifier can block the pool.
+The death of a worker that was not ready does not count against a response. After `START_TRIES` times `workers` such
+deaths in a row the run fails.
 
     queue --up to AHEAD_SECONDS of work--> worker --scores, in order--> their callers
       ^                                        |
@@ -33,8 +33,8 @@ from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Score, failure_score
 from rollflow.tasks.verifiers.config import ImportReward, RewardConfig
 
-CHUNK = 32  # most responses sent to a worker at once; one write and wake-up for each would cost too much
-AHEAD_SECONDS = 0.1  # most work sent at once, in seconds, because responses behind a slow one are scored twice
+CHUNK = 32  # most responses sent to a worker at once; sending each response on its own would cost too much
+AHEAD_SECONDS = 0.1  # most seconds of work sent at once, because responses behind a slow response are scored twice
 SLOW_SECONDS = 1.0  # a score that takes longer delays no other response
 START_TRIES = 5
 AGAIN_SECONDS = 0.5  # pause before the next try to start a worker
@@ -43,13 +43,13 @@ READY = b"ready\n"
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """One response to score, as tokens, best as a flat array, which needs no conversion."""
+    """One response to score; a flat array of tokens needs no conversion."""
 
     tokens: Sequence[int]
     reference: Mapping[str, Any]
 
     def encode_line(self) -> bytes:
-        """Encode the request as a line for the worker: the bytes of the tokens in hexadecimal, and the reference."""
+        """Encode the request as a line for the worker: the tokens' bytes in hexadecimal, and the reference."""
         asked = {"tokens": Int32s.of(self.tokens).data.hex(), "reference": dict(self.reference)}
         return json.dumps(asked).encode() + b"\n"
 
@@ -57,19 +57,22 @@ class ScoreRequest:
 class RewardPool:
     """The worker processes and their queue. See the module's docstring.
 
-    There are twice as many lanes as workers, and one turn per worker. A lane takes responses only while it has a turn,
-    and passes the turn on while its worker is slow. So a second process is started only where it is needed.
+    Each lane runs one worker process at a time. There are twice as many lanes as `workers`, and one turn for each of
+    the `workers`. A lane takes responses only while it has a turn, and passes the turn to another lane while its own
+    worker is slow. So more processes than `workers` are started only if a worker is slow.
     """
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
         self._config = config
         self._command = [sys.executable, "-m", "rollflow.tasks.verifiers.worker"]
         self._command += [config.model_dump_json(), str(tokenizer_folder), str(open_socket().fileno())]
-        self._queue: asyncio.PriorityQueue[tuple[int, _ScoringJob]] = asyncio.PriorityQueue()  # by arrival
+        self._queue: asyncio.PriorityQueue[tuple[int, _ScoringJob]] = (
+            asyncio.PriorityQueue()
+        )  # (number of the arrival, job)
         self._arrivals = itertools.count()
         self._turns = asyncio.Semaphore(config.workers)
         self._quick = min(SLOW_SECONDS, config.deadline_seconds)
-        self._pace = SLOW_SECONDS  # recent seconds per score
+        self._pace = SLOW_SECONDS  # seconds per score of recent responses
         self._lanes: list[asyncio.Task[None]] = []
         self._unready, self._tries = 0, START_TRIES * config.workers  # failed starts in a row
         self._hopeless = asyncio.Event()
@@ -80,7 +83,7 @@ class RewardPool:
 
     async def start(self) -> None:
         """Start the workers; raise `ConfigError` if a user-defined verifier cannot be imported on this machine."""
-        if isinstance(self._config, ImportReward):  # otherwise each worker would die of it
+        if isinstance(self._config, ImportReward):  # without this check, each worker would die of a failed import
             await asyncio.to_thread(build_verifier, self._config)
         count = self._config.workers
         self._lanes = [asyncio.create_task(self._run_lane(first=number < count)) for number in range(2 * count)]
@@ -100,7 +103,7 @@ class RewardPool:
         return list(await asyncio.gather(*self.submit(requests)))
 
     async def serve(self, finished: asyncio.Event) -> None:
-        """Wait until `finished` is set, then end the workers; raise `ConfigError` if no worker gets ready."""
+        """Wait until `finished` is set, then end the workers; raise `ConfigError` if no worker becomes ready."""
         ends = [asyncio.create_task(event.wait()) for event in (finished, self._hopeless)]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -122,7 +125,7 @@ class RewardPool:
             self._queue.put_nowait((job.arrival, job))
 
     async def _take(self) -> deque[_ScoringJob]:
-        """Take the next few responses from the queue; only one, if they are slow."""
+        """Take the next few responses from the queue; only one response if recent scores were slow."""
         jobs = deque([(await self._queue.get())[1]])
         while not self._queue.empty() and len(jobs) < CHUNK and len(jobs) * self._pace < AHEAD_SECONDS:
             jobs.append(self._queue.get_nowait()[1])
@@ -131,7 +134,8 @@ class RewardPool:
     async def _run_lane(self, *, first: bool) -> None:
         """Run one worker after another, each until it dies or misses a deadline.
 
-        A lane with `first` starts its worker before there is a response to score, so that its imports are done by then.
+        A lane with `first` starts its worker before there is a response, so that the first response does not wait for
+        the worker's imports.
         """
         worker: _Worker | None = None
         has_turn = False
@@ -167,7 +171,7 @@ class RewardPool:
             return None
 
     async def _wait_ready(self, worker: _Worker) -> bool:
-        """Return whether the worker finished its imports; if not, it has ended."""
+        """Return True if the worker has finished its imports, False if the worker has ended."""
         try:
             await worker.wait_ready(self._config.start_seconds)
         except NotReady as error:
@@ -191,8 +195,8 @@ class RewardPool:
     async def _serve(self, worker: _Worker, jobs: deque[_ScoringJob]) -> int | None:
         """Send the jobs in one write and read their scores one by one; requeue the jobs without a score at the end.
 
-        If a job is slow, the jobs behind it are requeued immediately and the turn is passed on; then return their
-        number.
+        If a job is slow, the jobs behind the slow job are requeued immediately, and the turn is passed to another lane.
+        In this case return the number of these jobs.
         """
         started, handed_over = time.monotonic(), None
         try:
@@ -218,7 +222,7 @@ class RewardPool:
         return handed_over
 
     def _pass_on(self, jobs: deque[_ScoringJob]) -> int:
-        """Leave only the first job with a worker; requeue the others and return their number."""
+        """Leave only the first job with the worker; requeue the other jobs and return their number."""
         others = [jobs.pop() for _ in range(len(jobs) - 1)]
         self._put(*others)
         self._turns.release()
@@ -284,7 +288,7 @@ class _Worker:
             raise NotReady(f"it took more than reward.start_seconds = {seconds:g}; set more") from None
         except WorkerDied:
             raise NotReady(f"it ended with code {self._process.returncode}") from None
-        if line != READY:  # the line is the reason
+        if line != READY:  # the line has the reason why the worker is not ready
             await self.end()
             raise NotReady(line.decode(errors="replace").strip())
         self._is_ready = True
@@ -304,9 +308,7 @@ class _Worker:
             raise WorkerDied("it wrote no valid score") from None
 
     async def discard_scores(self, count: int, deadline: float) -> None:
-        """Discard `count` scores of requests that another worker has taken over; end the worker if that takes too
-        long.
-        """
+        """Discard `count` scores of requests that another worker has taken over; end the worker after `deadline`."""
         try:
             for _ in range(count if self.alive else 0):
                 await self._read_line(deadline)
@@ -318,7 +320,7 @@ class _Worker:
         try:
             async with asyncio.timeout(seconds):
                 line = await self._process.stdout.readline()
-        except ValueError:  # the line is longer than any score, so the start of the next one is unknown
+        except ValueError:  # no score is as long as this line, so the start of the next line is unknown
             await self.end()
             raise WorkerDied("it wrote no valid score") from None
         if not line:

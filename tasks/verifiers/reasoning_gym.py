@@ -1,4 +1,4 @@
-"""The verifier of reasoning-gym prompts: the scorer of their family."""
+"""The verifier of reasoning-gym prompts: the scorer of a prompt's own family."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollflow.tasks.verifiers.base import Score
 
 
 def family_score(response: str, reference: Mapping[str, Any]) -> Score:
-    """Return the score of the family's own scorer, in [0, 1]."""
+    """Return the score in [0, 1] that the scorer of the prompt's family gives."""
     reward = float(_find_scorer(str(reference["family"]))(response, dict(reference)))
     return Score(reward, "right" if reward == 1.0 else "wrong" if reward <= 0.01 else "partly right")
 

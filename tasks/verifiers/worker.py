@@ -1,10 +1,12 @@
 """A reward worker process: JSON lines in, JSON lines out.
 
-It writes one line when it is ready, or one that says why it cannot be; then one line per request, in order.
+The worker first writes a line that says that it is ready, or why it cannot be. Then the worker writes one line per
+request, in order.
 
-It is started as `python -m rollflow.tasks.verifiers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]` section as
-JSON. Its warnings are sent to the open socket with file descriptor `EAR`. It ends when its input ends, so it cannot
-outlive the process that started it. An error in a verifier becomes a score and does not end the worker.
+The worker is started as `python -m rollflow.tasks.verifiers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]`
+section as JSON. The worker's warnings are sent to the open socket with file descriptor `EAR`. The worker ends when its
+input ends, so it cannot outlive the process that started it. An error in a verifier becomes a score of 0 and does not
+end the worker.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def main() -> None:
     """Answer requests until the input ends."""
     config, folder = REWARD.validate_json(sys.argv[1]), Path(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # a verifier's prints must not be taken for scores
+    os.dup2(2, 1)  # texts that a verifier prints must not be read as scores
     try:
         verify, tokenizer = build_verifier(config), PolicyTokenizer(folder)
     except Exception as error:  # the process that started this one reports it to the user
