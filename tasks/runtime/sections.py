@@ -24,12 +24,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     keys_page: ClassVar[str] = "`rollflow keys`"  # the command that lists all keys of the file
-    fixed: ClassVar[
-        Mapping[str, str]
-    ] = {}  # key that must not change in a recorded run -> reason; see `config_changes`
-    renames: ClassVar[Renames] = (
-        Renames()
-    )  # earlier names of keys and values below this section, which a new config must not use
+    fixed: ClassVar[Mapping[str, str]] = {}  # key that a recorded run must not change -> reason (`config_changes`)
+    renames: ClassVar[Renames] = Renames()  # earlier names of keys and values in the section
 
     @model_validator(mode="before")
     @classmethod

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from rollflow.tasks.verifiers.config import Format
 
-LONGEST_REASON, LONGEST_FAILURE = 1000, 200  # most characters of a reason, and of a failure in it
+LONGEST_REASON, LONGEST_FAILURE = 1000, 200  # most characters of a reason, and of a reason for a failure
 LARGEST = 3.4028234663852886e38  # largest reward, because batches store rewards in float32
 
 

@@ -66,9 +66,7 @@ class RewardPool:
         self._config = config
         self._command = [sys.executable, "-m", "rollflow.tasks.verifiers.worker"]
         self._command += [config.model_dump_json(), str(tokenizer_folder), str(open_socket().fileno())]
-        self._queue: asyncio.PriorityQueue[tuple[int, _ScoringJob]] = (
-            asyncio.PriorityQueue()
-        )  # (number of the arrival, job)
+        self._queue: asyncio.PriorityQueue[tuple[int, _ScoringJob]] = asyncio.PriorityQueue()  # sorted by arrival
         self._arrivals = itertools.count()
         self._turns = asyncio.Semaphore(config.workers)
         self._quick = min(SLOW_SECONDS, config.deadline_seconds)
