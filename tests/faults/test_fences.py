@@ -20,7 +20,7 @@ VERSIONS = 600  # enough versions for the second supervisor to begin before the 
 
 
 def test_run_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
-    """As after a network partition, the old supervisor, learner and scheduler are alive when the new ones start."""
+    """As after a network partition, the old supervisor, learner and scheduler are alive when new ones start."""
     recipe = RECIPE.format(seed=3, versions=VERSIONS, engine="timed", timing=TIMING["timed"])
     old = Victim(tmp_path / "old", recipe)
     elsewhere = tmp_path / "elsewhere"

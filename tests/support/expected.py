@@ -1,4 +1,4 @@
-"""What an audit expects of a simulated run: the scheduler's limits and the pipeline's prompts."""
+"""The expectations of an audit of a simulated run: the scheduler's limits and the pipeline's prompts."""
 
 from __future__ import annotations
 

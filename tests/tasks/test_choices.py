@@ -1,4 +1,4 @@
-"""What each choice of the scheduler does, on a virtual clock: one test per promise of its config key."""
+"""The effect of each choice of the scheduler, on a virtual clock, with one test per promise of a config key."""
 
 from __future__ import annotations
 

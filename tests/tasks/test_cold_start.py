@@ -74,7 +74,7 @@ def test_cold_start_ends_near_the_target(tmp_path: Path, seed: int, target: floa
 
 @pytest.mark.long
 def test_cold_start_goes_back_to_the_target(tmp_path: Path) -> None:
-    """There is only one evaluation, long after the target: bisection starts from the first weights."""
+    """The only evaluation comes long after the target, so bisection starts from the first weights."""
     started = Started(tmp_path, tiny(0, 0.3, evaluate_every=120))
     step, first = started.seen[0]
     assert step == 120

@@ -212,7 +212,7 @@ async def test_timed_response_depends_only_on_its_seed() -> None:
 
 @pytest.mark.slow
 async def test_new_owner_of_an_actor_may_replace_the_old_one(ray_node: None) -> None:
-    """As when scheduler and engine restarted together, and the new scheduler found the new engine by itself."""
+    """Scheduler and engine may restart together, and the new scheduler may find the new engine by itself."""
     engines, proxy = await serving(HANG_SECONDS)
     running = asyncio.create_task(proxy.generate(GenerationRequest("a", (3,), 500, seed=1)))
     await soon(lambda: any(engines[0].progress({"a": 0}).values()))

@@ -276,7 +276,7 @@ def test_bfloat16_policy_has_sharded_masters(folder: Path, kind: str) -> None:
     assert saved(beside) == stored
     beside.step(batch(3), 3)
     made.load(stored[0], saved(beside)[1])
-    assert saved(made)[0] == stored[0]  # its masters do not belong to these weights
+    assert saved(made)[0] == stored[0]  # the learner's masters do not belong to these weights
     made.load(*stored)
     assert saved(made) == stored  # a critic's masters are stored before its weights
     for one in (made, beside):

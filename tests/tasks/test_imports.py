@@ -1,4 +1,4 @@
-"""What an import path may name, and the error for a path that names something else."""
+"""Import paths of user-defined parts: the allowed objects, and the error for any other object."""
 
 from __future__ import annotations
 

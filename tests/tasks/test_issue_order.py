@@ -60,7 +60,7 @@ def test_preempted_prompt_waits_for_the_next_version(reason: DiscardReason, now:
     late = reason in (DiscardReason.STALE, DiscardReason.REDUNDANT)
     assert (prompts(order, 0, 1) == [(5, 1)]) == late
     order.advance(6)
-    assert (5, 1) not in prompts(order, 0, 3)  # it is issued only once
+    assert (5, 1) not in prompts(order, 0, 3)  # this attempt is issued only once
 
 
 def test_version_zero_releases_preempted_prompts() -> None:

@@ -83,7 +83,7 @@ def test_complete_group_waits_for_no_thinking_environment(place: Place, kind: ty
 
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_preempted_group_ends_immediately(place: Place) -> None:
-    """It becomes too old while one of its episodes computes; its prompt is issued again, and no batch waits for it."""
+    """A group becomes too old while one of its episodes computes; its prompt is reissued, and no batch waits for it."""
     environment = Thinking(place, one_of=20)
     run = pipeline(environment, versions=8, choices={"on_stale": "drop"})
     assert run_virtual(timed(run)) < LONG / 1000

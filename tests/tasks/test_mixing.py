@@ -149,7 +149,7 @@ def test_mixture_continues_from_its_cursor(shares: list[float], filtering: list[
 def test_slots_do_not_depend_on_the_order_of_events(
     shares: list[float], count: int, seed: int, depth: int, draw: random.Random
 ) -> None:
-    """Which groups are filtered is fixed; when that is found out is not. So a run at alpha = 0 is reproducible."""
+    """The same groups are filtered, at random moments, and the slots are equal. So runs at alpha = 0 repeat."""
 
     def filled(depth: int) -> tuple[Cursor, set[int]]:
         mixture, flying, kept = Mixture(shares), list[int](), set[int]()
@@ -245,7 +245,7 @@ def test_trained_groups_have_the_shares(alpha: float) -> None:
 
 
 def test_slow_source_delays_no_other() -> None:
-    """It lags by its groups in flight, while batches are formed from the other sources' groups."""
+    """A slow source lags by its groups in flight, while batches are formed from the other sources' groups."""
     store = MemoryStore(uuid.uuid4().hex)
     run_virtual(mixed(store, versions=10, async_ratio=4.0, train_seconds=0.05).run())
     first = Counter(sources([group.prompt for group in trained(store)[0]], len(MIXED)))

@@ -205,7 +205,7 @@ def test_gain_of_a_wider_bound_is_reported(figures: Figures) -> None:
         return Plan(finals, narrow, narrow, narrow, (), True, 0, 0).wider
 
     assert planned(narrow, deep, wide) is wide  # a deeper candidate is not compared
-    assert planned(narrow, replace(wide, bias=-0.3)) is None  # it exceeds a limit
+    assert planned(narrow, replace(wide, bias=-0.3)) is None  # this plan's bias exceeds the limit
     assert planned(narrow, deep) is None
     assert planned(narrow, replace(wide, figures=replace(figures, trajectories_per_second=100.5))) is None
 

@@ -162,7 +162,7 @@ def test_replay_needs_no_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.count("identical") == 3
     assert main(["inspect", "small", "0.0.0"]) == 0
     capsys.readouterr()
-    assert main(["inspect", "small", "4.0"]) == 0  # it was discarded: no batch has its question
+    assert main(["inspect", "small", "4.0"]) == 0  # the dispatch was discarded, so no batch has its question
     shown = capsys.readouterr().out
     assert "discarded" in shown
     assert "prompts.path" in shown

@@ -104,7 +104,7 @@ def test_callback_is_called_at_each_start() -> None:
         proxy, starts = InferenceProxy([Noting()], 4), list[int]()
         task = asking(proxy, "a", RequestOptions(on_start=starts.append))
         await asyncio.sleep(1.0)
-        assert (starts, proxy.version) == ([], -1)  # there are no weights
+        assert (starts, proxy.version) == ([], -1)  # no request starts, because there are no weights
         await proxy.update(0, WEIGHTS, NO_PROBE, "restart")
         await asyncio.sleep(1.0)
         assert starts == [0]

@@ -36,7 +36,7 @@ for line in sys.stdin:
 
 
 class OddReward(RewardActor):
-    """Its verifier waits for a file if a response says so."""
+    """A reward whose verifier waits for a file if a response says so."""
 
     def _build_pool(self) -> RewardPool:
         pool = super()._build_pool()

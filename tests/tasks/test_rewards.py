@@ -246,7 +246,7 @@ async def test_unsendable_request_delays_no_other(folder: Path) -> None:
 
 
 async def test_failed_process_start_costs_no_score(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example with a full process table: the lane that took the responses must not end with them."""
+    """If a process cannot start, for example with a full process table, no response loses its score."""
     start, refusals = _Worker.start, [BlockingIOError(errno.EAGAIN, "no more processes")] * 3
 
     async def refused(command: Sequence[str]) -> _Worker:

@@ -265,7 +265,7 @@ def test_bfloat16_policy_has_sharded_masters(folder: Path, zero: int, offload: s
     made.load(*saved(again))
     assert saved(made) == saved(again)
     made.load(stored[0], saved(again)[1])
-    assert saved(made)[0] == stored[0]  # its masters do not belong to these weights
+    assert saved(made)[0] == stored[0]  # the learner's masters do not belong to these weights
     made._others.end()
 
 

@@ -553,7 +553,7 @@ def test_evaluation_occupies_an_engine_for_its_prompts() -> None:
         simulate(recipe(versions=40, evaluation=EvaluationConfig(every=every, prompts=16)), machine).figures
         for every in (0, 10)
     )
-    assert (without.evaluations, with_them.evaluations) == (0, 3)  # of versions 10, 20 and 30
+    assert (without.evaluations, with_them.evaluations) == (0, 3)  # evaluations of versions 10, 20 and 30
     assert with_them.tokens.evaluated == 3 * 16 * 50
     assert with_them.seconds - without.seconds == pytest.approx(3 * 5.0, abs=5.0)
     assert with_them.tokens.trained == without.tokens.trained == 40 * 32 * 50

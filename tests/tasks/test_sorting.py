@@ -43,7 +43,7 @@ def test_split_separates_multisets() -> None:
     shown = [digits(made.demonstration(position)) for position in range(ASKED)]
     multisets = {"".join(sorted(word)) for word in asked + shown}
     assert not multisets & set(held)
-    assert len(multisets) > 1550  # of 1,602
+    assert len(multisets) > 1550  # 1,602 multisets exist
     assert any(word != "".join(sorted(word)) for word in asked)
 
 

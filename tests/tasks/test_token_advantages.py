@@ -148,7 +148,7 @@ def test_advantages_are_computed_in_float64() -> None:
     ],
 )
 def test_large_reward_counts_as_any_other(baseline: str, scale: str, large: float) -> None:
-    """Its square overflows float32. Divided by the deviation, the result does not depend on the size of rewards."""
+    """The square of a large reward overflows float32. Advantages divided by the deviation do not depend on the size."""
     part = Advantage(baseline=baseline, scale=scale)  # type: ignore[arg-type]
     found = []
     for reward in (large, math.copysign(1e6, large)):

@@ -214,7 +214,7 @@ def test_source_with_other_questions_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_changed_sources_prompts_are_not_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first questions are the same, so the run may continue with it; earlier batches may have other ones."""
+    """The changed source has the same first questions, so the run may continue; earlier batches may have others."""
     context = prepare(parse_config(small(tmp_path)), "letters")
     assert expected_of(context).is_thorough
     monkeypatch.setattr("rollflow.tasks.run.user_code.code_of", lambda key, part: "another file")

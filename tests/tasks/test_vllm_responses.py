@@ -151,7 +151,7 @@ def test_last_token_comes_only_with_the_end(folder: Path, end: int) -> None:
 
 @pytest.mark.parametrize(("logprobs", "why"), [(None, "AttributeError"), ((-1.0,), "2 tokens and 1 log-probs")])
 def test_unreadable_output_fails_the_engine(folder: Path, logprobs: tuple[float, ...] | None, why: str) -> None:
-    """It is not an error of the caller, and earlier tokens are known, so that another engine can continue."""
+    """Unreadable output is no error of the caller, and earlier tokens are known, so another engine can continue."""
 
     async def main() -> None:
         running = await Running(folder).begun()
