@@ -1,8 +1,8 @@
 """The simulator: the shipped scheduler, admission, buffer, weight sync, proxy and channel on a virtual clock.
 
 Only things that cost time are modelled: engines, rewards, the learner, the pause of an update, faults. No scheduling
-decision is implemented a second time here, so a result about scheduling holds for the code that ships. It needs no Ray,
-torch or disk. The same recipe, hardware and seed give the same figures.
+decision is implemented a second time here, so a result about scheduling holds for the code that ships. A simulation
+needs no Ray, torch or disk. The same recipe, hardware and seed give the same figures.
 
     hardware.py  how long machines take, and how long responses are (one TOML file)
     world.py     one simulation: builds the parts and runs them
@@ -11,6 +11,6 @@ torch or disk. The same recipe, hardware and seed give the same figures.
     figures.py   the figures computed from the records
     bounds.py    bounds that no schedule can exceed, and what asynchrony guarantees
     fit.py       a hardware file from a recorded run; calibrate.py fits its engines
-    timeline.py  what was busy when
+    timeline.py  which parts were busy, and when
     planner.py   the search for a split and an alpha; candidates.py defines the search space
 """

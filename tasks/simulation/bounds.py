@@ -1,4 +1,4 @@
-"""Bounds for a workload: what no schedule can exceed, and what asynchrony guarantees (Proposition 2 of ROLL Flash).
+"""Bounds on the time of a step: lower bounds for every schedule, and upper bounds by Proposition 2 of ROLL Flash.
 
 N: samples per step; mu and L: mean and longest generation; E: epochs; mu_t: training of one sample; K: workers in all.
 The seconds of a generation are those at full occupancy: with S slots, it decodes at 1 / (1 + c (S - 1)). S samples
@@ -12,8 +12,8 @@ at the occupancy that minimises it: with c > 1 an engine is faster with one requ
     T_async(split)   <=  max((N/K_r) mu + L/(alpha+1), (N/K_t) E mu_t)   with K_r and K_t GPUs as the file splits them
     gain             <=  1 + K L / (N (mu + E mu_t))
 
-These bounds ignore rewards, the pauses of updates, and the costs of the KV cache: reading it, a full cache, prefill by
-length. If these cost time, the lower bounds still hold, but the upper bounds of the proposition do not
+These bounds ignore rewards, the pauses of updates, and the costs of the KV cache (reading it, a full cache, prefill by
+length). If the ignored parts cost time, the lower bounds still hold, but the upper bounds of the proposition do not
 (`Bounds.guaranteed`).
 """
 
@@ -29,7 +29,7 @@ from rollflow.tasks.simulation.hardware import Hardware
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The numbers of a workload; seconds, and GPU-seconds for mu and mu_t."""
+    """The numbers of a workload, in seconds; mu and mu_t are in GPU-seconds."""
 
     samples: int  # N
     mu: float
@@ -38,14 +38,14 @@ class Workload:
     mu_train: float  # E mu_t
     rollout_gpus: float  # K_r
     train_gpus: float  # K_t
-    colocated: bool  # K_r and K_t are the same GPUs
+    colocated: bool  # True if K_r and K_t count the same GPUs
     async_ratio: float  # alpha
-    whole: bool = True  # these numbers include all costs but rewards and updates
+    whole: bool = True  # True if these numbers include all costs except rewards and updates
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The bounds, in seconds of a step, and shares; see the module's docstring."""
+    """The bounds: seconds of a step, and shares of the GPUs. See the module's docstring."""
 
     conserving: float
     conserving_split: float  # lower bound for any schedule with this split
@@ -54,7 +54,7 @@ class Bounds:
     asynchronous_split: float
     best_training_share: float
     largest_gain: float
-    guaranteed: bool  # whether the proposition's own bounds hold for this hardware
+    guaranteed: bool  # True if the upper bounds of the proposition hold for this hardware
 
 
 def bounds_of(work: Workload) -> Bounds:

@@ -21,26 +21,28 @@ from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.hardware import EnginesHardware, Hardware
 from rollflow.tasks.simulation.world import SimulatedRun
 
-SLOWINGS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # 1: an engine whose throughput does not grow with requests
-ROUNDS = 3  # simulations for each slowing
-TRAJECTORIES = 2000  # fewest in the window of a simulation
-FEWEST = 4  # fewest versions in that window
-BINS = 6  # of lengths
+SLOWINGS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # at c = 1, more requests give no more throughput
+ROUNDS = 3  # number of simulations for each value of the slowing c
+TRAJECTORIES = 2000  # fewest trajectories in the window of a simulation
+FEWEST = 4  # fewest versions in the window of a simulation
+BINS = 6  # number of bins of lengths
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedRollout:
-    """Lengths and generation seconds of R responses, and the seconds of a version's rollout: at alpha = 0 the learner's
-    wait, otherwise the whole step."""
+    """Lengths and generation seconds of R responses, and the seconds of a version's rollout.
+
+    At alpha = 0 the seconds of a rollout are the learner's wait, otherwise the seconds of the whole step.
+    """
 
     tokens_R: Floats
     seconds_R: Floats
     rollout: float
 
     def line(self) -> tuple[float, float]:
-        """Fit a line: return the seconds at the mean length, and their growth per token."""
+        """Fit a line of seconds by length: return the seconds at the mean length, and the seconds per token."""
         spread = self.tokens_R - self.tokens_R.mean()
         slope = float(spread @ self.seconds_R) / max(float(spread @ spread), 1e-12)
         return float(self.seconds_R.mean()), max(slope, 1e-12)
@@ -54,7 +56,7 @@ class ObservedRollout:
 
 
 def calibrate_hardware(seen: ObservedRollout, config: RunConfig, hardware: Hardware) -> Hardware:
-    """Return the hardware with the engines that match the record best; the rest of it is unchanged."""
+    """Return the hardware with the engines that match the record best; the rest of the hardware is unchanged."""
     edges = np.unique(np.quantile(seen.tokens_R, np.arange(1, BINS) / BINS))
     found = [_with(slowing, seen, edges, config, hardware) for slowing in SLOWINGS]
     found.sort(key=lambda fit: fit[0])
@@ -65,7 +67,7 @@ def calibrate_hardware(seen: ObservedRollout, config: RunConfig, hardware: Hardw
 def _with(
     slowing: float, seen: ObservedRollout, edges: Floats, config: RunConfig, hardware: Hardware
 ) -> tuple[float, EnginesHardware]:
-    """Fit the engines with this slowing; return their error and the engines."""
+    """Fit the engines for one value of the slowing c; return the error of the fit, and the engines."""
     mean, slope = seen.line()
     share = 1.0 + slowing * (config.engine.max_concurrent_requests - 1)
     per_token, prefill = slope / share, max(0.0, mean - slope * float(seen.tokens_R.mean())) / share
@@ -85,7 +87,7 @@ def _with(
 
 
 def _observe_simulation(config: RunConfig, hardware: Hardware) -> ObservedRollout:
-    """Simulate, and measure what a record would show."""
+    """Simulate the recipe, and measure the same values as in the record of a run."""
     warm = WARM_UP + config.capacity
     versions = warm + max(FEWEST, -(-TRAJECTORIES // (config.groups * config.group_size)))
     timed = config.model_copy(update={"engine": hardware.engine(config), "versions": versions + config.capacity + 1})

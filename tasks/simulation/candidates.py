@@ -22,10 +22,13 @@ CHOICES = (
 
 @dataclass(frozen=True, slots=True)
 class SimulationBudget:
-    """How much may be simulated. The window after the warm-up of 2 + alpha versions has the given number of versions,
-    or as many as contain the given number of trajectories, if that is more."""
+    """The number and the length of simulations.
 
-    simulations: int  # largest number
+    The window after the warm-up of 2 + alpha versions has at least the given number of versions, and at least the given
+    number of trajectories.
+    """
+
+    simulations: int  # largest number of simulations
     screen_versions: int
     screen_trajectories: int
     final_versions: int
@@ -48,8 +51,8 @@ QUICK = SimulationBudget(40, 2, 4_000, 8, 16_000)
 class PlanLimits:
     """Limits that a recommendation must not exceed."""
 
-    bias: float = 0.02  # of the mean length, in either direction
-    waste: float = 0.15  # of all sampled tokens
+    bias: float = 0.02  # largest bias of the mean length, as a share of it, in either direction
+    waste: float = 0.15  # largest share of all sampled tokens that may be wasted
 
 
 LIMITS = PlanLimits()
@@ -124,9 +127,9 @@ class CandidateOutcome:
     candidate: Candidate
     versions: int
     figures: Figures
-    bias: float  # in the steady state; see the planner
+    bias: float  # bias of the lengths in the steady state; see `planner`
     bias_error: float  # standard error of `bias`
-    wasted: float  # share of all sampled tokens
+    wasted: float  # wasted share of all sampled tokens
 
     @property
     def throughput(self) -> float:

@@ -1,8 +1,9 @@
 """Evaluations of a simulated run: the shipped `Evaluations`, on timed engines that are borrowed as in a run.
 
-- Only if the recipe borrows engines: a separate engine for evaluations costs training nothing.
+- Evaluations are simulated only if the recipe borrows engines, because a separate engine takes no time from training.
 - Evaluations before and after the run are omitted, because a simulation shows the steady run between them.
-- Held-out prompts draw their lengths like all others. Their scores take time, on separate workers.
+- The responses to held-out prompts draw their lengths like all other responses. Scoring them takes time, on separate
+  workers.
 - `spent` counts the tokens that engines sampled for evaluations, separately from those for training.
 """
 
@@ -23,7 +24,7 @@ from rollflow.tasks.simulation.parts import SimulatedPrompts, TimedRewards
 from rollflow.tasks.simulation.records import SimulationRecords
 
 HELD_OUT = 1 << 30  # an index that training never reaches; the index of a prompt is its only token
-TRIES = 1_000  # engines that may die during one evaluation
+TRIES = 1_000  # most engines that may die during one evaluation
 
 
 def takes_engines(config: RunConfig, hardware: Hardware) -> bool:
@@ -42,7 +43,7 @@ class TimedEvaluations:
         rewards = TimedRewards(hardware.reward, config.seed, SimulationRecords())
         self._proxy, self._fetch_seconds = proxy, hardware.update.fetch_seconds
         self._spent = 0
-        self._lent: tuple[TimedEngine, int] | None = None  # the borrowed engine, and its sampled tokens before
+        self._lent: tuple[TimedEngine, int] | None = None  # the borrowed engine, and its sampled tokens before the loan
         self.done: list[Evaluation] = []
         means = EvaluationPorts(
             wanted=lambda version: version > 0 and config.evaluates(version),

@@ -1,8 +1,9 @@
 """The figures of a simulation, computed from its records.
 
-Times, shares and staleness are those after a warm-up (`Figures.warm_up` versions); counts, tokens and lengths are those
-of the whole simulation. Trained lengths are compared with a *population*: the responses that the first prompts in order
-draw, without filtered prompts, and as many as were trained. So the population does not depend on the schedule.
+Times, shares and staleness are measured after a warm-up of `Figures.warm_up` versions. Counts, tokens and lengths are
+measured over the whole simulation. Trained lengths are compared with a *population*: the responses that the first
+prompts in order draw. The population has no filtered prompts, and as many responses as were trained on. So the
+population does not depend on the schedule.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import SimulatedPrompts
 from rollflow.tasks.simulation.records import SimulationRecords, Snapshot
 
-WARM_UP = 2  # versions, in addition to those that alpha lets run ahead
+WARM_UP = 2  # versions of the warm-up, in addition to the versions that alpha lets run ahead
 
 
 @dataclass(frozen=True, slots=True)
 class StepShares:
-    """Parts of a synchronous step, which add up to 1: the time until the last response, then until the last score, then
-    until the new version, then until the engines have it."""
+    """Parts of a synchronous step, which add up to 1.
+
+    The parts are the time until the last response, then until the last score, then until the new version, then until
+    the engines have the new version.
+    """
 
     rollout: float
     reward: float
@@ -61,12 +65,12 @@ class Bias:
 
     @property
     def mean_difference(self) -> float:
-        """Difference of the means, as a share of the population's."""
+        """Difference of the mean lengths, as a share of the population's mean."""
         return self.trained_mean / self.population_mean - 1.0
 
     @property
     def p99_difference(self) -> float:
-        """Difference of the 99th percentiles, as a share of the population's."""
+        """Difference of the 99th percentiles of the lengths, as a share of the population's percentile."""
         return self.trained_p99 / self.population_p99 - 1.0
 
 
@@ -79,7 +83,7 @@ class Tokens:
     trained: int
     wasted: Mapping[str, int]
     groups: Mapping[str, int]
-    unfinished: int  # in flight or waiting at the end of the simulation
+    unfinished: int  # tokens of groups in flight or waiting at the end of the simulation
     evaluated: int
 
 
@@ -102,7 +106,7 @@ class Figures:
     tokens: Tokens
     bias: Bias
     bounds: Bounds
-    shares: StepShares | None  # of a synchronous step
+    shares: StepShares | None  # the parts of a step, if steps are synchronous
     deaths: int
     restarted: int
     taken_over: int

@@ -39,10 +39,10 @@ class RecordedVersion:
     version: int
     seconds: float  # since the previous version was published
     waited: float  # the part of `seconds` in which the learner waited for the batch
-    pause: float | None  # of the engines, to load this version
-    fetched: float | None  # from its publishing to the pause
-    groups_R: Sequence[int]  # which trajectories share a prompt
-    tokens_R: Sequence[int]  # of the responses
+    pause: float | None  # seconds that the engines paused to load this version
+    fetched: float | None  # seconds from the publishing of this version to the pause
+    groups_R: Sequence[int]  # number of each trajectory's group; the trajectories of a group share a prompt
+    tokens_R: Sequence[int]  # number of tokens of each response
     generation_R: Sequence[float]
     reward_R: Sequence[float]
 
@@ -86,8 +86,8 @@ def thin_values(values: Floats) -> Floats:
 def train_seconds(versions: Sequence[RecordedVersion], *, alone: bool) -> list[float]:
     """Compute the learner's own seconds per version.
 
-    The shortest wait is that for a batch that was ready, so it counts as the learner's own time. At alpha = 0 (`alone`)
-    no batch is ever ready.
+    The shortest wait is a wait for a batch that was ready, so it counts as the learner's own time. At alpha = 0
+    (`alone`) no batch is ever ready.
     """
     ready = 0.0 if alone else min(v.waited for v in versions)
     return [max(1e-6, v.seconds - (v.waited - ready)) for v in versions]
@@ -107,7 +107,7 @@ def correlation_of(versions: Sequence[RecordedVersion]) -> float:
 
 
 def normal_scores(values: Floats) -> Floats:
-    """Return each value's rank as a standard normal number; equal values share one."""
+    """Return each value's rank as a standard normal number; equal values get the same number."""
     distinct, index, counts = np.unique(values, return_inverse=True, return_counts=True)
     middles = (np.cumsum(counts) - counts / 2) / len(values)
     normal = NormalDist()

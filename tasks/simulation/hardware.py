@@ -1,6 +1,7 @@
-"""What a simulation assumes about machines and workload: one TOML file, typed and frozen.
+"""The assumptions of a simulation about machines and workload: one TOML file, typed and frozen.
 
-Seconds are those of one engine, one worker or one GPU; lengths are response tokens. Imports only pydantic.
+Seconds are the seconds of one engine, one worker or one GPU; lengths count response tokens. This module imports only
+pydantic.
 """
 
 from __future__ import annotations

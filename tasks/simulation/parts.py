@@ -1,4 +1,4 @@
-"""The simulated parts: prompts, verifiers, the learner and faults. They only take time; they make no decisions."""
+"""The simulated parts: prompts, verifiers, the learner and faults. These parts only take time and decide nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The planner: finds by simulation how to divide GPUs between rollout and training, and how far rollout may run ahead.
 
-Guarantees: a recommendation was simulated, with the shipped objects, for the versions that it names. It keeps both
-limits (`PlanLimits`). And no simulated candidate with a smaller alpha that keeps them comes within `TOLERANCE` of the
-best.
+Guarantees: a recommendation was simulated, with the shipped objects, for the number of versions that it names. A
+recommendation keeps both limits (`PlanLimits`). No simulated candidate with a smaller alpha that keeps the limits comes
+within `TOLERANCE` of the best.
 
     1. synchronous     all GPUs in turns if the hardware says so, otherwise the best split: the baseline for gains
     2. alpha = 1 ...   for each alpha the best split: descend from beta* (Proposition 2), later from the previous
@@ -53,9 +53,9 @@ class Plan:
 
     finals: tuple[CandidateOutcome, ...]
     sync: CandidateOutcome  # the recipe itself at alpha = 0
-    best: CandidateOutcome | None  # the fastest that keeps the limits
+    best: CandidateOutcome | None  # the fastest outcome that keeps the limits
     recommended: CandidateOutcome | None
-    alphas: tuple[float, ...]  # the simulated ones
+    alphas: tuple[float, ...]  # the simulated values of alpha
     settled: bool  # larger alphas need no simulation: no schedule could be faster by more than the tolerance
     simulations: int
     trajectories: int

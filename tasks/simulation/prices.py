@@ -1,4 +1,4 @@
-"""What a plan costs: prices an hour of machines, and what a run keeps in storage.
+"""The cost of a plan: the price of an hour of machines, and the price of the objects that a run keeps in storage.
 
     hour       machines x price, of rollout, of training, and of the rest
     version    hour x seconds of a step / 3600
@@ -93,14 +93,14 @@ def cost_of(outcome: CandidateOutcome, prices: Prices, config: RunConfig, hardwa
 
 @dataclass(frozen=True, slots=True)
 class _Machines:
-    """So many machines of one price."""
+    """A number of machines at one price."""
 
     count: int
     price: MachinePrice
 
     @classmethod
     def holding(cls, gpus: float, price: MachinePrice) -> _Machines:
-        """Count the machines that have so many GPUs."""
+        """Compute the number of machines that together have at least `gpus` GPUs."""
         return cls(math.ceil(round(gpus / price.gpus, 9)), price)
 
     @property
@@ -109,7 +109,7 @@ class _Machines:
         return self.count * self.price.hour
 
     def idle_hour(self, busy_gpus: float) -> float:
-        """Return what an hour of the GPUs costs on which nothing runs."""
+        """Return the price of one hour of the GPUs that are idle."""
         return max(0.0, self.count * self.price.gpus - busy_gpus) * self.price.hour / self.price.gpus
 
 

@@ -1,6 +1,7 @@
 """The records of a simulation; no decision depends on them.
 
-Times are virtual seconds since the beginning. Lengths are simulated tokens; one stands for `tokens_per_tick` real ones.
+Times are virtual seconds since the beginning. Lengths count simulated tokens; a simulated token stands for
+`tokens_per_tick` real tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A span of time; `version` is its result."""
+    """A span of time; `version` is the policy version that results from the span."""
 
     began: float
     ended: float
@@ -68,12 +69,12 @@ class FormedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All growing counters at one moment; those of engines are sums."""
+    """All growing counters at one moment; a counter of engines is a sum over all engines."""
 
     at: float
     engine_busy: float
     engine_slots: float
-    engine_tokens: int  # without those of evaluations
+    engine_tokens: int  # sampled tokens, without the tokens of evaluations
     reward_busy: float
 
 
@@ -93,9 +94,9 @@ class SimulationRecords:
     last_generation: float = 0.0
     deaths: int = 0
     restarted: int = 0  # requests that restarted
-    restarted_tokens: int = 0  # tokens lost by that
+    restarted_tokens: int = 0  # tokens lost because requests restarted
     taken_over: int = 0  # requests that continued on another engine
-    evaluations: int = 0  # finished ones
+    evaluations: int = 0  # number of finished evaluations
     evaluation_tokens: int = 0  # sampled for finished and unfinished evaluations
 
     def form(self, staged: StagedBatch) -> None:

@@ -10,7 +10,7 @@
                   timed learner --version-+
 
 The scheduler plans a few more batches than are trained, and the simulation ends when the last version is published. So
-it measures a steady run, without the end, where engines run out of work.
+the simulation measures a steady run, without the end of a run, at which engines run out of work.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def simulate(
 
 @contextmanager
 def _pause_collector() -> Iterator[None]:
-    """Turn off Python's garbage collector, which would inspect everything in flight again and again, for half of the
-    time.
-    """
+    """Turn off Python's garbage collector, which would take half of the simulation's time to inspect live objects."""
     was = gc.isenabled()
     gc.disable()
     try:
