@@ -76,8 +76,11 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The fate of every token that the engines sampled for training. `wasted` counts tokens by reason, `groups` counts
-    groups by reason. Tokens for evaluations (`evaluated`) are extra."""
+    """The fate of every token that the engines sampled for training.
+
+    `wasted` counts wasted tokens by reason, `groups` counts the wasted groups by reason. `evaluated` counts the tokens
+    sampled for evaluations, which are not part of the other numbers.
+    """
 
     sampled: int
     trained: int
@@ -94,12 +97,12 @@ class Figures:
     versions: int
     warm_up: int
     seconds: float
-    step_seconds: float  # mean after the warm-up
+    step_seconds: float  # mean seconds of a step after the warm-up
     step_median: float
-    steps: tuple[float, ...]  # seconds of every version
-    trained_tokens: tuple[int, ...]  # of every version
+    steps: tuple[float, ...]  # seconds of the step of every version
+    trained_tokens: tuple[int, ...]  # number of tokens that every version was trained on
     trajectories_per_second: float
-    tokens_per_second: float  # trained
+    tokens_per_second: float  # trained tokens per second
     idle: IdleShares
     update_share: float  # share of the time in which engines were paused for an update
     staleness: Mapping[int, int]

@@ -16,10 +16,10 @@ within `TOLERANCE` of the best.
 A split is not simulated if its lower bound exceeds the best step so far. All simulations share a seed. So candidates
 are compared on the same prompts and lengths, and the same input gives the same plan.
 
-The length bias is that of the *steady state*: by how many tokens a version after the warm-up falls behind the prompts
-that become due with it. It excludes the start of a run, in which short groups finish while long ones are still in
-flight: that happens once per run, not in each version. Which long groups are in flight at the ends of the window is
-random; the standard error shows how much that matters.
+The length bias is measured in the *steady state*: the number of tokens by which a version after the warm-up falls
+behind the prompts that become due with this version. The bias excludes the start of a run, when short groups finish
+while long groups are still in flight, because this start happens once per run, not in each version. Which long groups
+are in flight at the ends of the window is random; the standard error shows the size of this random effect.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.world import simulate
 
 TOLERANCE = 0.05  # share of the best throughput that a smaller alpha may cost ("the ratio needed")
-TIE = 0.01  # throughputs that differ by less count as equal
+TIE = 0.01  # throughputs that differ by a smaller share count as equal
 ALPHAS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 FINALISTS = 12  # simulations reserved for the finals
-WIDER = 4  # times alpha: the wider bound that is tried at the same depth
+WIDER = 4  # the planner tries a bound of 4 times alpha, at the same depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ def choose(
 ) -> tuple[CandidateOutcome | None, CandidateOutcome | None]:
     """Return the fastest outcome, and the recommended one, among those that keep the limits.
 
-    The recommended one has the smallest alpha within `TOLERANCE` of the fastest; of equally fast ones it wastes least.
+    The recommended outcome has the smallest alpha within `TOLERANCE` of the fastest outcome. Among equally fast
+    outcomes, the outcome with the least waste is recommended.
     """
     kept = [outcome for outcome in finals if not outcome.marks(limits)]
     if not kept:
@@ -231,7 +232,10 @@ class _Search:
         return None if waiting.marks(self._limits) else waiting
 
     def _second(self, plain: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-        """Return the second best split of the alpha that seems needed, as a first simulation may misorder the two."""
+        """Return the second best split of the alpha that seems needed.
+
+        A first simulation may put the best and the second best split in the wrong order.
+        """
         if not plain:
             return []
         needed = _smallest_alpha(plain)
@@ -287,7 +291,7 @@ class _Search:
     # --- the split ----------------------------------------------------------------------------------------
 
     def _descend(self, start: Candidate, stride: int) -> CandidateOutcome:
-        """Move from a split to better neighbours; halve the stride where there are none."""
+        """Move from a split to better neighbours; halve the stride if no neighbour is better."""
         best = self._screen(start)
         while stride and not best.candidate.colocated:
             better = self._better(best, stride)
@@ -295,7 +299,7 @@ class _Search:
         return best
 
     def _better(self, best: CandidateOutcome, stride: int) -> CandidateOutcome | None:
-        """Return a neighbour with a shorter step, or None; first try to give GPUs to the busier stage."""
+        """Return a neighbouring split with a shorter step, or None; try first to give GPUs to the busier stage."""
         idle = best.figures.idle
         toward = -stride if idle.learner < idle.engines else stride
         for engines in (best.candidate.engines + toward, best.candidate.engines - toward):

@@ -85,12 +85,14 @@ class SimulationRecords:
     formed: list[FormedBatch] = field(default_factory=list)
     steps: list[Span] = field(default_factory=list)  # train steps, until the version is published
     updates: list[Span] = field(default_factory=list)  # pauses of the engines
-    trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # of each trained response
+    trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # length of each trained response
     filtered: set[int] = field(default_factory=set)  # prompts whose groups were filtered
-    generation_seconds: array[float] = field(default_factory=lambda: array("d"))  # of each, from its request on
+    generation_seconds: array[float] = field(
+        default_factory=lambda: array("d")
+    )  # seconds of each trained response since its request
     discarded_groups: Counter[str] = field(default_factory=Counter)
     discarded_tokens: Counter[str] = field(default_factory=Counter)
-    snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by the version just published
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)  # version just published -> snapshot
     last_generation: float = 0.0
     deaths: int = 0
     restarted: int = 0  # requests that restarted
