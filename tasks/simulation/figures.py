@@ -78,7 +78,7 @@ class Bias:
 class Tokens:
     """The fate of every token that the engines sampled for training.
 
-    `wasted` counts wasted tokens by reason, `groups` counts the wasted groups by reason. `evaluated` counts the tokens
+    `wasted` counts wasted tokens by reason, `groups` counts discarded groups by reason. `evaluated` counts the tokens
     sampled for evaluations, which are not part of the other numbers.
     """
 

@@ -19,8 +19,8 @@ from rollflow.tasks.simulation.records import Gauge, SimulationRecords, Span, tr
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
-FOREVER = 1e12  # virtual seconds
-JOIN_SECONDS = 1.0  # pause before the next try to replace a dead engine
+FOREVER = 1e12  # virtual seconds, longer than any simulation
+JOIN_SECONDS = 1.0  # seconds until the next try to replace a dead engine
 
 
 class SimulatedPrompts:
@@ -90,7 +90,7 @@ class Memory:
         self.batches: dict[int, StagedBatch] = {}
 
     async def entry(self, number: int) -> int | None:
-        """Return the same entry for every batch: there is no log, and no batch is voided."""
+        """Return the same entry for every batch, because a simulation has no log and voids no batch."""
         return 0 if number in self.batches else None
 
     async def read(self, number: int) -> StagedBatch:
@@ -160,7 +160,7 @@ class Faults:
             await self._die(draw.expovariate(self._faults.deaths_per_hour / 3600.0), place)
 
     async def _die(self, seconds: float, place: int) -> None:
-        """Kill an engine after `seconds`; return when another one serves in its place."""
+        """Kill an engine after `seconds`; return when another engine serves in its place."""
         await asyncio.sleep(seconds)
         self._engines[place].kill("killed by the simulation")
         self._records.deaths += 1

@@ -89,7 +89,7 @@ class SimulationRecords:
     filtered: set[int] = field(default_factory=set)  # prompts whose groups were filtered
     generation_seconds: array[float] = field(
         default_factory=lambda: array("d")
-    )  # seconds of each trained response since its request
+    )  # of each trained response, since its request
     discarded_groups: Counter[str] = field(default_factory=Counter)
     discarded_tokens: Counter[str] = field(default_factory=Counter)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # version just published -> snapshot

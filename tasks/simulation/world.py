@@ -114,7 +114,7 @@ class SimulatedRun:
         self.records = SimulationRecords()
         self.speeds = hardware.speeds(recipe)
         self.engines = {place: self._engine(place) for place in range(len(self.speeds))}
-        self._past = [0.0] * len(self.speeds)  # slot seconds of dead engines, by place
+        self._past = [0.0] * len(self.speeds)  # slot seconds of dead engines, keyed by place
         self._buried: list[EngineUsage] = []
         _check(config, hardware)
         self.rewards = TimedRewards(hardware.reward, config.seed, self.records)
@@ -170,7 +170,7 @@ class SimulatedRun:
             raise failure
 
     def timeline(self) -> Timeline:
-        """Return what was busy when."""
+        """Return the timeline: which parts were busy, and when."""
         assert self.sampler is not None
         growth = self.sampler.growth()
         engines, rewards = growth[:-1] / np.float32(self.engine.max_concurrent_requests), growth[-1]
@@ -197,7 +197,7 @@ class SimulatedRun:
         self.scheduler.wake()
 
     async def _commit(self, staged: StagedBatch) -> None:
-        """Store the batch where the channel finds it, and put it into the channel."""
+        """Store the batch for the channel's source, and put the batch into the channel."""
         check_fresh(staged, self.config.async_ratio)
         self.records.form(staged)
         self.memory.batches[staged.number] = staged
@@ -213,7 +213,7 @@ class SimulatedRun:
         return TimedEngine(self.engine.model_copy(update={"speed": self.speeds[place]}))
 
     async def _replace(self, place: int) -> TimedEngine:
-        """Start a new engine in a place; the work of the dead one still counts."""
+        """Start a new engine in a place; the work of the dead engine still counts."""
         dead = self.engines[place].usage
         self._past[place] += dead.slot_seconds
         self._buried.append(dead)
