@@ -87,9 +87,7 @@ class SimulationRecords:
     updates: list[Span] = field(default_factory=list)  # pauses of the engines
     trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # length of each trained response
     filtered: set[int] = field(default_factory=set)  # prompts whose groups were filtered
-    generation_seconds: array[float] = field(
-        default_factory=lambda: array("d")
-    )  # of each trained response, since its request
+    generation_seconds: array[float] = field(default_factory=lambda: array("d"))  # seconds of each trained response
     discarded_groups: Counter[str] = field(default_factory=Counter)
     discarded_tokens: Counter[str] = field(default_factory=Counter)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # version just published -> snapshot
