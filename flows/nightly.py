@@ -73,7 +73,9 @@ class Nightly(Section):
     z: float = Field(1.645, ge=0, le=100, description="standard errors by which a version must exceed the best one")
     answers: int = Field(100, ge=1, description="fewest held-out answers that each of two compared versions needs")
     alias: str = Field("best", pattern=r"^[A-Za-z][\w-]*$", description="the alias in MLflow's model registry")
-    keep: int = Field(7, gt=0, description="newest nights whose runs and versions are kept, besides the best")
+    keep: int = Field(
+        7, gt=0, description="number of newest nights whose runs and versions are kept; the best night's are kept too"
+    )
     notify: str | None = Field(None, description="a Prefect notification block, e.g. slack-webhook/nightly")
 
     @field_validator("timezone")

@@ -232,8 +232,8 @@ def _commit(s: RunState, body: BatchCommitted) -> None:
 def _check_fresh(s: RunState, number: int, group: TrainedGroup) -> None:
     if group.started < number - s.alpha:
         raise GroupTooOld(
-            f"group {group.key} was started under version {group.started}, batch {number} allows "
-            f"{number - s.alpha:g} at async_ratio {s.alpha:g}"
+            f"group {group.key} was started under version {group.started}; batch {number} allows "
+            f"version {number - s.alpha:g} or newer at async_ratio {s.alpha:g}"
         )
     if not 0 <= group.started <= group.newest <= s.version:
         raise EntryRefused(f"group {group.key} has tokens of versions that do not exist")

@@ -21,7 +21,7 @@ class RolloutLimits:
     groups: int  # N, groups in a batch
     group_size: int  # G, responses to one prompt
     async_ratio: float  # alpha: the largest staleness
-    max_inflight_groups: int  # most groups that run at a time
+    max_inflight_groups: int  # largest number of groups that run at a time
     attempts: int  # number of tries of a request after which its failure ends the run
     max_new_tokens: int
     temperature: float

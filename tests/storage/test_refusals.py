@@ -215,7 +215,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "a group that was left behind": (instead(fated("stale")), "is not open"),
     "a group of the voided batch": (instead(fated("corrupt")), "is not open"),
     "a group that was never issued": (instead(lambda rich: (1_000, 0)), "is not open"),
-    "a group that is too old": (group(2, -2), "version 4, batch 7 allows 5 at async_ratio 2"),
+    "a group that is too old": (group(2, -2), "version 4; batch 7 allows version 5 or newer at async_ratio 2"),
     "tokens of before the start": (group(3, -1), "tokens of versions that do not exist"),
     "tokens of the future": (group(3, 1), "tokens of versions that do not exist"),
     # voids

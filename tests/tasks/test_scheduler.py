@@ -436,10 +436,10 @@ def test_stale_group_is_not_committed() -> None:
     first, entry = next(trained(pipeline.store))[1].groups()[0], pipeline.state.n
     unused = GroupKey(pipeline.state.issued[0], 0)
     batch = StagedBatch(6, (replace(first, key=unused),), (unused.prompt,))
-    with pytest.raises(Stale, match="started under version 0, batch 6 allows 4"):
+    with pytest.raises(Stale, match="started under version 0; batch 6 allows version 4"):
         check_fresh(batch, 2.0)
     writer = Log(pipeline.store).claim("scheduler")
-    with pytest.raises(GroupTooOld, match="started under version 0, batch 6 allows 6"):
+    with pytest.raises(GroupTooOld, match="started under version 0; batch 6 allows version 6"):
         TrajectoryStore(writer.log).commit(writer, batch)
     assert pipeline.state.n == entry + 1  # the claim
 
