@@ -38,8 +38,13 @@ group_size = 4
 hidden_size = 32
 layers = 2
 heads = 2
-target_accuracy = 0.02
+target_accuracy = 0.05
 evaluate_every = 5
+
+[[prompts]]
+kind = "reasoning-gym"
+family = "basic_arithmetic"
+options = { min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1, operators = ["+"], allow_negation = false }
 
 [engine]
 kind = "transformers"
@@ -122,6 +127,7 @@ def sampled(run: Path, versions: int) -> tuple[list[list[str]], list[object]]:
     policies, batches = PolicyStore(log), TrajectoryStore(log)
     found = [policies.find(version) for version in range(versions + 1)]
     weights = [[stored.sha256 for stored in version.weights] for version in found]
+    assert len({tuple(hashes) for hashes in weights}) > versions / 2, "most versions learned nothing"
     files = [batches.committed(version.batch_entry).file for version in found if version.batch_entry is not None]
     tables = [TrajectoryBatch.from_bytes(batches.read(file)).table for file in files]
     return weights, [table.drop(["generation_seconds", "reward_seconds"]).to_pylist() for table in tables]
