@@ -43,7 +43,7 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.runnable import find_hindrance
 from rollflow.tasks.policies.attention import choose_attention
 from rollflow.tasks.policies.context import context_length
-from rollflow.tasks.policies.device import find_device, fix_workspace, send
+from rollflow.tasks.policies.device import find_device, fix_workspace, send, turn_off_cudnn_attention
 from rollflow.tasks.policies.head import LMHead
 
 SMALLEST_SPAN = 64  # keys; a request's span is this number, doubled until the request fits
@@ -181,6 +181,7 @@ class FixedShapeSampler:
         if self._device.type == "cuda":
             self._shape = ON_GPU
             fix_workspace()  # without this call, a learner with a fixed workspace could compute other bits
+            turn_off_cudnn_attention()
         with no_init_weights():  # `load` loads the weights later
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         model.tie_weights()  # transformers ties weights only when it initialises them

@@ -20,6 +20,14 @@ def fix_workspace() -> None:
     os.environ.setdefault(WORKSPACE, ":4096:8")
 
 
+def turn_off_cudnn_attention() -> None:
+    """Keep torch from choosing cuDNN's attention on a GPU, in this process.
+
+    Given the same data twice, cuDNN's attention over many keys can return different bits: see docs/gpu.md.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from the CPU's (pageable) memory to `device`, without waiting for the device's earlier work.
 
