@@ -65,6 +65,12 @@ OF_A_PERSON = """
 from mlflow import MlflowClient
 print(MlflowClient("http://mlflow:5000").get_experiment_by_name("of_a_person").experiment_id)
 """
+FLOW_RUNS = """
+import json
+from prefect.client.orchestration import get_client
+with get_client(sync_client=True) as client:
+    print(json.dumps([[run.name, run.state_type.value] for run in client.read_flow_runs()]))
+"""
 
 
 @pytest.fixture
@@ -139,3 +145,6 @@ def test_run_survives_the_loss_of_postgres(compose: Compose) -> None:
     statuses, steps = json.loads(last_line(compose, METRICS))
     assert statuses == ["FINISHED"]
     assert steps == [[*range(1, VERSIONS + 1)]], "each version once, those between backup and loss too"
+    flow_runs = json.loads(last_line(compose, FLOW_RUNS))
+    assert flow_runs
+    assert not [one for one in flow_runs if one[1] in ("RUNNING", "PENDING", "CANCELLING")], flow_runs

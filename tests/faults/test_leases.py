@@ -1,4 +1,8 @@
-"""Tests leases: a run on a foreign cluster loses all processes but its actors, which then end and free resources."""
+"""Tests leases on a cluster that the run does not own: no supervisor watches the run any longer.
+
+Either all processes of the run but its actors are killed, or the supervisor is stopped. In both cases the actors end
+and free their resources, and the run can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import psutil
 import pytest
 
 from benchmarks.chaos import RECIPE, TIMING, Victim
-from benchmarks.victims import kill_everything
+from benchmarks.victims import find, kill_everything
 from rollflow.flows.services.ray_head import RayHead
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 
@@ -24,7 +28,7 @@ LIVED_SECONDS = 10.0  # the shortest time that actors live on, because a supervi
 @pytest.fixture
 def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]:
     """Start a cluster that the run does not own, so that the run ends neither it nor its actors."""
-    head = RayHead(tmp_path / "elsewhere", cpus=2)
+    head = RayHead(tmp_path / "elsewhere", cpus=2, start_seconds=HANG_SECONDS)
     for name, value in head.env.items():
         monkeypatch.setenv(name, value)
     with head:
@@ -40,25 +44,55 @@ def actors_on(head: RayHead) -> list[str]:
     return [one for one in titles if "Actor" in one or "verifiers.worker" in one]
 
 
-def test_unwatched_run_frees_its_actors_and_is_resumed(tmp_path: Path, others: RayHead) -> None:
+@pytest.fixture
+def victim(tmp_path: Path, others: RayHead) -> Iterator[Victim]:
+    """Start a run on that cluster, with so many versions that some are left when the lease has expired."""
     recipe = RECIPE.format(seed=3, versions=VERSIONS, engine="timed", timing=TIMING["timed"])
     set_to = (f"cluster.address={others.address}", f"cluster.lease_seconds={LEASE_SECONDS:g}")
     victim = Victim(tmp_path / "home", recipe, *(f"--set={one}" for one in set_to))
     try:
         victim.wait_version(3, RUN_SECONDS)
         assert len(actors_on(others)) >= 6, actors_on(others)
-        kill_everything(victim.home)
-        victim.process.wait()
-        killed = time.monotonic()
-        assert len(actors_on(others)) >= 6, "the actors died with the runner, and nothing is shown here"
-        until(lambda: not actors_on(others), HANG_SECONDS)
-        freed = time.monotonic() - killed
-        assert freed > LIVED_SECONDS
-        assert victim.version() < VERSIONS, "nothing is left to go on with"
-        print(f"freed {freed:.0f} s after the kill, at version {victim.newest}")
-        victim.process = victim._start("resume", "chaos")
-        outcome = victim.finish([], RUN_SECONDS)
+        yield victim
     finally:
         kill_everything(victim.home)
+
+
+def check_resume(victim: Victim) -> None:
+    """Resume the run to its end; no trajectory is lost or doubled."""
+    assert victim.version() < VERSIONS, "nothing is left to go on with"
+    victim.process = victim._start("resume", "chaos")
+    outcome = victim.finish([], RUN_SECONDS)
     assert outcome.right, outcome
     assert (outcome.lost, outcome.doubled) == (0, 0)
+
+
+def test_unwatched_run_frees_its_actors_and_is_resumed(victim: Victim, others: RayHead) -> None:
+    kill_everything(victim.home)
+    victim.process.wait()
+    killed = time.monotonic()
+    assert len(actors_on(others)) >= 6, "the actors died with the runner, and nothing is shown here"
+    until(lambda: not actors_on(others), HANG_SECONDS)
+    freed = time.monotonic() - killed
+    assert freed > LIVED_SECONDS
+    print(f"freed {freed:.0f} s after the kill, at version {victim.newest}")
+    check_resume(victim)
+
+
+def test_blocked_supervisor_loses_its_actors_and_says_so(victim: Victim, others: RayHead) -> None:
+    """The supervisor is stopped for longer than the lease. When it wakes, it ends the run with one sentence."""
+    [supervisor] = find(victim.home, "supervisor")
+    supervisor.suspend()
+    try:
+        until(lambda: not actors_on(others), HANG_SECONDS)
+        assert victim.process.poll() is None, victim.tail()
+    finally:
+        supervisor.resume()
+    assert victim.process.wait(HANG_SECONDS) == 1, victim.tail()
+    said = " ".join((victim.home / "output.log").read_text().replace("│", " ").split())
+    print(said[-1000:])
+    assert "no supervisor has watched" in said
+    assert f"for {LEASE_SECONDS:g} s (cluster.lease_seconds), so its actors end; go on with: rollflow resume" in said
+    assert "Traceback" not in said
+    until(lambda: not actors_on(others), HANG_SECONDS)
+    check_resume(victim)
