@@ -34,11 +34,11 @@ from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
+from rollflow.tasks.scorers.pool import ScoreRequest
 from rollflow.tasks.simulation.hardware import Hardware, ResponsesHardware
 from rollflow.tasks.simulation.parts import TimedRewards
 from rollflow.tasks.simulation.records import SimulationRecords
 from rollflow.tasks.simulation.world import SimulatedRun, simulate
-from rollflow.tasks.verifiers.pool import ScoreRequest
 
 SLOTS, GROUP = 256, 16
 ENGINES = (4, 16, 64, 256, 1024)

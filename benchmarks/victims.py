@@ -18,7 +18,7 @@ import psutil
 from rollflow.flows.services.process_title import flow_run_of
 
 ACTORS = {"engine": "EngineActor", "scheduler": "RolloutActor", "learner": "LearnerActor", "channel": "ChannelActor"}
-MODULES = {"reward worker": "rollflow.tasks.verifiers.worker", "runner": "rollflow.flows.deployments"}
+MODULES = {"reward worker": "rollflow.tasks.scorers.worker", "runner": "rollflow.flows.deployments"}
 # name of a stage's process -> the tag of its flow runs
 STAGES = {"rollout flow": "role:rollout", "reward flow": "role:reward", "train flow": "role:train"}
 SUPERVISOR = "role:supervisor"

@@ -18,8 +18,8 @@ from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, read_evalua
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.names import RunPlace
-from rollflow.tasks.verifiers.base import Score
-from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest
 
 
 @flow(name="evaluate")

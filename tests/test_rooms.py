@@ -30,7 +30,7 @@ MAY: dict[str, set[str]] = {
     "tasks/runtime": set(),
     "tasks/objectives": {"tasks/runtime"},
     "tasks/prompts": {"tasks/runtime"},
-    "tasks/verifiers": {"tasks/runtime", "tasks/policies"},  # a worker reads responses as the policy writes them
+    "tasks/scorers": {"tasks/runtime", "tasks/policies"},  # a worker reads responses as the policy writes them
     "tasks/policies": {"tasks/runtime", "tasks/prompts"},
     "tasks/engines": {"tasks/runtime", "tasks/policies"},
     # The contract, and above its own rooms the torch learner and `build_learner`.
@@ -54,16 +54,16 @@ MAY: dict[str, set[str]] = {
         *("tasks/learners", "tasks/learners/checkpoint", "tasks/learners/distributed", "tasks/learners/sharding"),
         *("tasks/policies", "tasks/runtime"),
     },
-    "tasks/environments": {"tasks/runtime", "tasks/engines", "tasks/verifiers"},
-    "tasks/rollout": {"tasks/runtime", "tasks/engines", "tasks/environments", "tasks/verifiers"},
+    "tasks/environments": {"tasks/runtime", "tasks/engines", "tasks/scorers"},
+    "tasks/rollout": {"tasks/runtime", "tasks/engines", "tasks/environments", "tasks/scorers"},
     "tasks/run": {  # the config is made of the rooms' own parts
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/objectives", "tasks/policies"),
-        *("tasks/prompts", "tasks/rollout", "tasks/runtime", "tasks/verifiers"),
+        *("tasks/prompts", "tasks/rollout", "tasks/runtime", "tasks/scorers"),
     },
-    "tasks/simulation": {"tasks/engines", "tasks/rollout", "tasks/run", "tasks/runtime", "tasks/verifiers"},
+    "tasks/simulation": {"tasks/engines", "tasks/rollout", "tasks/run", "tasks/runtime", "tasks/scorers"},
     "tasks/actors": {
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/policies", "tasks/prompts", "tasks/rollout"),
-        *("tasks/run", "tasks/runtime", "tasks/verifiers"),
+        *("tasks/run", "tasks/runtime", "tasks/scorers"),
     },
     "flows/services": set(),
     "flows/views": {"flows/services"},

@@ -55,8 +55,8 @@ from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.meter import BusyMeter
 from rollflow.tasks.runtime.spans import Spans, open_spans
-from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import score_response
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.base import score_response
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0

@@ -32,8 +32,8 @@ from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.coalesce import Coalescer
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
-from rollflow.tasks.verifiers.base import Score
-from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2

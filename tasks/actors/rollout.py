@@ -63,8 +63,8 @@ from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
 from rollflow.tasks.runtime.spans import Spans, open_spans
-from rollflow.tasks.verifiers.base import Score
-from rollflow.tasks.verifiers.pool import ScoreRequest
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.pool import ScoreRequest
 
 ROLLOUT = "rollout"
 EVALUATION = -1  # number of the separate engine for evaluations, if the run has such an engine

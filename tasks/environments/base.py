@@ -20,7 +20,7 @@ from typing import Protocol
 
 from rollflow.storage.records import Prompt
 from rollflow.tasks.engines.base import Generation
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.scorers.base import Score
 
 
 class Episode(Protocol):

@@ -6,7 +6,7 @@ from rollflow.storage.errors import RollflowError
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import ImportEnvironment
 from rollflow.tasks.runtime.imports import imported_object
-from rollflow.tasks.verifiers.base import Score, failure_score, validate_score
+from rollflow.tasks.scorers.base import Score, failure_score, validate_score
 
 KEY = "environment"
 

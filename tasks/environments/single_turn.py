@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollflow.tasks.environments.base import Environment, Episode
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.scorers.base import Score
 
 
 class SingleTurn(Environment):

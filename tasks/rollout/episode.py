@@ -18,8 +18,8 @@ from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.rollout.proxy import VersionedGeneration
-from rollflow.tasks.verifiers.base import Score
-from rollflow.tasks.verifiers.pool import ScoreRequest
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.pool import ScoreRequest
 
 NO_REWARD = Score(0.0, "the episode ended without a reward")
 NOTHING = TokenSpan()

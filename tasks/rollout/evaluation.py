@@ -34,8 +34,8 @@ from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.proxy import InferenceProxy, VersionedGeneration, WeightsProbe
-from rollflow.tasks.verifiers.base import Score
-from rollflow.tasks.verifiers.pool import ScoreRequest
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.pool import ScoreRequest
 
 T = TypeVar("T")
 AGAIN_SECONDS = 1.0  # seconds until an evaluation is retried after its engine died

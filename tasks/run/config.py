@@ -27,7 +27,7 @@ from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
 from rollflow.tasks.runtime.names import RecipeName
 from rollflow.tasks.runtime.renamed_keys import RECIPE, Renames
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse, refuse_all
-from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward, RewardConfig
+from rollflow.tasks.scorers.config import ExactReward, ReasoningGymReward, RewardConfig
 
 Refusals = Iterator[PydanticCustomError]
 

@@ -26,9 +26,9 @@ from rollflow.tasks.prompts.jsonl import numbered_lines
 from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shorten_value
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import Verifier, answer_of, score_response
-from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.base import Verifier, answer_of, score_response
+from rollflow.tasks.scorers.config import ExactReward, ReasoningGymReward
 
 PROBED = 256  # number of questions that are checked for a source that generates them
 TELL_SECONDS = 3.0  # seconds between two progress lines
@@ -134,7 +134,7 @@ def _build_exact() -> Verifier:
 
 @functools.cache
 def _find_family_fault(family: str) -> str | None:
-    from rollflow.tasks.verifiers.reasoning_gym import has_scorer
+    from rollflow.tasks.scorers.reasoning_gym import has_scorer
 
     if has_scorer(family):
         return None

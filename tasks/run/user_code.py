@@ -15,8 +15,8 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.imports import code_of
 from rollflow.tasks.runtime.sections import Imported
-from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.config import ImportReward
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.config import ImportReward
 
 
 def check_own_parts(config: RunConfig) -> None:

@@ -14,10 +14,10 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.pool import ScoreRequest
 from rollflow.tasks.simulation.hardware import FaultsHardware, Hardware, RewardHardware
 from rollflow.tasks.simulation.records import Gauge, SimulationRecords, Span, trajectories_of
-from rollflow.tasks.verifiers.base import Score
-from rollflow.tasks.verifiers.pool import ScoreRequest
 
 FOREVER = 1e12  # virtual seconds, longer than any simulation
 JOIN_SECONDS = 1.0  # seconds until the next try to replace a dead engine

@@ -21,7 +21,7 @@ from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment, SingleTurnEnvironment
 from rollflow.tasks.runtime.clock import run_virtual
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.scorers.base import Score
 from tests.support.log_runs import read
 from tests.support.pipeline import Pipeline
 from tests.support.user_code import FOLDER, put_in_reach

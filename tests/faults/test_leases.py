@@ -41,7 +41,7 @@ def actors_on(head: RayHead) -> list[str]:
     for pid in head.processes:
         with contextlib.suppress(psutil.Error):
             titles.append(" ".join(psutil.Process(pid).cmdline()).strip())
-    return [one for one in titles if "Actor" in one or "verifiers.worker" in one]
+    return [one for one in titles if "Actor" in one or "scorers.worker" in one]
 
 
 @pytest.fixture

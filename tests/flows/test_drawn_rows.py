@@ -19,8 +19,8 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import open_prompts
-from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import score_response
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.base import score_response
 from tests.support.counts import examples
 from tests.support.refused import refused_alike
 from tests.support.waiting import HANG_SECONDS

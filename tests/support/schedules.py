@@ -27,8 +27,8 @@ from rollflow.tasks.rollout.proxy import WeightsProbe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.runtime.clock import run_virtual
-from rollflow.tasks.verifiers.base import Score
-from rollflow.tasks.verifiers.pool import ScoreRequest
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.pool import ScoreRequest
 from tests.support.ledger import Ledger
 
 SOON = 1e-3

@@ -19,8 +19,8 @@ from rollflow.tasks.prompts.config import ColumnSumsPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import open_prompts
-from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import score_response
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.base import score_response
 
 ASKED = 500
 SMALL = ColumnSumsPrompts(min_digits=1, max_digits=1)  # 45 pairs and 165 triples, whatever their order

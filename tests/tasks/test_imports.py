@@ -11,14 +11,14 @@ import pytest
 from rollflow.flows.config import parse_config
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.runtime.imports import imported_class, imported_function, imported_object
-from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import Score
-from rollflow.tasks.verifiers.config import ImportReward, RewardBase
-from rollflow.tasks.verifiers.pool import RewardPool
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.config import ImportReward, RewardBase
+from rollflow.tasks.scorers.pool import RewardPool
 from tests.support.user_code import put_in_reach
 
 MODULE = """
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.scorers.base import Score
 
 def good(response, reference, *, least=0) -> Score:
     return Score(float(len(response) > least), "length")
@@ -82,7 +82,7 @@ def test_annotated_function_is_imported_with_its_options() -> None:
         (
             "own.parts:bare",
             "it is no function that is annotated to return rollflow's Score; write `-> Score`, with "
-            "`from rollflow.tasks.verifiers.base import Score`",
+            "`from rollflow.tasks.scorers.base import Score`",
         ),
         ("own.parts:Thing", "it is no function that is annotated"),
         ("own.parts:unreadable", "it is no function that is annotated"),
@@ -123,10 +123,10 @@ def test_forged_config_cannot_call_other_functions(path: str) -> None:
 
 
 def test_contract_class_itself_is_refused() -> None:
-    found = imported_class("reward", reward("rollflow.tasks.verifiers.config:ExactReward"), RewardBase)
+    found = imported_class("reward", reward("rollflow.tasks.scorers.config:ExactReward"), RewardBase)
     assert found.__name__ == "ExactReward"
     with pytest.raises(ConfigError, match="derives from"):
-        imported_class("reward", reward("rollflow.tasks.verifiers.config:RewardBase"), RewardBase)
+        imported_class("reward", reward("rollflow.tasks.scorers.config:RewardBase"), RewardBase)
 
 
 @pytest.mark.parametrize("path", ["own.parts", "own/parts:good", ":good", "own.parts:good()", "own.parts:a.b"])

@@ -18,7 +18,7 @@ from rollflow.storage.records import GroupKey
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.rollout.group import GroupRollout
 from rollflow.tasks.runtime.clock import run_virtual
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.scorers.base import Score
 from tests.support.log_runs import read
 from tests.support.pipeline import Pipeline, prompt_at
 

@@ -13,10 +13,10 @@ from rollflow.tasks.policies.folder import END, PAD, build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import parse_recorded
-from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import score_response
-from rollflow.tasks.verifiers.config import ExactReward
-from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.base import score_response
+from rollflow.tasks.scorers.config import ExactReward
+from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest
 from tests.support.waiting import HANG_SECONDS
 
 TAGS = ("<answer>", "</answer>")

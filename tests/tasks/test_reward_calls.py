@@ -18,9 +18,9 @@ from rollflow.tasks.actors.reward import REWARD, RewardActor, RewardClient
 from rollflow.tasks.prompts.config import ReasoningGymPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
-from rollflow.tasks.verifiers.base import Score
-from rollflow.tasks.verifiers.config import ReasoningGymReward
-from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.config import ReasoningGymReward
+from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 

@@ -20,9 +20,9 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.runtime.actor_warnings import Warnings
-from rollflow.tasks.verifiers.base import answer_of
-from rollflow.tasks.verifiers.config import ImportReward, ReasoningGymReward
-from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest, _Worker
+from rollflow.tasks.scorers.base import answer_of
+from rollflow.tasks.scorers.config import ImportReward, ReasoningGymReward
+from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest, _Worker
 from tests.support.user_code import put_in_reach
 from tests.support.waiting import HANG_SECONDS, soon
 
@@ -42,7 +42,7 @@ for line in sys.stdin:
 """
 WARNING_VERIFIER = """
 import logging
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.scorers.base import Score
 
 def judge(response: str, reference: dict[str, int]) -> Score:
     logging.getLogger("judge").warning("no gold answer to question %d", reference["question"])

@@ -13,8 +13,8 @@ from rollflow.tasks.prompts.config import SortingPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.sorting import SortingSource, build_question
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import score_response
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.base import score_response
 
 ASKED = 4000
 

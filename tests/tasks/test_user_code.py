@@ -43,15 +43,15 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
 from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.run.user_code import changed_code
-from rollflow.tasks.verifiers.base import Score, score_response
-from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.scorers.base import Score, score_response
+from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest
 from tests.support.small_run import StoreFeed, make_policy
 from tests.support.user_code import FOLDER, put_in_reach
 
 RECIPE = FOLDER / "letters.toml"
 VERSIONS = 3
 PRIZE = """
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.scorers.base import Score
 
 def prize(response, reference) -> Score:
     return Score({prize}, "a prize")

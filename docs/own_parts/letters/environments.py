@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollflow.tasks.environments.base import Environment, Episode
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.scorers.base import Score
 
 
 class SecondThought(Environment):

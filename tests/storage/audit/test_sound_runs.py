@@ -18,7 +18,7 @@ from rollflow.storage.objects.memory import MemoryStore
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.rollout.config import FilterConfig
 from rollflow.tasks.runtime.clock import run_virtual
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.scorers.base import Score
 from tests.support.expected import expected_of
 from tests.support.pipeline import Pipeline
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rollflow.tasks.verifiers.config import Format
+from rollflow.tasks.scorers.config import Format
 
 LONGEST_REASON, LONGEST_FAILURE = 1000, 200  # most characters of a reason, and of a reason for a failure
 LARGEST = 3.4028234663852886e38  # largest reward, because batches store rewards in float32

@@ -7,8 +7,8 @@ import inspect
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.runtime.imports import build_part, imported_function
-from rollflow.tasks.verifiers.base import Score, Verifier
-from rollflow.tasks.verifiers.config import ImportReward
+from rollflow.tasks.scorers.base import Score, Verifier
+from rollflow.tasks.scorers.config import ImportReward
 
 LONGEST = 100_000  # most bytes of the section, an argument of the worker's command; Linux allows 131,071
 

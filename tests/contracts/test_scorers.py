@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import Score, Verifier, score_response
-from rollflow.tasks.verifiers.config import ExactReward, Format, ImportReward, ReasoningGymReward, RewardConfig
-from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.base import Score, Verifier, score_response
+from rollflow.tasks.scorers.config import ExactReward, Format, ImportReward, ReasoningGymReward, RewardConfig
+from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest
 from tests.support.user_code import FOLDER, put_in_reach
 from tests.support.waiting import HANG_SECONDS
 

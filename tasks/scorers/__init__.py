@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollflow.tasks.verifiers.base import Verifier
-from rollflow.tasks.verifiers.config import ExactReward, ImportReward, ReasoningGymReward, RewardConfig
+from rollflow.tasks.scorers.base import Verifier
+from rollflow.tasks.scorers.config import ExactReward, ImportReward, ReasoningGymReward, RewardConfig
 
 
 def build_verifier(config: RewardConfig) -> Verifier:
@@ -14,14 +14,14 @@ def build_verifier(config: RewardConfig) -> Verifier:
     """
     match config:
         case ReasoningGymReward():
-            from rollflow.tasks.verifiers.reasoning_gym import family_score
+            from rollflow.tasks.scorers.reasoning_gym import family_score
 
             return family_score
         case ExactReward():
-            from rollflow.tasks.verifiers.exact import exact
+            from rollflow.tasks.scorers.exact import exact
 
             return exact
         case ImportReward():
-            from rollflow.tasks.verifiers.imported import imported_verifier
+            from rollflow.tasks.scorers.imported import imported_verifier
 
             return imported_verifier(config)

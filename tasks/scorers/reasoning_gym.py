@@ -8,7 +8,7 @@ from typing import Any
 
 import reasoning_gym
 
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.scorers.base import Score
 
 
 def family_score(response: str, reference: Mapping[str, Any]) -> Score:

@@ -29,9 +29,9 @@ from typing import Any
 from rollflow.storage.errors import ConfigError, RollflowError
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.runtime.actor_warnings import open_socket
-from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import Score, failure_score
-from rollflow.tasks.verifiers.config import ImportReward, RewardConfig
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.base import Score, failure_score
+from rollflow.tasks.scorers.config import ImportReward, RewardConfig
 
 CHUNK = 32  # most responses sent to a worker at once; sending each response on its own would cost too much
 AHEAD_SECONDS = 0.1  # most seconds of work sent at once, because responses behind a slow response are scored twice
@@ -64,7 +64,7 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
         self._config = config
-        self._command = [sys.executable, "-m", "rollflow.tasks.verifiers.worker"]
+        self._command = [sys.executable, "-m", "rollflow.tasks.scorers.worker"]
         self._command += [config.model_dump_json(), str(tokenizer_folder), str(open_socket().fileno())]
         self._queue: asyncio.PriorityQueue[tuple[int, _ScoringJob]] = asyncio.PriorityQueue()  # sorted by arrival
         self._arrivals = itertools.count()

@@ -3,7 +3,7 @@
 The worker first writes a line that says that it is ready, or why it cannot be. Then the worker writes one line per
 request, in order.
 
-The worker is started as `python -m rollflow.tasks.verifiers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]`
+The worker is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]`
 section as JSON. The worker's warnings are sent to the open socket with file descriptor `EAR`. The worker ends when its
 input ends, so it cannot outlive the process that started it. An error in a verifier becomes a score of 0 and does not
 end the worker.
@@ -22,9 +22,9 @@ from pydantic import TypeAdapter
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.runtime.actor_warnings import send_to
-from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import score_response
-from rollflow.tasks.verifiers.config import RewardConfig
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.base import score_response
+from rollflow.tasks.scorers.config import RewardConfig
 
 REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
 
