@@ -47,7 +47,7 @@ from benchmarks.victims import (
     kill_everything,
     works,
 )
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.run_records.recoveries import RecoveryLog

@@ -27,13 +27,15 @@ from pathlib import Path
 from typing import cast
 
 from benchmarks.report import Row, arguments, at_most, publish
+from rollflow.flows.tracking.status_writer import StatusWriter
+from rollflow.flows.tracking.tracking import Tracker
 from rollflow.flows.views.status import StageStatus
-from rollflow.flows.views.status_writer import StatusWriter
-from rollflow.flows.views.tracking import Tracker
+from rollflow.storage.audit import checkpoints
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.checkpoints import AuditCheckpoint
+from rollflow.storage.audit.garbage import list_orphans
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import Conflict, Missing
-from rollflow.storage.log import audit_checkpoints
-from rollflow.storage.log.audit import audit
-from rollflow.storage.log.audit_checkpoints import AuditCheckpoint
 from rollflow.storage.log.entries import (
     BatchCommitted,
     Body,
@@ -48,8 +50,6 @@ from rollflow.storage.log.entries import (
     encode,
     entry_path,
 )
-from rollflow.storage.log.garbage import list_orphans
-from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.rules import apply, decide
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.snapshots import EVERY, segment_path, snapshot_path, to_bytes
@@ -275,7 +275,7 @@ class Steps:
         report = AuditReport()
         report.close(made.state)
         first = hashlib.sha256(run.get(entry_path(0))).hexdigest()
-        audit_checkpoints.keep(run, AuditCheckpoint(made.state, report, {}, SIZE, first))
+        checkpoints.keep(run, AuditCheckpoint(made.state, report, {}, SIZE, first))
         self.restart()
 
     def start(self) -> None:

@@ -38,10 +38,10 @@ from benchmarks.chaos import RECIPE, TIMING, Victim
 from benchmarks.report import Row, arguments, publish
 from benchmarks.victims import find, kill, kill_everything
 from rollflow.flows.commands import INTERRUPTED
-from rollflow.flows.services.ray_head import RayHead
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from rollflow.flows.views.status import RunStatus
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import Missing
-from rollflow.storage.log.audit import audit
 from rollflow.tasks.actors.lease import STATUS
 
 VERSIONS = 100_000  # so many versions that the run does not end before the rounds

@@ -87,11 +87,11 @@ def ours(case: Case, threads: int, home: Path) -> float:
     """Measure tokens per second through the whole path, from the first batch read to the last."""
     import pyarrow.compute as pc
 
-    from rollflow.flows.services.ray_head import RayHead
+    from rollflow.flows.ray_cluster.ray_head import RayHead
 
     head = RayHead(home)
     os.environ.update(head.env)  # Ray reads the cluster's token mode when it is imported
-    from rollflow.flows.services import cluster
+    from rollflow.flows.ray_cluster import cluster
     from rollflow.storage.batch import TrajectoryBatch
     from rollflow.tasks.actors.channel import start_channel
     from rollflow.tasks.actors.reward import start_reward

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rollflow.flows.allowed_values import default_of, describe_allowed
-from rollflow.flows.services.recipe_paths import anchor_paths, path_values, recipe_folder
+from rollflow.flows.registration.recipe_paths import anchor_paths, path_values, recipe_folder
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import VllmEngineConfig, check_temperature
 from rollflow.tasks.objectives.config import check_new

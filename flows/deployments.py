@@ -2,7 +2,7 @@
 
 `python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves until it is stopped. The runner polls
 every second, because a run's stages should not wait for Prefect's default of ten. A session such as `rollflow run`
-watches the runner. Without a session, automations watch the runs: see `services/automations.py`.
+watches the runner. Without a session, automations watch the runs: see `registration/automations.py`.
 
 A session of one run serves the six flows under the run's key. `rollflow serve` serves the flows under the name
 "rollflow", and serves `post-training` once more for each recipe: the shipped recipes, and those of `rollflow deploy`.
@@ -27,13 +27,9 @@ from rollflow.flows.locations import run_home
 from rollflow.flows.nightly import Nightly, nightly, read_nightly
 from rollflow.flows.post_training import post_training
 from rollflow.flows.recover import recover
-from rollflow.flows.reward import reward
-from rollflow.flows.rollout import rollout
-from rollflow.flows.served_recipes import ServedRecipe, recipes_file, served_files, served_recipes
-from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install_automations
-from rollflow.flows.services.flow_process import fork_flows
-from rollflow.flows.services.form import form_values
-from rollflow.flows.services.prefect_api import (
+from rollflow.flows.registration.automations import HEARTBEAT_SECONDS, install_automations
+from rollflow.flows.registration.form import form_values
+from rollflow.flows.registration.prefect_api import (
     INTERNAL,
     NIGHTLY,
     OF_SESSION,
@@ -42,9 +38,13 @@ from rollflow.flows.services.prefect_api import (
     call_until_answered,
     deployment_names,
 )
-from rollflow.flows.services.registering import DeploymentOffer, home_tag, list_superseded
+from rollflow.flows.registration.registering import DeploymentOffer, home_tag, list_superseded
+from rollflow.flows.reward import reward
+from rollflow.flows.rollout import rollout
+from rollflow.flows.served_recipes import ServedRecipe, recipes_file, served_files, served_recipes
+from rollflow.flows.services.flow_process import fork_flows
+from rollflow.flows.tracking.tracking import import_early
 from rollflow.flows.train import train
-from rollflow.flows.views.tracking import import_early
 from rollflow.storage.errors import ConfigError, Unreachable
 
 POLL_SECONDS = 1

@@ -35,7 +35,7 @@ from rollflow.flows.export import export
 from rollflow.flows.keepalive.stages import reason_of
 from rollflow.flows.keepalive.supervisor_restart import list_successors
 from rollflow.flows.locations import context_of, list_runs, run_home, store_uri
-from rollflow.flows.services.prefect_api import (
+from rollflow.flows.registration.prefect_api import (
     SERVED,
     call_until_answered,
     flow_state,
@@ -45,8 +45,8 @@ from rollflow.flows.services.prefect_api import (
     unfinished_runs,
 )
 from rollflow.flows.services.times import utc_minute
-from rollflow.flows.views.mlflow_run import TrackingPlace
-from rollflow.flows.views.registry import EvaluationScore, RegisteredVersion, Registry, z_score
+from rollflow.flows.tracking.mlflow_run import TrackingPlace
+from rollflow.flows.tracking.registry import EvaluationScore, RegisteredVersion, Registry, z_score
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.log.entries import entry_path

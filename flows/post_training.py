@@ -32,28 +32,28 @@ from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.keepalive.supervisor_restart import follows_another
 from rollflow.flows.locations import await_run, context_of, run_home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
-from rollflow.flows.services import cluster
-from rollflow.flows.services.prefect_api import requested_at
+from rollflow.flows.ray_cluster import cluster
+from rollflow.flows.registration.prefect_api import requested_at
 from rollflow.flows.services.reachability import check_store_reach
 from rollflow.flows.steps import Steps, build_tags, cancel, run_name, split_blocks, suspend, tag
+from rollflow.flows.tracking.anchors import write_anchor, write_first_anchor
+from rollflow.flows.tracking.mlflow_payload import build_outcome, build_run_facts
+from rollflow.flows.tracking.mlflow_run import TrackingPlace
+from rollflow.flows.tracking.status_writer import StatusWriter, points_of
+from rollflow.flows.tracking.tracking import Tracker
 from rollflow.flows.views.actor_warnings import ActorWarnings
-from rollflow.flows.views.anchors import write_anchor, write_first_anchor
 from rollflow.flows.views.config_history import select_shown
 from rollflow.flows.views.log_lines import set_log_facts
-from rollflow.flows.views.mlflow_payload import build_outcome, build_run_facts
-from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.page import Page
 from rollflow.flows.views.progress_blocks import block_rows
 from rollflow.flows.views.status import Phase, record_end
-from rollflow.flows.views.status_writer import StatusWriter, points_of
 from rollflow.flows.views.summary import SUMMARY, summarize
-from rollflow.flows.views.tracking import Tracker
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.garbage import sweep
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.configs import diff_trees
 from rollflow.storage.log.entries import entry_path
-from rollflow.storage.log.garbage import sweep
-from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Writer
 from rollflow.storage.run_records.stop_requests import RunEnded, take_back
 from rollflow.tasks.rollout.evaluation import is_evaluated, read_skipped

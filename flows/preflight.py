@@ -17,9 +17,9 @@ from rollflow.flows.config import check_new_run
 from rollflow.flows.keepalive.gpus import divide_gpus, spans_gpus
 from rollflow.flows.keepalive.placement import check_private_placement, note_placement
 from rollflow.flows.locations import store_uri
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
+from rollflow.flows.ray_cluster.ray_access import check_membership
 from rollflow.flows.services.profile import prefect_url
-from rollflow.flows.services.ray_access import check_membership
 from rollflow.flows.services.reachability import check_folder, check_mlflow, check_prefect, check_ray, check_store_reach
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.objects import Data, open_store

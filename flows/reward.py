@@ -6,7 +6,7 @@ from prefect import flow, get_run_logger
 
 from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
 from rollflow.flows.locations import await_run
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.tasks.actors.reward import REWARD, start_reward
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.runtime.names import RunPlace

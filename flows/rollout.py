@@ -9,7 +9,7 @@ from prefect import flow, get_run_logger
 from rollflow.flows.keepalive.actors import POLL_SECONDS, ActorKeeper, WatchedActor
 from rollflow.flows.keepalive.engines import Engines
 from rollflow.flows.locations import await_run
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.tasks.actors.rollout import ROLLOUT, start_rollout
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.runtime.names import RunPlace

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import run_home
+from rollflow.flows.registration.prefect_api import SERVED, deployment_names
 from rollflow.flows.services.locks import one_at_a_time
-from rollflow.flows.services.prefect_api import SERVED, deployment_names
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
 

@@ -21,9 +21,8 @@ from uuid import UUID, uuid4
 
 from rollflow.flows.keepalive.services import RAY, RUNNER, SERVER, ServiceKeeper
 from rollflow.flows.locations import run_home
-from rollflow.flows.services import stack
-from rollflow.flows.services.home_server import HomeServer
-from rollflow.flows.services.prefect_api import (
+from rollflow.flows.ray_cluster.ray_head import RayHead
+from rollflow.flows.registration.prefect_api import (
     SERVED,
     call_until_answered,
     crash_orphans,
@@ -32,10 +31,11 @@ from rollflow.flows.services.prefect_api import (
     start,
     unfinished_runs,
 )
+from rollflow.flows.registration.registering import check_unserved, sweep, withdraw
+from rollflow.flows.services import stack
+from rollflow.flows.services.home_server import HomeServer
 from rollflow.flows.services.process import MlflowServer, PrefectServer, Runner, Service, start_together, stop_together
 from rollflow.flows.services.profile import prefect_url
-from rollflow.flows.services.ray_head import RayHead
-from rollflow.flows.services.registering import check_unserved, sweep, withdraw
 from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, drop_settings
 from rollflow.flows.views.log_lines import logging_settings
@@ -127,7 +127,7 @@ class Session:
             address = self.environment["ROLLFLOW_RAY_ADDRESS"]
         if address != "auto":
             from rollflow.flows.keepalive.stages import kill_actors
-            from rollflow.flows.services import cluster
+            from rollflow.flows.ray_cluster import cluster
 
             with cluster.attached_cluster(address, context.key):
                 kill_actors(context)

@@ -24,7 +24,7 @@ from prefect.exceptions import Abort
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Pending, Suspended
 
-from rollflow.flows.services.prefect_api import open_client
+from rollflow.flows.registration.prefect_api import open_client
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.run_records.stop_requests import RunEnded
 from rollflow.tasks.run.config import RunConfig

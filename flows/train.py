@@ -7,7 +7,7 @@ from prefect import flow, get_run_logger
 from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
 from rollflow.flows.keepalive.gpus import gpu_shares
 from rollflow.flows.locations import await_run
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.tasks.actors.learner import LEARNER, start_learner
 from rollflow.tasks.actors.statuses import LearnerStatus
 from rollflow.tasks.runtime.names import RunPlace

@@ -74,8 +74,8 @@ MAY: dict[str, set[str]] = {
 # Rooms that other processes' libraries stay in; a module stands for itself.
 LIBRARIES: dict[str, set[str]] = {
     "ray": {"tasks/actors", "flows/services"},
-    "prefect": {"flows", "flows/keepalive", "flows/services", "flows/views/page", "flows/views/status_writer"},
-    "mlflow": {"flows/views/tracking", "flows/views/mlflow_run", "flows/views/registry"},
+    "prefect": {"flows", "flows/keepalive", "flows/services", "flows/views/page", "flows/tracking/status_writer"},
+    "mlflow": {"flows/tracking/tracking", "flows/tracking/mlflow_run", "flows/tracking/registry"},
     "s3fs": {"storage/objects/s3_requests"},
     "vllm": {"tasks/engines"},
     "torch": {"tasks/engines", "tasks/learners", "tasks/objectives", "tasks/policies", "tasks/run/replay_diff"},
@@ -203,7 +203,7 @@ PLANTED = [
     ("tasks/runtime/node", "from rollflow.tasks.run.config import RunConfig"),
     ("tasks/rollout/limits", "from rollflow.tasks.run.config import RunConfig"),
     ("tasks/actors/learner", "from prefect import flow"),
-    ("flows/services/cluster", "from rollflow.flows.keepalive import actors"),
+    ("flows/ray_cluster/cluster", "from rollflow.flows.keepalive import actors"),
     ("flows/services/process", "from rollflow.flows.locations import attach_run"),
     ("flows/views/console", "from rollflow.flows.commands import run"),
     ("flows/keepalive/actors", "from rollflow.flows.commands.run import run"),

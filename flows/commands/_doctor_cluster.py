@@ -13,9 +13,9 @@ from rich.table import Column, Table
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.config import load_recipe, override_config
 from rollflow.flows.locations import store_uri
-from rollflow.flows.services import cluster
-from rollflow.flows.services.node_checks import GIB, NodeState, ask_nodes, find_faults
-from rollflow.flows.services.ray_access import check_membership
+from rollflow.flows.ray_cluster import cluster
+from rollflow.flows.ray_cluster.node_checks import GIB, NodeState, ask_nodes, find_faults
+from rollflow.flows.ray_cluster.ray_access import check_membership
 from rollflow.flows.services.reachability import check_ray, check_store_reach
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.placement import runtime_env

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.views.pauses import paused_seconds
-from rollflow.flows.views.simulation import Outputs, run_simulation
+from rollflow.flows.views.timelines.simulation import Outputs, run_simulation
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.policies import PolicyVersion

@@ -24,8 +24,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollflow.flows.config import parse_config, read_toml
+from rollflow.flows.registration.recipe_paths import anchor_paths
 from rollflow.flows.services.reachability import redact
-from rollflow.flows.services.recipe_paths import anchor_paths
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import SECRET_NAME, RunConfig
 from rollflow.tasks.runtime.sections import Section

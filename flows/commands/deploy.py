@@ -30,8 +30,8 @@ def _render_for_pool(recipes: Sequence[ServedRecipe], pool: str) -> str:
     from dataclasses import replace
 
     from rollflow.flows.deployments import list_deployments, offer_recipe
-    from rollflow.flows.services.registering import DeploymentOffer
-    from rollflow.flows.services.work_pool import name_on, prefect_yaml
+    from rollflow.flows.registration.registering import DeploymentOffer
+    from rollflow.flows.registration.work_pool import name_on, prefect_yaml
 
     def whole(recipe: ServedRecipe) -> DeploymentOffer:
         config = recipe.config.model_dump(mode="json")

@@ -13,8 +13,8 @@ from rich.table import Table
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import find_run
 from rollflow.flows.views.console import format_duration
+from rollflow.storage.audit.garbage import Orphan, collect, list_orphans, store_clock
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.log.garbage import Orphan, collect, list_orphans, store_clock
 from rollflow.tasks.run.context import RunContext
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -16,7 +16,7 @@ from typing import TextIO
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import find_run, run_home
-from rollflow.flows.services.prefect_api import SERVED
+from rollflow.flows.registration.prefect_api import SERVED
 from rollflow.flows.views.log_lines import as_json, format_line, is_of
 from rollflow.flows.views.status import read_status
 from rollflow.storage.errors import ConfigError

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import find_run
+from rollflow.storage.audit.repair import plan_repairs, repair
 from rollflow.storage.errors import ConfigError, Missing
-from rollflow.storage.log.repair import plan_repairs, repair
 from rollflow.tasks.run.context import RunContext
 
 

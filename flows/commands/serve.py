@@ -12,16 +12,16 @@ from urllib.parse import urlsplit
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import run_home
+from rollflow.flows.registration.prefect_api import SERVED
 from rollflow.flows.services import stack
 from rollflow.flows.services.home_server import is_free, read_addresses, stable_port, store_addresses
 from rollflow.flows.services.locks import is_held
-from rollflow.flows.services.prefect_api import SERVED
 from rollflow.flows.services.process import MlflowServer
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.reachability import check_prefect, check_prefect_database, redact
 from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.flows.session import open_session
-from rollflow.flows.views.tracking import VIEW
+from rollflow.flows.tracking.tracking import VIEW
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import MODULES
 

@@ -8,7 +8,7 @@ from rollflow.flows.commands import OK
 from rollflow.flows.commands._prediction import compare
 from rollflow.flows.config import load_hardware, load_recipe
 from rollflow.flows.locations import find_run
-from rollflow.flows.views.simulation import Outputs, run_simulation
+from rollflow.flows.views.timelines.simulation import Outputs, run_simulation
 
 
 def command(options: argparse.Namespace) -> int:

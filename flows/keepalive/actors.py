@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from rollflow.flows.keepalive.restarts import RecoveryReporter, Restarts, RestartsExhausted, first_line
 from rollflow.flows.keepalive.vitals import Vitals
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.flows.views.log_lines import set_log_facts
 from rollflow.storage.errors import ConfigError, NotFinite, RollflowError, StoreFailed
 from rollflow.storage.log.state import Superseded

@@ -17,8 +17,8 @@ from typing import Any
 from rollflow.flows.keepalive.gpus import gpu_shares
 from rollflow.flows.keepalive.restarts import RecoveryReporter, Restarts, RestartsExhausted, first_line
 from rollflow.flows.keepalive.vitals import Vitals
-from rollflow.flows.services import cluster
-from rollflow.flows.services.actor_process import explain_lost_call
+from rollflow.flows.ray_cluster import cluster
+from rollflow.flows.ray_cluster.actor_process import explain_lost_call
 from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
 from rollflow.tasks.actors.rollout import EVALUATION, engine_name, start_engine
 from rollflow.tasks.actors.statuses import RolloutStatus

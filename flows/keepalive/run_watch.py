@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from rollflow.flows.keepalive.stages import Stages
-from rollflow.flows.views.status_writer import StatusWriter
+from rollflow.flows.tracking.status_writer import StatusWriter
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.log.run_log import Writer
 from rollflow.storage.run_records.stop_requests import RunEnded, read_request

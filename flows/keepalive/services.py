@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from rollflow.flows.keepalive.restarts import Outage, RestartBudget, Restarts, RestartsExhausted
-from rollflow.flows.services.prefect_api import crash_orphans
+from rollflow.flows.ray_cluster.ray_head import RayHead
+from rollflow.flows.registration.prefect_api import crash_orphans
 from rollflow.flows.services.process import PrefectServer, Service
-from rollflow.flows.services.ray_head import RayHead
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.run_records.recoveries import Recovery
 from rollflow.tasks.run.config import RecoveryConfig

@@ -24,9 +24,9 @@ from prefect.states import Running
 
 from rollflow.flows.keepalive.prestart import begin_actors
 from rollflow.flows.keepalive.restarts import RecoveryReporter, Restarts, RestartsExhausted, first_line
-from rollflow.flows.services import cluster
-from rollflow.flows.services.actor_process import explain_lost_call
-from rollflow.flows.services.prefect_api import open_client, start, states_of, unfinished_runs
+from rollflow.flows.ray_cluster import cluster
+from rollflow.flows.ray_cluster.actor_process import explain_lost_call
+from rollflow.flows.registration.prefect_api import open_client, start, states_of, unfinished_runs
 from rollflow.flows.steps import build_tags, create_stand_in, run_title
 from rollflow.flows.views.status import StageStatus
 from rollflow.storage.errors import RollflowError, Unreachable

@@ -18,7 +18,7 @@ from uuid import UUID
 from rollflow.flows.keepalive.costs import session_costs
 from rollflow.flows.keepalive.restarts import RestartsExhausted
 from rollflow.flows.keepalive.services import ServiceKeeper
-from rollflow.flows.services.prefect_api import emit, flow_state, open_client
+from rollflow.flows.registration.prefect_api import emit, flow_state, open_client
 from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.run_records.recoveries import Notes, Recovery

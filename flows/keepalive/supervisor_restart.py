@@ -20,7 +20,7 @@ from uuid import UUID
 
 from rollflow.flows.keepalive.restarts import PendingRecovery, RestartsExhausted, pause_after
 from rollflow.flows.locations import attach_run, context_of, run_id_of, store_uri
-from rollflow.flows.services.prefect_api import emit, filter_served, flow_state, list_supervisors, open_client
+from rollflow.flows.registration.prefect_api import emit, filter_served, flow_state, list_supervisors, open_client
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.run_records.recoveries import Notes

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rollflow.flows.services.actor_process import explain_lost_actor, find_actor_process
+from rollflow.flows.ray_cluster.actor_process import explain_lost_actor, find_actor_process
 from rollflow.storage.errors import Unreachable
 
 START_SECONDS = 900.0  # longest time in seconds until an actor is created

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rollflow.storage.log.audit import AuditProgress, audit
-from rollflow.storage.log.expected import NOTHING, Expected
-from rollflow.storage.log.report import AuditReport
+from rollflow.storage.audit.audit import AuditProgress, audit
+from rollflow.storage.audit.expected import NOTHING, Expected
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.objects import ObjectStore
 
 ROWS = 12  # largest number of rows for versions; a row of a longer run covers several versions

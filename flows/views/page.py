@@ -19,7 +19,7 @@ from uuid import UUID
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.runtime import flow_run
 
-from rollflow.flows.services.prefect_api import open_client
+from rollflow.flows.registration.prefect_api import open_client
 from rollflow.storage.errors import Unreachable
 
 END_SECONDS = 10.0

@@ -10,8 +10,8 @@ from typing import Any
 
 from rollflow.flows.views.no_signal import count_newest_without, count_without_signal
 from rollflow.flows.views.progress import RunProgress, length_bias
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.report import AuditReport
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.run_records.usage import read_usage
 from rollflow.tasks.actors.statuses import RolloutStatus

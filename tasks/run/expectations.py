@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rollflow.storage.audit.expected import BatchLimits, Expected, ExpectedPrompts
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
-from rollflow.storage.log.expected import BatchLimits, Expected, ExpectedPrompts
 from rollflow.storage.records import DiscardReason, Prompt
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.environments.config import SingleTurnEnvironment

@@ -21,7 +21,7 @@ SUFFIX = re.compile(r"_(bucket|sum|count)$")
 SCRAPED = """
 import asyncio, os, sys, time, urllib.request
 from pathlib import Path
-from rollflow.flows.services.ray_head import RayHead
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from rollflow.flows.services import cluster
 
 class Head(RayHead):

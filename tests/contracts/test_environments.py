@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Prompt, StopReason, Trajectory

@@ -24,7 +24,7 @@ SCRAPED = """
 import os, sys, time, urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from rollflow.flows.services.ray_head import RayHead
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from rollflow.flows.services import cluster
 
 class Head(RayHead):

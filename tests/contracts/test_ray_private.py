@@ -15,7 +15,7 @@ from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
-from rollflow.flows.services.ray_head import RayHead
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from tests.support.waiting import until
 
 PARAMETERS = {

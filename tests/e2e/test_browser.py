@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rollflow.flows.services.stack import find
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
 from tests.e2e.test_runs import SMALL

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.services.variables import LONGEST_TMPDIR
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.objects import open_store
 from tests.support.small_run import make_policy
 from tests.support.waiting import RUN_SECONDS

@@ -25,9 +25,9 @@ from mlflow import MlflowClient
 from moto.server import ThreadedMotoServer
 
 from rollflow.flows.commands.cli import main
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from rollflow.flows.services.process import PrefectServer, free_port, start_together, stop_together
-from rollflow.flows.services.ray_head import RayHead
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.entries import ConfigChanged
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import ObjectStore, open_store

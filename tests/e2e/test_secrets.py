@@ -13,8 +13,8 @@ from urllib.parse import quote
 import boto3
 import pytest
 
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from rollflow.flows.services.process import MlflowServer, PrefectServer, start_together, stop_together
-from rollflow.flows.services.ray_head import RayHead
 from tests.support.certificates import make_certificates
 from tests.support.prefect_home import give
 from tests.support.s3_server import s3_server

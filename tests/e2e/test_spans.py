@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished
 from rollflow.storage.objects import open_store
 from tests.support.collector import collector

@@ -21,7 +21,7 @@ from typing import Literal
 
 import pytest
 
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore

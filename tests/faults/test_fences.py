@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.chaos import RECIPE, TIMING, Victim
 from benchmarks.victims import kill_everything
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]

@@ -15,8 +15,8 @@ from benchmarks import chaos
 from benchmarks.chaos import EVERYTHING, Victim, one_run
 from benchmarks.victims import ROLES, kill_everything
 from rollflow.flows.commands.cli import main
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.chaos import RECIPE, TIMING, Victim
 from benchmarks.victims import find, kill_everything
-from rollflow.flows.services.ray_head import RayHead
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollflow.flows.services.ray_head import NOTICE
+from rollflow.flows.ray_cluster.ray_head import NOTICE
 from tests.support.machines import BUCKET, Machine, Machines, why_not
 from tests.support.prefect_home import give
 
@@ -75,7 +75,7 @@ def join(machine: Machine, head: Machine | None) -> str:
     role = ["--join", address] if head else ["--port", str(PORT)]
     place = ["--ip", machine.address, "--temp", "/tmp/ray", "--ready", str(machine.home / "ready")]
     size = ["--cpus", "1", "--object-store-bytes", str(100 << 20)]
-    command = [sys.executable, "-m", "rollflow.flows.services.ray_process", *role, *place, *size]
+    command = [sys.executable, "-m", "rollflow.flows.ray_cluster.ray_process", *role, *place, *size]
     nodes = [machine.start(command, **NOTICE)]
 
     def up() -> bool:

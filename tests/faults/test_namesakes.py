@@ -10,7 +10,7 @@ import pytest
 from benchmarks.chaos import RECIPE, TIMING, Victim
 from benchmarks.victims import kill_everything
 from rollflow.flows.locations import attach_run
-from rollflow.flows.services.ray_head import RayHead
+from rollflow.flows.ray_cluster.ray_head import RayHead
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 VERSIONS = 40

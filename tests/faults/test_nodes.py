@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.chaos import RECIPE, TIMING, Victim
 from benchmarks.victims import kill_everything
-from rollflow.flows.services.ray_head import RayHead, RayNode
+from rollflow.flows.ray_cluster.ray_head import RayHead, RayNode
 from rollflow.storage.objects import open_store
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from tests.support.waiting import RUN_SECONDS

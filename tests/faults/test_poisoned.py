@@ -10,7 +10,7 @@ import pytest
 from benchmarks.chaos import Victim
 from benchmarks.victims import find, kill, kill_everything
 from rollflow.flows.commands.cli import main
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.entries import BatchVoided
 from rollflow.storage.objects import open_store
 from tests.faults.test_kills import sampled

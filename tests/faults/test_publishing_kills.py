@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.entries import VersionPublished
 from rollflow.tasks.run.context import RunContext
 from tests.faults.test_failpoints import FORK, KillingStore

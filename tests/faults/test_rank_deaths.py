@@ -19,8 +19,8 @@ import pyarrow as pa
 import pytest
 import torch
 
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError, RankFailed
-from rollflow.storage.log.audit import audit
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import Conflict
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import s3_requests
 from rollflow.storage.objects.s3 import S3Store

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pytest
 import ray
 
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import RankFailed
-from rollflow.storage.log.audit import audit
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.actors.ranks import SpreadRank, place_in_turn, rank_hosts
 from rollflow.tasks.learners.distributed.gloo_ranks import serve_store

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import s3fs
 
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError, RollflowError
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import RunCreated, VersionPublished, entry_path
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects.base import ObjectStore

@@ -15,10 +15,10 @@ from rollflow.flows import post_training
 from rollflow.flows.keepalive.actors import ActorKeeper, SupervisorGone, WatchedActor
 from rollflow.flows.keepalive.restarts import PendingRecovery, RestartBudget, RestartsExhausted
 from rollflow.flows.post_training import _finish, _give_up
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.flows.views.progress import RunProgress
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import Conflict, NotFinite, RollflowError, StoreFailed, Unreachable
-from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import Superseded
 from rollflow.storage.objects import open_store

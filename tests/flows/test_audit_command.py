@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.commands.cli import main
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.entries import RunCreated
 from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.run.context import FORMAT

@@ -292,7 +292,7 @@ def test_cache_above_4_gib_needs_the_key(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_missing_gpus_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.flows.services.cluster.count_machine_gpus", lambda: 1.0)
+    monkeypatch.setattr("rollflow.flows.ray_cluster.cluster.count_machine_gpus", lambda: 1.0)
     sentence = refused_alike(capsys, RECIPE, "--set", "train.ranks=2")
     assert sentence.startswith("train.ranks = 2: all are on one node, and the largest has 1 GPUs")
     sentence = refused_alike(capsys, RECIPE, "--set", "engine.tensor_parallel=2")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from rollflow.flows.services.process import free_port
-from rollflow.flows.services.ray_head import RayHead
 from rollflow.storage.errors import Unreachable
 from tests.support.waiting import HANG_SECONDS
 

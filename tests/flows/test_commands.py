@@ -22,12 +22,12 @@ from rollflow.flows.views.audit_table import show_audit, staleness_table
 from rollflow.flows.views.progress import RunProgress
 from rollflow.flows.views.summary import summarize
 from rollflow.storage import policies
+from rollflow.storage.audit.anchors import first_anchor, newest_anchor
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import Unreachable
-from rollflow.storage.log.anchors import first_anchor, newest_anchor
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import WrittenEntry
 from rollflow.storage.log.reading import iterate_written
-from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog
 from rollflow.tasks.actors.statuses import RolloutStatus

@@ -23,10 +23,17 @@ from prefect.states import Cancelled, Pending, Running, Scheduled, Suspended
 from rollflow.flows.config import load_recipe
 from rollflow.flows.deployments import list_deployments
 from rollflow.flows.evaluate import evaluate
-from rollflow.flows.services import prefect_api, registering
-from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, crash_orphans, open_client, start, unfinished_runs
+from rollflow.flows.registration import prefect_api, registering
+from rollflow.flows.registration.prefect_api import (
+    OF_SESSION,
+    SERVED,
+    crash_orphans,
+    open_client,
+    start,
+    unfinished_runs,
+)
+from rollflow.flows.registration.registering import DeploymentOffer, list_superseded, register, sweep, withdraw
 from rollflow.flows.services.process import PrefectServer, Runner
-from rollflow.flows.services.registering import DeploymentOffer, list_superseded, register, sweep, withdraw
 from rollflow.tasks.run.config import RunConfig
 from tests.support.prefect_home import served
 from tests.support.waiting import RUN_SECONDS, until

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from rollflow.flows.commands._settings import SECRETS, VARIABLES, load_settings
 from rollflow.flows.config import check_new_run, override_config, parse_config
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.placement import Role, actor_options
 from rollflow.tasks.run.config import RunConfig

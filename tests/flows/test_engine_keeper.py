@@ -16,7 +16,7 @@ import ray
 from rollflow.flows.keepalive.engines import Engines
 from rollflow.flows.keepalive.prestart import begin_actors
 from rollflow.flows.keepalive.restarts import RestartBudget, RestartsExhausted
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import StoreFailed
 from rollflow.storage.objects import open_store
 from rollflow.storage.run_records.recoveries import RecoveryLog

@@ -11,7 +11,7 @@ import pytest
 from rollflow.flows.config import describe_errors, load_recipe
 from rollflow.flows.nightly import nightly
 from rollflow.flows.post_training import post_training
-from rollflow.flows.services.form import build_form, form_values
+from rollflow.flows.registration.form import build_form, form_values
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.renamed_keys import RECIPE

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.views.mlflow_payload import _sample_responses
+from rollflow.flows.tracking.mlflow_payload import _sample_responses
 from rollflow.flows.views.turns import split_turns
 from rollflow.storage.records import StopReason, Trajectory
 from rollflow.storage.trajectories import StagedBatch

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.services import lost_workers
-from rollflow.flows.services.lost_workers import FOLDER, WORKER, WorkerWatch, explain_lost_worker, note_death
-from rollflow.flows.services.ray_head import RayHead
+from rollflow.flows.ray_cluster import lost_workers
+from rollflow.flows.ray_cluster.lost_workers import FOLDER, WORKER, WorkerWatch, explain_lost_worker, note_death
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from rollflow.tasks.actors.early_imports import KIND
 from tests.support.waiting import HANG_SECONDS, until
 

@@ -19,7 +19,7 @@ from rollflow.flows.keepalive.engines import Engines
 from rollflow.flows.keepalive.restarts import RestartBudget, Restarts, RestartsExhausted
 from rollflow.flows.keepalive.services import SERVER, ServiceKeeper
 from rollflow.flows.keepalive.stages import Stage, Stages
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.objects import open_store
 from rollflow.storage.run_records.recoveries import Recovery

@@ -23,10 +23,10 @@ from rollflow.flows.deployments import offer_nightly
 from rollflow.flows.locations import context_of, list_runs
 from rollflow.flows.nightly import Nightly, _judge, nightly, read_nightly, run_night, train_here
 from rollflow.flows.prepare import prepare
-from rollflow.flows.services.prefect_api import SERVED, open_client, start
+from rollflow.flows.registration.prefect_api import SERVED, open_client, start
+from rollflow.flows.registration.registering import register
 from rollflow.flows.services.process import PrefectServer
-from rollflow.flows.services.registering import register
-from rollflow.flows.views.registry import EvaluationScore, RegisteredVersion, z_score
+from rollflow.flows.tracking.registry import EvaluationScore, RegisteredVersion, z_score
 from rollflow.storage.errors import Unreachable
 from rollflow.tasks.rollout.evaluation import Evaluation, store_evaluation
 from rollflow.tasks.run.config import RunConfig

@@ -11,13 +11,13 @@ import pytest
 
 from rollflow.flows.commands.run import _suggest_next_step
 from rollflow.flows.keepalive.run_watch import RunWatch
+from rollflow.flows.tracking.status_writer import StatusWriter
 from rollflow.flows.views.console import print_summary
 from rollflow.flows.views.no_signal import count_newest_without, count_without_signal, describe_no_signal
 from rollflow.flows.views.status import read_status
-from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.flows.views.summary import summarize
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.log.audit import audit
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.actors.statuses import LearnerStatus, RolloutStatus
 from rollflow.tasks.run.context import RunContext

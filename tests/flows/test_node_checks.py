@@ -17,9 +17,9 @@ from rich.console import Console
 
 from rollflow.flows.commands._doctor_cluster import print_nodes
 from rollflow.flows.commands.cli import main
-from rollflow.flows.services.node_checks import NodeState, find_faults
+from rollflow.flows.ray_cluster.node_checks import NodeState, find_faults
+from rollflow.flows.ray_cluster.ray_head import RayHead, RayNode
 from rollflow.flows.services.process import free_port
-from rollflow.flows.services.ray_head import RayHead, RayNode
 from rollflow.tasks.actors.node_report import NodeReport, NodeReporter, read_versions
 from tests.support.waiting import RUN_SECONDS
 

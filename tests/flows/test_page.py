@@ -14,14 +14,14 @@ from uuid import UUID, uuid4
 
 import pytest
 
+from rollflow.flows.tracking.anchors import write_anchor, write_first_anchor
 from rollflow.flows.views import page as page_module
-from rollflow.flows.views.anchors import write_anchor, write_first_anchor
 from rollflow.flows.views.page import Page
 from rollflow.flows.views.progress_blocks import block_rows
 from rollflow.flows.views.summary import summary_bias
+from rollflow.storage.audit.anchors import Anchor, check_anchors, parse_anchor
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import Unreachable
-from rollflow.storage.log.anchors import Anchor, check_anchors, parse_anchor
-from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.flows.tracking.mlflow_run import VERSION
+from rollflow.flows.tracking.status_writer import points_of
 from rollflow.flows.views import progress_blocks
-from rollflow.flows.views.mlflow_run import VERSION
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import RunProgress
-from rollflow.flows.views.status_writer import points_of
 from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from rollflow.flows.services import prewarmed_workers as module
-from rollflow.flows.services.prewarmed_workers import PrewarmedWorkers
-from rollflow.flows.services.ray_head import RayHead
+from rollflow.flows.ray_cluster import prewarmed_workers as module
+from rollflow.flows.ray_cluster.prewarmed_workers import PrewarmedWorkers
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from rollflow.tasks.actors import early_imports
 from rollflow.tasks.actors.early_imports import KIND, WANTED, Kind, import_early, list_kinds, request_path
 from rollflow.tasks.run.config import RunConfig

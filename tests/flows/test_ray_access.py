@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.services.ray_head import RayHead
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from tests.support.certificates import make_certificates
 from tests.support.waiting import RUN_SECONDS
 

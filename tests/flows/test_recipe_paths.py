@@ -13,8 +13,8 @@ from rollflow.flows.commands import OK, sweep
 from rollflow.flows.commands.cli import main
 from rollflow.flows.config import load_recipe, override_config
 from rollflow.flows.prepare import prepare
+from rollflow.flows.registration.form import form_values
 from rollflow.flows.served_recipes import recipes_of
-from rollflow.flows.services.form import form_values
 from rollflow.tasks.run.config import RunConfig
 from tests.support.refused import refused
 from tests.support.small_run import make_policy

@@ -30,8 +30,9 @@ from rollflow.flows.keepalive.supervisor_restart import (
     run_uri,
 )
 from rollflow.flows.locations import attach_run, context_of
-from rollflow.flows.services.automations import install_automations
-from rollflow.flows.services.prefect_api import (
+from rollflow.flows.ray_cluster.ray_head import RayHead, RayNode
+from rollflow.flows.registration.automations import install_automations
+from rollflow.flows.registration.prefect_api import (
     call_until_answered,
     crash_orphans,
     created_at,
@@ -42,7 +43,6 @@ from rollflow.flows.services.prefect_api import (
     unfinished_runs,
 )
 from rollflow.flows.services.process import PrefectServer, Runner, stop_together
-from rollflow.flows.services.ray_head import RayHead, RayNode
 from rollflow.flows.session import Session
 from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.services import ray_head
+from rollflow.flows.ray_cluster import ray_head
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from rollflow.flows.services.process import (
     MlflowServer,
     PrefectServer,
@@ -30,7 +31,6 @@ from rollflow.flows.services.process import (
     start_together,
     stop_together,
 )
-from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, redact
 from rollflow.storage.errors import ConfigError, Unreachable
 from tests.support.prefect_home import give
@@ -235,7 +235,7 @@ def test_services_end_with_a_killed_owner(tmp_path: Path, mark: str) -> None:
     owner_code = """
 import sys, threading, time
 from pathlib import Path
-from rollflow.flows.services.ray_head import RayHead
+from rollflow.flows.ray_cluster.ray_head import RayHead
 from rollflow.flows.services.process import Runner
 head = RayHead(Path(sys.argv[1]), cpus=1)
 thread = threading.Thread(target=head.start)  # a service does not end with the thread that started it

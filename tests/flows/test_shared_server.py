@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows.services import registering
-from rollflow.flows.services.prefect_api import OF_SESSION
-from rollflow.flows.services.registering import DEAD_SECONDS, check_unserved, home_tag, withdraw
+from rollflow.flows.registration import registering
+from rollflow.flows.registration.prefect_api import OF_SESSION
+from rollflow.flows.registration.registering import DEAD_SECONDS, check_unserved, home_tag, withdraw
 from rollflow.storage.errors import ConfigError
 
 NAME = "run-1234"

@@ -13,7 +13,7 @@ from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.commands.cli import main
 from rollflow.flows.config import SHIPPED_HARDWARE, load_hardware, load_recipe
 from rollflow.flows.locations import context_of
-from rollflow.flows.views.timeline import build_drawing
+from rollflow.flows.views.timelines.timeline import build_drawing
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects import open_store

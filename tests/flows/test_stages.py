@@ -19,7 +19,7 @@ from prefect.states import Failed
 from rollflow.flows.keepalive import stages as stages_module
 from rollflow.flows.keepalive.restarts import RestartBudget, Restarts, RestartsExhausted
 from rollflow.flows.keepalive.stages import ACTORS, Stages
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.channel import CHANNEL

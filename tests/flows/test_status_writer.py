@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from rollflow.flows.views import status_writer
+from rollflow.flows.tracking import status_writer
+from rollflow.flows.tracking.status_writer import StatusWriter
 from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status
-from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.storage.objects import open_store
 from rollflow.storage.run_records.usage import CpuUsage
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus

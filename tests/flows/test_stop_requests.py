@@ -21,7 +21,7 @@ from rollflow.flows.keepalive import run_watch as following_module
 from rollflow.flows.keepalive.run_watch import RunWatch
 from rollflow.flows.locations import find_run, run_home
 from rollflow.flows.post_training import _describe_failure
-from rollflow.flows.services.prefect_api import open_client, requested_at
+from rollflow.flows.registration.prefect_api import open_client, requested_at
 from rollflow.flows.steps import split_blocks
 from rollflow.flows.views.status import STATUS, RunStatus
 from rollflow.storage.errors import RollflowError

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from rollflow.flows.post_training import mlflow_page
-from rollflow.flows.views import mlflow_payload, tracking
-from rollflow.flows.views.anchors import read_anchors
-from rollflow.flows.views.mlflow_payload import KeptVersion, PromptSourceFacts, RunFacts, RunOutcome, build_run_facts
-from rollflow.flows.views.mlflow_run import VERSION, MetricPoint, MlflowRun, TrackingPlace
+from rollflow.flows.tracking import mlflow_payload, tracking
+from rollflow.flows.tracking.anchors import read_anchors
+from rollflow.flows.tracking.mlflow_payload import KeptVersion, PromptSourceFacts, RunFacts, RunOutcome, build_run_facts
+from rollflow.flows.tracking.mlflow_run import VERSION, MetricPoint, MlflowRun, TrackingPlace
+from rollflow.flows.tracking.tracking import Curves, Tracker, evaluation_point, version_point
 from rollflow.flows.views.parameters import flatten, names_secret, without_secrets
-from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
+from rollflow.storage.audit.anchors import Anchor
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.log.anchors import Anchor
 from rollflow.storage.objects import open_store
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.config_changes import change_config

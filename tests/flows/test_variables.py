@@ -19,7 +19,8 @@ import pytest
 import requests
 
 from rollflow.flows.deployments import build_runner
-from rollflow.flows.services import ray_head, variables
+from rollflow.flows.ray_cluster import ray_head
+from rollflow.flows.services import variables
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, PROXIES, bypass_proxies, drop_settings, give_home
 from tests.support.refused import refused

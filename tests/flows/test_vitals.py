@@ -9,7 +9,7 @@ import pytest
 
 from rollflow.flows.keepalive import vitals as module
 from rollflow.flows.keepalive.vitals import START_SECONDS, Vitals
-from rollflow.flows.services.actor_process import ActorProcess
+from rollflow.flows.ray_cluster.actor_process import ActorProcess
 from rollflow.storage.errors import Unreachable
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.garbage import collect, list_abandoned, list_orphans, store_clock, sweep
 from rollflow.storage.errors import Corrupt
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import Claimed, Entry, Pruned, VersionPublished, encode, entry_path
-from rollflow.storage.log.garbage import collect, list_abandoned, list_orphans, store_clock, sweep
 from rollflow.storage.log.retention import KINDS
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import ObjectStore

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.storage.audit.repair import plan_repairs, repair
 from rollflow.storage.batch import TrajectoryBatch, pack_group
 from rollflow.storage.errors import Conflict, Corrupt, Missing, Unreachable
 from rollflow.storage.log import run_log as log_module
@@ -28,7 +29,6 @@ from rollflow.storage.log.entries import (
     encode,
     entry_path,
 )
-from rollflow.storage.log.repair import plan_repairs, repair
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import Deposed, EntryRefused
 from rollflow.storage.objects.base import Data

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.log import entries as entries_module
 from rollflow.storage.log import run_log as log_module
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import local as local_backend

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollflow.storage.audit.garbage import list_orphans, store_clock
 from rollflow.storage.errors import Conflict, Corrupt, Missing
 from rollflow.storage.log.entries import Pruned, entry_path
-from rollflow.storage.log.garbage import list_orphans, store_clock
 from rollflow.storage.log.retention import KINDS, Kind, Retention
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed, EntryRefused

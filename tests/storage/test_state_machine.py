@@ -16,9 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.channel import Channel
 from rollflow.storage.errors import Corrupt
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted, Entry, VersionPublished
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import CommittedBatch, Deposed, EntryRefused

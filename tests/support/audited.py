@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.entries import BatchCommitted, RunCreated, VersionPublished
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore

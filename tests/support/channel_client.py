@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import Corrupt, Unreachable
 from rollflow.storage.log.run_log import Writer
 from rollflow.storage.objects import ObjectStore, open_store

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollflow.storage.log.expected import BatchLimits, Expected, ExpectedPrompts
+from rollflow.storage.audit.expected import BatchLimits, Expected, ExpectedPrompts
 from rollflow.storage.records import DiscardReason
 from rollflow.tasks.rollout.limits import RolloutLimits, filter_reason
 from tests.support.pipeline import Pipeline

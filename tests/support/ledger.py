@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rollflow.storage.log.commits import check_batch
+from rollflow.storage.audit.commits import check_batch
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,

@@ -48,7 +48,7 @@ def post_training(config: dict[str, Any], run_id: str | None = None, storage: st
 def main() -> None:
     from rollflow.flows.deployments import serve
     from rollflow.flows.recover import recover
-    from rollflow.flows.services.registering import DeploymentOffer
+    from rollflow.flows.registration.registering import DeploymentOffer
     from tests.support.trivial_supervisor import (
         post_training,  # the imported flow, not the one of `__main__`, because flow processes import it by name
     )

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.policies.config import PolicyConfig

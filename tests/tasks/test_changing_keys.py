@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.resume import record_change
 from rollflow.flows.config import key_values, override_config
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.configs import diff_trees
 from rollflow.storage.log.entries import ConfigChanged
 from rollflow.storage.objects import open_store

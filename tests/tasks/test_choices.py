@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey

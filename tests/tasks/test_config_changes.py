@@ -10,8 +10,8 @@ import pytest
 
 from rollflow.flows.commands.replay import ReplayOutcome, replay
 from rollflow.flows.commands.resume import record_change
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError, Unreachable
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import ConfigChanged, VersionPublished, entry_path
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollflow.flows.keepalive.restarts import RestartBudget
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import Corrupt, EngineFailed
-from rollflow.storage.log.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.engines.base import Engine, GenerationRequest

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import ray
 
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.channel import CHANNEL, start_channel
 from rollflow.tasks.actors.learner import LEARNER, start_learner

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.log.entries import TrainedGroup
-from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore

@@ -15,8 +15,8 @@ import pytest
 from rollflow.flows import preflight
 from rollflow.flows.config import load_recipe, parse_config
 from rollflow.flows.keepalive.placement import check_private_placement, needed_cpus, note_placement
-from rollflow.flows.services import cluster
-from rollflow.flows.services.ray_head import RayHead, RayNode
+from rollflow.flows.ray_cluster import cluster
+from rollflow.flows.ray_cluster.ray_head import RayHead, RayNode
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import KIND
 from rollflow.tasks.actors.placement import LEAST, actor_options, engine_cpus, learner_cpus

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 
 from rollflow.flows.commands.cli import main
 from rollflow.flows.locations import attach_run
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError, Corrupt
-from rollflow.storage.log.audit import audit
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.jsonl import read_file, read_questions

@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import NotFinite, StoreFailed
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchVoided, VersionPublished
 from rollflow.storage.log.state import Deposed
 from rollflow.storage.objects.base import Data

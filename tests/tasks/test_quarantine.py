@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rollflow.flows.commands.log import describe_entry
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import NotFinite
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchVoided, TrainedGroup, entry_path
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import GroupKey

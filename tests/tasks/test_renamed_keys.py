@@ -21,8 +21,8 @@ from rollflow.flows.commands.resume import record_change
 from rollflow.flows.config import load_hardware, load_recipe, parse_config
 from rollflow.flows.keepalive.supervisor_restart import _parameters, run_uri
 from rollflow.flows.views.config_history import change_sentence, flat_history, recipe_of
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError, Corrupt
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import ConfigChanged
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.config_changes import tree_of

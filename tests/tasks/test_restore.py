@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from rollflow.flows.config import parse_config
 from rollflow.flows.prepare import prepare
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, NotFinite, Unreachable
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchVoided, VersionPublished
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed

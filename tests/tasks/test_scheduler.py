@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import EngineFailed, Stale
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, WrittenEntry
-from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed, GroupTooOld
 from rollflow.storage.objects import open_store

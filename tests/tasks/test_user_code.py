@@ -24,9 +24,9 @@ from rollflow.flows.config import load_recipe, parse_config
 from rollflow.flows.locations import context_of, store_uri
 from rollflow.flows.prepare import prepare
 from rollflow.flows.views.compare import diff_configs, read_compared
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.log.audit import audit
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.learner import LearnerActor

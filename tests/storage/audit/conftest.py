@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.log import snapshots
-from rollflow.storage.log.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
 from tests.support.audited import WATCHING, Watched, lagging
 from tests.support.log_runs import forget

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from rollflow.storage.audit import checkpoints, objects, recheck
+from rollflow.storage.audit.audit import AuditProgress, audit
 from rollflow.storage.errors import Corrupt
-from rollflow.storage.log import audit_checkpoints, objects, recheck
-from rollflow.storage.log.audit import AuditProgress, audit
 from rollflow.storage.log.entries import encode, entry_path
 from rollflow.storage.log.reading import AT_ONCE
 from rollflow.storage.objects.memory import MemoryStore
@@ -163,14 +163,14 @@ def test_deep_audit_reads_everything_again(store: MemoryStore) -> None:
 def test_invalid_stored_audit_is_ignored(store: MemoryStore, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actors = Actors.begin(store).train(3)
     if how.startswith("other "):
-        monkeypatch.setattr(audit_checkpoints, "RULES" if how == "other rules" else "FOLD", 0)
+        monkeypatch.setattr(checkpoints, "RULES" if how == "other rules" else "FOLD", 0)
     assert audit(store).clean
     monkeypatch.undo()
     [path] = store.list("audits")
     if how == "altered":
         store.put(path, store.get(path).replace(b'"run":"test"', b'"run":"tent"'))
     if how == "of another entry":
-        store.put(audit_checkpoints.audit_path(3), store.get(path))
+        store.put(checkpoints.audit_path(3), store.get(path))
         store.delete(path)
     actors.train(1)
     report = audit(store)
@@ -179,9 +179,9 @@ def test_invalid_stored_audit_is_ignored(store: MemoryStore, how: str, monkeypat
 
 def test_only_the_newest_audits_stay(store: MemoryStore) -> None:
     actors = Actors.begin(store)
-    for _ in range(audit_checkpoints.KEPT + 2):
+    for _ in range(checkpoints.KEPT + 2):
         assert audit(actors.train(1).learner.store).clean
-    assert len(list(store.list("audits"))) == audit_checkpoints.KEPT
+    assert len(list(store.list("audits"))) == checkpoints.KEPT
 
 
 def test_bytes_read_at_a_time_are_limited(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:

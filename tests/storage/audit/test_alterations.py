@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.commands.replay import replay
+from rollflow.storage.audit.anchors import Anchor, check_anchors, first_anchor, newest_anchor
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import ConfigError, Corrupt
-from rollflow.storage.log.anchors import Anchor, check_anchors, first_anchor, newest_anchor
-from rollflow.storage.log.audit import audit
-from rollflow.storage.log.report import AuditReport
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
 from tests.support.alterations import Alteration

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.entries import BatchCommitted, TrainedGroup, entry_path
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import StoredObject, TrajectoryGroup

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import Corrupt, Missing, Unreachable
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchVoided, Entry, Pruned, encode, entry_path
-from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.tasks.runtime.clock import run_virtual

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.garbage import list_orphans
 from rollflow.storage.log.configs import RecordedConfig, readable_configs, recorded_configs
 from rollflow.storage.log.entries import BatchCommitted, ConfigChanged, VersionPublished, entry_path
-from rollflow.storage.log.garbage import list_orphans
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import EntryRefused
 from rollflow.storage.objects.memory import MemoryStore

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log import snapshots
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import Pruned, RunCreated, encode, entry_path
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import ObjectStore

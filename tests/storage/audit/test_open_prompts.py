@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollflow.storage.log import expecting
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit import expecting
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Discard, DiscardReason
 from tests.support.log_runs import Actors

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.storage.audit import checkpoints, recheck
+from rollflow.storage.audit.anchors import Anchor, check_anchors, first_anchor, newest_anchor, parse_anchor
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.log import audit_checkpoints, recheck
-from rollflow.storage.log.anchors import Anchor, check_anchors, first_anchor, newest_anchor, parse_anchor
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import encode, entry_path
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.local import LocalStore
@@ -47,12 +47,12 @@ def test_altered_alpha_in_entry_0_is_found(audited: MemoryStore) -> None:
 def test_altered_alpha_is_found_despite_an_altered_audit(audited: MemoryStore) -> None:
     """The state of the stored audit also has the altered alpha, but entry 1 still names the original entry 0."""
     resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
-    found, _ = audit_checkpoints.find_newest(audited)
+    found, _ = checkpoints.find_newest(audited)
     first = first_anchor(audited).sha256
-    audit_checkpoints.keep(audited, replace(found, first=first))
-    assert {v.where for v in audit(audited).violations} == {entry_path(0), audit_checkpoints.audit_path(found.state.n)}
+    checkpoints.keep(audited, replace(found, first=first))
+    assert {v.where for v in audit(audited).violations} == {entry_path(0), checkpoints.audit_path(found.state.n)}
     rules = {"alpha": 99.0, "retention": replace(found.state.retention, keep_last=100)}
-    audit_checkpoints.keep(audited, replace(found, first=first, state=replace(found.state, **rules)))
+    checkpoints.keep(audited, replace(found, first=first, state=replace(found.state, **rules)))
     assert {v.where for v in audit(audited).violations} == {entry_path(0)}
 
 

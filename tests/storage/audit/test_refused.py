@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.tolerant_fold import MOST
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, RunCreated, VersionPublished, entry_path
 from rollflow.storage.log.run_log import Log
-from rollflow.storage.log.tolerant_fold import MOST
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Discard, DiscardReason, StoredObject
@@ -147,7 +147,7 @@ def test_inserted_commit_with_a_skipped_number_is_found(run: MemoryStore) -> Non
 
 def test_first_few_refused_entries_are_named(run: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without version 1 no later version can follow."""
-    monkeypatch.setattr("rollflow.storage.log.tolerant_fold.MOST", 3)
+    monkeypatch.setattr("rollflow.storage.audit.tolerant_fold.MOST", 3)
     n = published(run, 1).n
     rewritten(run, [one for one in read(run) if one.n != n])
     violations = audit(run).violations
@@ -161,7 +161,7 @@ def test_first_few_refused_entries_are_named(run: MemoryStore, monkeypatch: pyte
     ]  # the first refused entry is named, too
     assert (last.kind, last.where) == ("lineage", entry_path(len(read(run)) - 1))
     count = int(last.what.split()[3])
-    monkeypatch.setattr("rollflow.storage.log.tolerant_fold.MOST", count)
+    monkeypatch.setattr("rollflow.storage.audit.tolerant_fold.MOST", count)
     refused = [violation.what for violation in audit(run).violations if "refused entries" in violation.what]
     assert (count > 3, refused) == (True, [])  # all refused entries are named
     elsewhere = {(violation.kind, violation.where) for violation in violations if violation.where[:4] != "log/"}

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.views.audit_table import print_report
+from rollflow.storage.audit import checkpoints
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.report import SPANS, AuditReport, RowCounts
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log import audit_checkpoints, snapshots
-from rollflow.storage.log.audit import audit
+from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import Pruned, RunCreated, entry_path, seal_tree
-from rollflow.storage.log.report import SPANS, AuditReport, RowCounts
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import FOLD
 from rollflow.storage.objects import ObjectStore
@@ -247,10 +248,8 @@ def test_rewritten_log_is_found(run: MemoryStore, seen_by: str) -> None:
 def test_unreadable_witness_proves_nothing(run: MemoryStore, junk: bytes) -> None:
     run.put(snapshots.snapshot_path(7, "f" * 64), junk)
     run.put(snapshots.snapshot_path(9_000, "f" * 64), junk)
-    run.put(audit_checkpoints.audit_path(8), junk)
-    run.put(
-        audit_checkpoints.audit_path(9), seal_tree({"fold": FOLD, "rules": audit_checkpoints.RULES, "audited": [7]})
-    )
+    run.put(checkpoints.audit_path(8), junk)
+    run.put(checkpoints.audit_path(9), seal_tree({"fold": FOLD, "rules": checkpoints.RULES, "audited": [7]}))
     assert found(run) == set()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollflow.storage.log.audit import audit
+from rollflow.storage.audit.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.rollout.config import FilterConfig

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import TypeAdapter
 
+from rollflow.storage.audit.report import AuditReport, RowCounts
 from rollflow.storage.errors import Corrupt, Missing, RollflowError
 from rollflow.storage.log.entries import entry_path, open_sealed, seal_tree
-from rollflow.storage.log.report import AuditReport, RowCounts
 from rollflow.storage.log.snapshots import NAME, SNAPSHOTS, from_bytes
 from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore

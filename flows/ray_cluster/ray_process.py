@@ -24,8 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollflow.flows.services.lost_workers import WorkerWatch
-from rollflow.flows.services.prewarmed_workers import PrewarmedWorkers
+from rollflow.flows.ray_cluster.lost_workers import WorkerWatch
+from rollflow.flows.ray_cluster.prewarmed_workers import PrewarmedWorkers
 from rollflow.flows.services.process import free_port
 
 WATCH_SECONDS = 0.2

@@ -15,14 +15,14 @@ from uuid import uuid4
 
 from prefect.runtime import flow_run
 
+from rollflow.flows.tracking.mlflow_run import EVALUATED, MetricPoint
+from rollflow.flows.tracking.tracking import Curves, Tracker, evaluation_point, version_point
 from rollflow.flows.views.config_history import change_sentence, list_changes
 from rollflow.flows.views.log_lines import set_log_facts
-from rollflow.flows.views.mlflow_run import EVALUATED, MetricPoint
 from rollflow.flows.views.no_signal import count_newest_without, describe_no_signal
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import KEPT, RECENT, RunProgress, system_figures
 from rollflow.flows.views.status import Phase, RunStatus, StageStatus
-from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.recoveries import RecoveryLog

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from rollflow.flows.services.lost_workers import explain_lost_worker, list_deaths
+from rollflow.flows.ray_cluster.lost_workers import explain_lost_worker, list_deaths
 from rollflow.tasks.actors.early_imports import Kind
 
 CALL_SECONDS = 20.0

@@ -32,10 +32,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rollflow.storage.audit import checkpoints
+from rollflow.storage.audit.checkpoints import AuditCheckpoint
+from rollflow.storage.audit.commits import check_batch, check_version
+from rollflow.storage.audit.expected import NOTHING, Expected
+from rollflow.storage.audit.expecting import Expecting, OpenSince
+from rollflow.storage.audit.objects import NamedObject, ObjectChecks, ObjectFinding
+from rollflow.storage.audit.recheck import recheck
+from rollflow.storage.audit.report import AuditReport
+from rollflow.storage.audit.rows import Rules
+from rollflow.storage.audit.tolerant_fold import TolerantFold
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log import audit_checkpoints
-from rollflow.storage.log.audit_checkpoints import AuditCheckpoint
-from rollflow.storage.log.commits import check_batch, check_version
 from rollflow.storage.log.configs import RecordedConfig, diff_trees
 from rollflow.storage.log.entries import (
     BatchCommitted,
@@ -49,15 +56,8 @@ from rollflow.storage.log.entries import (
     decode,
     entry_path,
 )
-from rollflow.storage.log.expected import NOTHING, Expected
-from rollflow.storage.log.expecting import Expecting, OpenSince
-from rollflow.storage.log.objects import NamedObject, ObjectChecks, ObjectFinding
 from rollflow.storage.log.reading import read_entries
-from rollflow.storage.log.recheck import recheck
-from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.retention import Kind
-from rollflow.storage.log.rows import Rules
-from rollflow.storage.log.tolerant_fold import TolerantFold
 from rollflow.storage.objects.base import ObjectStore, first_missing
 from rollflow.storage.records import StoredObject
 
@@ -102,10 +102,10 @@ class _Audit:
         self, store: ObjectStore, expected: Expected, *, deep: bool, progress: Callable[[AuditProgress], None] | None
     ) -> None:
         self.store, self.deep, self.progress = store, deep, progress
-        snapshots = audit_checkpoints.list_snapshots(
+        snapshots = checkpoints.list_snapshots(
             store
         )  # witnesses are listed before the log is read, so the log must have their entries
-        newest, self.others = audit_checkpoints.find_newest(store, thorough=expected.is_thorough)
+        newest, self.others = checkpoints.find_newest(store, thorough=expected.is_thorough)
         self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
         begun = AuditCheckpoint() if deep else newest
         self.begun_at = begun.state.n
@@ -140,10 +140,10 @@ class _Audit:
 
     def _save_checkpoint(self) -> None:
         if not self.report.clean and self.deep:
-            audit_checkpoints.withdraw(self.store, self.others)
+            checkpoints.withdraw(self.store, self.others)
         if self.report.clean and self.fold.state.n > self.begun_at:
             told = self.fold.state, self.report, self.rows, self.responses, self.first, self.opened.batches
-            audit_checkpoints.keep(self.store, AuditCheckpoint(*told, thorough=self.expecting.is_thorough))
+            checkpoints.keep(self.store, AuditCheckpoint(*told, thorough=self.expecting.is_thorough))
 
     # --- entries ------------------------------------------------------------------------------------------------
 
@@ -342,16 +342,14 @@ class _Audit:
     def _check_witness(self, n: int, sha256: str) -> None:
         """Compare the hash of entry `n` with those in snapshots and older audits."""
         witness = self.witnesses.pop(n, None)
-        if witness and not sha256.startswith(witness.sha256) and audit_checkpoints.is_sound(self.store, witness):
+        if witness and not sha256.startswith(witness.sha256) and checkpoints.is_sound(self.store, witness):
             self.report.add("altered", entry_path(n), f"{witness.path} was made from another entry {n}")
 
     def _hear_the_others(self) -> None:
         """Report if the log ends before an entry that snapshots or older audits have seen."""
         end = self.fold.state.n
         beyond = [
-            witness
-            for n, witness in self.witnesses.items()
-            if n > end and audit_checkpoints.is_sound(self.store, witness)
+            witness for n, witness in self.witnesses.items() if n > end and checkpoints.is_sound(self.store, witness)
         ]
         if beyond:
             newest = max(beyond, key=lambda witness: witness.n)

@@ -20,9 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from rollflow.flows.views import timeline_html, timeline_png
 from rollflow.flows.views.console import format_duration, staleness_bar
-from rollflow.flows.views.timeline import build_drawing
+from rollflow.flows.views.timelines import timeline_html, timeline_png
+from rollflow.flows.views.timelines.timeline import build_drawing
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.figures import Figures

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from rollflow.flows.services.form import build_form
-from rollflow.flows.services.prefect_api import (
+from rollflow.flows.registration.form import build_form
+from rollflow.flows.registration.prefect_api import (
     INTERNAL,
     OF_SESSION,
     call_until_answered,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from rollflow.storage.audit.expected import BatchLimits
+from rollflow.storage.audit.report import ViolationKind
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished
-from rollflow.storage.log.expected import BatchLimits
-from rollflow.storage.log.report import ViolationKind
 from rollflow.storage.log.state import RunState
 from rollflow.storage.records import Discard, DiscardReason, GroupKey
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
-from rollflow.flows.services.prefect_api import open_client
+from rollflow.flows.registration.prefect_api import open_client
 
 HEARTBEAT_SECONDS = 30  # the shortest interval between heartbeats that Prefect allows
 SILENT_SECONDS = 90

@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn, get_args
 
-from rollflow.flows.services.actor_process import explain_lost_call
-from rollflow.flows.services.ray_access import check_token
+from rollflow.flows.ray_cluster.actor_process import explain_lost_call
+from rollflow.flows.ray_cluster.ray_access import check_token
 from rollflow.flows.services.reachability import LOOPBACK, speaks_http2
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.tasks.actors.placement import LEAST, Role

@@ -12,15 +12,15 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rollflow.flows.views.mlflow_run import ANCHOR_TAG, TrackingPlace, read_tags
+from rollflow.flows.tracking.mlflow_run import ANCHOR_TAG, TrackingPlace, read_tags
+from rollflow.storage.audit.anchors import Anchor, first_anchor, newest_anchor, parse_anchor
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
-from rollflow.storage.log.anchors import Anchor, first_anchor, newest_anchor, parse_anchor
 from rollflow.storage.log.state import RunState
 from rollflow.tasks.run.context import RunContext
 
 if TYPE_CHECKING:
+    from rollflow.flows.tracking.tracking import Tracker
     from rollflow.flows.views.page import Page
-    from rollflow.flows.views.tracking import Tracker
 
 
 def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from rollflow.flows.services.prefect_api import SERVED
-from rollflow.flows.services.registering import DeploymentOffer
+from rollflow.flows.registration.prefect_api import SERVED
+from rollflow.flows.registration.registering import DeploymentOffer
 
 HEAD = """\
 # Made by `rollflow deploy --work-pool {pool}`; register it by `prefect deploy --all`, and again after a recipe changed.

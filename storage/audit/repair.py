@@ -14,8 +14,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollflow.storage.audit.checkpoints import AUDITS
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.audit_checkpoints import AUDITS
 from rollflow.storage.log.entries import FOLDER, WrittenEntry, decode, entry_number, entry_path
 from rollflow.storage.log.rules import apply
 from rollflow.storage.log.snapshots import SNAPSHOTS, restore_segment

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 
+from rollflow.storage.audit.checkpoints import AuditCheckpoint, audit_path
+from rollflow.storage.audit.report import Violation, ViolationKind
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.audit_checkpoints import AuditCheckpoint, audit_path
 from rollflow.storage.log.entries import decode, entry_path, open_sealed
-from rollflow.storage.log.report import Violation, ViolationKind
 from rollflow.storage.log.rules import apply
 from rollflow.storage.log.state import EntryRefused, RunState
 from rollflow.storage.objects.base import ObjectStore

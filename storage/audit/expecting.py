@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollflow.storage.audit.answers import ExpectedRows
+from rollflow.storage.audit.expected import BatchLimits, Expected
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
-from rollflow.storage.log.answers import ExpectedRows
 from rollflow.storage.log.configs import RecordedConfig
 from rollflow.storage.log.entries import BatchCommitted, decode, entry_path
-from rollflow.storage.log.expected import BatchLimits, Expected
-from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
 

@@ -10,12 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
+from rollflow.storage.audit import rows
+from rollflow.storage.audit.finite import first_nonfinite
+from rollflow.storage.audit.report import RowCounts, Violation
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log import rows
 from rollflow.storage.log.entries import BatchCommitted
-from rollflow.storage.log.finite import first_nonfinite
-from rollflow.storage.log.report import RowCounts, Violation
 from rollflow.storage.log.retention import Kind
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import raise_missing

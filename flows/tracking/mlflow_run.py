@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollflow.flows.views.mlflow_payload import ConfigChanges, KeptVersion, PromptSourceFacts, RunFacts, RunOutcome
+from rollflow.flows.tracking.mlflow_payload import ConfigChanges, KeptVersion, PromptSourceFacts, RunFacts, RunOutcome
+from rollflow.storage.audit.anchors import Anchor
 from rollflow.storage.errors import Unreachable
-from rollflow.storage.log.anchors import Anchor
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollflow.flows.services.reachability import redact
-from rollflow.flows.views.mlflow_payload import RunFacts, RunOutcome
-from rollflow.flows.views.mlflow_run import (
+from rollflow.flows.tracking.mlflow_payload import RunFacts, RunOutcome
+from rollflow.flows.tracking.mlflow_run import (
     EVALUATED,
     KEY_TAG,
     RECOVERIES,
@@ -41,8 +41,8 @@ from rollflow.flows.views.mlflow_run import (
     open_run,
 )
 from rollflow.flows.views.parameters import flatten
+from rollflow.storage.audit.anchors import Anchor
 from rollflow.storage.errors import RollflowError
-from rollflow.storage.log.anchors import Anchor
 
 VIEW = "?workflowType=machine_learning"  # otherwise MLflow's pages show GenAI traces, and a run has no such traces
 ROLLOUT = ("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_")

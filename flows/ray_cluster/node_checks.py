@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.actors.node_report import NodeReport, NodeReporter, read_versions
 

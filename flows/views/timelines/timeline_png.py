@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollflow.flows.views.timeline import BUSY, LEARNER, UPDATE, Drawing, TimeCurve
+from rollflow.flows.views.timelines.timeline import BUSY, LEARNER, UPDATE, Drawing, TimeCurve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,10 +16,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from rollflow.storage.audit.report import ViolationKind
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchCommitted, Entry, VersionPublished, WrittenEntry, decode, entry_path
 from rollflow.storage.log.reading import LogGap
-from rollflow.storage.log.report import ViolationKind
 from rollflow.storage.log.rules import apply, decide
 from rollflow.storage.log.snapshots import restore_segment
 from rollflow.storage.log.state import EntryRefused, GroupTooOld, RunState

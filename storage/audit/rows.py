@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
+from rollflow.storage.audit.answers import NOT_ASKED, ExpectedRows, check_rows
+from rollflow.storage.audit.report import RowCounts, ViolationKind
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.log.answers import NOT_ASKED, ExpectedRows, check_rows
 from rollflow.storage.log.entries import BatchCommitted
-from rollflow.storage.log.report import RowCounts, ViolationKind
 from rollflow.storage.records import GroupKey
 
 Found = tuple[ViolationKind, str]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.flows.views.timeline import BUSY, LEARNER, UPDATE, Drawing
+from rollflow.flows.views.timelines.timeline import BUSY, LEARNER, UPDATE, Drawing
 from rollflow.tasks.simulation.records import Span
 
 ROWS = 256  # largest number of rows in the page; more rows would be too thin to point at with a mouse

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
+from rollflow.storage.audit.expected import BatchLimits
+from rollflow.storage.audit.report import ViolationKind
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.log.expected import BatchLimits
-from rollflow.storage.log.report import ViolationKind
 from rollflow.storage.records import Prompt, StopReason
 from rollflow.storage.token_arrays import ANY_TOKEN
 

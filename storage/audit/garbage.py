@@ -22,6 +22,8 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from rollflow.storage.audit.report import ViolationKind
+from rollflow.storage.audit.tolerant_fold import TolerantFold
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import (
     INDEX,
@@ -33,10 +35,8 @@ from rollflow.storage.log.entries import (
     WrittenEntry,
 )
 from rollflow.storage.log.reading import read_entries
-from rollflow.storage.log.report import ViolationKind
 from rollflow.storage.log.retention import Kind
 from rollflow.storage.log.state import RunState
-from rollflow.storage.log.tolerant_fold import TolerantFold
 from rollflow.storage.objects.base import ABANDONED_SECONDS, ObjectStore, UnfinishedWrite
 from rollflow.storage.records import StoredObject
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from rollflow.flows.services.lost_workers import FOLDER
+from rollflow.flows.ray_cluster.lost_workers import FOLDER
 from rollflow.flows.services.process import Service, drop_prefix, free_port, write_secret
 from rollflow.flows.services.reachability import speaks_http2
 from rollflow.flows.services.variables import SOCKET_PATH_BYTES, short_folders
@@ -131,7 +131,7 @@ class RayHead(Service):
             size += ["--keep-spares"] if self._keep_spares else []
         place = ["--port", str(self._port), "--temp", str(self.temp), "--ready", str(self._ready_file)]
         place += ["--lost", str(self._lost)]
-        return [sys.executable, "-m", "rollflow.flows.services.ray_process", *place, *size]
+        return [sys.executable, "-m", "rollflow.flows.ray_cluster.ray_process", *place, *size]
 
     def _environment(self) -> Mapping[str, str]:
         return self.node_env
@@ -197,7 +197,7 @@ class RayNode(Service):
         return [
             sys.executable,
             "-m",
-            "rollflow.flows.services.ray_process",
+            "rollflow.flows.ray_cluster.ray_process",
             *place,
             *size,
             "--resources",

@@ -14,9 +14,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollflow.storage.audit.report import Violation
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.log.entries import entry_path
-from rollflow.storage.log.report import Violation
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
 

@@ -1,0 +1,1 @@
+"""Ray as the flows use it: head, workers, access with token and TLS, checks of the nodes."""

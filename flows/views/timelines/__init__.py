@@ -1,0 +1,1 @@
+"""Timelines of runs and simulations, as text, HTML and PNG."""
