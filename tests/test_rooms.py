@@ -25,6 +25,7 @@ MAY: dict[str, set[str]] = {
     "storage/objects": {"storage"},
     "storage/run_records": {"storage", "storage/objects"},
     "storage/log": {"storage", "storage/objects"},
+    "storage/audit": {"storage", "storage/log", "storage/objects"},
     "storage": {"storage/log", "storage/objects"},
     "tasks": set(),
     "tasks/runtime": set(),
@@ -66,15 +67,30 @@ MAY: dict[str, set[str]] = {
         *("tasks/run", "tasks/runtime", "tasks/scorers"),
     },
     "flows/services": set(),
-    "flows/views": {"flows/services"},
-    "flows/keepalive": {"flows", "flows/services", "flows/views"},
-    "flows": {"flows/keepalive", "flows/services", "flows/views"},
-    "flows/commands": {"flows", "flows/services", "flows/views"},
+    "flows/ray_cluster": {"flows/services"},
+    "flows/registration": set(),
+    "flows/views": {"flows/registration", "flows/services"},
+    "flows/views/timelines": {"flows/views"},
+    "flows/tracking": {"flows/services", "flows/views"},
+    "flows/keepalive": {
+        *("flows", "flows/ray_cluster", "flows/registration", "flows/services", "flows/tracking", "flows/views"),
+    },
+    "flows": {
+        *("flows/keepalive", "flows/ray_cluster", "flows/registration", "flows/services", "flows/tracking"),
+        "flows/views",
+    },
+    "flows/commands": {
+        *("flows", "flows/ray_cluster", "flows/registration", "flows/services", "flows/tracking", "flows/views"),
+        "flows/views/timelines",
+    },
 }
 # Rooms that other processes' libraries stay in; a module stands for itself.
 LIBRARIES: dict[str, set[str]] = {
-    "ray": {"tasks/actors", "flows/services"},
-    "prefect": {"flows", "flows/keepalive", "flows/services", "flows/views/page", "flows/tracking/status_writer"},
+    "ray": {"tasks/actors", "flows/ray_cluster"},
+    "prefect": {
+        *("flows", "flows/keepalive", "flows/registration", "flows/services", "flows/views/page"),
+        "flows/tracking/status_writer",
+    },
     "mlflow": {"flows/tracking/tracking", "flows/tracking/mlflow_run", "flows/tracking/registry"},
     "s3fs": {"storage/objects/s3_requests"},
     "vllm": {"tasks/engines"},

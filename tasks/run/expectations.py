@@ -1,6 +1,6 @@
 """The expectations of an audit about a run: the limits of the run's config, and the run's pinned prompts.
 
-`storage.log.audit` checks a run by storage alone; this module adds expectations that follow from config and prompts. If
+`storage.audit` checks a run by storage alone; this module adds expectations that follow from config and prompts. If
 prompts can no longer be opened (a package has another version, a file is gone), `unchecked` names the reason. Prompts
 that cannot be opened are not a violation.
 """
