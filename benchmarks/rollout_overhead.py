@@ -95,7 +95,8 @@ def ours(case: Case, threads: int, home: Path) -> float:
     from rollflow.storage.batch import TrajectoryBatch
     from rollflow.tasks.actors.channel import start_channel
     from rollflow.tasks.actors.reward import start_reward
-    from rollflow.tasks.actors.rollout import start_engine, start_rollout
+    from rollflow.tasks.actors.rollout import start_rollout
+    from rollflow.tasks.actors.run_engines import start_engine
 
     context = prepared(case, threads, home, head.address)
     with head, cluster.attached_cluster(head.address, context.run_id):

@@ -10,13 +10,13 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from rollflow.flows.allowed_values import default_of, describe_allowed
+from rollflow.flows.config_keys import list_keys, list_kinds, sections_of
 from rollflow.flows.registration.recipe_paths import anchor_paths, path_values, recipe_folder
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import VllmEngineConfig, check_temperature
@@ -214,12 +214,6 @@ def _choices(path: Iterable[str]) -> list[type[Section]]:
     return found
 
 
-def list_kinds(section: type[Section]) -> tuple[object, ...]:
-    """Return the kinds or presets of a section; an empty tuple if the section has only one form."""
-    field = section.model_fields.get("kind")
-    return get_args(field.annotation) if field else ()
-
-
 def _list_item(node: list[Any], name: str, key: str) -> Any:
     if not name.isdecimal() or int(name) >= len(node):
         raise ConfigError(f"--set {key}: {name!r} is not a position in a list of {len(node)}")
@@ -277,7 +271,7 @@ def describe_error(
     if error["type"] == "union_tag_not_found":
         return f"{key} = {error['input']!r}: it has no kind; `rollflow keys` lists those there are"
     if error["type"] == "extra_forbidden":
-        if ".".join(part for part in key.split(".") if not part.isdecimal()) in set(_keys(section)):
+        if ".".join(part for part in key.split(".") if not part.isdecimal()) in set(list_keys(section)):
             return f"{key} = {error['input']!r}: there is no such key here; another kind has it"
         suggestion = _suggest_key(key, error["input"], section, tree or {})
         return f"{key} = {error['input']!r}: there is no such key{suggestion}"
@@ -383,47 +377,3 @@ def _find_by_initials(key: str, known: Iterable[str]) -> list[str]:
     return [
         one for one, (where, _, words) in below if where == place and name == "".join(w[:1] for w in words.split("_"))
     ]
-
-
-def describe_keys(section: type[Section] = RunConfig) -> list[str]:
-    """Return one line per key: the key's name, default, allowed values and meaning."""
-    lines = []
-    for one in key_values(section):
-        value = "" if one["required"] else f" = {one['default']}"
-        lines.append(f"{one['key']}{value}  # {one['allowed']}" + (f": {one['meaning']}" if one["meaning"] else ""))
-    return list(dict.fromkeys(lines))
-
-
-def key_values(section: type[Section] = RunConfig) -> list[dict[str, Any]]:
-    """Return every key with the key's default, allowed values and meaning; defaults are written as TOML."""
-    return [
-        {
-            "key": name,
-            "required": info.is_required(),
-            "default": None if info.is_required() else default_of(info),
-            "allowed": describe_allowed(info),
-            "meaning": info.description or "",
-        }
-        for name, info in _fields(section)
-        if not list(sections_of(info.annotation))
-    ]
-
-
-def _keys(section: type[Section]) -> Iterable[str]:
-    """Return all dotted keys below a section, including those of every choice of a union."""
-    return (name for name, _ in _fields(section))
-
-
-def _fields(section: type[Section], prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
-    for name, info in section.model_fields.items():
-        yield prefix + name, info
-        for kind in sections_of(info.annotation):
-            yield from _fields(kind, f"{prefix}{name}.")
-
-
-def sections_of(annotation: Any) -> Iterable[type[Section]]:
-    """Yield the sections that a field of this type can hold, such as one for each kind of engine."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        yield annotation
-    for part in get_args(annotation):
-        yield from sections_of(part)

@@ -32,7 +32,6 @@ from pydantic import Field, ValidationError, field_validator
 
 from rollflow.flows.config import describe_errors, load_recipe, read_toml
 from rollflow.flows.export import export
-from rollflow.flows.keepalive.stages import reason_of
 from rollflow.flows.keepalive.supervisor_restart import list_successors
 from rollflow.flows.locations import context_of, list_runs, run_home, store_uri
 from rollflow.flows.registration.prefect_api import (
@@ -41,6 +40,7 @@ from rollflow.flows.registration.prefect_api import (
     flow_state,
     list_supervisors,
     open_client,
+    reason_of,
     start,
     unfinished_runs,
 )

@@ -141,7 +141,7 @@ class Session:
 
     def _ask_to_cancel(self, context: RunContext) -> None:
         """Ask the runner of another session to end this run's processes, and wait until they have ended."""
-        from rollflow.flows.keepalive.stages import cancel_flow_run
+        from rollflow.flows.registration.prefect_api import cancel_flow_run
 
         with contextlib.suppress(Unreachable):
             with open_client() as client:

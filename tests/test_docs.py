@@ -11,7 +11,7 @@ import pytest
 
 from rollflow.flows.commands.keys_page import keys_page
 from rollflow.flows.commands.options import build_parser
-from rollflow.flows.config import describe_keys
+from rollflow.flows.config_keys import describe_keys
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
 from rollflow.tasks.simulation.hardware import Hardware

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollflow.flows.commands import OK
 from rollflow.flows.commands._toml_edit import to_toml
-from rollflow.flows.config import sections_of
+from rollflow.flows.config_keys import sections_of
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section

@@ -7,7 +7,7 @@ import json
 
 from rollflow.flows.commands import OK
 from rollflow.flows.commands.keys_page import keys_page
-from rollflow.flows.config import describe_keys, key_values
+from rollflow.flows.config_keys import describe_keys, key_values
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
 

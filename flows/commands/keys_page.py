@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from rollflow.flows.allowed_values import UNSET, default_of, describe_allowed
-from rollflow.flows.config import sections_of
+from rollflow.flows.config_keys import sections_of
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
 from rollflow.tasks.simulation.hardware import Hardware

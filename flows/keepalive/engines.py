@@ -20,7 +20,7 @@ from rollflow.flows.keepalive.vitals import Vitals
 from rollflow.flows.ray_cluster import cluster
 from rollflow.flows.ray_cluster.actor_process import explain_lost_call
 from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
-from rollflow.tasks.actors.rollout import EVALUATION, engine_name, start_engine
+from rollflow.tasks.actors.run_engines import EVALUATION, engine_name, start_engine
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.run.context import RunContext
 

@@ -10,7 +10,8 @@ from typing import Any
 from rollflow.flows.keepalive.gpus import gpu_shares
 from rollflow.tasks.actors.learner import start_learner
 from rollflow.tasks.actors.reward import start_reward
-from rollflow.tasks.actors.rollout import start_engine, start_rollout
+from rollflow.tasks.actors.rollout import start_rollout
+from rollflow.tasks.actors.run_engines import start_engine
 from rollflow.tasks.run.context import RunContext
 
 

@@ -26,7 +26,14 @@ from rollflow.flows.keepalive.prestart import begin_actors
 from rollflow.flows.keepalive.restarts import RecoveryReporter, Restarts, RestartsExhausted, first_line
 from rollflow.flows.ray_cluster import cluster
 from rollflow.flows.ray_cluster.actor_process import explain_lost_call
-from rollflow.flows.registration.prefect_api import open_client, start, states_of, unfinished_runs
+from rollflow.flows.registration.prefect_api import (
+    cancel_flow_run,
+    open_client,
+    reason_of,
+    start,
+    states_of,
+    unfinished_runs,
+)
 from rollflow.flows.steps import build_tags, create_stand_in, run_title
 from rollflow.flows.views.status import StageStatus
 from rollflow.storage.errors import RollflowError, Unreachable
@@ -36,7 +43,8 @@ from rollflow.tasks.actors.learner import LEARNER
 from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options
 from rollflow.tasks.actors.reward import REWARD
-from rollflow.tasks.actors.rollout import EVALUATION, ROLLOUT, engine_name
+from rollflow.tasks.actors.rollout import ROLLOUT
+from rollflow.tasks.actors.run_engines import EVALUATION, engine_name
 from rollflow.tasks.actors.statuses import ActorStatus, LearnerStatus, RolloutStatus
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
@@ -47,8 +55,7 @@ STATUS_SECONDS = 10.0
 PING_SECONDS = 5.0  # longest wait for the channel's answer; the channel's death is noticed at once
 START_SECONDS = 300.0
 END_SECONDS = 120.0
-# longest silence of a stage's actor; longer than the start of an engine, the first work of the rollout stage
-UNATTENDED_SECONDS = 1200.0
+UNATTENDED_SECONDS = 1200.0  # longest silence of a stage's actor; the start of an engine takes less time
 
 
 def runner_deployment() -> str:
@@ -391,18 +398,3 @@ def kill_actors(context: RunContext) -> None:
     most = max(config.engine.replicas for config in context.all_configs)
     engines = [engine_name(number) for number in (EVALUATION, *range(most))]
     cluster.kill_named([*ACTORS.values(), *engines, CHANNEL])
-
-
-def cancel_flow_run(client: SyncPrefectClient, run: UUID) -> None:
-    """Cancel a flow run that has not ended; the flow run's runner then ends the process."""
-    from prefect.states import Cancelling
-
-    state = client.read_flow_run(run).state
-    if state is None or not state.is_final():
-        client.set_flow_run_state(run, Cancelling())
-
-
-def reason_of(message: str | None) -> str:
-    """Return a flow run's reason without Prefect's introduction; for a traceback, its last line."""
-    lines = (message or "").strip().splitlines() or ["no reason was given"]
-    return lines[-1].removeprefix("Flow run encountered an exception: ").strip()

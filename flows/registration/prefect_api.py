@@ -273,3 +273,18 @@ def emit(flow_run: UUID, event: str, payload: dict[str, Any]) -> None:
     made = Event(occurred=datetime.now(UTC), event=event, resource=about, payload=payload)
     with open_client() as client:
         client.request("POST", "/events", json=[made.model_dump(mode="json")])
+
+
+def cancel_flow_run(client: SyncPrefectClient, run: UUID) -> None:
+    """Cancel a flow run that has not ended; the flow run's runner then ends the process."""
+    from prefect.states import Cancelling
+
+    state = client.read_flow_run(run).state
+    if state is None or not state.is_final():
+        client.set_flow_run_state(run, Cancelling())
+
+
+def reason_of(message: str | None) -> str:
+    """Return a flow run's reason without Prefect's introduction; for a traceback, its last line."""
+    lines = (message or "").strip().splitlines() or ["no reason was given"]
+    return lines[-1].removeprefix("Flow run encountered an exception: ").strip()

@@ -36,12 +36,19 @@ def summarize(
         rollout: the last status of the rollout actor; the shares in that status cover the whole run.
         pages: the addresses of pages (prefect, mlflow).
     """
+    summary = {**_collect(context, report), **_measure(idle, rollout), **pages}
+    context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
+    return summary
+
+
+def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
+    """Collect what storage says of a run: its results, and the figures of its audit."""
     progress = RunProgress(context)
     progress.advance()
     stored = read_evaluations(context.store)
     points, passes = {e.version: e.accuracy for e in stored}, {e.version: e.pass_at for e in stored if e.pass_at}
     versions = max(progress.version, 0)
-    summary = {
+    return {
         "run_id": context.run_id,
         "accuracy": {"before": points.get(0), "after": points.get(versions), "by_version": points},
         "pass_at": {"before": passes.get(0), "after": passes.get(versions), "by_version": passes},
@@ -60,18 +67,13 @@ def summarize(
         "domains": domain_shares(report.domains, context.config.shares),
         "cpu_seconds": read_usage(context.store).totals(),
         "recoveries": dict(Counter(recovery.role for recovery in RecoveryLog(context.store).read())),
-        "idle": {stage: round(share, 3) for stage, share in idle.items()},
-        **_shares(rollout),
         "discarded_tokens": report.discarded_tokens,
         "length_bias": round(summary_bias(report), 4),
         "audit": "clean" if report.clean else [f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
         "engine": context.config.engine.kind,
         "seed": context.config.seed,
         "storage": context.store.uri,
-        **pages,
     }
-    context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
-    return summary
 
 
 def _count_no_signal(context: RunContext) -> dict[str, int]:
@@ -88,8 +90,10 @@ def summary_bias(report: AuditReport) -> float:
     return length_bias(report.trained_tokens, report.fates["trained"], report.discarded_tokens, gone)
 
 
-def _shares(rollout: RolloutStatus) -> dict[str, float]:
+def _measure(idle: Mapping[str, float], rollout: RolloutStatus) -> dict[str, Any]:
+    """Return the shares that only the run's processes know, rounded."""
     return {
+        "idle": {stage: round(share, 3) for stage, share in idle.items()},
         "held_back_by_alpha": round(rollout.held, 3),
         "waited_at_the_bound": round(rollout.waited, 3),
         "dropped_tokens": round(rollout.dropped, 3),

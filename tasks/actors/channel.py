@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import ray
@@ -259,3 +259,13 @@ def _unwrap(error: ray.exceptions.RayTaskError) -> Exception:
     """Return the exception that the actor raised, without Ray's wrapping."""
     cause = error.cause
     return cause if isinstance(cause, Exception) else error
+
+
+class BatchFeed(Protocol):
+    """The part of the channel that the learner uses; see `RayChannel`."""
+
+    def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer: ...
+
+    def finish(self, number: int, version: int) -> None: ...
+
+    def announce(self, version: int) -> None: ...

@@ -35,7 +35,7 @@ LONGEST_SECONDS = 300.0  # most seconds that an engine's worker waits for the im
 SHORT_SECONDS = 15.0  # most seconds that any other worker waits for the imports of another worker
 REGISTER_SECONDS = 1.0  # seconds from the end of a worker's imports until Ray knows the worker
 MODULES: dict[Kind, tuple[str, ...]] = {
-    "engine": ("rollflow.tasks.actors.rollout",),
+    "engine": ("rollflow.tasks.actors.run_engines",),
     "learner": (
         "rollflow.tasks.actors.learner",
         "rollflow.tasks.learners.torch_learner",

@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version as package_version
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +38,7 @@ from rollflow.storage.log.state import Deposed, EntryRefused
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.trajectories import TrajectoryStore, verify
 from rollflow.tasks.actors.batch_metrics import compute_batch_metrics, count_domain_groups
-from rollflow.tasks.actors.channel import RayChannel
+from rollflow.tasks.actors.channel import BatchFeed, RayChannel
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options, learner_cpus
@@ -64,16 +64,6 @@ MAKINGS = 8  # most times that one batch may be damaged or not finite before the
 # Most concurrent calls of the actor: `run` by the stage's flow and by dead flows before that flow, `status` by any
 # observer.
 CALLS = 32
-
-
-class BatchFeed(Protocol):
-    """The part of the channel that the learner uses; see `RayChannel`."""
-
-    def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer: ...
-
-    def finish(self, number: int, version: int) -> None: ...
-
-    def announce(self, version: int) -> None: ...
 
 
 def start_learner(context: RunContext, gpus: float, address: str) -> Any:

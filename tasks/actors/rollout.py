@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 import time
 from collections.abc import AsyncIterator
@@ -26,17 +25,15 @@ from rollflow.storage.log.run_log import Writer
 from rollflow.storage.run_records.updates import Update, store_update
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.channel import RayChannel
-from rollflow.tasks.actors.early_imports import Kind, imports_vllm
-from rollflow.tasks.actors.engine import EngineActor
 from rollflow.tasks.actors.engine_client import RayEngine
-from rollflow.tasks.actors.gauges import Gauges, collects_metrics
+from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
-from rollflow.tasks.actors.placement import actor_options, engine_cpus
+from rollflow.tasks.actors.placement import actor_options
 from rollflow.tasks.actors.reward import RewardClient
+from rollflow.tasks.actors.run_engines import EVALUATION, engine_name
 from rollflow.tasks.actors.statuses import RolloutStatus
-from rollflow.tasks.engines import build_engine
+from rollflow.tasks.actors.store_feed import NEWS_SECONDS, StoreFeed
 from rollflow.tasks.engines.base import Engine
-from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.policies.vocabulary import read_vocabulary
@@ -53,7 +50,7 @@ from rollflow.tasks.rollout.evaluation import (
     store_evaluation,
     store_skipped,
 )
-from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
+from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.run.context import RunContext, claim
@@ -67,76 +64,14 @@ from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.pool import ScoreRequest
 
 ROLLOUT = "rollout"
-EVALUATION = -1  # number of the separate engine for evaluations, if the run has such an engine
-NEWS_SECONDS = 2.0  # longest wait for the channel to announce a version; then storage is read
 STATS_SECONDS = 2.0
 PUT_SECONDS = 10.0
-
-
-class StoreFeed:
-    """Implements `VersionFeed` from the run's log; the channel only signals when to read the log."""
-
-    def __init__(self, context: RunContext, channel: RayChannel) -> None:
-        self._context, self._channel = context, channel
-        self._policies = context.policies
-        self._tokens = context.probe_tokens
-        self.newest = -1  # newest published version when the log was last read
-
-    def ask(self) -> int:
-        """Read the log and return the newest published version."""
-        self.newest = self._policies.newest()
-        return self.newest
-
-    async def newer(self, version: int) -> int:
-        """Wait for a newer version, as `VersionFeed` does."""
-        while True:
-            with contextlib.suppress(Unreachable):  # storage is read even while the channel is being restarted
-                await self._channel.wait_version(version, NEWS_SECONDS)
-            newest = await asyncio.to_thread(self.ask)
-            if newest > version:
-                return newest
-
-    async def fetch_kept(self, version: int) -> tuple[RunContext, WeightsProbe]:
-        """Fetch a version as `fetch` does, or raise `Missing` if its weights were pruned."""
-        found = await asyncio.to_thread(self._policies.find, version)
-        await asyncio.to_thread(self._policies.check_kept, found)
-        return await self.fetch(version)
-
-    async def fetch(self, version: int) -> tuple[RunContext, WeightsProbe]:
-        """Return the version's context and probe; each engine fetches the weights on its own node."""
-        found = await asyncio.to_thread(self._policies.find, version)
-        return self._context, WeightsProbe(self._tokens, found.probe, self._context.config.probe_tolerance)
 
 
 def find_first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
     """Return the first error inside nested groups, for people to read."""
     inner = failed.exceptions[0]
     return find_first_cause(inner) if isinstance(inner, BaseExceptionGroup) else inner
-
-
-def start_engine(context: RunContext, number: int, gpus: float) -> Any:
-    """Start (or find) one of the run's engine actors, with its share of the cluster's GPUs."""
-    config, engine = context.config, context.config.engine
-    if number == EVALUATION:
-        engine = context.evaluation_engine(on_cpu=not gpus)
-        gpus = gpus if engine == config.engine else 0.0
-    imports: Kind | None = "engine" if imports_vllm(engine) else None
-    placed = actor_options(config, "engine", engine_cpus(engine), gpus=gpus, imports=imports)
-    options = {"lifetime": "detached", "get_if_exists": True, "max_concurrency": 1024}
-    remote = ray.remote(EngineActor).options(name=engine_name(number), **placed, **options)
-    return remote.remote(functools.partial(build_run_engine, context, engine), Lease.of(context))
-
-
-def build_run_engine(context: RunContext, engine: EngineConfig) -> Engine:
-    """Build an engine of the run on this node, without starting it."""
-    dtype, seeded = context.config.policy.dtype, context.config.rollout.leaves_behind
-    told_as = context.run_id if collects_metrics() else ""
-    return build_engine(engine, context.policy_folder, dtype=dtype, seeded=seeded, told_as=told_as)
-
-
-def engine_name(number: int) -> str:
-    """Return the name of an engine's actor."""
-    return "engine-evaluation" if number == EVALUATION else f"engine-{number}"
 
 
 def start_rollout(context: RunContext, address: str) -> Any:

@@ -17,7 +17,7 @@ from _pytest.mark.structures import ParameterSet
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rollflow.flows.config import sections_of
+from rollflow.flows.config_keys import sections_of
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, StoreFailed
 from rollflow.storage.objects import Data

@@ -22,7 +22,8 @@ from rollflow.storage.objects import open_store
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.tasks.actors.learner import LEARNER
 from rollflow.tasks.actors.reward import REWARD
-from rollflow.tasks.actors.rollout import EVALUATION, ROLLOUT, engine_name
+from rollflow.tasks.actors.rollout import ROLLOUT
+from rollflow.tasks.actors.run_engines import EVALUATION, engine_name
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.rollout.config import EvaluationConfig

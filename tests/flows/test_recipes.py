@@ -11,7 +11,8 @@ from pydantic import Field, ValidationError
 
 from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.commands.cli import main
-from rollflow.flows.config import describe_error, describe_keys, load_recipe, parse_config
+from rollflow.flows.config import describe_error, load_recipe, parse_config
+from rollflow.flows.config_keys import describe_keys
 from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig

@@ -21,7 +21,7 @@ from prefect.states import Cancelled, Crashed, Failed, Pending, Running, Schedul
 from rollflow.flows.keepalive import supervisor_restart as crashed_module
 from rollflow.flows.keepalive.restarts import RestartBudget, RestartsExhausted
 from rollflow.flows.keepalive.services import RUNNER, SERVER, ServiceKeeper
-from rollflow.flows.keepalive.stages import Stages, cancel_flow_run
+from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.keepalive.supervisor_restart import (
     SupervisorRestarter,
     follows_another,
@@ -34,6 +34,7 @@ from rollflow.flows.ray_cluster.ray_head import RayHead, RayNode
 from rollflow.flows.registration.automations import install_automations
 from rollflow.flows.registration.prefect_api import (
     call_until_answered,
+    cancel_flow_run,
     crash_orphans,
     created_at,
     list_supervisors,

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from rollflow.flows.ray_cluster import cluster
-from rollflow.tasks.actors.rollout import start_engine
+from rollflow.tasks.actors.run_engines import start_engine
 from rollflow.tasks.run.context import RunContext
 from tests.support.small_run import prepare_small
 

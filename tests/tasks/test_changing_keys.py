@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.resume import record_change
-from rollflow.flows.config import key_values, override_config
+from rollflow.flows.config import override_config
+from rollflow.flows.config_keys import key_values
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.configs import diff_trees

@@ -12,7 +12,7 @@ from rollflow.flows.config import parse_config
 from rollflow.flows.preflight import preflight
 from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.actors import rollout
+from rollflow.tasks.actors import run_engines
 from rollflow.tasks.run.config import RunConfig
 from tests.support.policy_folders import make_folder, recipe_of
 
@@ -50,7 +50,7 @@ def test_evaluation_engine_can_run_the_policy(
 def test_evaluations_run_on_the_evaluation_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     actor = SimpleNamespace(remote=lambda build, *_: started.append(build.args[1]))
-    monkeypatch.setattr(rollout.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: actor))
+    monkeypatch.setattr(run_engines.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: actor))
     context = prepare(on_vllm(make_folder(tmp_path / "policy", "gpt2"), "auto"), "gpt2")
-    rollout.start_engine(context, rollout.EVALUATION, 0.0)
+    run_engines.start_engine(context, run_engines.EVALUATION, 0.0)
     assert started == [context.config.engine]

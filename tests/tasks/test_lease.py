@@ -20,7 +20,8 @@ from rollflow.tasks.actors.channel import CHANNEL, start_channel
 from rollflow.tasks.actors.learner import LEARNER, start_learner
 from rollflow.tasks.actors.lease import ACTOR_SHARE, STATUS, Lease, LeaseWatch
 from rollflow.tasks.actors.reward import REWARD, start_reward
-from rollflow.tasks.actors.rollout import ROLLOUT, engine_name, start_engine, start_rollout
+from rollflow.tasks.actors.rollout import ROLLOUT, start_rollout
+from rollflow.tasks.actors.run_engines import engine_name, start_engine
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollflow.storage.records import StopReason
-from rollflow.tasks.actors.rollout import build_run_engine
+from rollflow.tasks.actors.run_engines import build_run_engine
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine

@@ -1,0 +1,62 @@
+"""Lists the keys of a recipe: names, defaults, allowed values and meanings, from the config's types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+from rollflow.flows.allowed_values import default_of, describe_allowed
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.sections import Section
+
+
+def list_kinds(section: type[Section]) -> tuple[object, ...]:
+    """Return the kinds or presets of a section; an empty tuple if the section has only one form."""
+    field = section.model_fields.get("kind")
+    return get_args(field.annotation) if field else ()
+
+
+def describe_keys(section: type[Section] = RunConfig) -> list[str]:
+    """Return one line per key: the key's name, default, allowed values and meaning."""
+    lines = []
+    for one in key_values(section):
+        value = "" if one["required"] else f" = {one['default']}"
+        lines.append(f"{one['key']}{value}  # {one['allowed']}" + (f": {one['meaning']}" if one["meaning"] else ""))
+    return list(dict.fromkeys(lines))
+
+
+def key_values(section: type[Section] = RunConfig) -> list[dict[str, Any]]:
+    """Return every key with the key's default, allowed values and meaning; defaults are written as TOML."""
+    return [
+        {
+            "key": name,
+            "required": info.is_required(),
+            "default": None if info.is_required() else default_of(info),
+            "allowed": describe_allowed(info),
+            "meaning": info.description or "",
+        }
+        for name, info in list_fields(section)
+        if not list(sections_of(info.annotation))
+    ]
+
+
+def list_keys(section: type[Section]) -> Iterable[str]:
+    """Return all dotted keys below a section, including those of every choice of a union."""
+    return (name for name, _ in list_fields(section))
+
+
+def list_fields(section: type[Section], prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
+    for name, info in section.model_fields.items():
+        yield prefix + name, info
+        for kind in sections_of(info.annotation):
+            yield from list_fields(kind, f"{prefix}{name}.")
+
+
+def sections_of(annotation: Any) -> Iterable[type[Section]]:
+    """Yield the sections that a field of this type can hold, such as one for each kind of engine."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for part in get_args(annotation):
+        yield from sections_of(part)

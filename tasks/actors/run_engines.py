@@ -1,0 +1,45 @@
+"""The engine actors of a run: their names, and how an engine's actor is started."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import ray
+
+from rollflow.tasks.actors.early_imports import Kind, imports_vllm
+from rollflow.tasks.actors.engine import EngineActor
+from rollflow.tasks.actors.gauges import collects_metrics
+from rollflow.tasks.actors.lease import Lease
+from rollflow.tasks.actors.placement import actor_options, engine_cpus
+from rollflow.tasks.engines import build_engine
+from rollflow.tasks.engines.base import Engine
+from rollflow.tasks.engines.config import EngineConfig
+from rollflow.tasks.run.context import RunContext
+
+EVALUATION = -1  # number of the separate engine for evaluations, if the run has such an engine
+
+
+def start_engine(context: RunContext, number: int, gpus: float) -> Any:
+    """Start (or find) one of the run's engine actors, with its share of the cluster's GPUs."""
+    config, engine = context.config, context.config.engine
+    if number == EVALUATION:
+        engine = context.evaluation_engine(on_cpu=not gpus)
+        gpus = gpus if engine == config.engine else 0.0
+    imports: Kind | None = "engine" if imports_vllm(engine) else None
+    placed = actor_options(config, "engine", engine_cpus(engine), gpus=gpus, imports=imports)
+    options = {"lifetime": "detached", "get_if_exists": True, "max_concurrency": 1024}
+    remote = ray.remote(EngineActor).options(name=engine_name(number), **placed, **options)
+    return remote.remote(functools.partial(build_run_engine, context, engine), Lease.of(context))
+
+
+def build_run_engine(context: RunContext, engine: EngineConfig) -> Engine:
+    """Build an engine of the run on this node, without starting it."""
+    dtype, seeded = context.config.policy.dtype, context.config.rollout.leaves_behind
+    told_as = context.run_id if collects_metrics() else ""
+    return build_engine(engine, context.policy_folder, dtype=dtype, seeded=seeded, told_as=told_as)
+
+
+def engine_name(number: int) -> str:
+    """Return the name of an engine's actor."""
+    return "engine-evaluation" if number == EVALUATION else f"engine-{number}"
