@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.baselines import BatchRun, WholeGroupRun
 from benchmarks.defaults import defaults
 from benchmarks.report import Row, arguments, at_least, at_most, publish
 from benchmarks.workloads import (
@@ -184,7 +185,7 @@ def queue() -> Iterator[Row]:
     verdicts = {"seconds": 1.0, "agreeing": 0.5, "accuracy": 0.5}
     narrow, wide = (changed(rollout_only(8, slots), reward=verdicts) for slots in (8, 24))
     keep: dict[str, Any] = {"filter": {"min_mean": 0.0, "max_mean": 1.0}}
-    batch = ran(recipe(0, 8, 8, mode="batch", **keep), narrow, 200)
+    batch = ran(recipe(0, 8, 8, **keep), narrow, 200, BatchRun)
     yield Row("queue scheduling, 8 x 8", "batch mode, s", batch.step_seconds)
     for case, hardware, theirs, target, choices, limit in (
         ("tail batching", narrow, 2.16, 2.16, {"redundant_groups": 4, **TAIL}, UNBIASED),
@@ -204,7 +205,8 @@ def replication() -> Iterator[Row]:
     for groups, size, theirs, slots in ((32, 16, 1.30, 16), (64, 16, 1.84, 16), (16, 64, 1.95, 16)):
         case = f"prompt replication, {groups} x {size}"
         hardware = rollout_only(8, slots)
-        whole = ran(recipe(0, groups, size, routing="group"), hardware, 40)
+        held = 8 * max(1, slots // size)  # groups for which the 8 engines have slots
+        whole = ran(recipe(0, groups, size, max_inflight_groups=held), hardware, 40, WholeGroupRun)
         spread = ran(recipe(0, groups, size), hardware, 40)
         yield Row(case, f"over whole groups, published {theirs:g}", whole.step_seconds / spread.step_seconds)
         yield from bias(case, spread)

@@ -17,10 +17,10 @@ from typing import Any
 
 import ray
 
+from benchmarks.baselines import BatchRun
 from benchmarks.report import Row, arguments, publish
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.policies.config import PolicyConfig
-from rollflow.tasks.rollout.config import RolloutConfig
 from rollflow.tasks.rollout.proxy import WeightsProbe
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
@@ -45,10 +45,10 @@ HARDWARE = Hardware.model_validate(
         "update": {"seconds": 0.02},
     }
 )
-CASES: dict[str, dict[str, Any]] = {
-    "batch, alpha = 0": {"async_ratio": 0.0, "rollout": RolloutConfig(mode="batch")},
-    "queue, alpha = 0": {"async_ratio": 0.0},
-    "queue, alpha = 2": {"async_ratio": 2.0},
+CASES: dict[str, tuple[float, type[SimulatedRun]]] = {  # alpha, and the run with the case's scheduler
+    "batch, alpha = 0": (0.0, BatchRun),
+    "queue, alpha = 0": (0.0, SimulatedRun),
+    "queue, alpha = 2": (2.0, SimulatedRun),
 }
 RATIOS = {  # name -> (first case, second case); the ratio is the first case's step time divided by the second's
     "asynchronous / synchronous": ("queue, alpha = 2", "queue, alpha = 0"),
@@ -70,8 +70,9 @@ class NoWeights:
 class WallWorld(SimulatedRun):
     """The simulated world with its engines in actors, which outlive this world."""
 
-    def __init__(self, config: RunConfig, actors: Sequence[Any]) -> None:
+    def __init__(self, config: RunConfig, case: str, actors: Sequence[Any]) -> None:
         self._actors = actors
+        self.scheduler_type = CASES[case][1].scheduler_type
         super().__init__(config, HARDWARE, config, timeline=False)
 
     async def fetch(self, version: int) -> tuple[Any, WeightsProbe]:
@@ -93,18 +94,19 @@ class WallWorld(SimulatedRun):
 
 def recipe(case: str, seed: int) -> RunConfig:
     """Return a recipe with 12 responses per step, on 8 slots."""
-    return RunConfig(groups=6, group_size=2, seed=seed, policy=PolicyConfig(path="none"), **CASES[case])
+    alpha, _ = CASES[case]
+    return RunConfig(groups=6, group_size=2, seed=seed, policy=PolicyConfig(path="none"), async_ratio=alpha)
 
 
-def simulated(config: RunConfig, versions: int) -> list[float]:
+def simulated(case: str, config: RunConfig, versions: int) -> list[float]:
     """Return the seconds of each step on the virtual clock."""
-    return list(simulate(config, HARDWARE, versions=versions).figures.steps)
+    return list(simulate(config, HARDWARE, versions=versions, world_type=CASES[case][1]).figures.steps)
 
 
-async def measured(config: RunConfig, versions: int, actors: Sequence[Any]) -> list[float]:
+async def measured(case: str, config: RunConfig, versions: int, actors: Sequence[Any]) -> list[float]:
     """Return the seconds of each step in real time."""
     planned = {"engine": HARDWARE.engine(config), "versions": versions + config.capacity + 1}
-    world = WallWorld(config.model_copy(update=planned), actors)
+    world = WallWorld(config.model_copy(update=planned), case, actors)
     began = asyncio.get_running_loop().time()
     await world.run(versions, lambda version: None)
     ends = [began, *(step.ended for step in world.records.steps)]
@@ -132,8 +134,8 @@ async def by_turns(versions: int, seeds: Sequence[int], actors: Sequence[Any]) -
         for case in CASES:
             config = recipe(case, seed)
             count, warm = (versions, WARM_UP) if config.async_ratio == 0 else (2 * versions, WARM_UP + config.capacity)
-            wall[case] += (await measured(config, count, actors))[warm:]
-            virtual[case] += (await asyncio.to_thread(simulated, config, count))[warm:]
+            wall[case] += (await measured(case, config, count, actors))[warm:]
+            virtual[case] += (await asyncio.to_thread(simulated, case, config, count))[warm:]
     return wall, virtual
 
 

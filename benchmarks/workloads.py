@@ -16,7 +16,7 @@ from rollflow.flows.config import load_hardware
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.world import simulate
+from rollflow.tasks.simulation.world import SimulatedRun, simulate
 
 # ROLL's policy: (1 + alpha) batches are admitted. A batch takes the prompts that were started first, and waits for
 # them. An update sends all running requests again with their tokens, which costs a prefill for each.
@@ -49,10 +49,10 @@ def changed(hardware: Hardware, **sections: dict[str, Any]) -> Hardware:
     )
 
 
-def ran(config: RunConfig, hardware: Hardware, versions: int) -> Figures:
+def ran(config: RunConfig, hardware: Hardware, versions: int, world_type: type[SimulatedRun] = SimulatedRun) -> Figures:
     """Run a simulation, and print a dot on standard error."""
     print(".", end="", file=sys.stderr, flush=True)
-    return simulate(config, hardware, versions=versions).figures
+    return simulate(config, hardware, versions=versions, world_type=world_type).figures
 
 
 def bias(case: str, figures: Figures, *, limit: float | None = None) -> Iterator[Row]:

@@ -38,7 +38,6 @@ from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.prompts.run_prompts import RunPrompts
-from rollflow.tasks.rollout import build_proxy, build_scheduler
 from rollflow.tasks.rollout.counts import SchedulerCounts
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,
@@ -132,7 +131,7 @@ class RolloutActor:
         self._spans = open_spans(tracking.spans, tracking.spans_share, self.context.key, self.context.run_id, ROLLOUT)
         self.reward = RewardClient(self.patience)
         # Each engine joins the proxy when the engine is ready, so that no engine waits for another.
-        self.proxy = build_proxy(
+        self.proxy = InferenceProxy(
             [], self.config.engine.max_concurrent_requests, self.patience, self.config.rollout.routing
         )
         self.scheduler = self._create_scheduler()
@@ -152,7 +151,7 @@ class RolloutActor:
             vocabulary=vocabulary,
             spans=self._spans,
         )
-        scheduler = build_scheduler(build_limits(self.config), ports, self.proxy, resume)
+        scheduler = RolloutScheduler(build_limits(self.config), ports, self.proxy, resume)
         scheduler.counts = self.counts
         return scheduler
 

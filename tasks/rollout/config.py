@@ -10,7 +10,6 @@ from pydantic import Field
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section
 
 Routing = Literal["least-work", "prefix"]
-AnyRouting = Literal[Routing, "group"]  # "group" is a baseline
 
 
 class FilterConfig(Section):
@@ -31,22 +30,16 @@ class FilterConfig(Section):
 class RolloutConfig(Section):
     """How far generation runs ahead of training, and for what generation waits."""
 
-    mode: Literal["queue", "batch"] = Field(
-        "queue",
-        description="queue: responses are scored as they finish, and batches overlap; batch: one whole batch at a "
-        "time, scored after its last response (a slower baseline)",
-    )
-    routing: AnyRouting = Field(
+    routing: Routing = Field(
         "least-work",
         description="engine that a request goes to. least-work: the one that would finish it first; prefix: one that "
-        "runs the same prompt; group: a prompt occupies slots of one engine until its slowest response "
-        "ends (a baseline)",
+        "runs the same prompt",
     )
     max_inflight_groups: int | None = Field(
         None,
         gt=0,
         description="largest number of prompt groups in flight; default: engine.replicas x "
-        "engine.max_concurrent_requests, fewer with routing = group",
+        "engine.max_concurrent_requests",
     )
     max_batches_ahead: float | None = Field(
         None,

@@ -26,7 +26,6 @@ class RolloutLimits:
     max_new_tokens: int
     temperature: float
     slots: int | None = None  # requests that all engines can run; a group starts only into free slots. None: no limit
-    mode: Literal["queue", "batch"] = "queue"
     max_batches_ahead: float | None = None  # batches that generation may run ahead of training; None: alpha
     redundant_groups: int = 0
     redundant_responses: int = 0

@@ -16,12 +16,11 @@ def build_limits(config: RunConfig) -> RolloutLimits:
         groups=config.groups,
         group_size=config.group_size,
         async_ratio=config.async_ratio,
-        max_inflight_groups=rollout.max_inflight_groups or _default_depth(config),
+        max_inflight_groups=rollout.max_inflight_groups or slots,
         attempts=rollout.attempts,
         max_new_tokens=engine.max_new_tokens,
         temperature=engine.temperature,
         slots=slots,
-        mode=rollout.mode,
         max_batches_ahead=rollout.max_batches_ahead,
         redundant_groups=rollout.redundant_groups,
         redundant_responses=rollout.redundant_responses,
@@ -33,14 +32,3 @@ def build_limits(config: RunConfig) -> RolloutLimits:
         filter=rollout.filter,
         shares=tuple(source.share for source in config.prompts),
     )
-
-
-def _default_depth(config: RunConfig) -> int:
-    """Return the default number of groups that run at a time: as many as the engines can hold."""
-    engine, rollout = config.engine, config.rollout
-    if rollout.routing == "group":
-        return (
-            max(1, engine.max_concurrent_requests // (config.group_size + rollout.redundant_responses))
-            * engine.replicas
-        )
-    return engine.max_concurrent_requests * engine.replicas

@@ -1,4 +1,4 @@
-"""Config keys and values that were renamed: one table, from the earlier name to today's name.
+"""Config keys and values that were renamed or removed: one table, from the earlier name to today's name.
 
     a stored config    -->  `Renames.apply`     read as if it had been recorded with today's names
     a new recipe       -->  `Renames.refusals`  refused, with today's name
@@ -22,16 +22,19 @@ Tree = Mapping[str, Any]
 class Renames:
     """The table: `keys` maps an earlier dotted key to today's name in the same section.
 
-    `values` maps today's key to a map from earlier values to today's values.
+    `values` maps today's key to a map from earlier values to today's values. The keys of `removed` mean nothing today.
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    removed: frozenset[str] = frozenset()
 
     def apply(self, tree: Tree, prefix: str = "") -> dict[str, Any]:
         """Return a stored tree with today's names. If a section has a key under both names, the earlier one stays."""
         renamed: dict[str, Any] = {}
         for name, value in tree.items():
+            if f"{prefix}{name}" in self.removed:
+                continue
             today = self.keys.get(f"{prefix}{name}", name)
             name = today if today not in tree else name
             key = f"{prefix}{name}"
@@ -53,7 +56,9 @@ class Renames:
         return undone
 
     def change(self, key: str, value: object) -> tuple[str, object]:
-        """Return a dotted key and a value from a log entry with today's names."""
+        """Return a dotted key and a value from a log entry with today's names; a removed key is returned as it is."""
+        if key in self.removed:
+            return key, value
         names, below = key.split("."), value
         for name in reversed(names):
             below = {name: below}
@@ -68,10 +73,12 @@ class Renames:
         """Yield each earlier key or value of a new tree: the key, its value, and what the user must do."""
         for name, value in tree.items() if isinstance(tree, Mapping) else ():
             key = f"{prefix}{name}"
-            if today := self.keys.get(key):
+            if key in self.removed:
+                yield key, value, "the key was removed; leave it out"
+            elif today := self.keys.get(key):
                 yield key, value, f"the key is called {prefix}{today} now; rename it"
             elif (now := self._value(key, value)) != value:
-                yield key, value, f'the value is called "{now}" now; write that'
+                yield key, value, f'the value is "{now}" now; write that'
             yield from self.refusals(value, f"{key}.")
 
     def _value(self, key: str, value: Any) -> Any:
@@ -104,7 +111,8 @@ RECIPE = Renames(
         "train.learner": "kind",
         "train.spread": "multi_node",
     },
-    values={"train.not_finite": {"next": "skip"}},
+    values={"train.not_finite": {"next": "skip"}, "rollout.routing": {"group": "prefix"}},
+    removed=frozenset({"rollout.mode"}),
 )
 HARDWARE = Renames(
     keys={

@@ -30,9 +30,8 @@ from rollflow.storage.records import TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import EngineUsage, TimedEngine
-from rollflow.tasks.rollout import build_proxy, build_scheduler
-from rollflow.tasks.rollout.proxy import WeightsProbe
-from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
+from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.limits import build_limits
@@ -68,12 +67,14 @@ def simulate(
     versions: int | None = None,
     timeline: bool = False,
     watch: Callable[[int], None] = lambda version: None,
+    world_type: type[SimulatedRun] | None = None,
 ) -> SimulationResult:
     """Simulate a recipe on `hardware` until `versions` (default: the recipe's) are trained.
 
     Args:
         timeline: record what was busy when (costs a few per cent).
         watch: called with each published version.
+        world_type: the class of the run, if not `SimulatedRun`: benchmarks simulate other schedulers.
 
     Raises:
         ConfigError: the hardware does not fit the recipe.
@@ -84,7 +85,7 @@ def simulate(
     )
 
     async def main() -> SimulationResult:
-        world = SimulatedRun(simulated, hardware, config, timeline)
+        world = (world_type or SimulatedRun)(simulated, hardware, config, timeline)
         await world.run(versions, watch)
         figures = figures_of(world.records, simulated, hardware, versions)
         return SimulationResult(figures, world.timeline() if timeline else None)
@@ -108,6 +109,9 @@ def _pause_collector() -> Iterator[None]:
 class SimulatedRun:
     """All parts of one simulated run. `config` has timed engines; `recipe` is the original config."""
 
+    proxy_type: type[InferenceProxy] = InferenceProxy
+    scheduler_type: type[RolloutScheduler] = RolloutScheduler
+
     def __init__(self, config: RunConfig, hardware: Hardware, recipe: RunConfig, timeline: bool) -> None:
         assert isinstance(config.engine, TimedEngineConfig)
         self.config, self.hardware, self.engine = config, hardware, config.engine
@@ -127,12 +131,12 @@ class SimulatedRun:
         """Create and connect the shipped objects."""
         config = self.config
         engines = list(self.engines.values())
-        self.proxy = build_proxy(engines, self.engine.max_concurrent_requests, FOREVER, config.rollout.routing)
+        self.proxy = self.proxy_type(engines, self.engine.max_concurrent_requests, FOREVER, config.rollout.routing)
         self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
         ports = SchedulerPorts(
             SimulatedPrompts(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack
         )
-        self.scheduler = build_scheduler(build_limits(config), ports, self.proxy, ResumePoint())
+        self.scheduler = self.scheduler_type(build_limits(config), ports, self.proxy, ResumePoint())
         hooks = VersionCallbacks(self._published, self._updated)
         self.sync = WeightSync(self.proxy, self, config.engine.on_weight_update, hooks)
         self.learner = TimedLearner(self.hardware, self.engine.tokens_per_tick, self.channel, self.records)

@@ -115,7 +115,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("async_ratio", "two", "'two' is not of type 'number'"),
     ("engine.max_concurrent_requests", 0, "0 is less than or equal to the minimum of 0"),
     ("rollout.max_inflight_groups", 0, "0 is less than or equal to the minimum of 0"),
-    ("rollout.mode", "all", "'all' is not one of ['queue', 'batch']"),
+    ("rollout.routing", "all", "'all' is not one of ['least-work', 'prefix']"),
     ("evaluation.every", -1, "-1 is less than the minimum of 0"),
     ("train.learning_rate", -1, "-1 is less than or equal to the minimum of 0"),
     ("train.objective.surrogate.low", 2, "2 is greater than the maximum of 1"),

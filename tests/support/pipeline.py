@@ -33,11 +33,10 @@ from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
-from rollflow.tasks.rollout import build_proxy, build_scheduler
-from rollflow.tasks.rollout.config import AnyRouting, RolloutConfig
+from rollflow.tasks.rollout.config import RolloutConfig, Routing
 from rollflow.tasks.rollout.evaluation import Evaluations
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import WeightsProbe
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.runtime.spans import Spans
@@ -96,9 +95,10 @@ class Pipeline:
     # (seconds, place of the engine); a new engine replaces the dead one
     engine_deaths: Sequence[tuple[float, int]] = ()
     shares: tuple[float, ...] = (1.0,)
-    scheduler_type: Callable[..., RolloutScheduler] = build_scheduler
+    proxy_type: type[InferenceProxy] = InferenceProxy
+    scheduler_type: Callable[..., RolloutScheduler] = RolloutScheduler
     choices: Mapping[str, Any] = field(default_factory=dict)  # fields of `RolloutLimits`
-    routing: AnyRouting = "least-work"
+    routing: Routing = "least-work"
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN
     evaluating: Callable[[Pipeline], Evaluations] | None = None
@@ -128,7 +128,7 @@ class Pipeline:
         for engine in engines:
             await engine.start()
         patience = PATIENCE_SECONDS if self.engine_deaths else 0.0
-        self.proxy = build_proxy(engines, self.slots, patience, self.routing)
+        self.proxy = self.proxy_type(engines, self.slots, patience, self.routing)
         source = StoredBatches(TrajectoryStore(Log(self.store)))
         self.channel: Channel[object] = Channel(int(self.async_ratio) + 1, source, self.policies.newest())
         self.scheduler = self._scheduler()

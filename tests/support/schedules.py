@@ -20,11 +20,10 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout import build_proxy, build_scheduler
-from rollflow.tasks.rollout.config import AnyRouting, FilterConfig
+from rollflow.tasks.rollout.config import FilterConfig, Routing
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import WeightsProbe
-from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
+from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
+from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score
@@ -70,8 +69,7 @@ class Case:
     batches: int = 4
     max_inflight_groups: int = 64
     limited: bool = False  # whether groups start only into free slots
-    mode: Literal["queue", "batch"] = "queue"
-    routing: AnyRouting = "least-work"
+    routing: Routing = "least-work"
     redundant_groups: int = 0
     redundant_responses: int = 0
     tail_batching: bool = False
@@ -111,7 +109,6 @@ class Case:
             max_new_tokens=MAX_NEW_TOKENS,
             temperature=1.0,
             slots=self.slots * len(self.speeds) if self.limited else None,
-            mode=self.mode,
             redundant_groups=self.redundant_groups,
             redundant_responses=self.redundant_responses,
             tail_batching=self.tail_batching,
@@ -191,10 +188,10 @@ class Life:
         """Train all remaining versions."""
         case = self.case
         self.engines = {place: self._engine(place) for place in range(len(case.speeds))}
-        self.proxy = build_proxy(list(self.engines.values()), case.slots, case.patience, case.routing)
+        self.proxy = InferenceProxy(list(self.engines.values()), case.slots, case.patience, case.routing)
         ports = SchedulerPorts(self._prompt, self._score, self._commit, pack=_as_it_is)
         self.writer = self.ledger.scheduling()
-        self.scheduler = build_scheduler(case.limits, ports, self.proxy, ResumePoint.of_state(self.writer.log.state))
+        self.scheduler = RolloutScheduler(case.limits, ports, self.proxy, ResumePoint.of_state(self.writer.log.state))
         hooks = VersionCallbacks(self.scheduler.note_published, lambda _: self.scheduler.wake())
         sync = WeightSync(self.proxy, self, case.in_flight, hooks)
         try:

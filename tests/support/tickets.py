@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollflow.tasks.rollout.baselines import GroupTicket
+from benchmarks.baselines import GroupTicket
 from rollflow.tasks.rollout.slots import Ticket
 
 

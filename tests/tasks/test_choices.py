@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.baselines import BatchScheduler
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
@@ -27,6 +28,7 @@ from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig, Routing
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, WeightsProbe
+from rollflow.tasks.rollout.scheduler import RolloutScheduler
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.runtime.clock import run_virtual
@@ -236,8 +238,8 @@ def test_started_order_forms_batches_of_the_oldest_prompts() -> None:
 
 def test_batch_mode_rewards_wait_for_the_last_response() -> None:
     common = {"versions": 5, "groups": 8, "async_ratio": 0.0, "slots": 4, "reward_seconds": 2.0}
-    for mode, waits in (("queue", False), ("batch", True)):
-        pipeline, _ = ran(**common, choices={"mode": mode})
+    for scheduler, waits in ((RolloutScheduler, False), (BatchScheduler, True)):
+        pipeline, _ = ran(**common, scheduler_type=scheduler)
         seconds = batches(pipeline)[3].table["reward_seconds"].to_pylist()
         assert min(seconds) == pytest.approx(2.0, abs=1e-5)
         assert (max(seconds) > 2.01) == waits

@@ -16,13 +16,10 @@ from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout import build_proxy
-from rollflow.tasks.rollout.baselines import WholeGroupProxy, WholeGroupQueue
-from rollflow.tasks.rollout.config import AnyRouting
-from rollflow.tasks.rollout.proxy import RequestOptions, WeightsProbe
+from rollflow.tasks.rollout.config import Routing
+from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, WeightsProbe
 from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.counts import examples
-from tests.support.tickets import width
 
 SLOTS = 3
 NO_PROBE = WeightsProbe((), (), 0.1)
@@ -53,14 +50,14 @@ class Strict(TimedEngine):
 class Crowd:
     """Makes random calls to the proxy. A request's number is its seed, so its response is known."""
 
-    routing: AnyRouting
+    routing: Routing
     in_flight: InFlight
     tasks: dict[int, asyncio.Task[StopReason]] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
     cancelled: set[int] = field(default_factory=set)
 
     async def run(self, events: list[tuple[float, str, int, int]]) -> None:
-        self.proxy = build_proxy([Strict(TIMED), Strict(TIMED)], SLOTS, 1e6, self.routing)
+        self.proxy = InferenceProxy([Strict(TIMED), Strict(TIMED)], SLOTS, 1e6, self.routing)
         await self.proxy.update(0, Path(), NO_PROBE, self.in_flight)
         changes = [asyncio.create_task(self.change(*event)) for event in events]
         await asyncio.gather(*changes)
@@ -79,9 +76,7 @@ class Crowd:
     async def change(self, at: float, what: str, number: int, many: int) -> None:
         await asyncio.sleep(at)
         match what:
-            case "ask together" if isinstance(self.proxy, WholeGroupProxy):
-                self.ask(self.together(self.proxy.queue, len(self.tasks), many + number, number))
-            case "ask" | "ask together":
+            case "ask":
                 for _ in range(many):
                     self.ask(self.one(str(len(self.tasks)), number))
             case "abort":
@@ -102,10 +97,8 @@ class Crowd:
     def check(self) -> None:
         """Check that no request waits while there is room."""
         queue = self.proxy._queue
-        waiting = [ticket for _, ticket in queue._queue if ticket.waits]
-        if waiting:
-            first = min(waiting, key=lambda ticket: ticket.turn)
-            assert max((lane.free for lane in queue.live), default=0) < width(first)
+        if any(ticket.waits for _, ticket in queue._queue):
+            assert not any(lane.free for lane in queue.live)
 
     def some(self, number: int, width: int) -> list[int]:
         running = [key for key, task in self.tasks.items() if not task.done()]
@@ -116,35 +109,22 @@ class Crowd:
         chosen = self.some(number, width)
         self.aborted |= set(chosen)
         alone = [key for key in chosen if f"r{key}" in self.proxy._jobs]
-        await self.proxy.abort([f"r{key}{of_group}" for key in chosen for of_group in ("", ".0", ".1", ".2")])
+        await self.proxy.abort([f"r{key}" for key in chosen])
         await asyncio.sleep(2 * TIMED.update_seconds + 0.1)
         assert all(self.tasks[key].done() for key in alone), "an aborted request goes on"
 
     def ask(self, coroutine: Coroutine[Any, Any, StopReason]) -> None:
         self.tasks[len(self.tasks)] = asyncio.create_task(coroutine)
 
-    async def together(self, queue: WholeGroupQueue, number: int, size: int, priority: int) -> StopReason:
-        """Run a group that holds slots of one engine until its last response ends; it may be wider than an engine."""
-        group = f"group {number}"
-        await queue.hold(group, size, priority)
-        try:
-            one_by_one = range(0, size, SLOTS)  # as many at a time as it holds slots
-            for first in one_by_one:
-                samples = range(first, min(first + SLOTS, size))
-                endings = await asyncio.gather(*(self.one(f"{number}.{i}", priority, group) for i in samples))
-            return endings[-1]
-        finally:
-            queue.release_group(group)
-
-    async def one(self, name: str, priority: int, group: str = "") -> StopReason:
+    async def one(self, name: str, priority: int) -> StopReason:
         request = GenerationRequest(f"r{name}", (1,), 12, seed=priority)
-        asked = RequestOptions(priority, group or priority)
+        asked = RequestOptions(priority, priority)
         return StopReason((await self.proxy.generate(request, asked)).generation.ending)
 
 
 EVENTS = st.tuples(
     st.integers(0, 40).map(lambda twentieths: twentieths / 20),
-    st.sampled_from(["ask", "ask together", "abort", "cancel", "kill", "join", "update"]),
+    st.sampled_from(["ask", "abort", "cancel", "kill", "join", "update"]),
     st.integers(0, 5),
     st.integers(1, SLOTS),
 )
@@ -154,10 +134,10 @@ EVENTS = st.tuples(
 @settings(max_examples=examples(600), deadline=None, phases=set(Phase) - {Phase.explain})
 @given(
     st.lists(EVENTS, max_size=16),
-    st.sampled_from(["least-work", "prefix", "group"]),
+    st.sampled_from(["least-work", "prefix"]),
     st.sampled_from(["continue", "restart"]),
 )
 def test_every_request_to_the_proxy_ends(
-    events: list[tuple[float, str, int, int]], routing: AnyRouting, in_flight: InFlight
+    events: list[tuple[float, str, int, int]], routing: Routing, in_flight: InFlight
 ) -> None:
-    run_virtual(Crowd(routing, in_flight).run([(0.0, "ask", 1, 3), (0.0, "ask together", 0, 2), *events]))
+    run_virtual(Crowd(routing, in_flight).run([(0.0, "ask", 1, 3), (0.0, "ask", 0, 2), *events]))

@@ -11,12 +11,14 @@ from typing import Literal
 
 import pytest
 
+from benchmarks.baselines import BatchScheduler
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import GroupKey
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.rollout.group import GroupRollout
+from rollflow.tasks.rollout.scheduler import RolloutScheduler
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score
 from tests.support.log_runs import read
@@ -109,13 +111,14 @@ class LateFirst(Environment):
         return None if await episode.generate() is None else Score(1.0, "said")
 
 
-@pytest.mark.parametrize("mode", ["queue", "batch"])
-def test_episode_without_a_turn_delays_nothing(mode: str) -> None:
+@pytest.mark.parametrize("scheduler", [RolloutScheduler, BatchScheduler])
+def test_episode_without_a_turn_delays_nothing(scheduler: type[RolloutScheduler]) -> None:
     """In batch mode all rewards wait for the last response, also for a preempted one that never began."""
-    choices = {"mode": mode, "redundant_groups": 1, "redundant_responses": 1, "on_stale": "drop"}
+    choices = {"redundant_groups": 1, "redundant_responses": 1, "on_stale": "drop"}
     interrupted = 0
     for seed in range(4):
-        run = pipeline(LateFirst(seed), groups=1, slots=1, max_inflight_groups=1, async_ratio=0.0, choices=choices)
+        alone = {"groups": 1, "slots": 1, "max_inflight_groups": 1, "async_ratio": 0.0, "scheduler_type": scheduler}
+        run = pipeline(LateFirst(seed), **alone, choices=choices)
         run_virtual(run.run())
         interrupted += run.environment.interrupted  # type: ignore[attr-defined]
         assert audit(run.store).clean

@@ -19,7 +19,6 @@ from rollflow.tasks.run.limits import build_limits
 def test_limits_have_every_choice_of_the_config() -> None:
     """All values differ, so that none can be mistaken for another."""
     rollout = RolloutConfig(
-        mode="batch",
         max_inflight_groups=11,
         max_batches_ahead=1.5,
         redundant_groups=12,
@@ -53,7 +52,6 @@ def test_limits_have_every_choice_of_the_config() -> None:
         max_new_tokens=7,
         temperature=0.5,
         slots=30,
-        mode="batch",
         max_batches_ahead=1.5,
         redundant_groups=12,
         redundant_responses=13,

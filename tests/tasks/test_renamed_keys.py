@@ -55,7 +55,7 @@ RENAMED: list[tuple[str, str, Sequence[Any]]] = [
     ("train.spread", "train.multi_node", [False]),
 ]
 # Key, earlier value, value of today.
-VALUES = [("train.not_finite", "next", "skip")]
+VALUES = [("train.not_finite", "next", "skip"), ("rollout.routing", "group", "prefix")]
 # Keys of a hardware file: earlier, today's, a value.
 HARDWARE_RENAMED = [
     ("engines.slots", "engines.max_concurrent_requests", 3),
@@ -82,6 +82,8 @@ def of_earlier_run(tree: Mapping[str, Any]) -> Tree:
         name, _, last = key.partition(".")
         if earlier.get(name, {}).get(last) == new:
             earlier[name][last] = old
+    if "rollout" in earlier:
+        earlier["rollout"]["mode"] = "queue"  # a removed key
     return earlier
 
 
@@ -124,6 +126,8 @@ def test_table_names_keys_that_exist() -> None:
     assert set(table.values()) <= today
     assert not table.keys() & today
     assert RECIPE.values == {key: {old: new} for key, old, new in VALUES}
+    assert RECIPE.removed == {"rollout.mode"}
+    assert not RECIPE.removed & today
     assert HARDWARE.keys.keys() == {old for old, _, _ in HARDWARE_RENAMED}
 
 
@@ -141,13 +145,20 @@ def test_recipe_with_an_earlier_key_is_refused(
         assert said == f"rollflow: {old} = {value!r}: the key is called {new} now; rename it\n"
 
 
+def test_recipe_with_a_removed_key_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[rollout]\nmode = "batch"\n')
+    with pytest.raises(ConfigError, match=r"^rollout.mode = 'batch': the key was removed; leave it out$"):
+        load_recipe(recipe)
+
+
 @pytest.mark.parametrize(("key", "old", "new"), VALUES)
 def test_recipe_with_an_earlier_value_is_refused(key: str, old: str, new: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.touch()
     with pytest.raises(ConfigError) as refused:
         load_recipe(recipe, [f"{key}={old}"])
-    assert str(refused.value) == f"{key} = '{old}': the value is called \"{new}\" now; write that"
+    assert str(refused.value) == f"{key} = '{old}': the value is \"{new}\" now; write that"
 
 
 @pytest.mark.parametrize(("old", "new", "value"), HARDWARE_RENAMED)

@@ -33,7 +33,7 @@ from rollflow.tasks.actors import rollout as actor
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.config import AnyRouting, FilterConfig
+from rollflow.tasks.rollout.config import FilterConfig, Routing
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
@@ -136,7 +136,6 @@ CHOICES = st.fixed_dictionaries(
         "slots": st.integers(1, 24),
         "max_batches_ahead": st.just(0.0),
         "max_preemptions": st.integers(1, 2),
-        "mode": st.sampled_from(["queue", "batch"]),
         "redundant_groups": st.integers(1, 4),
         "redundant_responses": st.integers(1, 2),
         "tail_batching": st.just(True),
@@ -164,7 +163,7 @@ STRICT = st.fixed_dictionaries(
     depth=st.integers(1, 40),
     train_seconds=st.floats(0.0, 1.0),
     in_flight=st.sampled_from(["continue", "restart"]),
-    routing=st.sampled_from(["least-work", "prefix", "group"]),
+    routing=st.sampled_from(["least-work", "prefix"]),
     seed=st.integers(0, 1000),
     choices=CHOICES | STRICT,
     stops=st.lists(st.floats(0.05, 4.0), max_size=2),
@@ -177,7 +176,7 @@ def test_drawn_choices_lose_or_double_nothing(
     depth: int,
     train_seconds: float,
     in_flight: str,
-    routing: AnyRouting,
+    routing: Routing,
     seed: int,
     choices: dict[str, Any],
     stops: list[float],

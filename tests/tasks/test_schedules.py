@@ -44,8 +44,6 @@ def possible(case: Case) -> Case:
     changes: dict[str, Any] = {}
     if case.redundant_groups:  # they are left behind
         changes |= {"on_stale": "drop", "batch_order": "finished"}
-    if case.routing == "group":
-        changes["slots"] = max(case.slots, case.group_size + case.redundant_responses)
     if case.filter == "spread" and case.group_size == 1:
         changes["filter"] = "above 0"
     return replace(case, **changes)
@@ -59,7 +57,7 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "speeds": st.sampled_from([(1.0,), (1.0, 1.0), (1.0, 3.0), (2.0, 1.0, 0.5)]),
     "max_inflight_groups": st.sampled_from([64, 1, 2, 3, 5]),
     "limited": st.booleans(),
-    "routing": st.sampled_from(["least-work", "prefix", "group"]),
+    "routing": st.sampled_from(["least-work", "prefix"]),
     "in_flight": st.sampled_from(["continue", "restart"]),
     "sigma": st.sampled_from([1.0, 0.0, 2.0]),
     "train_seconds": st.sampled_from([(0.3,), (0.0,), (1.0, 0.0), (0.1, 4.0)]),
@@ -68,7 +66,6 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(0, 1000),
 }
 CHOICES: dict[str, st.SearchStrategy[Any]] = {
-    "mode": st.sampled_from(["queue", "batch"]),
     "redundant_groups": st.integers(0, 3),
     "redundant_responses": st.integers(0, 2),
     "tail_batching": st.booleans(),
@@ -94,14 +91,13 @@ TROUBLE = {
     "attempts": st.just(10**6),  # few attempts would end the run, as they should
 }
 ALIKE = {  # what may be chosen at alpha = 0 without leaving anything behind
-    **{name: CHOICES[name] for name in ("mode", "on_stale", "batch_order", "staleness_from", "filter", "shares")},
+    **{name: CHOICES[name] for name in ("on_stale", "batch_order", "staleness_from", "filter", "shares")},
     "async_ratio": st.just(0.0),
 }
 WAITING = {
     **{
         name: CHOICES[name]
         for name in (
-            "mode",
             "redundant_responses",
             "max_batches_ahead",
             "batch_order",

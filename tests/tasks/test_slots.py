@@ -13,10 +13,10 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from benchmarks.baselines import WholeGroupQueue
 from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.baselines import WholeGroupQueue
 from rollflow.tasks.rollout.slots import EngineSlots, SlotQueue, Ticket
 from rollflow.tasks.runtime.clock import VirtualClockLoop, run_virtual
 from tests.support.counts import examples

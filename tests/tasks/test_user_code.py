@@ -36,9 +36,8 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.objectives.imported import ImportedObjective
 from rollflow.tasks.policies.vocabulary import read_vocabulary
-from rollflow.tasks.rollout import build_scheduler
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
-from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
+from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
 from rollflow.tasks.run.limits import build_limits
@@ -105,7 +104,7 @@ class RolledFeed(StoreFeed):
             environment = build_environment(config.environment)
             ports = SchedulerPorts(self.context.prompts().prompt, score, commit, environment=environment)
             resume = ResumePoint.of_state(self.log.state)
-            await build_scheduler(build_limits(config), ports, proxy, resume).run()
+            await RolloutScheduler(build_limits(config), ports, proxy, resume).run()
         await engine.close()
 
     @asynccontextmanager

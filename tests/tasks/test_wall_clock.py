@@ -42,8 +42,8 @@ def planned(case: str) -> RunConfig:
 @pytest.mark.parametrize("case", CASES)
 def test_wall_clock_trains_the_same(actors: list[Any], case: str) -> None:
     config = planned(case)
-    wall = asyncio.run(formed(WallWorld(config, actors)))
-    virtual = run_virtual(formed(SimulatedRun(config, HARDWARE, config, timeline=False)))
+    wall = asyncio.run(formed(WallWorld(config, case, actors)))
+    virtual = run_virtual(formed(CASES[case][1](config, HARDWARE, config, timeline=False)))
     assert [batch.trajectories for batch in wall] == [12] * VERSIONS
     assert max(staleness for batch in wall for staleness in batch.staleness) <= config.async_ratio
     if config.async_ratio == 0:  # otherwise timing decides which groups come first

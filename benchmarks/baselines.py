@@ -1,8 +1,9 @@
-"""Baselines that asynchronous rollout is measured against. The shipped classes do not import the baselines.
+"""Slower schedulers that asynchronous rollout is measured against. No recipe can choose them.
 
-- `BatchScheduler` generates batch after batch (`rollout.mode = "batch"`).
-- `WholeGroupScheduler`, with `WholeGroupProxy`, generates a whole group on one engine (`rollout.routing = "group"`).
-- `WholeGroupBatches` combines both baselines.
+- `BatchScheduler` generates one batch after the other.
+- `WholeGroupScheduler`, with `WholeGroupProxy`, generates all responses of a group on one engine.
+
+`BatchRun` and `WholeGroupRun` are simulated runs with these schedulers.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from dataclasses import dataclass, replace
 from rollflow.storage.records import Discard, Prompt, TrajectoryGroup
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.rollout.admission import AdmissionInputs
+from rollflow.tasks.rollout.config import Routing
 from rollflow.tasks.rollout.episode import PlayedEpisode
 from rollflow.tasks.rollout.group import GroupRollout
 from rollflow.tasks.rollout.issue_order import Issue
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.scheduler import RolloutScheduler
 from rollflow.tasks.rollout.slots import EngineSlots, SlotQueue, Ticket
+from rollflow.tasks.simulation.world import SimulatedRun
 
 WHOLE = -1  # stands for all samples of a group where a sample number is expected
 
@@ -143,8 +146,14 @@ class WholeGroupProxy(InferenceProxy):
 
     _queue: WholeGroupQueue
 
-    def __init__(self, engines: Sequence[Engine], slots: int, replacement_seconds: float = 0.0) -> None:
-        super().__init__([], slots, replacement_seconds)
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        slots: int,
+        replacement_seconds: float = 0.0,
+        routing: Routing = "least-work",
+    ) -> None:
+        super().__init__([], slots, replacement_seconds, routing)
         self._queue = WholeGroupQueue(slots, replacement_seconds)
         for place, engine in enumerate(engines):
             self._queue.put(place, EngineSlots(engine, slots))
@@ -185,5 +194,14 @@ class WholeGroupScheduler(RolloutScheduler):
         return WholeGroupRollout(issue.key, self._group_ports, issue.responses, self._issued, awaited=issue.awaited)
 
 
-class WholeGroupBatches(WholeGroupScheduler, BatchScheduler):
-    """Combines both baselines."""
+class BatchRun(SimulatedRun):
+    """A simulated run that generates one batch after the other."""
+
+    scheduler_type = BatchScheduler
+
+
+class WholeGroupRun(SimulatedRun):
+    """A simulated run that generates all responses of a group on one engine."""
+
+    proxy_type = WholeGroupProxy
+    scheduler_type = WholeGroupScheduler
