@@ -67,6 +67,11 @@ def _lengths(rows: Sequence[Any]) -> bytes:
     return Int32s.of(list(map(len, rows))).data
 
 
+def count_rows(parts: tuple[bytes, ...]) -> int:
+    """Return the number of rows behind the parts of `parts_of`; the first column has a number of 8 bytes."""
+    return len(parts[0]) // 8
+
+
 def join_rows(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Table:
     """Build one table in a single chunk from the parts of at least one sequence of groups.
 
@@ -92,7 +97,7 @@ def _column(kind: pa.DataType, parts: Iterator[bytes | pa.Buffer]) -> pa.Array:
     if kind in NUMBERS:
         return _numbers(kind, next(parts))
     lengths, contents = np.frombuffer(next(parts), LENGTH), next(parts)
-    offsets = _offsets(lengths)
+    offsets = build_offsets(lengths)
     if pa.types.is_string(kind):
         return pa.Array.from_buffers(kind, len(lengths), [None, offsets, pa.py_buffer(contents)])
     values = _truths(contents) if kind.value_type == pa.bool_() else _numbers(kind.value_type, contents)
@@ -108,7 +113,12 @@ def _truths(data: bytes | pa.Buffer) -> pa.Array:
     return pa.Array.from_buffers(pa.bool_(), len(data), [None, pa.py_buffer(bits)])
 
 
-def _offsets(lengths: np.ndarray) -> pa.Buffer:
+def build_offsets(lengths: np.ndarray) -> pa.Buffer:
+    """Return the offsets of a list column whose rows have these lengths.
+
+    Raises:
+        OverflowError: the rows have more values than 32-bit offsets can address.
+    """
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if offsets[-1] > MOST:

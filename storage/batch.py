@@ -3,18 +3,22 @@
 One row is one trajectory. The rows of a group are adjacent, and groups keep their order. Batches are written in Arrow's
 *file* format: a truncated file always fails to open, while a truncated stream may not. Reads are zero-copy: the columns
 are views of the buffer from which the batch was opened.
+
+A batch has every column of `SCHEMA`, and those of `optional_columns` that have a value in at least one row.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import pyarrow as pa
 
-from rollflow.storage.arrow_rows import join_rows, parts_of
+from rollflow.storage import optional_columns
+from rollflow.storage.arrow_rows import count_rows, join_rows, parts_of
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import FinishedGroup, GroupKey, PackedGroup, StopReason, Trajectory, TrajectoryGroup
 
@@ -42,22 +46,29 @@ SCHEMA = pa.schema(
 )
 
 
+def schema_with(names: Collection[str]) -> pa.Schema:
+    """Return `SCHEMA` with these optional columns; other names are ignored."""
+    return pa.schema([*SCHEMA, *optional_columns.fields(names)], metadata=SCHEMA.metadata)
+
+
 @dataclass(frozen=True)
 class TrajectoryBatch:
-    """A batch of groups as one Arrow table with `SCHEMA`."""
+    """A batch of groups as one Arrow table with the schema of `schema_with`."""
 
     table: pa.Table
 
     @classmethod
     def from_groups(cls, groups: Sequence[FinishedGroup]) -> TrajectoryBatch:
         """Build the table: one row per trajectory."""
-        packs = [group.parts if isinstance(group, PackedGroup) else parts_of([group], SCHEMA) for group in groups]
-        return cls(join_rows(packs or [parts_of([], SCHEMA)], SCHEMA))
+        packs = [(group.parts, group.optional) if isinstance(group, PackedGroup) else _pack(group) for group in groups]
+        table = join_rows([parts for parts, _ in packs] or [parts_of([], SCHEMA)], SCHEMA)
+        more = optional_columns.join([(count_rows(parts), arrays) for parts, arrays in packs])
+        return cls(pa.table([*table.columns, *more.values()], schema=schema_with(more)) if more else table)
 
     def to_pieces(self) -> list[memoryview]:
         """Return the Arrow IPC file of this batch as its headers and views of its columns, in file order."""
         pieces = _Pieces()
-        with pa.ipc.new_file(pa.PythonFile(pieces, mode="w"), SCHEMA) as writer:
+        with pa.ipc.new_file(pa.PythonFile(pieces, mode="w"), self.table.schema) as writer:
             writer.write_table(self.table.combine_chunks())
         return pieces.found
 
@@ -70,7 +81,7 @@ class TrajectoryBatch:
         """Open an Arrow IPC file without copying it.
 
         Raises:
-            Corrupt: the bytes are no Arrow file, the schema is not `SCHEMA`, or a column is damaged.
+            Corrupt: the bytes are no Arrow file, the schema is not one of a batch, or a column is damaged.
         """
         try:
             table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
@@ -80,11 +91,17 @@ class TrajectoryBatch:
         found = (table.schema.metadata or {}).get(b"rollflow.schema", b"none").decode(errors="replace")
         if found != str(SCHEMA_VERSION):
             raise Corrupt(f"trajectory schema {found} is not {SCHEMA_VERSION}, the one this version of rollflow reads")
-        if not table.schema.equals(SCHEMA):
+        if not table.schema.equals(schema_with(table.schema.names)):
             raise Corrupt(f"the columns are not those of trajectory schema {SCHEMA_VERSION}")
-        if any(column.null_count for column in table.columns):
+        optional = [column.combine_chunks() for column in table.columns[len(SCHEMA) :]]
+        required = table.columns[: len(SCHEMA)]
+        if any(column.null_count for column in required) or any(map(optional_columns.has_inner_nulls, optional)):
             raise Corrupt("a column holds nulls")
         return cls(table)
+
+    def optional(self, name: str) -> pa.Array | None:
+        """Return an optional column, or None if no row of the batch has a value in it."""
+        return self.table[name].combine_chunks() if name in self.table.schema.names else None
 
     def __len__(self) -> int:
         """Return the number of trajectories."""
@@ -101,6 +118,17 @@ class TrajectoryBatch:
         """The number of groups per domain."""
         pairs = zip(self.table["index"].to_pylist(), self.table["attempt"].to_pylist(), strict=True)
         return Counter(dict(zip(pairs, self.table["domain"].to_pylist(), strict=True)).values())
+
+    @property
+    def branches(self) -> list[bool]:
+        """True for each row that is a branch of another row; the other rows are one for each episode."""
+        column = self.optional("branch")
+        return [False] * len(self) if column is None else [*column.is_valid().to_pylist()]
+
+    @property
+    def episodes(self) -> int:
+        """The number of episodes: an episode counts once, no matter how many branches it has."""
+        return len(self) - sum(self.branches)
 
     def groups(self) -> list[TrajectoryGroup]:
         """Return the groups as records. This method copies all data, so only tools and tests use it."""
@@ -133,13 +161,19 @@ class _Pieces:
 def pack_group(group: TrajectoryGroup) -> PackedGroup:
     """Convert the rows of a complete group to columns, so that a commit only has to join columns."""
     counts = group.started_version, group.newest_version, group.response_tokens, group.surplus_tokens
-    return PackedGroup(group.key, parts_of([group], SCHEMA), *counts)
+    parts, arrays = _pack(group)
+    return PackedGroup(group.key, parts, *counts, arrays)
 
 
-def _trajectory(row: dict[str, object]) -> Trajectory:
-    """Convert one row of `SCHEMA` to a record."""
-    fields = {k: v for k, v in row.items() if k not in ("index", "attempt", "prompt_id", "domain")}
+def _pack(group: TrajectoryGroup) -> tuple[tuple[bytes, ...], optional_columns.Arrays]:
+    return parts_of([group], SCHEMA), optional_columns.pack(group.trajectories)
+
+
+def _trajectory(row: dict[str, Any]) -> Trajectory:
+    """Convert one row of a batch to a record."""
+    names = [name for name in SCHEMA.names if name not in ("index", "attempt", "prompt_id", "domain")]
+    fields = {name: row[name] for name in names}
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
-        fields[name] = tuple(fields[name])  # type: ignore[arg-type]
-    fields["ending"] = StopReason(str(fields["ending"]))
-    return Trajectory(**fields)  # type: ignore[arg-type]
+        fields[name] = tuple(fields[name])
+    fields["ending"] = StopReason(fields["ending"])
+    return Trajectory(**fields, **optional_columns.read(row))

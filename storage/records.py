@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
-from rollflow.storage.token_arrays import Bools, Int32s
+from rollflow.storage.token_arrays import Bools, Int32s, TokenSets
 
 
 class StopReason(StrEnum):
@@ -30,6 +30,18 @@ class StopReason(StrEnum):
     LENGTH = "length"  # max_new_tokens was reached
     ABORTED = "aborted"  # the request was aborted; the tokens are incomplete
     FAILED = "failed"  # the environment or the verifier failed
+
+
+class Outcome(StrEnum):
+    """What the scorer found in a response. The set is closed; a free text belongs to the reason."""
+
+    CORRECT = "correct"
+    PARTIAL = "partial"  # some parts of the answer are correct
+    WRONG = "wrong"
+    UNPARSABLE = "unparsable"  # the response has no answer in the expected form
+    TIMEOUT = "timeout"  # the deadline passed
+    KILLED = "killed"  # the process that judged or ran the response was killed
+    UNJUDGED = "unjudged"  # nobody judged the response
 
 
 class DiscardReason(StrEnum):
@@ -105,6 +117,13 @@ class Prompt:
     reference: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Branch(NamedTuple):
+    """The origin of a trajectory that continues another one of its group: both begin with the same tokens."""
+
+    parent: int  # `sample` of the other trajectory
+    position: int  # number of tokens that both trajectories begin with
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One finished episode over T tokens.
@@ -113,6 +132,11 @@ class Trajectory:
     under the distribution it was sampled from, and `versions[t]` the policy version that sampled it. For other tokens
     `logprobs[t]` is 0.0 and `versions[t]` is -1. Staleness counts from `started_version`. In a run the four sequences
     are token arrays.
+
+    A field that is None was not recorded. `turn_starts` has the position of each turn's first sampled token.
+    `routed_experts` has the same number of experts (layers x experts per token) for each of the T tokens, -1 if an
+    expert is unknown. `kept_tokens` has T sets: the tokens that the sampler chose token t from (top-k, top-p); the set
+    is empty if the sampler chose from all tokens, or the policy did not sample token t.
     """
 
     sample: int
@@ -126,6 +150,12 @@ class Trajectory:
     ending: StopReason
     generation_seconds: float = 0.0
     reward_seconds: float = 0.0
+    reward_parts: Mapping[str, float] | None = None
+    outcome: Outcome | None = None
+    turn_starts: Sequence[int] | None = None
+    branch: Branch | None = None
+    routed_experts: Sequence[int] | None = None
+    kept_tokens: TokenSets | None = None
 
     @property
     def response_tokens(self) -> int:
@@ -170,6 +200,7 @@ class PackedGroup:
     newest_version: int
     response_tokens: int
     surplus_tokens: int
+    optional: Mapping[str, Any] = field(default_factory=dict, repr=False)  # arrays of the columns with a value
 
 
 FinishedGroup: TypeAlias = TrajectoryGroup | PackedGroup  # a complete group, packed or not

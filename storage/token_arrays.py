@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from operator import index
 from typing import Any, ClassVar, Self, SupportsIndex, TypeVar, overload
 
@@ -119,6 +121,13 @@ class Int32s(TokenArray[int]):
     code, size = "i", 4
 
 
+class Int16s(TokenArray[int]):
+    """Numbers of experts."""
+
+    __slots__ = ()
+    code, size = "h", 2
+
+
 class Int64s(TokenArray[int]):
     """Indices of prompts."""
 
@@ -138,6 +147,27 @@ class Bools(TokenArray[bool]):
 
     __slots__ = ()
     code, size = "?", 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSets:
+    """N sets of tokens: set n has `counts[n]` of the tokens in `tokens`, which holds the sets one after the other."""
+
+    counts: Int32s
+    tokens: Int32s
+
+    @classmethod
+    def of(cls, sets: Iterable[Iterable[int]]) -> TokenSets:
+        """Convert sequences of token ids."""
+        arrays = [Int32s.of(tokens) for tokens in sets]
+        return cls(Int32s.of([len(tokens) for tokens in arrays]), Int32s.joined(arrays))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[Int32s]:
+        ends = list(accumulate(self.counts, initial=0))
+        return (self.tokens[start:end] for start, end in pairwise(ends))
 
 
 @lru_cache(LENGTHS)  # a bounded cache, because a run has rows of many different lengths

@@ -61,7 +61,7 @@ class TrajectoryStore:
             return BatchCommitted(
                 number=staged.number,
                 file=file,
-                rows=len(batch),
+                rows=batch.episodes,
                 groups=groups,
                 issued=staged.issued,
                 discards=staged.discards,

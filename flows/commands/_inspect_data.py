@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 from rollflow.flows.views.config_history import list_changes, shown_changes
@@ -12,6 +12,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.log.lineage import AwaitingTraining, Consumed, Fate, list_fates
+from rollflow.storage.optional_columns import NAMES
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import Cursor, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.run_records.recoveries import RecoveryLog
@@ -76,7 +77,25 @@ def _with_texts(context: RunContext, one: Trajectory) -> dict[str, Any]:
     decode = context.tokenizer.decode
     chosen = [token for token, mask in zip(one.tokens, one.loss_mask, strict=True) if mask]
     texts = {"question": decode(prompt_tokens(one)), "response": decode(chosen)}
-    return {**asdict(one), **flat, **texts, "turns": [part.value(decode) for part in split_turns(one)]}
+    turns = [part.value(decode) for part in split_turns(one)]
+    return {**_values(one), **flat, **_optional_values(one), **texts, "turns": turns}
+
+
+def _values(one: Trajectory) -> dict[str, Any]:
+    return {field.name: getattr(one, field.name) for field in fields(one) if field.name not in NAMES}
+
+
+def _optional_values(one: Trajectory) -> dict[str, Any]:
+    """Return the recorded optional values of a trajectory, as JSON values."""
+    convert: dict[str, Callable[[Any], Any]] = {
+        "reward_parts": dict,
+        "outcome": str,
+        "turn_starts": list,
+        "branch": lambda branch: branch._asdict(),
+        "routed_experts": list,
+        "kept_tokens": lambda sets: list(map(list, sets)),
+    }
+    return {name: convert[name](getattr(one, name)) for name in NAMES if getattr(one, name) is not None}
 
 
 def trajectories_of(

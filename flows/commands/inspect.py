@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -282,9 +282,25 @@ def _show_trajectories(
     table.add_row("tokens", f"{one.response_tokens}: {_describe_spans(one)}")
     table.add_row("log-probs", _describe_logprobs([value for part in parts for value in part.logprobs]))
     table.add_row("reward", f"{one.reward:g} ({one.reason})" if one.reason else f"{one.reward:g}")
+    for row in _describe_optional(one):
+        table.add_row(*row)
     table.add_row("ending", one.ending.value)
     table.add_row("staleness", f"{batch.number - one.started_version} (started under version {one.started_version})")
     return _show_turns(context, parts) if several else None
+
+
+def _describe_optional(one: Trajectory) -> Iterator[tuple[str, str]]:
+    """Describe the reward parts, the outcome and the branch of a trajectory, where they were recorded."""
+    if one.reward_parts:
+        yield "reward parts", _describe_parts(one)
+    if one.outcome is not None:
+        yield "outcome", one.outcome.value
+    if one.branch is not None:
+        yield "branch", f"of sample {one.branch.parent}, from token {one.branch.position} on"
+
+
+def _describe_parts(one: Trajectory) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in (one.reward_parts or {}).items())
 
 
 def _show_turns(context: RunContext, parts: Sequence[TurnPart]) -> Table:
@@ -309,11 +325,17 @@ def _describe_logprobs(values: Sequence[float]) -> str:
 
 def _group_table(context: RunContext, trajectories: Sequence[Trajectory], number: int) -> Table:
     table = Table(title="trajectories", title_justify="left")
-    for name in ("sample", "reward", "ending", "staleness", "tokens", "response"):
-        table.add_column(name, justify="left" if name in ("ending", "response") else "right")
+    optional: dict[str, Callable[[Trajectory], str]] = {
+        "reward parts": _describe_parts,
+        "outcome": lambda t: "" if t.outcome is None else t.outcome.value,
+    }
+    shown = {name: cell for name, cell in optional.items() if any(map(cell, trajectories))}
+    for name in ("sample", "reward", *shown, "ending", "staleness", "tokens", "response"):
+        table.add_column(name, justify="right" if name in ("sample", "reward", "staleness", "tokens") else "left")
     for t in trajectories:
         stale, response = str(number - t.started_version), Text(_decode_response(context, t), overflow="ellipsis")
-        table.add_row(str(t.sample), f"{t.reward:g}", t.ending.value, stale, str(t.response_tokens), response)
+        cells = [cell(t) for cell in shown.values()]
+        table.add_row(str(t.sample), f"{t.reward:g}", *cells, t.ending.value, stale, str(t.response_tokens), response)
     return table
 
 

@@ -204,7 +204,8 @@ def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
 
 def _check_rewards(batch: TrajectoryBatch, limits: BatchLimits) -> Iterator[Found]:
     """Check that the config's filter would have kept every group."""
-    rewards, index = batch.table["reward"].to_pylist(), batch.table["index"].to_pylist()
+    episodes = np.flatnonzero(~np.array(batch.branches, bool))
+    rewards, index = (batch.table[name].to_numpy()[episodes].tolist() for name in ("reward", "index"))
     for first in range(0, len(rewards), limits.group_size):
         why = limits.filtered(rewards[first : first + limits.group_size])
         if why is not None:

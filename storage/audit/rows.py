@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from rollflow.storage.audit.answers import NOT_ASKED, ExpectedRows, check_rows
+from rollflow.storage.audit.optional_rows import check_optional
 from rollflow.storage.audit.report import RowCounts, ViolationKind
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.entries import BatchCommitted
@@ -36,9 +37,9 @@ class Rules:
 
 
 def count_rows(batch: TrajectoryBatch, number: int) -> RowCounts:
-    """Count the rows of batch `number` for the report."""
-    started = batch.table["started_version"].to_pylist()
-    return RowCounts(Counter(number - version for version in started), batch.domains)
+    """Count the episodes of batch `number` for the report."""
+    started = zip(batch.table["started_version"].to_pylist(), batch.branches, strict=True)
+    return RowCounts(Counter(number - version for version, branch in started if not branch), batch.domains)
 
 
 def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: Rules) -> Iterator[Found]:
@@ -57,6 +58,7 @@ def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: R
     if not samples and body.groups:
         yield from _sums(batch, body, tokens)
     yield from _values(batch, tokens, version)
+    yield from check_optional(batch, rules.asked.vocabulary)
     if not samples:
         yield from check_rows(batch, rules.asked)
 
@@ -68,12 +70,13 @@ def _staleness(batch: TrajectoryBatch, number: int, alpha: float) -> Iterator[Fo
 
 
 def _samples(batch: TrajectoryBatch, rules: Rules) -> Iterator[Found]:
-    """Check that each group has G different samples."""
-    columns = (batch.table[name].to_pylist() for name in ("index", "attempt", "sample"))
-    for (prompt, attempt), rows in groupby(zip(*columns, strict=True), key=lambda row: row[:2]):
-        samples = Counter(sample for _, _, sample in rows)
+    """Check that each group has G different samples. Branches have samples of their own, which do not count."""
+    columns = [batch.table[name].to_pylist() for name in ("index", "attempt", "sample")]
+    for (prompt, attempt), group in groupby(zip(*columns, batch.branches, strict=True), key=lambda row: row[:2]):
+        rows = list(group)
+        samples = Counter(sample for _, _, sample, branch in rows if not branch)
         where = f"group {prompt}.{attempt}"
-        twice = {sample: times for sample, times in samples.items() if times > 1}
+        twice = {sample: times for sample, times in Counter(row[2] for row in rows).items() if times > 1}
         if twice:
             yield "duplicate", f"{where} has a sample more than once (sample: times): {twice}"
         elif samples.total() < rules.group_size:
@@ -99,18 +102,24 @@ class _Tokens:
 
 def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iterator[Found]:
     """Check each group's oldest start, newest version and number of tokens against its trajectories."""
-    starts = batch.table["started_version"].to_pylist()
-    size = len(batch) // len(body.groups)
-    group_C = tokens.row_C // size
+    group_R, starts_R = _number_groups(batch), batch.table["started_version"].to_numpy()
+    group_C = group_R[tokens.row_C]
     counts = np.bincount(group_C, minlength=len(body.groups)).tolist()
-    oldest = [min(starts[first : first + size]) for first in range(0, len(starts), size)]
-    newest_N = np.array(oldest)  # the newest version of a group without tokens is its start
+    oldest_N = np.full(len(body.groups), starts_R.max())
+    np.minimum.at(oldest_N, group_R, starts_R)
+    newest_N = oldest_N.copy()  # the newest version of a group without tokens is its start
     np.maximum.at(newest_N, group_C, tokens.version_C)
-    for group, *found in zip(body.groups, oldest, newest_N.tolist(), counts, strict=True):
+    for group, *found in zip(body.groups, oldest_N.tolist(), newest_N.tolist(), counts, strict=True):
         recorded = (group.started, group.newest, group.tokens)
         if tuple(found) != recorded:
             of = "oldest start, newest version and tokens"
             yield "lineage", f"{of} of group {_name(group.key)} are {tuple(found)}, its entry says {recorded}"
+
+
+def _number_groups(batch: TrajectoryBatch) -> Array:
+    """Return the number of each row's group, from 0."""
+    changes = [np.diff(batch.table[name].to_numpy()) != 0 for name in ("index", "attempt")]
+    return np.concatenate([[0], np.cumsum(changes[0] | changes[1])])
 
 
 def _values(batch: TrajectoryBatch, tokens: _Tokens, version: int) -> Iterator[Found]:

@@ -86,7 +86,7 @@ class BatchCommitted:
 
     number: int
     file: StoredObject
-    rows: int
+    rows: int  # number of episodes: branches do not count
     groups: tuple[TrainedGroup, ...]
     issued: tuple[int, ...]
     discards: tuple[Discard, ...] = ()

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.inspect import _describe_optional
 from rollflow.flows.tracking.mlflow_payload import _sample_responses
 from rollflow.flows.views.turns import split_turns
-from rollflow.storage.records import StopReason, Trajectory
+from rollflow.storage.optional_columns import NAMES
+from rollflow.storage.records import Branch, Outcome, StopReason, Trajectory
+from rollflow.storage.token_arrays import Int16s, TokenSets
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.run.context import RunContext
 from tests.support import small_run
@@ -41,9 +44,21 @@ def two_turns(context: RunContext, of: Trajectory) -> Trajectory:
     )
 
 
+def with_values(of: Trajectory) -> Trajectory:
+    """Add a value for every optional column; the first trajectory has no outcome and no reward parts."""
+    starts = [place for place, chosen in enumerate(of.loss_mask) if chosen and not of.loss_mask[place - 1]]
+    own = [[token] if chosen else [] for token, chosen in zip(of.tokens, of.loss_mask, strict=True)]
+    more = replace(
+        of, turn_starts=starts, routed_experts=Int16s.same(3, 2 * len(of.tokens)), kept_tokens=TokenSets.of(own)
+    )
+    if of.sample == 0:
+        return more
+    return replace(more, outcome=Outcome.PARTIAL, reward_parts={"answer": 1.0, "format": 0.25})
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """Make a run of two versions; each trajectory of the second batch has two turns."""
+    """Make a run of two versions; each trajectory of the second batch has two turns, one group optional values."""
     home = tmp_path_factory.mktemp("home")
     made = small_run.batch
 
@@ -51,7 +66,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
         staged = made(context, number, **given)
         if number != 1:
             return staged
-        groups = (replace(g, trajectories=tuple(two_turns(context, t) for t in g.trajectories)) for g in staged.groups)
+        groups = [replace(g, trajectories=tuple(two_turns(context, t) for t in g.trajectories)) for g in staged.groups]
+        groups[1] = replace(groups[1], trajectories=tuple(map(with_values, groups[1].trajectories)))
         return replace(staged, groups=tuple(groups))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -101,3 +117,36 @@ def test_single_turn_has_two_parts(run: RunContext) -> None:
     one = small_run.trajectory(tuple(prompt.tokens), 0, 0, 0, Random(0), stop=3)
     assert [part.author for part in split_turns(one)] == ["prompt", "policy"]
     assert [token for part in split_turns(one) for token in part.tokens] == list(one.tokens)
+
+
+def test_inspect_shows_outcome_and_reward_parts(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "small", "3.0"]) == 0
+    group = capsys.readouterr().out
+    assert re.search(r"sample . reward . reward parts +. outcome . ending", group), group
+    assert len(re.findall(r"answer 1, format 0.25 . partial ", group)) == small_run.SIZE - 1
+    assert main(["inspect", "small", "3.0.1"]) == 0
+    out = re.sub(r"[ \n]+", " ", capsys.readouterr().out)
+    assert "reward parts answer 1, format 0.25 outcome partial ending" in out
+    for name in ("2.0", "2.0.1", "3.0.0"):
+        assert main(["inspect", "small", name]) == 0
+        assert ("outcome" in capsys.readouterr().out) is False
+
+
+def test_inspect_prints_optional_values_as_json(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "small", "3.0", "--json"]) == 0
+    first, second, *_ = json.loads(capsys.readouterr().out)["trajectories"]
+    assert (second["outcome"], second["reward_parts"]) == ("partial", {"answer": 1.0, "format": 0.25})
+    assert [len(second[name]) for name in ("kept_tokens", "turn_starts")] == [len(second["tokens"]), 2]
+    assert second["routed_experts"] == [3] * 2 * len(second["tokens"])
+    assert {"outcome", "reward_parts", "branch"} & {*first} == {"branch"} & {*second} == set()
+    assert main(["inspect", "small", "2.0.1", "--json"]) == 0
+    assert set(NAMES) & {*json.loads(capsys.readouterr().out)["trajectories"][0]} == set()
+
+
+def test_run_with_optional_values_audits_clean(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "small", "--deep"]) == 0
+
+
+def test_branch_is_described() -> None:
+    one = small_run.trajectory((1, 2), 3, 0, 0, Random(0), stop=3)
+    assert [*_describe_optional(replace(one, branch=Branch(1, 2)))] == [("branch", "of sample 1, from token 2 on")]

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.storage.token_arrays import LENGTHS, Bools, Float32s, Int32s, Int64s, TokenArray, _packer
+from rollflow.storage.token_arrays import LENGTHS, Bools, Float32s, Int16s, Int32s, Int64s, TokenArray, _packer
 
 INTS = st.integers(-(2**31), 2**31 - 1)
 KINDS: dict[type[TokenArray[Any]], st.SearchStrategy[Any]] = {
+    Int16s: st.integers(-(2**15), 2**15 - 1),
     Int32s: INTS,
     Int64s: st.integers(-(2**63), 2**63 - 1),
     Float32s: st.floats(width=32, allow_nan=False),

@@ -1,0 +1,176 @@
+"""Checks the optional columns of a batch: reward parts, outcome, turns, branch, routed experts, kept tokens.
+
+Shapes: R trajectories; T tokens over all trajectories; S sets of kept tokens with K tokens in all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollflow.storage.audit.report import ViolationKind
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.records import GroupKey, Outcome
+
+Found = tuple[ViolationKind, str]
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The columns with which optional columns are compared."""
+
+    keys: list[GroupKey]
+    samples: list[int]
+    first_R: Array  # position of the row's first token in `tokens_T`
+    length_R: Array  # length of the row in tokens
+    tokens_T: Array
+    mask_T: Array
+    vocabulary: int
+
+    @classmethod
+    def of(cls, batch: TrajectoryBatch, vocabulary: int) -> _Rows:
+        table = batch.table
+        pairs = zip(table["index"].to_pylist(), table["attempt"].to_pylist(), strict=True)
+        length_R = pc.list_value_length(table["tokens"]).to_numpy()
+        tokens_T, mask_T = (pc.list_flatten(table[name]).to_numpy() for name in ("tokens", "loss_mask"))
+        keys, samples = [GroupKey(*pair) for pair in pairs], table["sample"].to_pylist()
+        return cls(keys, samples, np.cumsum(length_R) - length_R, length_R, tokens_T, mask_T, vocabulary)
+
+    def span(self, row: int) -> slice:
+        """Return the place of a row in `tokens_T`."""
+        first = int(self.first_R[row])
+        return slice(first, first + int(self.length_R[row]))
+
+    def name(self, row: int) -> str:
+        """Name a trajectory as `rollflow inspect` does."""
+        return f"{self.keys[row].prompt}.{self.keys[row].attempt}.{self.samples[row]}"
+
+
+def check_optional(batch: TrajectoryBatch, vocabulary: int) -> Iterator[Found]:
+    """Report values of optional columns that no scheduler of ours writes; `vocabulary` is a bound of token ids.
+
+    `rows` must have checked that all list columns of a row have the same length.
+    """
+    columns = {name: column for name in CHECKS if (column := batch.optional(name)) is not None}
+    if columns:
+        rows = _Rows.of(batch, vocabulary)
+        for name, column in columns.items():
+            yield from CHECKS[name](rows, column)
+
+
+def _check_parts(rows: _Rows, column: pa.Array) -> Iterator[Found]:
+    for row, parts in enumerate(column.to_pylist()):
+        repeated = [name for name, times in Counter(name for name, _ in parts or ()).items() if times > 1]
+        if repeated:
+            yield "altered", f"trajectory {rows.name(row)} has the reward part {repeated[0]!r} more than once"
+        elif not all(isfinite(value) for _, value in parts or ()):
+            yield "lineage", f"a reward part of trajectory {rows.name(row)} is not finite: {dict(parts)}"
+
+
+def _check_outcomes(rows: _Rows, column: pa.Array) -> Iterator[Found]:
+    for row, outcome in enumerate(column.to_pylist()):
+        if outcome is not None and outcome not in {*Outcome}:
+            expected = [*map(str, Outcome)]
+            yield "lineage", f"trajectory {rows.name(row)} has the outcome {outcome!r}; expected one of {expected}"
+
+
+def _check_turns(rows: _Rows, column: pa.Array) -> Iterator[Found]:
+    """Check that turns ascend, begin with sampled tokens, and that no sampled tokens lie outside of turns."""
+    for row, starts in enumerate(column.to_pylist()):
+        if starts is None:
+            continue
+        mask = rows.mask_T[rows.span(row)]
+        place = np.array(starts, np.int64)
+        begun = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
+        if (np.diff(place) <= 0).any():
+            yield "lineage", f"the turns of trajectory {rows.name(row)} do not ascend: {starts}"
+        elif place.size and (place[0] < 0 or place[-1] >= len(mask)):
+            yield "altered", f"a turn of trajectory {rows.name(row)} lies outside of its {len(mask)} tokens: {starts}"
+        elif not mask[place].all() or not np.isin(begun, place).all():
+            what = (
+                f"the turns of trajectory {rows.name(row)} are {starts}, the policy's tokens begin at {begun.tolist()}"
+            )
+            yield "lineage", what
+
+
+def _check_branches(rows: _Rows, column: pa.Array) -> Iterator[Found]:
+    """Check that each branch continues an earlier row of its group, with the tokens that this row begins with."""
+    earlier: dict[tuple[GroupKey, int], int] = {}
+    for row, branch in enumerate(column.to_pylist()):
+        if branch is not None:
+            parent, position = branch["parent"], branch["position"]
+            name, other = rows.name(row), earlier.get((rows.keys[row], parent))
+            most = 0 if other is None else min(rows.length_R[row], rows.length_R[other])
+            if other is None:
+                yield "lineage", f"trajectory {name} branches off sample {parent}, which is not before it in its group"
+            elif not 0 <= position <= most:
+                yield "lineage", f"trajectory {name} branches off sample {parent} at token {position} of {most}"
+            elif (rows.tokens_T[rows.span(row)][:position] != rows.tokens_T[rows.span(other)][:position]).any():
+                yield "lineage", f"trajectory {name} and sample {parent} differ before token {position}, its branch"
+        earlier[rows.keys[row], rows.samples[row]] = row
+
+
+def _check_experts(rows: _Rows, column: pa.Array) -> Iterator[Found]:
+    """Check that all tokens of the batch have the same number of experts; -1 is an unknown expert."""
+    count_R, valid_R = _lengths(column), _valid(column)
+    tokens_R = np.maximum(rows.length_R, 1)
+    wrong = np.flatnonzero(valid_R & (count_R % tokens_R != 0))
+    if wrong.size:
+        row = int(wrong[0])
+        what = f"{rows.length_R[row]} tokens and {count_R[row]} routed experts"
+        yield "altered", f"trajectory {rows.name(row)} has {what}, which is no whole number per token"
+    elif len(widths := {*(count_R // tokens_R)[valid_R].tolist()}) > 1:
+        yield "altered", f"trajectories have different numbers of routed experts per token: {sorted(widths)}"
+    if pc.min(column.flatten()).as_py() is not None and pc.min(column.flatten()).as_py() < -1:
+        yield "lineage", "a routed expert is below -1, the number of an unknown expert"
+
+
+def _check_kept(rows: _Rows, column: pa.Array) -> Iterator[Found]:
+    """Check that there is one set per token, and that each sampled token is in its set."""
+    wrong = np.flatnonzero(_valid(column) & (_lengths(column) != rows.length_R))
+    if wrong.size:
+        row = int(wrong[0])
+        what = f"{rows.length_R[row]} tokens and {_lengths(column)[row]} sets of kept tokens"
+        yield "altered", f"trajectory {rows.name(row)} has {what}"
+        return
+    place_S = np.flatnonzero(np.repeat(_valid(column), rows.length_R))
+    sets = column.flatten()
+    size_S, kept_K = _lengths(sets), sets.flatten().to_numpy()
+    full_S, mask_S = size_S > 0, rows.mask_T[place_S]
+    owner_K = np.repeat(np.arange(len(size_S)), size_S)
+    has_S = np.zeros(len(size_S), bool)
+    has_S[owner_K[kept_K == rows.tokens_T[place_S][owner_K]]] = True
+    if (full_S & ~mask_S).any():
+        yield "lineage", "a token that the policy did not sample has a set of kept tokens"
+    if (full_S & mask_S & ~has_S).any():
+        yield "lineage", "a sampled token is not in its set of kept tokens"
+    if kept_K.size and (kept_K.min() < 0 or kept_K.max() >= rows.vocabulary):
+        yield "lineage", f"a kept token lies outside of the policy's vocabulary, which has {rows.vocabulary} tokens"
+
+
+CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
+    "reward_parts": _check_parts,
+    "outcome": _check_outcomes,
+    "turn_starts": _check_turns,
+    "branch": _check_branches,
+    "routed_experts": _check_experts,
+    "kept_tokens": _check_kept,
+}
+
+
+def _lengths(column: pa.Array) -> Array:
+    lengths: Array = column.value_lengths().fill_null(0).to_numpy()
+    return lengths
+
+
+def _valid(column: pa.Array) -> Array:
+    valid: Array = column.is_valid().to_numpy(zero_copy_only=False)
+    return valid

@@ -1,0 +1,150 @@
+"""The optional columns of a trajectory batch: values that only some runs record.
+
+- A row without a value has a null. A column without any value is absent from the batch, so a batch without optional
+  values is the same file as before these columns existed.
+- A group is packed into Arrow arrays as soon as it is complete, so that a commit only joins arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rollflow.storage.arrow_rows import build_offsets
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.records import Branch, Outcome, Trajectory
+from rollflow.storage.token_arrays import Int16s, Int32s, TokenArray, TokenSets
+
+COLUMNS = (
+    pa.field("reward_parts", pa.map_(pa.utf8(), pa.float64())),
+    pa.field("outcome", pa.dictionary(pa.int8(), pa.utf8())),
+    pa.field("turn_starts", pa.list_(pa.int32())),
+    pa.field("branch", pa.struct([("parent", pa.int32()), ("position", pa.int32())])),
+    pa.field("routed_experts", pa.list_(pa.int16())),
+    pa.field("kept_tokens", pa.list_(pa.list_(pa.int32()))),
+)
+NAMES = tuple(field.name for field in COLUMNS)
+NUMBERS: dict[pa.DataType, type[TokenArray[Any]]] = {pa.int16(): Int16s, pa.int32(): Int32s}
+NOTHING = (None,) * len(NAMES)
+
+Arrays = Mapping[str, pa.Array]
+
+_values = attrgetter(*NAMES)
+
+
+def pack(rows: Sequence[Trajectory]) -> Arrays:
+    """Return an array for each column that has a value in at least one row."""
+    values = list(map(_values, rows))
+    if all(row == NOTHING for row in values):
+        return {}
+    columns = zip(COLUMNS, zip(*values, strict=True), strict=True)
+    return {f.name: _build(f.type, column) for f, column in columns if any(value is not None for value in column)}
+
+
+def join(groups: Sequence[tuple[int, Arrays]]) -> dict[str, pa.Array]:
+    """Join the arrays of groups, in the order of `COLUMNS`; a group is its number of rows, and its arrays.
+
+    Raises:
+        OverflowError: a column has more values than Arrow's 32-bit offsets can address.
+    """
+    present = set[str]().union(*(arrays for _, arrays in groups))
+    try:
+        return {
+            name: pa.concat_arrays(
+                [arrays[name] if name in arrays else pa.nulls(rows, kind) for rows, arrays in groups]
+            )
+            for name, kind in ((field.name, field.type) for field in fields(present))
+        }
+    except pa.ArrowInvalid as error:
+        raise OverflowError(f"an optional column of this batch has too many values: {error}") from error
+
+
+def _fill(field: pa.Field, groups: Sequence[tuple[int, Arrays]]) -> list[pa.Array]:
+    """Return the column's array of each group; a group without a value has nulls."""
+    name = field.name
+    return [arrays[name] if name in arrays else pa.nulls(rows, field.type) for rows, arrays in groups]
+
+
+def fields(names: Collection[str]) -> list[pa.Field]:
+    """Return the fields of these columns, in the order of `COLUMNS`."""
+    return [field for field in COLUMNS if field.name in names]
+
+
+def has_inner_nulls(column: pa.Array) -> bool:
+    """Return whether a value of the column has a part without a value, which no batch of ours has."""
+    return any(part.null_count > 0 or has_inner_nulls(part) for part in _parts(column))
+
+
+def read(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the values of one row, as Arrow returns them, to those of a `Trajectory`.
+
+    Raises:
+        Corrupt: a value is none that a trajectory can have.
+    """
+    return {name: _READERS[name](row[name]) for name in NAMES if row.get(name) is not None}
+
+
+def read_outcome(name: str) -> Outcome:
+    """Convert a stored outcome; raise `Corrupt` if it is not in the set."""
+    try:
+        return Outcome(name)
+    except ValueError:
+        raise Corrupt(f"a trajectory has the outcome {name!r}; expected one of {[*map(str, Outcome)]}") from None
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "reward_parts": dict,
+    "outcome": read_outcome,
+    "turn_starts": tuple,
+    "branch": lambda found: Branch(**found),
+    "routed_experts": Int16s.of,
+    "kept_tokens": TokenSets.of,
+}
+
+
+def _build(kind: pa.DataType, rows: Sequence[Any]) -> pa.Array:
+    """Build one column. Numbers are joined as bytes; the other types have few values in a row."""
+    if pa.types.is_map(kind):
+        return pa.array([None if row is None else list(row.items()) for row in rows], kind)
+    if pa.types.is_struct(kind):
+        return pa.array([None if row is None else row._asdict() for row in rows], kind)
+    if not pa.types.is_list(kind):
+        return pa.array(rows, kind)
+    if kind.value_type in NUMBERS:
+        arrays = [_NO_NUMBERS if row is None else NUMBERS[kind.value_type].of(row) for row in rows]
+        return _lists(kind, rows, _array(kind.value_type, arrays))
+    sets = [_NO_SETS if row is None else row for row in rows]
+    counts = np.frombuffer(b"".join([row.counts.data for row in sets]), np.int32)
+    tokens = _array(kind.value_type.value_type, [row.tokens for row in sets])
+    inner = pa.Array.from_buffers(kind.value_type, len(counts), [None, build_offsets(counts)], children=[tokens])
+    return _lists(kind, rows, inner)
+
+
+_NO_NUMBERS, _NO_SETS = Int32s(), TokenSets(Int32s(), Int32s())
+
+
+def _lists(kind: pa.DataType, rows: Sequence[Any], values: pa.Array) -> pa.Array:
+    """Build a column of lists; a row that is None becomes a null."""
+    valid = np.packbits([row is not None for row in rows], bitorder="little")
+    lengths = [0 if row is None else len(row) for row in rows]
+    return pa.Array.from_buffers(
+        kind, len(rows), [pa.py_buffer(valid), build_offsets(np.array(lengths, np.int64))], children=[values]
+    )
+
+
+def _array(kind: pa.DataType, arrays: Iterable[TokenArray[Any]]) -> pa.Array:
+    data = b"".join([array.data for array in arrays])
+    return pa.Array.from_buffers(kind, len(data) // NUMBERS[kind].size, [None, pa.py_buffer(data)])
+
+
+def _parts(column: pa.Array) -> list[pa.Array]:
+    """Return the arrays of which the values of a column consist, without those below a null."""
+    if pa.types.is_map(column.type):
+        return [column.items]
+    if pa.types.is_list(column.type):
+        return [column.flatten()]
+    return column.filter(column.is_valid()).flatten() if pa.types.is_struct(column.type) else []

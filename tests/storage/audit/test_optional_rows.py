@@ -1,0 +1,131 @@
+"""Tests of the audit's checks of optional columns: each planted fault is reported, and correct values are clean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.optional_rows import CHECKS, check_optional
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.optional_columns import COLUMNS, NAMES
+from rollflow.storage.records import Branch, GroupKey, Outcome, Trajectory, TrajectoryGroup
+from rollflow.storage.token_arrays import Int16s, TokenSets
+from tests.support.audited import found, of_first
+from tests.support.log_runs import changed, committed, group, rebatched, told
+
+# A trajectory of these runs has the tokens (1, 2, 3) or (1, 2, 3, 4); the first token is the prompt.
+CORRECT: dict[str, Any] = {
+    "reward_parts": {"answer": 1.0, "format": 0.5},
+    "outcome": Outcome.PARTIAL,
+    "turn_starts": (1,),
+    "routed_experts": Int16s.of([7, 300, 7, 300, -1, -1]),
+    "kept_tokens": TokenSets.of([[], [9, 2], []]),
+}
+FAULTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"reward_parts": {"answer": float("nan")}}, "lineage", "a reward part of trajectory 8.0.0 is not finite"),
+    ({"reward_parts": {"answer": float("inf")}}, "lineage", "a reward part of trajectory 8.0.0 is not finite"),
+    ({"outcome": "fine"}, "lineage", "trajectory 8.0.0 has the outcome 'fine'; expected one of ['correct', "),
+    ({"turn_starts": (2, 1)}, "lineage", "the turns of trajectory 8.0.0 do not ascend: [2, 1]"),
+    ({"turn_starts": (1, 1)}, "lineage", "the turns of trajectory 8.0.0 do not ascend: [1, 1]"),
+    ({"turn_starts": (1, 3)}, "altered", "a turn of trajectory 8.0.0 lies outside of its 3 tokens: [1, 3]"),
+    ({"turn_starts": (-1, 1)}, "altered", "a turn of trajectory 8.0.0 lies outside of its 3 tokens: [-1, 1]"),
+    ({"turn_starts": (0, 1)}, "lineage", "the turns of trajectory 8.0.0 are [0, 1], the policy's tokens begin at [1]"),
+    ({"turn_starts": (2,)}, "lineage", "the turns of trajectory 8.0.0 are [2], the policy's tokens begin at [1]"),
+    ({"turn_starts": ()}, "lineage", "the turns of trajectory 8.0.0 are [], the policy's tokens begin at [1]"),
+    ({"routed_experts": Int16s.of([1, 2])}, "altered", "trajectory 8.0.0 has 3 tokens and 2 routed experts"),
+    ({"routed_experts": Int16s.of([1, 2, -2])}, "lineage", "a routed expert is below -1"),
+    ({"kept_tokens": TokenSets.of([[], [2]])}, "altered", "trajectory 8.0.0 has 3 tokens and 2 sets of kept tokens"),
+    ({"kept_tokens": TokenSets.of([[1], [2], [3]])}, "lineage", "a token that the policy did not sample has a set"),
+    ({"kept_tokens": TokenSets.of([[], [9, 3], [3]])}, "lineage", "a sampled token is not in its set of kept tokens"),
+    (
+        {"kept_tokens": TokenSets.of([[], [2, -5], []])},
+        "lineage",
+        "a kept token lies outside of the policy's vocabulary",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", CORRECT)
+def test_correct_values_are_clean(run: MemoryStore, name: str) -> None:
+    rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **{name: CORRECT[name]})])
+    assert found(run) == set()
+
+
+@pytest.mark.parametrize(("change", "kind", "what"), FAULTS)
+def test_planted_fault_is_found(run: MemoryStore, change: dict[str, Any], kind: str, what: str) -> None:
+    path = rebatched(run, 3, lambda groups: [of_first(groups[0], **change), groups[1]])
+    assert found(run) == {(kind, path)}
+    assert what in audit(run).violations[0].what
+
+
+def test_every_optional_column_is_checked() -> None:
+    assert {*CHECKS} == {*NAMES} == {name for change, *_ in FAULTS for name in change} | {"branch"}
+
+
+def test_repeated_reward_part_is_altered() -> None:
+    table, field = TrajectoryBatch.from_groups([group(GroupKey(4, 0), 0, 0)]).table, COLUMNS[0]
+    parts = pa.array([[("x", 1.0), ("x", 2.0)]] + [None] * 3, field.type)
+    [problem] = check_optional(TrajectoryBatch(table.append_column(field, parts)), 10)
+    assert problem == ("altered", "trajectory 4.0.0 has the reward part 'x' more than once")
+
+
+def test_different_numbers_of_experts_are_altered(run: MemoryStore) -> None:
+    def planted(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        first, second = (of_first(group, routed_experts=Int16s.of([0] * 3 * n)) for n, group in enumerate(groups, 1))
+        return [first, second]
+
+    path = rebatched(run, 3, planted)
+    assert found(run) == {("altered", path)}
+    assert "different numbers of routed experts per token: [1, 2]" in audit(run).violations[0].what
+
+
+# --- branches ----------------------------------------------------------------------------------------------------
+
+
+def branched(run: MemoryStore, branch: Branch, sample: int = 9, **change: Any) -> str:
+    """Add a branch to the second group of batch 3, and correct the entry's counts."""
+
+    def grown(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        made = groups[1].trajectories
+        more: Trajectory = replace(made[1], sample=sample, branch=branch, **change)
+        groups[1] = replace(groups[1], trajectories=(*made, more))
+        return groups
+
+    path, groups = "", list[TrajectoryGroup]()
+    path = rebatched(run, 3, lambda before: groups.extend(grown(before)) or groups)
+    changed(run, committed(run, 3).n, lambda body: replace(body, groups=tuple(map(told, groups))))
+    return path
+
+
+@pytest.mark.parametrize("position", [0, 1, 4])
+def test_branch_counts_as_no_sample(run: MemoryStore, position: int) -> None:
+    """A group with a branch has one more row than samples; the group before it and its own counts stay right."""
+    branched(run, Branch(1, position))
+    assert found(run) == set()
+
+
+@pytest.mark.parametrize(
+    ("branch", "change", "what"),
+    [
+        (Branch(7, 1), {}, "trajectory 5.0.9 branches off sample 7, which is not before it in its group"),
+        (Branch(9, 1), {}, "trajectory 5.0.9 branches off sample 9, which is not before it in its group"),
+        (Branch(1, 5), {}, "trajectory 5.0.9 branches off sample 1 at token 5 of 4"),
+        (Branch(0, 4), {}, "trajectory 5.0.9 branches off sample 0 at token 4 of 3"),
+        (Branch(1, -1), {}, "trajectory 5.0.9 branches off sample 1 at token -1 of 4"),
+        (Branch(1, 3), {"tokens": (1, 2, 9, 4)}, "trajectory 5.0.9 and sample 1 differ before token 3, its branch"),
+    ],
+)
+def test_wrong_branch_is_found(run: MemoryStore, branch: Branch, change: dict[str, Any], what: str) -> None:
+    path = branched(run, branch, **change)
+    assert found(run) == {("lineage", path)}
+    assert [violation.what for violation in audit(run).violations] == [what]
+
+
+def test_branch_with_a_taken_sample_is_a_duplicate(run: MemoryStore) -> None:
+    path = branched(run, Branch(1, 1), sample=1)
+    assert found(run) == {("duplicate", path)}

@@ -1,0 +1,136 @@
+"""Tests of a batch's optional columns: written, read and packed, or absent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.storage import optional_columns
+from rollflow.storage.batch import SCHEMA, TrajectoryBatch, pack_group
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.records import Branch, Outcome, Trajectory, TrajectoryGroup
+from rollflow.storage.token_arrays import Int16s, TokenSets
+from tests.support.batches import group
+
+INT16, INT32 = st.integers(-(1 << 15), (1 << 15) - 1), st.integers(-(1 << 31), (1 << 31) - 1)
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "reward_parts": st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3),
+    "outcome": st.sampled_from(Outcome),
+    "turn_starts": st.lists(INT32, max_size=4).map(tuple),
+    "branch": st.builds(Branch, INT32, INT32),
+    "routed_experts": st.lists(INT16, max_size=6).map(Int16s.of),
+    "kept_tokens": st.lists(st.lists(INT32, max_size=3), max_size=4).map(TokenSets.of),
+}
+ROW = st.fixed_dictionaries({}, optional=VALUES)
+BARE = (group(0), group(1), group(2))
+
+
+def with_values(rows: Sequence[dict[str, Any]]) -> list[TrajectoryGroup]:
+    """Return groups of two trajectories, each with the optional values of one row."""
+    found = []
+    for number in range(0, len(rows), 2):
+        bare = group(number // 2)
+        made = [replace(one, **rows[number + place]) for place, one in enumerate(bare.trajectories)]
+        found.append(replace(bare, trajectories=tuple(made)))
+    return found
+
+
+def written(groups: Sequence[TrajectoryGroup]) -> TrajectoryBatch:
+    """Write and read a batch; packed and unpacked groups must give the same file."""
+    data = TrajectoryBatch.from_groups(groups).to_bytes()
+    assert TrajectoryBatch.from_groups([pack_group(one) for one in groups]).to_bytes() == data
+    return TrajectoryBatch.from_bytes(data)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(ROW, min_size=1, max_size=4).map(lambda rows: [*rows, *rows]))
+def test_optional_values_are_read_as_written(rows: list[dict[str, Any]]) -> None:
+    groups, present = with_values(rows), {name for row in rows for name in row}
+    batch = written(groups)
+    assert batch.groups() == groups
+    assert batch.table.schema.names == [*SCHEMA.names, *(name for name in VALUES if name in present)]
+    assert batch.branches == ["branch" in row for row in rows]
+
+
+def test_batch_without_values_is_as_before() -> None:
+    batch = written(BARE)
+    assert batch.table.schema.equals(SCHEMA, check_metadata=True)
+    assert all(batch.optional(name) is None for name in optional_columns.NAMES)
+    assert pack_group(BARE[0]).optional == {}
+    [one, _] = batch.groups()[0].trajectories
+    assert {getattr(one, name) for name in optional_columns.NAMES} == {None}
+
+
+def test_every_optional_field_is_tested() -> None:
+    assert tuple(VALUES) == optional_columns.NAMES
+    assert set(VALUES) < set(Trajectory.__dataclass_fields__)
+
+
+def file_with(name: str, values: Any, kind: pa.DataType | None = None) -> pa.Buffer:
+    """Return the file of a batch of two rows with a further column."""
+    table = TrajectoryBatch.from_groups(BARE[:1]).table
+    kind = kind or next(field.type for field in optional_columns.COLUMNS if field.name == name)
+    return TrajectoryBatch(table.append_column(pa.field(name, kind), pa.array(values, kind))).to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kind"),
+    [
+        ("another", [1, 2], pa.int32()),
+        ("outcome", ["wrong", None], pa.utf8()),
+        ("turn_starts", [[1], None], pa.list_(pa.int64())),
+    ],
+)
+def test_unknown_column_is_corrupt(name: str, values: list[Any], kind: pa.DataType) -> None:
+    with pytest.raises(Corrupt, match="columns are not those of trajectory schema 1"):
+        TrajectoryBatch.from_bytes(file_with(name, values, kind))
+
+
+def test_column_that_is_stored_twice_is_corrupt() -> None:
+    table = TrajectoryBatch.from_bytes(file_with("turn_starts", [[1], None])).table
+    twice = table.append_column(table.schema.field("turn_starts"), table["turn_starts"])
+    with pytest.raises(Corrupt, match="columns are not those of trajectory schema 1"):
+        TrajectoryBatch.from_bytes(TrajectoryBatch(twice).to_bytes())
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("reward_parts", [None, [("x", None)]]),
+        ("turn_starts", [[1, None], None]),
+        ("branch", [None, {"parent": 0, "position": None}]),
+        ("routed_experts", [None, [None]]),
+        ("kept_tokens", [[[1, None]], None]),
+        ("kept_tokens", [[[1], None], None]),
+    ],
+)
+def test_null_inside_of_a_value_is_corrupt(name: str, values: list[Any]) -> None:
+    with pytest.raises(Corrupt, match="a column holds nulls"):
+        TrajectoryBatch.from_bytes(file_with(name, values))
+
+
+def test_column_of_nulls_alone_is_readable() -> None:
+    for field in optional_columns.COLUMNS:
+        batch = TrajectoryBatch.from_bytes(file_with(field.name, [None, None]))
+        assert batch.groups() == [BARE[0]]
+
+
+def test_unknown_outcome_cannot_become_a_record() -> None:
+    batch = TrajectoryBatch.from_bytes(file_with("outcome", ["wrong", "fine"]))
+    with pytest.raises(Corrupt, match=r"has the outcome 'fine'; expected one of \['correct', 'partial'"):
+        batch.groups()
+
+
+def test_too_many_values_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overflow(arrays: list[pa.Array]) -> pa.Array:
+        raise pa.ArrowInvalid("offset overflow while concatenating arrays")
+
+    monkeypatch.setattr(optional_columns.pa, "concat_arrays", overflow)
+    with pytest.raises(OverflowError, match="an optional column of this batch has too many values"):
+        TrajectoryBatch.from_groups(with_values([{"turn_starts": (1,)}, {}]))
