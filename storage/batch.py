@@ -91,9 +91,10 @@ class TrajectoryBatch:
         found = (table.schema.metadata or {}).get(b"rollflow.schema", b"none").decode(errors="replace")
         if found != str(SCHEMA_VERSION):
             raise Corrupt(f"trajectory schema {found} is not {SCHEMA_VERSION}, the one this version of rollflow reads")
-        if not table.schema.equals(schema_with(table.schema.names)):
+        more = table.schema.names[len(SCHEMA) :]
+        if not table.schema.equals(schema_with(more) if more else SCHEMA):
             raise Corrupt(f"the columns are not those of trajectory schema {SCHEMA_VERSION}")
-        optional = [column.combine_chunks() for column in table.columns[len(SCHEMA) :]]
+        optional = [table[name].combine_chunks() for name in more]
         required = table.columns[: len(SCHEMA)]
         if any(column.null_count for column in required) or any(map(optional_columns.has_inner_nulls, optional)):
             raise Corrupt("a column holds nulls")

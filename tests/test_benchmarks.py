@@ -46,6 +46,7 @@ class Smoke:
 
 
 SHORT = {
+    "batch_columns": Smoke("--quick"),
     "bias": Smoke(constants={"BANDITS": 1, "STALENESS": [0.3], "COPIES": 100}),
     "data_plane": Smoke("--quick --turns 1 --only batches"),
     "ledger_growth": Smoke("--largest 100", {"WHOLE": [30, 60], "TURNS": 1}),

@@ -143,10 +143,6 @@ def test_inspect_prints_optional_values_as_json(run: RunContext, capsys: pytest.
     assert set(NAMES) & {*json.loads(capsys.readouterr().out)["trajectories"][0]} == set()
 
 
-def test_run_with_optional_values_audits_clean(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "small", "--deep"]) == 0
-
-
 def test_branch_is_described() -> None:
     one = small_run.trajectory((1, 2), 3, 0, 0, Random(0), stop=3)
     assert [*_describe_optional(replace(one, branch=Branch(1, 2)))] == [("branch", "of sample 1, from token 2 on")]
