@@ -22,7 +22,7 @@ SCRAPED = """
 import asyncio, os, sys, time, urllib.request
 from pathlib import Path
 from rollflow.flows.ray_cluster.ray_head import RayHead
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 
 class Head(RayHead):
     @property

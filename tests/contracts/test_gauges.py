@@ -25,7 +25,7 @@ import os, sys, time, urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from rollflow.flows.ray_cluster.ray_head import RayHead
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 
 class Head(RayHead):
     @property

@@ -388,7 +388,7 @@ def check_tracked(place: Path, told: ConfigChanged) -> None:
 
 LEFT = """
 import sys
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.flows.locations import attach_run
 
 class Left:
@@ -404,7 +404,7 @@ with cluster.attached_cluster(sys.argv[1], context.key):
 USED = """
 import asyncio, json, sys
 from pathlib import Path
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.flows.evaluate import evaluate_now
 from rollflow.flows.locations import attach_run
 from rollflow.tasks.rollout.evaluation import read_evaluations

@@ -17,7 +17,7 @@ from tests.support.waiting import HANG_SECONDS
 
 ATTACH = """
 import sys
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 print("waiting", flush=True)
 with cluster.attached_cluster(sys.argv[1], "test", deadline_seconds=150):
     print(len(cluster.list_nodes()), flush=True)

@@ -36,7 +36,7 @@ if any(one.endswith("ray_worker.py") for one in sys.orig_argv):
 ASK = """
 import sys
 import ray
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.actors.early_imports import worker_environment
 

@@ -26,7 +26,7 @@ from tests.support.waiting import until
 LOOK = """
 import json, os, sys
 import ray
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.tasks.actors.early_imports import worker_environment
 
 class Actor:

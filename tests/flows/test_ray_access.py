@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 ASK = """
 import json, os, sys, time
-from rollflow.flows.services import cluster, ray_access
+from rollflow.flows.ray_cluster import cluster, ray_access
 from rollflow.flows.services.reachability import check_ray
 from rollflow.storage.errors import RollflowError
 

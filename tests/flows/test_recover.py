@@ -404,7 +404,7 @@ def test_automation_restarts_the_supervisor(server: PrefectServer, runner: Runne
 NODE_CLIENT = """
 import sys, time
 import ray
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import EngineFailed
 cluster.attach(sys.argv[1], "test")
 

@@ -40,7 +40,7 @@ MARK = "ROLLFLOW_TEST_MARK"
 CLIENT = """
 import os, subprocess, sys, time
 import ray
-from rollflow.flows.services import cluster
+from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import EngineFailed, Unreachable
 import signal
 mine = lambda *_: None
@@ -452,8 +452,10 @@ def test_links_of_other_users_are_skipped(tmp_path: Path, monkeypatch: pytest.Mo
 def test_import_loads_no_vendor() -> None:
     code = """
 import sys
-from rollflow.flows.services import cluster, guard, reachability, process as services
-from rollflow.flows.views import console, status, tracking
+from rollflow.flows.ray_cluster import cluster
+from rollflow.flows.services import guard, reachability, process as services
+from rollflow.flows.tracking import tracking
+from rollflow.flows.views import console, status
 from rollflow.flows.commands import doctor
 print([name for name in ("prefect", "ray", "mlflow", "torch", "vllm", "matplotlib") if name in sys.modules])
 """

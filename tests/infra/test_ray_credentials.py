@@ -32,7 +32,7 @@ HEAD_ADDRESS = "10.42.0.10"
 FOLDER = "/run/rollflow-ray"
 ASK = """
 import json, sys
-from rollflow.flows.services import cluster, ray_access
+from rollflow.flows.ray_cluster import cluster, ray_access
 from rollflow.flows.services.reachability import check_ray
 from rollflow.storage.errors import RollflowError
 
