@@ -50,6 +50,7 @@ SHORT = {
     "bias": Smoke(constants={"BANDITS": 1, "STALENESS": [0.3], "COPIES": 100}),
     "data_plane": Smoke("--quick --turns 1 --only batches"),
     "ledger_growth": Smoke("--largest 100", {"WHOLE": [30, 60], "TURNS": 1}),
+    "pictures": Smoke("--folder {}", table=False),
     "publishing": Smoke("--sizes tiny --tokens 8"),
     "scale": Smoke(constants={"ENGINES": [4], "TURNS": 1}),
     "stale": Smoke(f"{SORTING} --starts {{}} --every 1 {BRIEF}", table=False),
@@ -88,6 +89,7 @@ PARTS = {  # that a benchmark above runs, or a test of their own
     "reward_task": "time_to_reward",
     "reward_trl": "time_to_reward",
     "stability": "stale",
+    "svg": "pictures",
     "victims": "chaos",
     "workloads": "scheduling",
 }
