@@ -20,7 +20,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import open_prompts
 from rollflow.tasks.run.prompt_pins import read_once
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.base import score_response
+from rollflow.tasks.scorers.verifier import score_response
 
 
 class RecipeTask:
@@ -40,7 +40,7 @@ class RecipeTask:
 
     def score(self, text: str, reference: Mapping[str, Any]) -> float:
         """Return the reward of a response's text."""
-        return score_response(self._verify, self.config.reward.answer, text, reference).reward
+        return score_response(self._verify, self.config.reward.answer, text, reference).value
 
     def accuracy(self, model: Any) -> float:
         """Return the greedy accuracy of the model on held-out prompts."""

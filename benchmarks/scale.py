@@ -34,7 +34,7 @@ from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
-from rollflow.tasks.scorers.pool import ScoreRequest
+from rollflow.tasks.scorers.base import ScoreRequest
 from rollflow.tasks.simulation.hardware import Hardware, ResponsesHardware
 from rollflow.tasks.simulation.parts import TimedRewards
 from rollflow.tasks.simulation.records import SimulationRecords

@@ -34,8 +34,7 @@ from rollflow.tasks.actors.wire import ENDINGS, Collected, PackedPartials, Packe
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
-from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.pool import ScoreRequest
+from rollflow.tasks.scorers.base import Score, ScoreRequest
 
 GROUPS, GROUP_SIZE, BATCHES = 16, 8, 6
 SHORT, LONG, TURNS = 100, 8_000, 5

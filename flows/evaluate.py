@@ -18,8 +18,8 @@ from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, read_evalua
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.names import RunPlace
-from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.scorers import build_scorer
+from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 
 
 @flow(name="evaluate")
@@ -50,22 +50,22 @@ async def evaluate_now(context: RunContext, version: int, note: Callable[[], Non
             f"version = {version}: its weights are no longer kept; choose one that store.keep_every kept"
         ) from None
     engine = build_engine(config.engine, context.policy_folder, dtype=config.policy.dtype)
-    pool = RewardPool(config.reward, context.policy_folder)
-    await asyncio.gather(engine.start(), pool.start())
+    scorer = build_scorer(config.reward, context.policy_folder)
+    await asyncio.gather(engine.start(), scorer.start())
     try:
         proxy = InferenceProxy([engine], config.engine.max_concurrent_requests)
         probe = WeightsProbe(context.probe_tokens, published.probe, config.probe_tolerance)
         await proxy.update(version, await asyncio.to_thread(context.weights, version), probe, "continue")
-        return await build_evaluator(context, pool, note).run(proxy, version)
+        return await build_evaluator(context, scorer, note).run(proxy, version)
     finally:
-        await asyncio.gather(engine.close(), pool.close())
+        await asyncio.gather(engine.close(), scorer.close())
 
 
-def build_evaluator(context: RunContext, pool: RewardPool, note: Callable[[], None]) -> Evaluator:
-    """Build the evaluator of the run's held-out prompts, scored by `pool`; `note` is called after each prompt."""
+def build_evaluator(context: RunContext, scorer: Scorer, note: Callable[[], None]) -> Evaluator:
+    """Build the evaluator of the run's held-out prompts, scored by `scorer`; `note` is called after each prompt."""
 
     async def score(request: ScoreRequest) -> Score:
-        score = (await pool.score([request]))[0]
+        score = (await scorer.score([request]))[0]
         note()
         return score
 

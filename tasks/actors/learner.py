@@ -56,7 +56,7 @@ from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.meter import BusyMeter
 from rollflow.tasks.runtime.spans import Spans, open_spans
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.base import score_response
+from rollflow.tasks.scorers.verifier import score_response
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
@@ -233,7 +233,7 @@ class LearnerActor:
             )
             texts = [tokenizer.decode_response(answer, self.config.reward.special_tokens) for answer in responses]
             pairs = [(text, p.reference) for text, p in zip(texts, held, strict=True)]
-            return sum(score_response(verify, where, *pair).reward == 1.0 for pair in pairs) / len(held)
+            return sum(score_response(verify, where, *pair).value == 1.0 for pair in pairs) / len(held)
 
         def report(step: int, found: float) -> None:
             self._step(f"cold start: step {step}, accuracy {found:.2f} of {cold.target_accuracy:.2f}")

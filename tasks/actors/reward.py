@@ -32,8 +32,8 @@ from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.coalesce import Coalescer
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
-from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.scorers import build_scorer
+from rollflow.tasks.scorers.base import Score, ScoreColumns, Scorer, ScoreRequest
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2
@@ -43,17 +43,17 @@ POLL_SECONDS = 2.0  # longest time that a call stays open without a new score
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Scores, each with the position of its request in the call. The scores are tuples, which are quick to pickle.
+    """Scores as tuples, which are quick to pickle, each with the position of its request in the call.
 
     `ticket` is the argument of the next `more` call; None if no score of the call is missing.
     """
 
-    scores: list[tuple[int, float, str, float]]
+    scores: list[tuple[int, ScoreColumns]]
     ticket: int | None
 
 
 class RewardActor:
-    """`RewardPool` in an actor: one per run."""
+    """The run's scorer in an actor: one per run."""
 
     def __init__(self, context: RunContext, lease: Lease | None = None) -> None:
         """Do not read storage yet, so that `status` can report a wait for storage."""
@@ -65,35 +65,35 @@ class RewardActor:
         self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> missing scores and their positions
         self._finished = asyncio.Event()
         self._attended = False
-        self._pool = AsyncOnce(self._start)
+        self._scorer = AsyncOnce(self._start)
         self._cpu = CpuClock(REWARD, "reward workers")
         self._gauges = Gauges(REWARD, context.uri)
 
     async def begin(self) -> None:
-        """Start the workers before a flow watches over them."""
-        await self._pool.get()
+        """Start the scorer before a flow watches over it."""
+        await self._scorer.get()
 
     async def run(self) -> int:
-        """Keep the workers until the run is finished; return how many responses the workers scored.
+        """Keep the scorer until the run is finished; return how many responses it scored.
 
         A flow that replaced a dead flow may call `run` again.
 
         Raises:
-            ConfigError: no worker became ready.
+            ConfigError: the scorer cannot score any response.
         """
         self._attended = True
-        pool = await self._pool.get()
-        await pool.serve(self._finished)
-        return pool.scored
+        scorer = await self._scorer.get()
+        await scorer.serve(self._finished)
+        return scorer.usage.scored
 
-    async def _start(self) -> RewardPool:
-        pool = await asyncio.to_thread(self._build_pool)
-        await pool.start()
+    async def _start(self) -> Scorer:
+        scorer = await asyncio.to_thread(self._build_scorer)
+        await scorer.start()
         spare_collector()
-        return pool
+        return scorer
 
-    def _build_pool(self) -> RewardPool:
-        return RewardPool(self.context.config.reward, self.context.policy_folder)
+    def _build_scorer(self) -> Scorer:
+        return build_scorer(self.context.config.reward, self.context.policy_folder)
 
     async def finish(self) -> None:
         """Note that no more responses will be scored."""
@@ -101,9 +101,9 @@ class RewardActor:
 
     async def score(self, requests: Sequence[tuple[bytes, Mapping[str, Any]]]) -> Verdicts:
         """Score requests, each given as the bytes of its tokens (int32) and its reference; return the first scores."""
-        pool = await self._pool.get()
+        scorer = await self._scorer.get()
         self._began = self._began or time.monotonic()
-        ticket, to_come = next(self._tickets), pool.submit([ScoreRequest(Int32s(t), r) for t, r in requests])
+        ticket, to_come = next(self._tickets), scorer.submit([ScoreRequest(Int32s(t), r) for t, r in requests])
         self._open[ticket] = {future: place for place, future in enumerate(to_come)}
         return await self.more(ticket)
 
@@ -116,19 +116,17 @@ class RewardActor:
         judged = [(to_come.pop(future), future.result()) for future in done]
         if not to_come:
             del self._open[ticket]
-        return Verdicts(
-            [(place, one.reward, one.reason, one.seconds) for place, one in judged], ticket if to_come else None
-        )
+        return Verdicts([(place, score.to_columns()) for place, score in judged], ticket if to_come else None)
 
     async def status(self) -> RewardStatus:
         """Return the status for the stage's flow and the live view."""
         waits, costs, warned = self.context.store.waits, self._cpu.read(), warnings_of(REWARD).read()
-        pool = self._pool.found
-        if not self._began or pool is None:
+        scorer = self._scorer.found
+        if not self._began or scorer is None:
             return RewardStatus(waits, costs, warned=warned, attended=self._attended)
         lasted = max(time.monotonic() - self._began, 1e-9) * self.context.config.reward.workers
-        idle = max(0.0, 1.0 - pool.busy_seconds / lasted)
-        done = pool.scored, pool.timeouts
+        idle = max(0.0, 1.0 - scorer.usage.busy_seconds / lasted)
+        done = scorer.usage.scored, scorer.usage.timeouts
         return self._gauges.show(RewardStatus(waits, costs, idle, warned, *done, attended=self._attended))
 
 
@@ -178,7 +176,7 @@ class RewardClient:
             while True:
                 async with asyncio.timeout(self._patience + POLL_SECONDS):
                     verdicts: Verdicts = await call
-                yield [(place, Score(reward, reason, took)) for place, reward, reason, took in verdicts.scores]
+                yield [(place, Score.of_columns(columns)) for place, columns in verdicts.scores]
                 if verdicts.ticket is None:
                     return
                 call = actor.more.remote(verdicts.ticket)

@@ -59,8 +59,7 @@ from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
 from rollflow.tasks.runtime.spans import Spans, open_spans
-from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.pool import ScoreRequest
+from rollflow.tasks.scorers.base import Score, ScoreRequest
 
 ROLLOUT = "rollout"
 STATS_SECONDS = 2.0

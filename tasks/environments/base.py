@@ -58,8 +58,8 @@ class Episode(Protocol):
 class Environment(Protocol):
     """Runs the episodes of a run; one environment object runs all of them. See the module's docstring."""
 
-    async def play(self, episode: Episode) -> Score | None:
-        """Run an episode from prompt to reward; return None for no reward.
+    async def play(self, episode: Episode) -> Score | float | None:
+        """Run an episode from prompt to reward; return a score, a number as its value, or None for no reward.
 
         A missing reward counts as 0 if the episode is wanted.
         """

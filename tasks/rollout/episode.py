@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.records import Prompt, StopReason, Trajectory
+from rollflow.storage.records import Outcome, Prompt, StopReason, Trajectory
 from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.rollout.proxy import VersionedGeneration
-from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.pool import ScoreRequest
+from rollflow.tasks.scorers.base import Score, ScoreRequest
 
-NO_REWARD = Score(0.0, "the episode ended without a reward")
+NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.UNJUDGED)
 NOTHING = TokenSpan()
 CHOSEN = b"\1"
 
@@ -145,11 +144,13 @@ class PlayedEpisode:
             loss_mask=Bools(bytes(given) + self.mask),
             logprobs=Float32s.same(0.0, given) + made.logprobs,
             versions=Int32s.same(-1, given) + made.versions,
-            reward=score.reward,
+            reward=score.value,
             reason=score.reason,
             ending=StopReason(self.ending),
             generation_seconds=self.at - self.began,
             reward_seconds=asyncio.get_running_loop().time() - self.at,
+            reward_parts=dict(score.parts) or None,
+            outcome=score.outcome,
         )
 
     def started_version(self, staleness_from: str) -> int:

@@ -34,8 +34,7 @@ from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.proxy import InferenceProxy, VersionedGeneration, WeightsProbe
-from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.pool import ScoreRequest
+from rollflow.tasks.scorers.base import Score, ScoreRequest
 
 T = TypeVar("T")
 AGAIN_SECONDS = 1.0  # seconds until an evaluation is retried after its engine died
@@ -161,12 +160,12 @@ class Evaluator:
         """Evaluate every prompt; the caller keeps the engines at `version` meanwhile."""
         asked = [(prompt, sample) for prompt in self.prompts for sample in range(self.samples)]
         done = await asyncio.gather(*(self._answer_prompt(proxy, version, prompt, sample) for prompt, sample in asked))
-        passed = [score.reward == 1.0 for score, _ in done]
+        passed = [score.value == 1.0 for score, _ in done]
         right = [sum(passed[start : start + self.samples]) for start in range(0, len(passed), self.samples)]
         return Evaluation(
             version=version,
             accuracy=sum(passed) / len(done),
-            reward=sum(score.reward for score, _ in done) / len(done),
+            reward=sum(score.value for score, _ in done) / len(done),
             responses=len(done),
             mean_tokens=sum(len(versions) for _, versions in done) / len(done),
             pinned=all(v == version for _, versions in done for v in versions),

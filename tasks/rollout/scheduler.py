@@ -48,8 +48,7 @@ from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.running_by_version import RunningByVersion
 from rollflow.tasks.runtime.spans import Spans
-from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.pool import ScoreRequest
+from rollflow.tasks.scorers.base import Score, ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)

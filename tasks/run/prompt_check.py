@@ -27,8 +27,8 @@ from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shor
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.base import Verifier, answer_of, score_response
 from rollflow.tasks.scorers.config import ExactReward, ReasoningGymReward
+from rollflow.tasks.scorers.verifier import Verifier, answer_of, score_response
 
 PROBED = 256  # number of questions that are checked for a source that generates them
 TELL_SECONDS = 3.0  # seconds between two progress lines
@@ -120,7 +120,7 @@ def _find_exact_fault(reference: Mapping[str, Any], where: str) -> str | None:
     if not said:
         return 'answer is empty, and nothing equals it for reward.kind = "exact"; give an answer'
     response = f"<answer>{said}</answer>" if where == "tag" else said
-    if score_response(_build_exact(), where, response, reference).reward != 1.0:
+    if score_response(_build_exact(), where, response, reference).value != 1.0:
         return (
             f'answer holds a tag ({shorten_value(said)}), so that nothing in a tag equals it; set reward.answer = "all"'
         )

@@ -2,7 +2,8 @@
 
 A run records import paths in its config, and the run's processes read these paths from storage. So a path may name only
 two things: a function annotated to return the expected type, or a class derived from the part's contract. No other
-function of an installed package can be called by writing its name into a config.
+function of an installed package can be called by writing its name into a config. A function that returns plain numbers
+is accepted as a scorer if its arguments have a scorer's names.
 
 Every process of a run imports the parts that it needs. So on every node of the cluster, the package of a part must be
 installed, or its folder must be in PYTHONPATH.
@@ -26,19 +27,26 @@ from rollflow.tasks.runtime.sections import Imported
 T = TypeVar("T")
 
 
-def imported_function(key: str, part: Imported, returns: type) -> Callable[..., Any]:
+def imported_function(
+    key: str, part: Imported, returns: type, accepts: Callable[[FunctionType, Any], bool] | None = None
+) -> FunctionType:
     """Import the function that `part` names; `key` is the part's section of the config.
 
+    Args:
+        returns: the type that the function is annotated to return.
+        accepts: accepts a function with its return annotation, if other annotations than `returns` are allowed.
+
     Raises:
-        ConfigError: there is no such function, or it is asynchronous, or it is not annotated to return `returns`.
+        ConfigError: there is no such function, or it is not annotated in this way, or it yields.
     """
     found = _find_attribute(key, part)
-    if not (isinstance(found, FunctionType) and _read_return_type(found) is returns):
-        name = returns.__name__
+    name = returns.__name__
+    accepts = accepts or (lambda _, annotation: annotation is returns)
+    if not (isinstance(found, FunctionType) and accepts(found, read_return_type(found))):
         cure = f"write `-> {name}`, with `from {returns.__module__} import {name}`"
         raise _build_error(key, part, f"it is no function that is annotated to return rollflow's {name}; {cure}")
-    if _is_later(found):
-        raise _build_error(key, part, f"it is asynchronous, or yields; write one that returns its {returns.__name__}")
+    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise _build_error(key, part, f"it yields; write one that returns its {name}")
     return found
 
 
@@ -147,17 +155,12 @@ def _check_place(key: str, part: Imported, module: ModuleType) -> None:
             )
 
 
-def _read_return_type(function: Callable[..., Any]) -> Any:
+def read_return_type(function: Callable[..., Any]) -> Any:
+    """Return the annotation of what a function returns; None if there is none, or none that can be evaluated."""
     try:
         return typing.get_type_hints(function).get("return")
     except Exception:  # noqa: BLE001 - only a type checker can read these annotations
         return None
-
-
-def _is_later(function: FunctionType) -> bool:
-    """Return whether a call returns a coroutine or a generator instead of a value."""
-    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    return any(is_kind(function) for is_kind in kinds)
 
 
 def _build_error(key: str, part: Imported, why: str) -> ConfigError:

@@ -1,9 +1,32 @@
-"""Verifiers: one contract (`base`) and one file for each kind, chosen by `build_verifier`; `pool` runs them."""
+"""Scorers: one contract (`base`), and one file for each kind. `build_scorer` alone decides which scorer a run has.
+
+verifier     a function that scores texts: `exact`, `reasoning_gym`, or user-defined (`imported`)
+pool         runs a verifier for one response after another, in worker processes
+concurrent   runs a verifier for several responses at a time, in worker processes
+"""
 
 from __future__ import annotations
 
-from rollflow.tasks.scorers.base import Verifier
+from pathlib import Path
+
+from rollflow.tasks.scorers.base import Scorer
 from rollflow.tasks.scorers.config import ExactReward, ImportReward, ReasoningGymReward, RewardConfig
+from rollflow.tasks.scorers.verifier import Verifier
+
+
+def build_scorer(config: RewardConfig, policy_folder: Path) -> Scorer:
+    """Build the scorer that `[reward]` names, without starting it. The tokenizer is in `policy_folder`.
+
+    Raises:
+        ConfigError: there is no user-defined function with that import path on this machine.
+    """
+    from rollflow.tasks.scorers.concurrent import ConcurrentPool
+    from rollflow.tasks.scorers.pool import RewardPool
+
+    # A user-defined function is imported here, too, because otherwise each worker would die of a failed import.
+    if isinstance(config, ImportReward) and (verifier := build_verifier(config)).scores_several:
+        return ConcurrentPool(config, policy_folder, verifier)
+    return RewardPool(config, policy_folder)
 
 
 def build_verifier(config: RewardConfig) -> Verifier:
@@ -16,11 +39,11 @@ def build_verifier(config: RewardConfig) -> Verifier:
         case ReasoningGymReward():
             from rollflow.tasks.scorers.reasoning_gym import family_score
 
-            return family_score
+            return Verifier(family_score)
         case ExactReward():
             from rollflow.tasks.scorers.exact import exact
 
-            return exact
+            return Verifier(exact)
         case ImportReward():
             from rollflow.tasks.scorers.imported import imported_verifier
 

@@ -74,6 +74,12 @@ class ExactReward(RewardBase):
 
 class ImportReward(Imported, RewardBase):
     kind: Literal["import"] = Field("import", description="your own function, annotated to return a Score")
+    at_once: int = Field(
+        32,
+        gt=0,
+        le=4096,
+        description="most responses that a worker scores at a time, if the function is asynchronous or takes several",
+    )
 
 
 RewardConfig = Annotated[ReasoningGymReward | ExactReward | ImportReward, Field(discriminator="kind")]

@@ -1,16 +1,23 @@
-"""A user-defined verifier: a function `(response, reference, **options) -> Score`."""
+"""A user-defined verifier: a function in one of the forms of `verifier`, with its options bound."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import typing
+from collections.abc import Sequence
+from types import FunctionType, UnionType
+from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.runtime.imports import build_part, imported_function
-from rollflow.tasks.scorers.base import Score, Verifier
+from rollflow.tasks.runtime.imports import build_part, imported_function, read_return_type
+from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.config import ImportReward
+from rollflow.tasks.scorers.verifier import Verifier
 
 LONGEST = 100_000  # most bytes of the section, an argument of the worker's command; Linux allows 131,071
+ONE, SEVERAL = ("response", "reference"), ("responses", "references")  # names of a function's first two arguments
+NUMBERS = (float, int, bool)
 
 
 def imported_verifier(config: ImportReward) -> Verifier:
@@ -22,6 +29,32 @@ def imported_verifier(config: ImportReward) -> Verifier:
     if (size := len(config.model_dump_json().encode())) > LONGEST:
         cure = f"write what is large into a file, and give its path ({LONGEST} bytes at most)"
         raise ConfigError(f"reward.options = {str(config.options)[:40]}...: {size} bytes; {cure}")
-    function = imported_function("reward", config, returns=Score)
+    function = imported_function("reward", config, Score, _is_scorer)
     build_part("reward", config, lambda: inspect.signature(function).bind("", {}, **config.options))
-    return functools.partial(function, **config.options)
+    several = _read_element(read_return_type(function)) is not None
+    own = functools.partial(function, **config.options)
+    return Verifier(own, takes_several=several, is_async=inspect.iscoroutinefunction(function))
+
+
+def _is_scorer(function: FunctionType, annotation: Any) -> bool:
+    """Return whether a function scores: it returns a Score, or a number for arguments that are named as a scorer's.
+
+    A function that takes several responses returns a list or a sequence of these.
+    """
+    element = _read_element(annotation)
+    kinds = _list_members(annotation if element is None else element)
+    if not kinds or not all(kind is Score or kind in NUMBERS for kind in kinds):
+        return False
+    return Score in kinds or tuple(inspect.signature(function).parameters)[:2] == (ONE if element is None else SEVERAL)
+
+
+def _read_element(annotation: Any) -> Any:
+    """Return T of `list[T]` and `Sequence[T]`; None for another annotation."""
+    is_several = typing.get_origin(annotation) in (list, Sequence)
+    return typing.get_args(annotation)[0] if is_several else None
+
+
+def _list_members(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union; another annotation is its own member."""
+    is_union = typing.get_origin(annotation) in (typing.Union, UnionType)
+    return typing.get_args(annotation) if is_union else () if annotation is None else (annotation,)

@@ -8,13 +8,16 @@ from typing import Any
 
 import reasoning_gym
 
+from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import Score
 
 
 def family_score(response: str, reference: Mapping[str, Any]) -> Score:
     """Return the score in [0, 1] that the scorer of the prompt's family gives."""
-    reward = float(_find_scorer(str(reference["family"]))(response, dict(reference)))
-    return Score(reward, "right" if reward == 1.0 else "wrong" if reward <= 0.01 else "partly right")
+    value = float(_find_scorer(str(reference["family"]))(response, dict(reference)))
+    if value == 1.0:
+        return Score(value, "right", Outcome.CORRECT)
+    return Score(value, "wrong", Outcome.WRONG) if value <= 0.01 else Score(value, "partly right", Outcome.PARTIAL)
 
 
 def has_scorer(family: str) -> bool:

@@ -1,7 +1,10 @@
-"""A reward worker process: JSON lines in, JSON lines out.
+"""A worker process of a scorer: JSON lines in, JSON lines out.
 
-The worker first writes a line that says that it is ready, or why it cannot be. Then the worker writes one line per
-request, in order.
+The worker first writes a line that says that it is ready, or why it cannot be. Then its verifier decides:
+
+- A verifier for one response gets one request a line. The worker writes one score a line, in the order of the requests.
+- A verifier for several responses gets a list of numbered requests a line. The worker writes one line per score, with
+  the number of its request, in any order.
 
 The worker is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]`
 section as JSON. The worker's warnings are sent to the open socket with file descriptor `EAR`. The worker ends when its
@@ -11,11 +14,16 @@ end the worker.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TextIO
 
 from pydantic import TypeAdapter
 
@@ -23,10 +31,80 @@ from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.runtime.actor_warnings import send_to
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.base import score_response
+from rollflow.tasks.scorers.base import Score, failure_score, timeout_score, validate_score
 from rollflow.tasks.scorers.config import RewardConfig
+from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_form, score_response
 
 REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class _TextRequest:
+    """A numbered request, with its response as text."""
+
+    number: int
+    response: str
+    reference: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """The verifier, the tokenizer and the output of this process."""
+
+    config: RewardConfig
+    verifier: Verifier
+    tokenizer: PolicyTokenizer
+    answers: TextIO
+
+    def run_one_by_one(self) -> None:
+        """Score one response after another until the input ends."""
+        for line in sys.stdin:
+            asked = json.loads(line)
+            config, response = self.config, self._decode(asked)
+            score = score_response(self.verifier, config.answer, response, asked["reference"], config.format)
+            self._write(score.to_columns())
+
+    async def run_several(self) -> None:
+        """Score several responses at a time until the input ends."""
+        loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            asked = [_TextRequest(number, self._decode(one), one["reference"]) for number, one in json.loads(line)]
+            for together in [asked] if self.verifier.takes_several else [[one] for one in asked]:
+                task = loop.create_task(self._score(together))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+    async def _score(self, asked: Sequence[_TextRequest]) -> None:
+        """Score responses in one call, and write their scores; if the call fails, repeat it for each response alone."""
+        started, config = time.perf_counter(), self.config
+        limit = asyncio.timeout(config.deadline_seconds)
+        try:
+            async with limit:
+                answers = [answer_of(one.response, config.answer) for one in asked]
+                found = await self.verifier.call(answers, [one.reference for one in asked])
+        except SystemExit:
+            os._exit(1)  # asyncio would wait for the thread that reads the input
+        except Exception as error:  # noqa: BLE001 - a verifier is user code, whose error is the reason for this score
+            if len(asked) > 1:
+                await asyncio.gather(*(self._score([one]) for one in asked))
+                return
+            late = isinstance(error, TimeoutError) and limit.expired()
+            scores = [timeout_score(config.deadline_seconds) if late else failure_score("verifier", error)]
+        else:
+            scores = [validate_score("verifier", one) for one in found]
+        seconds = time.perf_counter() - started
+        for one, score in zip(asked, scores, strict=True):
+            self._write((one.number, self._finish(score, one.response, seconds).to_columns()))
+
+    def _finish(self, score: Score, response: str, seconds: float) -> Score:
+        return replace(apply_form(score, self.config.format, response), seconds=seconds)
+
+    def _decode(self, asked: Mapping[str, Any]) -> str:
+        tokens = list(Int32s(bytes.fromhex(asked["tokens"])))
+        return self.tokenizer.decode_response(tokens, self.config.special_tokens)
+
+    def _write(self, answer: object) -> None:
+        self.answers.write(json.dumps(answer) + "\n")
 
 
 def main() -> None:
@@ -35,17 +113,17 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # texts that a verifier prints must not be read as scores
     try:
-        verify, tokenizer = build_verifier(config), PolicyTokenizer(folder)
+        verifier, tokenizer = build_verifier(config), PolicyTokenizer(folder)
     except Exception as error:  # the process that started this one reports it to the user
         answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
         raise
     send_to(socket.socket(fileno=int(sys.argv[3])), "a reward worker")
+    worker = _Worker(config, verifier, tokenizer, answers)
     answers.write("ready\n")
-    for line in sys.stdin:
-        request = json.loads(line)
-        response = tokenizer.decode_response(list(Int32s(bytes.fromhex(request["tokens"]))), config.special_tokens)
-        score = score_response(verify, config.answer, response, request["reference"], config.format)
-        answers.write(json.dumps([score.reward, score.reason, score.seconds]) + "\n")
+    if verifier.scores_several:
+        asyncio.run(worker.run_several())
+    else:
+        worker.run_one_by_one()
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ async def test_episode_generates_and_ends_with_a_finite_reward(environment: Envi
     episode = Scripted()
     score = await environment.play(episode)
     assert score is not None
-    assert math.isfinite(score.reward)
+    assert math.isfinite(score.value)
     assert score.reason
     assert "generate" in episode.asked
 
@@ -227,8 +227,8 @@ class Odd(Environment):
             raise LookupError("no such room")
         if self.wrong == "exit":
             raise SystemExit(0)
-        if self.wrong == "number":
-            return 1.0  # type: ignore[return-value]
+        if self.wrong == "text":
+            return "good"  # type: ignore[return-value]
         if self.wrong == "half":
             return Score(0.0, "\ud83d")
         if self.wrong == "unsaid":
@@ -253,7 +253,7 @@ def own(wrong: str) -> Environment:
     [
         ("error", "environment failed: LookupError: no such room"),
         ("full", "environment failed: ValueError: 65 tokens are more than the response has room for"),
-        ("nan", "environment failed: ValueError: its reward is nan"),
+        ("nan", "environment failed: ValueError: its value is nan"),
         ("nothing", "the episode ended without a reward"),
         ("below", "environment failed: ValueError: -1 is no token: the policy has 300, from 0 to 299"),
         ("above", "environment failed: ValueError: 300 is no token: the policy has 300, from 0 to 299"),
@@ -262,7 +262,7 @@ def own(wrong: str) -> Environment:
         ("part", "environment failed: TypeError: 'float' object cannot be interpreted as an integer"),
         ("word", "environment failed: TypeError: 'str' object cannot be interpreted as an integer"),
         ("exit", "environment failed: SystemExit: 0"),
-        ("number", "environment failed: AttributeError: 'float' object has no attribute 'reward'"),
+        ("text", "environment failed: TypeError: it returned a str, not a Score or a number"),
         ("half", r"\ud83d"),
         ("unsaid", "None"),
     ],

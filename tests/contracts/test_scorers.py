@@ -1,25 +1,29 @@
-"""The guarantees of every verifier, tested on each kind. To test a new verifier, add a line to CASES."""
+"""The guarantees of scorers and verifiers, tested on each kind. To test a new verifier, add a line to CASES."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import reasoning_gym
 from tokenizers import Tokenizer
 
+from rollflow.storage.records import Outcome
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.base import Score, Verifier, score_response
+from rollflow.tasks.scorers import build_scorer, build_verifier
+from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 from rollflow.tasks.scorers.config import ExactReward, Format, ImportReward, ReasoningGymReward, RewardConfig
-from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.scorers.pool import RewardPool
+from rollflow.tasks.scorers.verifier import Verifier, score_response
+from tests.support.scoring_functions import PARTS
 from tests.support.user_code import FOLDER, put_in_reach
 from tests.support.waiting import HANG_SECONDS
 
@@ -39,6 +43,7 @@ CASES = {
     "reasoning-gym": Case(ReasoningGymReward(), FAMILY, SUM["answer"]),
     "exact": Case(ExactReward(), {"family": None, "answer": 17}),
     "import": Case(ImportReward(path="letters.rewards:near", options={"width": 2}), {"answer": "17"}),
+    "number": Case(ImportReward(path="tests.support.scoring_functions:number"), {"answer": "17"}),
 }
 ODD = ("", " ", "none", "-1", "1e999", "\N{SUPERSCRIPT TWO}", "1 7", "\x00", "9" * 400, '{"answer": 17}', "a\nb")
 
@@ -69,16 +74,16 @@ def test_there_is_a_case_for_every_kind() -> None:
 
 
 def test_right_answer_gets_full_reward_and_wrong_one_less(case: Case, verify: Verifier) -> None:
-    assert verify(case.right, case.reference).reward == 1.0
-    assert verify("1000001", case.reference).reward < 1.0
+    assert score_response(verify, "all", case.right, case.reference).outcome is Outcome.CORRECT
+    assert score_response(verify, "all", "1000001", case.reference).value < 1.0
 
 
-def test_score_is_a_finite_number_with_a_reason(case: Case, verify: Verifier) -> None:
+def test_score_is_a_finite_number_with_an_outcome(case: Case, verify: Verifier) -> None:
     for response in (case.right, *ODD):
-        score = verify(response, case.reference)
-        assert math.isfinite(score.reward), response
-        assert 0.0 <= score.reward <= 1.0, response
-        assert score.reason, response
+        score = score_response(verify, "all", response, case.reference)
+        assert math.isfinite(score.value), response
+        assert 0.0 <= score.value <= 1.0, response
+        assert score.outcome is not Outcome.UNJUDGED, response
 
 
 def test_score_does_not_depend_on_earlier_responses(case: Case, verify: Verifier) -> None:
@@ -96,7 +101,7 @@ def test_verifier_does_not_change_the_reference(case: Case, verify: Verifier) ->
 
 def test_verifier_error_becomes_the_reason(case: Case, verify: Verifier) -> None:
     score = score_response(verify, "all", case.right, {"family": "no such family"})
-    assert score.reward == 0.0
+    assert score.value == 0.0
     assert score.reason.startswith("verifier failed: ")
 
 
@@ -110,8 +115,97 @@ async def test_worker_process_gives_the_same_scores(case: Case, verify: Verifier
     finally:
         await pool.close()
     expected = [score_response(verify, "all", tokenizer.decode(one), case.reference) for one in tokens]
-    assert [(s.reward, s.reason) for s in found] == [(s.reward, s.reason) for s in expected]
-    assert found[0].reward == 1.0
+    assert [replace(score, seconds=0.0) for score in found] == [replace(score, seconds=0.0) for score in expected]
+    assert found[0].value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "outcome"),
+    [(1.0, "correct"), (2.0, "correct"), (0.999, "partial"), (0.0, "wrong"), (-1.0, "wrong")],
+)
+def test_value_decides_a_missing_outcome(value: float, outcome: str) -> None:
+    assert Score(value).outcome == outcome
+    assert Score(value, outcome=Outcome.UNPARSABLE).outcome is Outcome.UNPARSABLE
+
+
+FORMS = ("one", "later", "several", "several_later")
+
+
+@pytest.fixture
+def pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scorer]:
+    put_in_reach(monkeypatch, FOLDER)
+
+    def build(name: str, **keys: Any) -> Scorer:
+        path = f"tests.support.scoring_functions:{name}"
+        return build_scorer(ImportReward(path=path, **{"deadline_seconds": HANG_SECONDS, **keys}), folder)
+
+    return build
+
+
+async def score_all(scorer: Scorer, references: Sequence[Mapping[str, Any]]) -> list[Score]:
+    await scorer.start()
+    try:
+        found = scorer.score([ScoreRequest([5], reference) for reference in references])
+        return [replace(score, seconds=0.0) for score in await asyncio.wait_for(found, 4 * HANG_SECONDS)]
+    finally:
+        await scorer.close()
+
+
+CLOSE = Score(0.75, "close", Outcome.PARTIAL, PARTS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FORMS)
+async def test_every_response_gets_an_outcome(pool: Callable[..., Scorer], name: str) -> None:
+    """A response at fault changes no other score, whatever the form of the function."""
+    scorer = pool(name, deadline_seconds=3.0)
+    faults = ({"raises": True}, {"sleep": 60}, {"dies": True}, {"answer": {1}})
+    references = [{}, {}, *faults, {}]
+    found = await score_all(scorer, references)
+    assert found == [
+        *(CLOSE, CLOSE),
+        unjudged("LookupError: no such answer"),
+        Score(0.0, "deadline: no verdict in 3 s", Outcome.TIMEOUT),
+        Score(0.0, "the reward worker died twice on this response", Outcome.KILLED),
+        Score(0.0, "request failed: TypeError: Object of type set is not JSON serializable", Outcome.UNJUDGED),
+        CLOSE,
+    ]
+    assert (scorer.usage.scored, scorer.usage.timeouts) == (len(references) - 1, 1)
+    assert scorer.usage.busy_seconds > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FORMS)
+async def test_form_adds_parts_in_every_form(pool: Callable[..., Scorer], name: str) -> None:
+    [found] = await score_all(pool(name, format={"pattern": "x", "penalty": 0.5}), [{}])
+    assert found == Score(0.25, "not in its form; close", Outcome.PARTIAL, {**PARTS, "format": -0.5})
+
+
+@pytest.mark.long
+async def test_asynchronous_function_scores_many_at_once(pool: Callable[..., Scorer]) -> None:
+    """Each response is scored only once eight are being scored, and more of them arrive meanwhile."""
+    found = await score_all(pool("meet", at_once=8), [{"of": 8}] * 20)
+    assert found == [Score(1.0)] * 20
+
+
+@pytest.mark.long
+async def test_function_gets_up_to_at_once_responses(pool: Callable[..., Scorer]) -> None:
+    """If a call fails, for example because a score is missing, each response is scored alone."""
+    found = await score_all(pool("count", at_once=16), [{}] * 40)
+    assert [score.value for score in found] == [0.16] * 32 + [0.08] * 8
+    found = await score_all(pool("count", at_once=20), [{}] * 20)
+    assert [score.value for score in found] == [0.01] * 20
+
+
+@pytest.mark.long
+async def test_scorer_serves_until_its_run_is_finished(pool: Callable[..., Scorer]) -> None:
+    scorer, finished = pool("later"), asyncio.Event()
+    await scorer.start()
+    serving = asyncio.create_task(scorer.serve(finished))
+    assert [score.outcome for score in await scorer.score([ScoreRequest([5], {})])] == ["partial"]
+    assert not serving.done()
+    finished.set()
+    await asyncio.wait_for(serving, HANG_SECONDS)
 
 
 RIGHT, WRONG = "<answer>17</answer>", "<answer>18</answer>"
@@ -136,7 +230,8 @@ THOUGHT = "<think>.*</think>\\s*<answer>[^<]*</answer>"
 def test_response_that_is_not_in_form_pays_the_price(pattern: str | None, response: str, reward: float) -> None:
     form = Format(penalty=0.25) if pattern is None else Format(penalty=0.25, pattern=pattern)
     score = score_response(build_verifier(ExactReward()), "tag", response, {"answer": 17}, form)
-    assert score.reward == reward
+    assert score.value == reward == sum(score.parts.values())
+    assert (score.outcome is Outcome.CORRECT) == (reward == 1.0)
     assert score.reason.startswith("not in its form; ") == (reward in (0.75, -0.25))
 
 
@@ -144,7 +239,7 @@ def test_verifier_error_is_reported_beside_the_form() -> None:
     score = score_response(
         build_verifier(ReasoningGymReward()), "tag", "17", {"family": "no such family"}, Format(penalty=0.25)
     )
-    assert score.reward == -0.25
+    assert score.value == -0.25
     assert score.reason.startswith("not in its form; verifier failed: ")
 
 
@@ -156,7 +251,7 @@ def test_form_costs_the_same_with_every_verifier(case: Case, verify: Verifier) -
             found = score_response(verify, "tag", response, case.reference, Format(penalty=0.5))
             opened = response.find("<answer>")
             tagged = opened >= 0 and response.find("</answer>", opened) >= 0
-            assert found.reward == plain.reward - (0.0 if tagged else 0.5), response
+            assert found.value == plain.value - (0.0 if tagged else 0.5), response
             assert found.reason.endswith(plain.reason)
 
 
@@ -170,21 +265,38 @@ async def test_worker_process_checks_the_whole_responses_form(folder: Path) -> N
         found = await asyncio.wait_for(pool.score(requests), HANG_SECONDS)
     finally:
         await pool.close()
-    assert [score.reward for score in found] == [1.0, -0.5, -0.5]
+    assert [score.value for score in found] == [1.0, -0.5, -0.5]
+
+
+def unjudged(reason: str) -> Score:
+    return Score(0.0, f"verifier failed: {reason}", Outcome.UNJUDGED)
 
 
 @pytest.mark.parametrize(
     ("score", "kept"),
     [
-        (Score(1, "one", 3.0), Score(1.0, "one")),
+        (Score(1, "one", seconds=3.0), Score(1.0, "one")),
         (Score(0.5, "x" * 100_000), Score(0.5, "x" * 1000)),
         (Score(0.5, "half \ud83d"), Score(0.5, r"half \ud83d")),
         (Score(0.5, None), Score(0.5, "None")),  # type: ignore[arg-type]
-        (Score(math.inf, "much"), Score(0.0, "verifier failed: ValueError: its reward is inf")),
-        (Score(-1e39, "more than a float32"), Score(0.0, "verifier failed: ValueError: its reward is -1e+39")),
+        (Score(math.inf, "much"), unjudged("ValueError: its value is inf")),
+        (Score(-1e39, "more than a float32"), unjudged("ValueError: its value is -1e+39")),
         (Score(3e38, "as much as one"), Score(3e38, "as much as one")),
-        (Score("1", "text"), Score(0.0, "verifier failed: TypeError: must be real number, not str")),  # type: ignore[arg-type]
-        (1.0, Score(0.0, "verifier failed: AttributeError: 'float' object has no attribute 'reward'")),
+        (Score("1", "text"), unjudged("TypeError: its value is a str, not a number")),  # type: ignore[arg-type]
+        (1, Score(1.0)),
+        (True, Score(1.0)),
+        (np.float32(0.5), Score(0.5)),
+        ("good", unjudged("TypeError: it returned a str, not a Score or a number")),
+        (None, unjudged("TypeError: it returned a NoneType, not a Score or a number")),
+        (Score(1.0, "", "partial"), Score(1.0, "", Outcome.PARTIAL)),  # type: ignore[arg-type]
+        (Score(1.0, "", "good"), unjudged("ValueError: 'good' is not a valid Outcome")),  # type: ignore[arg-type]
+        (Score(0.5, parts={"a": 1, "b\ud83d": 2.0}), Score(0.5, parts={"a": 1.0, r"b\ud83d": 2.0})),
+        (Score(0.5, parts={"a": math.nan}), unjudged("ValueError: its part 'a' is nan")),
+        (Score(0.5, parts={"a": None}), unjudged("TypeError: its part 'a' is a NoneType, not a number")),  # type: ignore[dict-item]
+        (
+            Score(0.5, parts={str(number): 1.0 for number in range(65)}),
+            unjudged("ValueError: it has 65 parts, and 64 is the limit"),
+        ),
     ],
 )
 def test_any_returned_score_can_be_stored(score: Score, kept: Score) -> None:

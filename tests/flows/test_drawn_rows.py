@@ -20,7 +20,7 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import open_prompts
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.base import score_response
+from rollflow.tasks.scorers.verifier import score_response
 from tests.support.counts import examples
 from tests.support.refused import refused_alike
 from tests.support.waiting import HANG_SECONDS
@@ -149,7 +149,7 @@ def judged_right(config: RunConfig, found: Preflight, folder: Path) -> None:
         assert str(said).strip()
         text = f"<answer>{said}</answer>" if where == "tag" else str(said)
         for response in (text, tokenizer.decode_response(tokenizer.encode_response(text))):
-            assert score_response(verify, where, response, prompt.reference).reward == 1.0
+            assert score_response(verify, where, response, prompt.reference).value == 1.0
 
 
 def outcome(recipe: Path, options: dict[str, str]) -> tuple[str | None, RunConfig | None, Preflight | None]:

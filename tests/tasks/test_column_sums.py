@@ -20,7 +20,7 @@ from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import open_prompts
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.base import score_response
+from rollflow.tasks.scorers.verifier import score_response
 
 ASKED = 500
 SMALL = ColumnSumsPrompts(min_digits=1, max_digits=1)  # 45 pairs and 165 triples, whatever their order
@@ -117,9 +117,8 @@ def test_recipes_answers_fit_and_differ_in_length(recipe: RunConfig, tokenizer: 
 def test_demonstration_scores_right_and_a_slip_wrong(recipe: RunConfig) -> None:
     verify, where = build_verifier(recipe.reward), recipe.reward.answer
     for asked in map(ColumnSumsSource(WIDE, 0, 0, HeldOut()).demonstration, range(50)):
-        assert score_response(verify, where, asked.answer, asked.reference).reward == 1.0
+        assert score_response(verify, where, asked.answer, asked.reference).value == 1.0
         assert (
-            score_response(verify, where, asked.answer.replace("</answer>", "0</answer>"), asked.reference).reward
-            == 0.0
+            score_response(verify, where, asked.answer.replace("</answer>", "0</answer>"), asked.reference).value == 0.0
         )
-        assert score_response(verify, where, asked.answer.removesuffix("</answer>"), asked.reference).reward == 0.0
+        assert score_response(verify, where, asked.answer.removesuffix("</answer>"), asked.reference).value == 0.0

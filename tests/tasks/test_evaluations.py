@@ -43,8 +43,7 @@ from rollflow.tasks.rollout.evaluation import (
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.config import RecoveryConfig, RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
-from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.pool import ScoreRequest
+from rollflow.tasks.scorers.base import Score, ScoreRequest
 from tests.support.batches import begin, learning, publish, scheduling, staged
 from tests.support.pipeline import Pipeline, prompt_at
 

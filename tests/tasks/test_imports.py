@@ -11,8 +11,9 @@ import pytest
 from rollflow.flows.config import parse_config
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.runtime.imports import imported_class, imported_function, imported_object
-from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers import build_scorer, build_verifier
 from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.concurrent import ConcurrentPool
 from rollflow.tasks.scorers.config import ImportReward, RewardBase
 from rollflow.tasks.scorers.pool import RewardPool
 from tests.support.user_code import put_in_reach
@@ -30,7 +31,16 @@ def bare(response, reference):
     return 1.0
 
 async def later(response, reference) -> Score:
-    return Score(1.0, "too late")
+    return Score(1.0, "a moment later")
+
+async def some(responses, references) -> "list[Score | float]":
+    return [1.0, Score(0.5, "half")][: len(responses)]
+
+def share(response, reference) -> float:
+    return 0.25
+
+def other(size, reference) -> float:
+    return 0.25
 
 def several(response, reference) -> Score:
     yield Score(1.0, "the first")
@@ -86,8 +96,8 @@ def test_annotated_function_is_imported_with_its_options() -> None:
         ),
         ("own.parts:Thing", "it is no function that is annotated"),
         ("own.parts:unreadable", "it is no function that is annotated"),
-        ("own.parts:later", "it is asynchronous, or yields; write one that returns its Score"),
-        ("own.parts:several", "it is asynchronous, or yields; write one that returns its Score"),
+        ("own.parts:several", "it yields; write one that returns its Score"),
+        ("own.parts:other", "it is no function that is annotated to return rollflow's Score"),
         ("own.parts:made", "its module failed with RuntimeError: not today; correct it"),
         ("own.script:good", "importing own.script failed with SystemExit: 0; correct it"),
     ],
@@ -142,9 +152,24 @@ def test_relative_pythonpath_is_refused(modules: Path, monkeypatch: pytest.Monke
         build_verifier(reward("own.parts:good"))
 
 
-async def test_pool_without_its_verifier_does_not_start(modules: Path) -> None:
+def test_scorer_without_its_function_is_not_built(modules: Path) -> None:
     with pytest.raises(ConfigError, match="there is no module nowhere"):
-        await RewardPool(reward("nowhere:good"), modules).start()
+        build_scorer(reward("nowhere:good"), modules)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "found"),
+    [
+        ("good", RewardPool, Score(1.0, "length")),
+        ("share", RewardPool, 0.25),
+        ("later", ConcurrentPool, Score(1.0, "a moment later")),
+        ("some", ConcurrentPool, 1.0),
+    ],
+)
+def test_form_of_the_function_decides_the_scorer(modules: Path, name: str, kind: type, found: object) -> None:
+    config = reward(f"own.parts:{name}")
+    assert type(build_scorer(config, modules)) is kind
+    assert build_verifier(config)("abc", {}) == found
 
 
 class Contract(Protocol):

@@ -14,9 +14,10 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import parse_recorded
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.base import score_response
+from rollflow.tasks.scorers.base import ScoreRequest
 from rollflow.tasks.scorers.config import ExactReward
-from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.scorers.pool import RewardPool
+from rollflow.tasks.scorers.verifier import score_response
 from tests.support.waiting import HANG_SECONDS
 
 TAGS = ("<answer>", "</answer>")
@@ -67,7 +68,7 @@ async def test_worker_scores_tags_that_are_tokens(folder: Path, special: bool, r
         [score] = await asyncio.wait_for(pool.score([ScoreRequest(tokens, {"answer": "7"})]), HANG_SECONDS)
     finally:
         await pool.close()
-    assert score.reward == reward
+    assert score.value == reward
 
 
 @pytest.mark.parametrize("recorded", [{}, {"special_tokens": True}])
@@ -83,4 +84,4 @@ def test_recorded_runs_are_scored_as_before(recorded: dict[str, object]) -> None
 @pytest.mark.parametrize(("where", "response"), [("tag", "7"), ("tag", "<answer></answer>"), ("all", " "), ("all", "")])
 def test_missing_answer_equals_nothing(where: str, response: str, reference: str) -> None:
     score = score_response(build_verifier(ExactReward()), where, response, {"answer": reference})
-    assert (score.reward, score.reason) == (0.0, "no answer")
+    assert (score.value, score.reason) == (0.0, "no answer")

@@ -18,9 +18,9 @@ from rollflow.tasks.actors.reward import REWARD, RewardActor, RewardClient
 from rollflow.tasks.prompts.config import ReasoningGymPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
-from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 from rollflow.tasks.scorers.config import ReasoningGymReward
-from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.scorers.pool import RewardPool
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
@@ -31,15 +31,16 @@ print("ready", flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     while (until := request["reference"].get("until")) and not os.path.exists(until): time.sleep(0.01)
-    print(json.dumps([1.0, str(bytes.fromhex(request["tokens"])[0]), 0.001]), flush=True)
+    print(json.dumps([1.0, str(bytes.fromhex(request["tokens"])[0]), "correct", {}, 0.001]), flush=True)
 """
 
 
 class OddReward(RewardActor):
     """A reward whose verifier waits for a file if a response says so."""
 
-    def _build_pool(self) -> RewardPool:
-        pool = super()._build_pool()
+    def _build_scorer(self) -> Scorer:
+        pool = super()._build_scorer()
+        assert isinstance(pool, RewardPool)
         pool._command = [sys.executable, "-c", WORKER]
         return pool
 

@@ -20,9 +20,11 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.runtime.actor_warnings import Warnings
-from rollflow.tasks.scorers.base import answer_of
+from rollflow.tasks.scorers.base import ScoreRequest
 from rollflow.tasks.scorers.config import ImportReward, ReasoningGymReward
-from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest, _Worker
+from rollflow.tasks.scorers.pool import RewardPool
+from rollflow.tasks.scorers.verifier import answer_of
+from rollflow.tasks.scorers.worker_process import WorkerProcess
 from tests.support.user_code import put_in_reach
 from tests.support.waiting import HANG_SECONDS, soon
 
@@ -38,7 +40,7 @@ for line in sys.stdin:
         os.kill(os.getpid(), 9)
     if reference.get("always_die"): os._exit(3)
     if reference.get("says"): print(reference["says"] * reference.get("times", 1), flush=True)
-    print(json.dumps([1.0, "fine", 0.0]), flush=True)
+    print(json.dumps([1.0, "fine", "correct", {}, 0.0]), flush=True)
 """
 WARNING_VERIFIER = """
 import logging
@@ -61,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def scores(pool: RewardPool, requests: list[ScoreRequest]) -> list[tuple[float, str]]:
     await pool.start()
     try:
-        return [(s.reward, s.reason) for s in await asyncio.wait_for(pool.score(requests), HANG_SECONDS)]
+        return [(s.value, s.reason) for s in await asyncio.wait_for(pool.score(requests), HANG_SECONDS)]
     finally:
         await pool.close()
 
@@ -111,12 +113,12 @@ async def test_failing_verifier_becomes_a_reason(folder: Path) -> None:
 async def test_hung_verifier_ends_at_its_deadline(folder: Path) -> None:
     pool = odd_pool(folder, deadline=3.0)
     await pool.start()
-    assert (await pool.score([ScoreRequest([], {})]))[0].reward == 1.0
+    assert (await pool.score([ScoreRequest([], {})]))[0].value == 1.0
     hung, good = await pool.score([ScoreRequest([], {"sleep": 60}), ScoreRequest([], {})])
     await pool.close()
-    assert (hung.reward, hung.reason) == (0.0, "deadline: no verdict in 3 s")
-    assert good.reward == 1.0
-    assert pool.timeouts == 1
+    assert (hung.value, hung.reason) == (0.0, "deadline: no verdict in 3 s")
+    assert good.value == 1.0
+    assert pool.usage.timeouts == 1
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -134,9 +136,9 @@ async def test_slow_score_delays_no_other(folder: Path, tmp_path: Path, workers:
         await asyncio.wait_for(asyncio.gather(*verdicts), 120)
         assert not slow.done()
         (tmp_path / "now").touch()
-        assert [score.reward for score in await asyncio.wait_for(slow, 60)] == [1.0]
-        assert (await asyncio.wait_for(pool.score([ScoreRequest([], {})] * 100), 60))[-1].reward == 1.0
-        assert (pool.scored, pool.timeouts) == (300, 0)
+        assert [score.value for score in await asyncio.wait_for(slow, 60)] == [1.0]
+        assert (await asyncio.wait_for(pool.score([ScoreRequest([], {})] * 100), 60))[-1].value == 1.0
+        assert (pool.usage.scored, pool.usage.timeouts) == (300, 0)
     finally:
         await pool.close()
 
@@ -149,8 +151,8 @@ async def test_two_slow_scores_of_a_call_end_at_their_deadlines(folder: Path) ->
         await asyncio.wait_for(pool.score([ScoreRequest([], {})] * 100), 120)
         requests = [ScoreRequest([], {"sleep": 600} if place in (0, 5, 6) else {}) for place in range(40)]
         found = await asyncio.wait_for(pool.score(requests), 120)
-        assert [place for place, score in enumerate(found) if not score.reward] == [0, 5, 6]
-        assert (pool.scored, pool.timeouts) == (140, 3)
+        assert [place for place, score in enumerate(found) if not score.value] == [0, 5, 6]
+        assert (pool.usage.scored, pool.usage.timeouts) == (140, 3)
     finally:
         await pool.close()
 
@@ -203,7 +205,7 @@ async def test_workers_that_never_get_ready_fail_the_pool(
         for one in asked:
             with pytest.raises(ConfigError, match=sentence):
                 await asyncio.wait_for(one, HANG_SECONDS)
-        assert pool.scored == 0
+        assert pool.usage.scored == 0
     finally:
         await pool.close()
 
@@ -224,7 +226,7 @@ async def test_pool_serves_until_its_run_is_finished(folder: Path) -> None:
     pool, finished = odd_pool(folder, deadline=HANG_SECONDS), asyncio.Event()
     await pool.start()
     serving = asyncio.create_task(pool.serve(finished))
-    assert [score.reward for score in await pool.score([ScoreRequest([], {})])] == [1.0]
+    assert [score.value for score in await pool.score([ScoreRequest([], {})])] == [1.0]
     assert not serving.done()
     finished.set()
     await asyncio.wait_for(serving, HANG_SECONDS)
@@ -247,14 +249,14 @@ async def test_unsendable_request_delays_no_other(folder: Path) -> None:
 
 async def test_failed_process_start_costs_no_score(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a process cannot start, for example with a full process table, no response loses its score."""
-    start, refusals = _Worker.start, [BlockingIOError(errno.EAGAIN, "no more processes")] * 3
+    start, refusals = WorkerProcess.start, [BlockingIOError(errno.EAGAIN, "no more processes")] * 3
 
-    async def refused(command: Sequence[str]) -> _Worker:
+    async def refused(command: Sequence[str]) -> WorkerProcess:
         if refusals:
             raise refusals.pop()
         return await start(command)
 
-    monkeypatch.setattr(_Worker, "start", refused)
+    monkeypatch.setattr(WorkerProcess, "start", refused)
     assert await scores(odd_pool(folder, deadline=HANG_SECONDS), [ScoreRequest([], {})] * 5) == [(1.0, "fine")] * 5
     assert not refusals
 
@@ -262,7 +264,7 @@ async def test_failed_process_start_costs_no_score(folder: Path, monkeypatch: py
 @pytest.mark.long
 async def test_worker_ends_with_its_owner(folder: Path) -> None:
     pool = RewardPool(ReasoningGymReward(), folder)
-    process = (await _Worker.start(pool._command))._process
+    process = (await WorkerProcess.start(pool._command))._process
     assert process.stdin is not None
     process.stdin.close()
     assert await asyncio.wait_for(process.wait(), HANG_SECONDS) == 0

@@ -39,8 +39,7 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.clock import Deadlock, run_virtual
-from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.pool import ScoreRequest
+from rollflow.tasks.scorers.base import Score, ScoreRequest
 from rollflow.tasks.simulation.parts import check_fresh
 from tests.support.described import describe
 from tests.support.ledger import check_log

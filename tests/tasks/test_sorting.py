@@ -14,7 +14,7 @@ from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.sorting import SortingSource, build_question
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.base import score_response
+from rollflow.tasks.scorers.verifier import score_response
 
 ASKED = 4000
 
@@ -67,10 +67,10 @@ def recipe() -> RunConfig:
 def test_answer_is_scored_right_or_wrong(recipe: RunConfig) -> None:
     verify = build_verifier(recipe.reward)
     for asked in map(source().training, range(50)):
-        assert score_response(verify, recipe.reward.answer, asked.answer, asked.reference).reward == 1.0
+        assert score_response(verify, recipe.reward.answer, asked.answer, asked.reference).value == 1.0
         for wrong in (asked.answer[:-1], asked.answer + "0", asked.answer[1:] + asked.answer[0], ""):
             right = wrong == asked.answer
-            assert score_response(verify, recipe.reward.answer, wrong, asked.reference).reward == float(right)
+            assert score_response(verify, recipe.reward.answer, wrong, asked.reference).value == float(right)
 
 
 def test_objective_is_plain_grpo(recipe: RunConfig) -> None:

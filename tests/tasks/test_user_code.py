@@ -42,8 +42,9 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
 from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.run.user_code import changed_code
-from rollflow.tasks.scorers.base import Score, score_response
-from rollflow.tasks.scorers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.scorers.base import Score, ScoreRequest
+from rollflow.tasks.scorers.pool import RewardPool
+from rollflow.tasks.scorers.verifier import score_response
 from tests.support.small_run import StoreFeed, make_policy
 from tests.support.user_code import FOLDER, put_in_reach
 
@@ -162,10 +163,10 @@ def test_verifier_in_the_docs_works(caplog: pytest.LogCaptureFixture) -> None:
     made: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], made)
     closeness = made["closeness"]
-    assert score_response(closeness, "all", " 41", {"answer": "42"}).reward == 0.5
+    assert score_response(closeness, "all", " 41", {"answer": "42"}).value == 0.5
     assert score_response(closeness, "all", "no", {"answer": "42"}).reason == "not a number"
     assert not caplog.records
-    assert score_response(closeness, "all", "41", {}).reward == 0.0
+    assert score_response(closeness, "all", "41", {}).value == 0.0
     said = "a response gets a reward of 0, as its verifier failed: KeyError: 'answer'"
     assert [record.getMessage() for record in caplog.records] == [said]
 

@@ -1,0 +1,163 @@
+"""The pool for verifiers that score several responses at a time: asynchronous ones, and those that take several.
+
+    queue --up to `at_once` responses--> worker --numbered scores, in any order--> their callers
+      ^                                    |
+      +---- each alone, if it was one <----+   the worker died, or did not answer in time
+            of several
+
+- An asynchronous verifier gets new responses while others are still being scored. A verifier that takes several gets
+  its next responses when it has scored the previous ones.
+- If a worker dies or hangs, nobody knows which of its responses is at fault. So each of them is scored again, alone.
+- A response that is alone with its worker at the worker's second death, or at the deadline, scores 0 with the outcome
+  "killed" or "timeout".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rollflow.tasks.scorers.base import timeout_score
+from rollflow.tasks.scorers.config import ImportReward
+from rollflow.tasks.scorers.verifier import Verifier
+from rollflow.tasks.scorers.worker_pool import DIED_TWICE, ScoringJob, WorkerPool
+from rollflow.tasks.scorers.worker_process import WorkerDied, WorkerProcess
+
+GRACE_SECONDS = 5.0  # a worker that can end a call at its deadline itself is killed this much later
+
+
+class ConcurrentPool(WorkerPool):
+    """The worker processes and their queue. See the module's docstring."""
+
+    def __init__(self, config: ImportReward, tokenizer_folder: Path, verifier: Verifier) -> None:
+        super().__init__(config, tokenizer_folder)
+        self._at_once, self._takes_several = config.at_once, verifier.takes_several
+        self._limit_seconds = config.deadline_seconds
+        if verifier.is_async:  # a failed call for several responses is followed by calls for each of them
+            self._limit_seconds = config.deadline_seconds * (2 if verifier.takes_several else 1) + GRACE_SECONDS
+
+    def _start_lanes(self) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(self._run_lane()) for _ in range(self._config.workers)]
+
+    async def _run_lane(self) -> None:
+        """Run one worker after another, each until it dies or is killed for a response that is late."""
+        worker: WorkerProcess | None = None
+        try:
+            while True:
+                worker = await self._ensure_worker(worker)
+                if worker is None or not await self._wait_ready(worker):
+                    worker = None
+                    await self._pause_start(())
+                    continue
+                await _Exchange(self, worker).run()
+        finally:
+            if worker:
+                await worker.end()
+
+    async def take(self, most: int) -> list[ScoringJob]:
+        """Wait for a job, and take up to `most` jobs; a job that has to be alone is taken alone."""
+        jobs = [(await self._queue.get())[1]]
+        while not jobs[0].alone and len(jobs) < most and not self._queue.empty():
+            job = self._queue.get_nowait()[1]
+            if job.alone:
+                self._put(job)
+                break
+            jobs.append(job)
+        return jobs
+
+
+class _Exchange:
+    """The requests and scores of one worker, until the worker ends."""
+
+    def __init__(self, pool: ConcurrentPool, worker: WorkerProcess) -> None:
+        self._pool, self._worker = pool, worker
+        self._flying: dict[int, ScoringJob] = {}
+        self._late: set[ScoringJob] = set()
+        self._answered = asyncio.Event()
+        self._busy_since = 0.0
+
+    async def run(self) -> None:
+        """Exchange requests and scores until the worker ends; requeue or settle the responses without a score."""
+        feeding = asyncio.create_task(self._feed())
+        try:
+            while True:
+                number, score = await self._worker.read_numbered_score()
+                if job := self._land(number):
+                    self._pool._settle(job, score)
+        except WorkerDied:
+            pass
+        finally:
+            feeding.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await feeding
+            self._recover()
+
+    async def _feed(self) -> None:
+        """Send requests to the worker whenever it has room for them."""
+        pool, taken = self._pool, list[ScoringJob]()
+        try:
+            while True:
+                await self._wait_until(lambda: self._count_room() > 0)
+                taken = await pool.take(self._count_room())
+                if taken[0].alone:
+                    await self._wait_until(lambda: not self._flying)
+                self._send(taken)
+                if taken[0].alone:
+                    taken = []
+                    await self._wait_until(lambda: not self._flying)
+                taken = []
+        finally:
+            pool._put(*taken)
+
+    def _count_room(self) -> int:
+        if self._pool._takes_several:
+            return 0 if self._flying else self._pool._at_once
+        return self._pool._at_once - len(self._flying)
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._answered.clear()
+            await self._answered.wait()
+
+    def _send(self, jobs: Sequence[ScoringJob]) -> None:
+        loop = asyncio.get_running_loop()
+        self._busy_since = self._busy_since or time.monotonic()
+        for job in jobs:
+            self._flying[job.arrival] = job
+            job.timer = loop.call_later(self._pool._limit_seconds, self._end_late, job)
+        self._worker.send([b"[", b",".join(b"[%d,%s]" % (job.arrival, job.body) for job in jobs), b"]\n"])
+
+    def _end_late(self, job: ScoringJob) -> None:
+        self._late.add(job)
+        self._worker.kill()
+
+    def _land(self, number: int) -> ScoringJob | None:
+        """Remove a job from the running ones; return None if the worker invented the number."""
+        job = self._flying.pop(number, None)
+        if job is not None and job.timer is not None:
+            job.timer.cancel()
+        if not self._flying:
+            self._note_idle()
+        self._answered.set()
+        return job
+
+    def _note_idle(self) -> None:
+        if self._busy_since:
+            self._pool.usage.busy_seconds += time.monotonic() - self._busy_since
+        self._busy_since = 0.0
+
+    def _recover(self) -> None:
+        """Requeue the responses without a score, or settle the one that was alone with the worker."""
+        jobs = [job for number in list(self._flying) if (job := self._land(number))]
+        if len(jobs) == 1 and jobs[0] in self._late:
+            self._pool._settle(jobs.pop(), timeout_score(self._pool._config.deadline_seconds))
+        elif len(jobs) == 1:
+            jobs[0].deaths += 1
+            if jobs[0].deaths == 2:
+                self._pool._settle(jobs.pop(), DIED_TWICE)
+        for job in jobs:
+            job.alone = True
+        self._pool._put(*jobs)

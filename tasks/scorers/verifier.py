@@ -1,0 +1,102 @@
+"""Verifiers: functions that score texts, and run in worker processes.
+
+    form       function                                                a worker calls it
+    one        (response, reference) -> Score | float                  with one response after another
+    async      async (response, reference) -> Score | float            with up to `reward.at_once` responses at a time
+    several    (responses, references) -> list[Score | float]          with up to `reward.at_once` responses in a call
+    several    async (responses, references) -> list[Score | float]    with up to `reward.at_once` responses in a call
+
+If a verifier raises an error, the response scores 0 with the outcome `unjudged`, and the error is the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.scorers.base import LONGEST_REASON, Score, failure_score, make_storable, validate_score
+from rollflow.tasks.scorers.config import Format
+
+Reference = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """A function in one of the forms of the module's docstring."""
+
+    function: Callable[..., Any]
+    takes_several: bool = False
+    is_async: bool = False
+
+    @property
+    def scores_several(self) -> bool:
+        """True if a worker should give the function several responses at a time."""
+        return self.takes_several or self.is_async
+
+    def __call__(self, response: str, reference: Reference) -> Any:
+        """Score one response in this thread and return what the function returned for the response."""
+        if self.scores_several:
+            return asyncio.run(self.call([response], [reference]))[0]
+        return self.function(response, reference)
+
+    async def call(self, responses: Sequence[str], references: Sequence[Reference]) -> list[Any]:
+        """Score responses and return what the function returned for each; an error of one response is raised."""
+        if not self.takes_several:
+            calls = (self.function(*pair) for pair in zip(responses, references, strict=True))
+            return list(await asyncio.gather(*calls)) if self.is_async else list(calls)
+        found = self.function(list(responses), list(references))
+        found = list(await found if self.is_async else found)
+        if len(found) != len(responses):
+            raise ValueError(f"it returned {len(found)} scores for {len(responses)} responses")
+        return found
+
+
+def answer_of(response: str, where: str) -> str:
+    """Return the scored part of a response: the whole response, or the content of the last <answer> tag, if any."""
+    if where == "all":
+        return response.strip()
+    found = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
+    return found[-1].strip() if found else ""
+
+
+def matches_form(form: Format, response: str) -> bool:
+    """Return whether the whole response, without blanks at its ends, matches the pattern."""
+    return re.fullmatch(form.pattern, response.strip(), flags=re.DOTALL) is not None
+
+
+def score_response(
+    verify: Callable[[str, Reference], Any],
+    where: str,
+    response: str,
+    reference: Reference,
+    form: Format | None = None,
+) -> Score:
+    """Run a verifier on the scored part of `response` in this thread; an error becomes a score of 0 with a reason."""
+    started = time.perf_counter()
+    try:
+        score = validate_score("verifier", verify(answer_of(response, where), reference))
+    except Exception as error:  # noqa: BLE001 - a verifier is user code, whose error is the reason for this score
+        score = failure_score("verifier", error)
+    return replace(apply_form(score, form, response), seconds=time.perf_counter() - started)
+
+
+def apply_form(score: Score, form: Format | None, response: str) -> Score:
+    """Subtract `form.penalty` from the score of a response that does not match `form`; the parts show both numbers.
+
+    Up to a constant, this penalty is the format reward of DeepSeek-R1 (DeepSeek-AI 2025, section 2.2.2). A correct
+    answer in another form is only partially correct.
+    """
+    if form is None:
+        return score
+    penalty = 0.0 if matches_form(form, response) else form.penalty
+    score = replace(score, parts={"answer": score.value, **score.parts, "format": -penalty})
+    if not penalty:
+        return score
+    reason = make_storable(f"not in its form; {score.reason}", LONGEST_REASON)
+    outcome = Outcome.PARTIAL if score.outcome is Outcome.CORRECT else score.outcome
+    return replace(score, value=score.value - penalty, reason=reason, outcome=outcome)

@@ -1,0 +1,134 @@
+"""What all pools of worker processes share: the queue of responses, the start of workers, and the end of the pool.
+
+A lane runs one worker process at a time. The death of a worker that was not ready does not count against a response.
+After `START_TRIES` times `workers` such deaths in a row the pool fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.records import Outcome
+from rollflow.tasks.runtime.actor_warnings import open_socket
+from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage, failure_score
+from rollflow.tasks.scorers.config import ImportReward, RewardConfig
+from rollflow.tasks.scorers.worker_process import NotReady, WorkerProcess
+
+START_TRIES = 5
+AGAIN_SECONDS = 0.5  # pause before the next try to start a worker
+DIED_TWICE = Score(0.0, "the reward worker died twice on this response", Outcome.KILLED)
+
+
+@dataclass(eq=False, slots=True)
+class ScoringJob:
+    """A request in the queue or with a worker."""
+
+    arrival: int
+    body: bytes  # the request as JSON
+    future: asyncio.Future[Score]
+    deaths: int = 0  # number of deaths of workers that count against the response
+    alone: bool = False  # True if a worker that had this response among others died or was late
+    timer: asyncio.TimerHandle | None = None
+
+
+class WorkerPool(Scorer):
+    """The queue and the lanes. A subclass says how a lane uses its worker."""
+
+    def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
+        self._config = config
+        self._command = [sys.executable, "-m", "rollflow.tasks.scorers.worker"]
+        self._command += [config.model_dump_json(), str(tokenizer_folder), str(open_socket().fileno())]
+        self._queue: asyncio.PriorityQueue[tuple[int, ScoringJob]] = asyncio.PriorityQueue()  # sorted by arrival
+        self._arrivals = itertools.count()
+        self._lanes: list[asyncio.Task[None]] = []
+        self._unready, self._tries = 0, START_TRIES * config.workers  # failed starts in a row
+        self._hopeless = asyncio.Event()
+        self._error = ConfigError("no worker was tried")
+        self.usage = ScorerUsage()
+
+    async def start(self) -> None:
+        """Start the workers."""
+        self._lanes = self._start_lanes()
+
+    def _start_lanes(self) -> list[asyncio.Task[None]]:
+        raise NotImplementedError
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
+        """Queue requests and return the futures of their scores, in order."""
+        futures: list[asyncio.Future[Score]] = [asyncio.get_running_loop().create_future() for _ in requests]
+        for request, future in zip(requests, futures, strict=True):
+            try:
+                self._put(ScoringJob(next(self._arrivals), request.encode(), future))
+            except (TypeError, ValueError) as error:  # a user-defined environment passed an invalid request
+                future.set_result(failure_score("request", error))
+        return futures
+
+    async def serve(self, finished: asyncio.Event) -> None:
+        """Wait until `finished` is set, then end the workers; raise `ConfigError` if no worker becomes ready."""
+        ends = [asyncio.create_task(event.wait()) for event in (finished, self._hopeless)]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        if not finished.is_set():
+            raise self._error
+        await self.close()
+
+    async def close(self) -> None:
+        """End the workers."""
+        for lane in self._lanes:
+            lane.cancel()
+        await asyncio.gather(*self._lanes, return_exceptions=True)
+
+    def _put(self, *jobs: ScoringJob) -> None:
+        for job in jobs:
+            self._queue.put_nowait((job.arrival, job))
+
+    async def _ensure_worker(self, worker: WorkerProcess | None) -> WorkerProcess | None:
+        """Return this worker if it lives, otherwise a new one; None if no process or pipe is available."""
+        try:
+            return worker if worker and worker.alive else await WorkerProcess.start(self._command)
+        except OSError:
+            return None
+
+    async def _wait_ready(self, worker: WorkerProcess) -> bool:
+        """Return True if the worker has finished its imports, False if the worker has ended."""
+        try:
+            await worker.wait_ready(self._config.start_seconds)
+        except NotReady as error:
+            self._unready += 1
+            config = self._config
+            key = f"path = {config.path!r}" if isinstance(config, ImportReward) else f"kind = {config.kind!r}"
+            tries = f"{self._tries} workers in a row did not get ready; the last one: {error}"
+            self._error = ConfigError(f"reward.{key}: {tries}")
+            return False
+        self._unready = 0
+        return True
+
+    async def _pause_start(self, jobs: Sequence[ScoringJob]) -> None:
+        """Requeue the jobs of a worker that did not get ready; fail the pool after too many tries, else pause."""
+        self._put(*jobs)
+        if self._unready >= self._tries:
+            self._give_up()
+        await asyncio.sleep(AGAIN_SECONDS)
+
+    def _give_up(self) -> None:
+        """Fail all waiting requests, and the pool itself."""
+        self._hopeless.set()
+        while not self._queue.empty():
+            _, job = self._queue.get_nowait()
+            if not job.future.done():
+                job.future.set_exception(self._error)
+
+    def _settle(self, job: ScoringJob, score: Score) -> None:
+        self.usage.scored += 1
+        self.usage.timeouts += score.outcome is Outcome.TIMEOUT
+        if not job.future.done():
+            job.future.set_result(score)

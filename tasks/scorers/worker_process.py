@@ -1,0 +1,117 @@
+"""The process of a scorer's worker, as its owner sees it: requests go in as lines, scores come out as lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from rollflow.storage.errors import RollflowError
+from rollflow.tasks.runtime.actor_warnings import open_socket
+from rollflow.tasks.scorers.base import Score
+
+T = TypeVar("T")
+READY = b"ready\n"
+
+
+class WorkerDied(RollflowError):
+    """Raised when a reward worker's process has ended."""
+
+
+class NotReady(RollflowError):
+    """Raised when a worker ended before it was ready."""
+
+
+class WorkerProcess:
+    """A worker process and its pipes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._is_ready = False
+
+    @classmethod
+    async def start(cls, command: Sequence[str]) -> WorkerProcess:
+        """Start a worker process."""
+        pipe = asyncio.subprocess.PIPE
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, env=environment, pass_fds=(open_socket().fileno(),)
+        )
+        return cls(process)
+
+    @property
+    def alive(self) -> bool:
+        """True if the process runs."""
+        return self._process.returncode is None
+
+    async def wait_ready(self, seconds: float) -> None:
+        """Wait until the worker has finished its imports; raise `NotReady` if it ends or takes longer than
+        `seconds`.
+        """
+        if self._is_ready:
+            return
+        try:
+            line = await self._read_line(seconds)
+        except TimeoutError:
+            await self.end()
+            raise NotReady(f"it took more than reward.start_seconds = {seconds:g}; set more") from None
+        except WorkerDied:
+            raise NotReady(f"it ended with code {self._process.returncode}") from None
+        if line != READY:  # the line has the reason why the worker is not ready
+            await self.end()
+            raise NotReady(line.decode(errors="replace").strip())
+        self._is_ready = True
+
+    def send(self, lines: Sequence[bytes]) -> None:
+        """Send requests; their scores come back in order."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"".join(lines))
+
+    async def read_score(self, seconds: float) -> Score:
+        """Read the next score; raise `TimeoutError` after `seconds`, `WorkerDied` if the process has ended."""
+        return await self._decode(await self._read_line(seconds), Score.of_columns)
+
+    async def read_numbered_score(self) -> tuple[int, Score]:
+        """Read the next score with the number of its request; raise `WorkerDied` if the process has ended."""
+        return await self._decode(await self._read_line(None), lambda found: (found[0], Score.of_columns(found[1])))
+
+    async def _decode(self, line: bytes, build: Callable[[Any], T]) -> T:
+        """Build a value from a line; end the process if the line has no such value."""
+        try:
+            return build(json.loads(line))
+        except (ValueError, TypeError, KeyError, IndexError):
+            await self.end()
+            raise WorkerDied("it wrote no valid score") from None
+
+    async def discard_scores(self, count: int, deadline: float) -> None:
+        """Discard `count` scores of requests that another worker has taken over; end the worker after `deadline`."""
+        try:
+            for _ in range(count if self.alive else 0):
+                await self._read_line(deadline)
+        except (TimeoutError, WorkerDied):
+            await self.end()
+
+    async def _read_line(self, seconds: float | None) -> bytes:
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(seconds):
+                line = await self._process.stdout.readline()
+        except ValueError:  # no score is as long as this line, so the start of the next line is unknown
+            await self.end()
+            raise WorkerDied("it wrote no valid score") from None
+        if not line:
+            await self._process.wait()
+            raise WorkerDied("it ended without an answer")
+        return line
+
+    def kill(self) -> None:
+        """Kill the process; whoever reads its output gets `WorkerDied`."""
+        if self.alive:
+            self._process.kill()
+
+    async def end(self) -> None:
+        """Kill the process and wait until it has ended."""
+        self.kill()
+        await self._process.wait()

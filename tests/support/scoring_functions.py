@@ -1,0 +1,66 @@
+"""User-defined verifiers in every form. A response's reference says what happens to the response."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.scorers.base import Score
+
+Reference = Mapping[str, Any]
+PARTS = {"answer": 0.5, "length": 0.25}
+_here = 0  # responses that `meet` is scoring at present
+
+
+def one(response: str, reference: Reference) -> Score:
+    """Score one response."""
+    return _score(reference)
+
+
+def number(response: str, reference: Reference) -> float:
+    """Score one response by a number."""
+    return float(response == reference["answer"])
+
+
+async def later(response: str, reference: Reference) -> Score:
+    """Score one response, after a moment."""
+    await asyncio.sleep(reference.get("sleep", 0))
+    return _score({**reference, "sleep": 0})
+
+
+def several(responses: Sequence[str], references: Sequence[Reference]) -> list[Score]:
+    """Score several responses in one call."""
+    return [_score(reference) for reference in references]
+
+
+async def several_later(responses: Sequence[str], references: Sequence[Reference]) -> list[Score]:
+    """Score several responses in one call, after a moment."""
+    await asyncio.sleep(max(reference.get("sleep", 0) for reference in references))
+    return [_score({**reference, "sleep": 0}) for reference in references]
+
+
+async def meet(response: str, reference: Reference) -> float:
+    """Score a response once `reference["of"]` responses are being scored at the same time."""
+    global _here
+    _here += 1
+    while _here < reference["of"]:
+        await asyncio.sleep(0.01)
+    return 1.0
+
+
+def count(responses: Sequence[str], references: Sequence[Reference]) -> list[float]:
+    """Score each response by the number of responses in the call; one score is missing if there are many."""
+    return [len(responses) / 100] * (len(responses) - (len(responses) > 16))
+
+
+def _score(reference: Reference) -> Score:
+    time.sleep(reference.get("sleep", 0))
+    if reference.get("raises"):
+        raise LookupError("no such answer")
+    if reference.get("dies"):
+        os._exit(3)
+    return Score(0.75, "close", Outcome.PARTIAL, PARTS)
