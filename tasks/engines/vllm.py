@@ -7,7 +7,7 @@ Guarantees, beyond the contract in `base`:
 - The engine never samples from a truncated distribution, and the log-probs are computed after temperature is applied.
 - The responses to a prompt share the attention state of the prompt, but never across versions. An update empties the
   prefix cache, and every entry of the prefix cache is salted with the version under which the entry's request arrived.
-- No process of the engine outlives its owner (`vllm_worker`).
+- No process of the engine outlives its owner (`vllm_worker`), or listens outside loopback.
 
 The model starts with random weights from `config.json` alone, without stored weights or a tokenizer. The engine is not
 bit-reproducible, because rounding depends on the batch. A `seeded` engine draws the same tokens for a repeated request,
@@ -40,6 +40,7 @@ from rollflow.tasks.policies.quick_imports import quick_imports
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.runtime.fork_server import fork_server
 from rollflow.tasks.runtime.gc_tuning import spare_collector
+from rollflow.tasks.runtime.node import find_interface
 
 if TYPE_CHECKING:
     from rollflow.tasks.engines.vllm_responses import Response, Responses
@@ -344,6 +345,9 @@ def _environment(threads: int) -> Iterator[None]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a pinned thread starves while the learner uses its core
             "OMP_NUM_THREADS": str(threads),
         }
+    # An engine is on one machine. By default gloo listens at the address that the machine's host name stands for.
+    if loopback := find_interface("127.0.0.1"):
+        os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The folder of this node for fetched files. Each node finds its own folder, because paths differ between nodes."""
+"""This node's folder for fetched files, and its network interfaces. Each node finds its own, because nodes differ."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import platform
 import stat
 import tempfile
 from pathlib import Path
+
+import psutil
 
 from rollflow.storage.errors import ConfigError
 
@@ -18,6 +20,14 @@ def node_cache() -> Path:
         ConfigError: no folder can be used.
     """
     return cache_in(_find_home())
+
+
+def find_interface(address: str) -> str | None:
+    """Return the name of the network interface that has the address; None if no interface has it."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address == address for found in addresses):
+            return str(name)
+    return None
 
 
 def cache_in(home: Path) -> Path:

@@ -4,6 +4,7 @@ vLLM's own process is noticed even while the engine is idle."""
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from socket import AF_INET
 
 import psutil
 import pytest
@@ -88,21 +90,39 @@ async def test_death_of_vllms_process_ends_every_wait(tmp_path: Path) -> None:
 
 
 def test_vllm_processes_end_with_a_killed_owner(tmp_path: Path) -> None:
+    """No process of the engine outlives its owner, or listens outside loopback."""
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
     policy = make_policy(tmp_path / "policy")
     # vLLM changes this variable; where it is the first, a core had no title
     environment = {"LD_LIBRARY_PATH": "", **os.environ}
-    command = [sys.executable, str(script), str(policy)]
+    command = [*_name_host_outside(tmp_path), sys.executable, str(script), str(policy)]
     owner = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     try:
         children = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
         assert any(child.name().startswith(TITLE) for child in children)
+        opened = [one for child in children for one in child.net_connections("inet") if one.status == "LISTEN"]
+        assert opened
+        assert [one.laddr for one in opened if not ipaddress.ip_address(one.laddr.ip).is_loopback] == []
     finally:
         os.kill(owner.pid, signal.SIGKILL)
     owner.wait(HANG_SECONDS)
     until(lambda: not any(map(_alive, children)))
+
+
+def _name_host_outside(folder: Path) -> list[str]:
+    """Return a command that starts another one on a host whose name stands for its outside address, as in a cloud.
+
+    Without root, or without such an address, the host keeps its name.
+    """
+    addresses = [one.address for found in psutil.net_if_addrs().values() for one in found if one.family == AF_INET]
+    outside = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+    if os.geteuid() != 0 or not outside:
+        return []
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{outside[0]} outside\n")
+    name = f'mount --bind {folder / "hosts"} /etc/hosts && hostname outside && exec "$@"'
+    return ["unshare", "--uts", "--mount", "sh", "-c", name, "sh"]
 
 
 @pytest.mark.soak

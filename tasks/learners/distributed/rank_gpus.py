@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 
-import psutil
 import torch
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.runtime.node import find_interface
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # environment variable that CUDA reads at its first use in a process
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # library that adds up tensors over ranks, by device type
@@ -54,7 +54,6 @@ def interface_of(host: str) -> str:
     Raises:
         ConfigError: no interface has the address `host`.
     """
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == host for address in addresses):
-            return str(name)
-    raise ConfigError(f"train.multi_node = true: this machine has no network interface with its own address {host}")
+    if (name := find_interface(host)) is None:
+        raise ConfigError(f"train.multi_node = true: this machine has no network interface with its own address {host}")
+    return name
