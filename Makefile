@@ -67,7 +67,8 @@ gpu:
 AUDIT := .venv-audit/bin/python
 .venv-audit/.installed: infra/constraints-audit.txt
 	$(PYTHON) -m venv .venv-audit
-	$(AUDIT) -m pip install --disable-pip-version-check --no-deps -r $<
+	@$(AUDIT) -m pip install --disable-pip-version-check --retries 1 --no-deps -r $< || \
+	  { echo "nothing was audited or listed: no package registry gave the tools of $<" >&2; exit 2; }
 	@touch $@
 
 audit-pins: .venv-audit/.installed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -69,19 +70,48 @@ def test_every_file_of_pins_is_audited(script: ModuleType) -> None:
     assert set(script.PINS) == set(INFRA.glob("constraints-*.txt"))
 
 
-@pytest.mark.soak
-def test_sbom_lists_the_pins(tmp_path: Path) -> None:
-    """A registry is asked for the tools; they validate what they write against CycloneDX's schema."""
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone in which no target was called yet, as far as the targets need it."""
     shutil.copytree(INFRA, tmp_path / "infra")
     for name in ("Makefile", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, tmp_path)
-    subprocess.run(["make", "sbom", f"PYTHON={sys.executable}"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def make(clone: Path, target: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Call a target."""
+    command = ["make", target, f"PYTHON={sys.executable}"]
+    return subprocess.run(command, cwd=clone, env=os.environ | environment, capture_output=True, text=True)
+
+
+@pytest.mark.long
+def test_targets_without_a_registry_say_so(clone: Path) -> None:
+    alone = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(clone)}
+    done = make(clone, "audit-pins", **alone)
+    assert done.returncode == 2
+    assert "nothing was audited or listed: no package registry gave the tools of infra/constraints-audit.txt" in (
+        done.stderr
+    )
+    assert not (clone / ".venv-audit" / ".installed").exists(), "the next call must try again"
+
+
+@pytest.mark.soak
+def test_targets_list_and_audit_the_pins(clone: Path) -> None:
+    """A registry gives the tools. They validate the SBOMs against CycloneDX's schema, and say that PyPI is silent."""
+    listed = make(clone, "sbom")
+    assert listed.returncode == 0, listed.stderr
     for name in ("cpu", "gpu"):
-        bom = json.loads((tmp_path / f"dist/sbom-{name}.json").read_text())
+        bom = json.loads((clone / f"dist/sbom-{name}.json").read_text())
         assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.6")
         assert bom["metadata"]["component"]["name"] == "rollflow"
-        listed = {component["purl"].removeprefix("pkg:pypi/").partition("?")[0] for component in bom["components"]}
-        assert listed == pins(INFRA / f"constraints-{name}.txt")
+        known = {component["purl"].removeprefix("pkg:pypi/").partition("?")[0] for component in bom["components"]}
+        assert known == pins(INFRA / f"constraints-{name}.txt")
+    audited = make(clone, "audit-pins", HTTPS_PROXY="http://127.0.0.1:1", https_proxy="http://127.0.0.1:1")
+    assert audited.returncode == 2
+    assert audited.stdout.startswith("constraints-cpu.txt: no advisories could be read (")
+    assert audited.stdout.rstrip().endswith("run `make audit-pins` where PyPI answers")
+    assert "Error 2" in audited.stderr
 
 
 def pins(file: Path) -> set[str]:

@@ -25,6 +25,12 @@ from tests.support.s3_server import s3_server, use
 
 INFRA = REPOSITORY / "infra"
 SCRIPTS = ("secrets.sh", "wheelhouse.sh", "backup.sh", "slurm/rollflow.sbatch")
+QUIET = {  # by the command or the manifest that starts a service: what turns its usage statistics off
+    "prefect server start": ("PREFECT_SERVER_ANALYTICS_ENABLED", "--analytics-off"),
+    "mlflow server": ("MLFLOW_DISABLE_TELEMETRY",),
+    "ray start --": ("RAY_USAGE_STATS_ENABLED", "--disable-usage-stats"),
+    "rayVersion:": ("RAY_USAGE_STATS_ENABLED",),
+}
 
 
 # --- compose.yaml ---------------------------------------------------------------------------------------------------
@@ -34,6 +40,16 @@ def test_ports_are_open_on_loopback_only() -> None:
     ports = [port for service in read(secrets()).values() for port in service.get("ports", ())]
     assert len(ports) == 2
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port) for port in ports), ports
+
+
+def test_started_services_send_no_usage_statistics() -> None:
+    begun = set()
+    for file in (file for kind in ("yaml", "sbatch", "tftpl") for file in INFRA.rglob(f"*.{kind}")):
+        words = " ".join(re.sub(r"#.*", "", file.read_text()).translate(str.maketrans("[],", "   ")).split())
+        for start in (start for start in QUIET if start in words):
+            begun.add(start)
+            assert any(switch in words for switch in QUIET[start]), f"{file}: {start}"
+    assert begun == {*QUIET}
 
 
 @pytest.mark.parametrize("name", ["POSTGRES_PASSWORD", "PREFECT_AUTH", "RAY_TOKEN", "S3_KEY", "S3_SECRET"])
