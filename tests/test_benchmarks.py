@@ -70,6 +70,7 @@ LONG = {  # servers, whole runs, minutes of a core
     "wall_clock": Smoke("--versions 8 --turns 1"),
 }
 PARTS = {  # that a benchmark above runs, or a test of their own
+    "baselines": "scheduling",
     "chaos_table": "chaos",
     "defaults": "scheduling",
     "faulty_s3": "chaos",

@@ -67,7 +67,8 @@ class Deployment:
                 for option in ray_options(body)
             ]
             command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, "--num-cpus=1"]
-            command += ["--object-store-memory=100000000", "--include-dashboard=false"]
+            command += ["--object-store-memory=100000000"]
+            command += ["--include-dashboard=false"] if machine is self.head else []  # Ray refuses it elsewhere
             as_systemd = ["sh", "-c", 'until "$@"; do sleep 1; done', "sh", *command]  # `Restart=always`
             machine.start(as_systemd, **self.environment(machine, variables(body)))
 
