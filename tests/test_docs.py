@@ -11,7 +11,7 @@ import pytest
 
 from rollflow.flows.commands.keys_page import keys_page
 from rollflow.flows.commands.options import build_parser
-from rollflow.flows.config_keys import describe_keys
+from rollflow.flows.config_keys import describe_keys, list_keys
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
 from rollflow.tasks.simulation.hardware import Hardware
@@ -23,6 +23,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/.-])(?:flows|tasks|storage|tests|benchmarks|docs|infra)/[\w./-]*[\w/]")
 MODULE = re.compile(r"python -m (benchmarks\.\w+)")
 COMMAND = re.compile(r"\brollflow ([a-z]+)\b([^`\n|]*)")
+KEYS = {*list_keys(RunConfig), *(f"{side}.{key}" for side in ("rollout", "train") for key in ("gpus", "hour"))}
+SECTIONS = "|".join(sorted({key.partition(".")[0] for key in KEYS if "." in key}))
+KEY = re.compile(rf"(?<![\w/.\[-])(?:{SECTIONS})\.(?!json|png)[a-z_]+(?:\.[a-z_]+)*(?![\w/(]|\.[a-z])")
 TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)\b")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -89,6 +92,18 @@ def test_commands_exist(page: Path) -> None:
         files = [name.replace(".", "/") + ".py" for name in MODULE.findall(text)]
         wrong += [f"{name}: there is no such file" for name in files if not (ROOT / name).exists()]
     assert [one for one in wrong if one] == []
+
+
+@each_page
+def test_config_keys_exist(page: Path) -> None:
+    assert sorted({key for text in code(page) for key in KEY.findall(text) if key not in KEYS}) == []
+
+
+def test_scheduling_table_names_existing_keys() -> None:
+    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / "scheduling.md").read_text(), flags=re.MULTILINE)
+    named = [key for row in rows for key in re.findall(r"`([\w.]+)`", row)]
+    assert [key for key in named if not {key, f"rollout.{key}"} & KEYS] == []
+    assert len(named) > 10
 
 
 def test_every_verb_is_described() -> None:
