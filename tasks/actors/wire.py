@@ -21,8 +21,9 @@ ENDINGS = tuple(StopReason)
 
 # ids_N, tokens_T (int32), logprobs_T (float32), versions_T (int32), lengths_N
 PackedPartials: TypeAlias = tuple[list[str], bytes, bytes, bytes, list[int]]
-# ids_N, prompts_T (int32), lengths_N, (max_new_tokens, temperature, seed)_N, prefixes of the few requests with a prefix
-PackedRequests: TypeAlias = tuple[list[str], bytes, list[int], list[tuple[int, float, int | None]], PackedPartials]
+Settings: TypeAlias = tuple[int, float, int | None, tuple[str, ...]]  # max_new_tokens, temperature, seed, stop
+# ids_N, prompts_T (int32), lengths_N, settings_N, prefixes of the few requests with a prefix
+PackedRequests: TypeAlias = tuple[list[str], bytes, list[int], list[Settings], PackedPartials]
 # tokens of each generation, index into ENDINGS_N, cached_N
 PackedGenerations: TypeAlias = tuple[PackedPartials, bytes, list[int]]
 # the result of `collect`: finished generations, failed requests, new tokens of running requests
@@ -34,7 +35,7 @@ def pack_requests(requests: Sequence[GenerationRequest]) -> PackedRequests:
         [request.id for request in requests],
         b"".join([Int32s.of(request.prompt).data for request in requests]),
         [len(request.prompt) for request in requests],
-        [(request.max_new_tokens, request.temperature, request.seed) for request in requests],
+        [(request.max_new_tokens, request.temperature, request.seed, request.stop) for request in requests],
         pack_partials({request.id: request.prefix for request in requests if request.prefix}),
     )
 
@@ -43,7 +44,10 @@ def unpack_requests(packed: PackedRequests) -> list[GenerationRequest]:
     ids, prompts_T, lengths_N, settings_N, packed_prefixes = packed
     prompts, prefixes = Int32s(prompts_T), unpack_partials(packed_prefixes)
     rows = zip(ids, _build_slices(lengths_N), settings_N, strict=True)
-    return [GenerationRequest(id, prompts[cut], *settings, prefixes.get(id, TokenSpan())) for id, cut, settings in rows]
+    return [
+        GenerationRequest(id, prompts[cut], longest, temperature, seed, prefixes.get(id, TokenSpan()), stop)
+        for id, cut, (longest, temperature, seed, stop) in rows
+    ]
 
 
 def pack_partials(partials: Mapping[str, TokenSpan]) -> PackedPartials:

@@ -21,7 +21,8 @@ def build_engine(
 
     Args:
         policy_folder: folder with the policy's `config.json`. It needs no weights, because the first update loads them.
-            None for the timed engine, which has no policy.
+            None for a timed engine, which then reads each token of a stop string as a
+                code point.
         seeded: the engine must respect the seed of each request, even if that costs speed.
         told_as: the name under which the engine's library reports its metrics to Ray; "" to report none.
     """
@@ -29,7 +30,7 @@ def build_engine(
         case TimedEngineConfig():
             from rollflow.tasks.engines.timed import TimedEngine
 
-            return TimedEngine(config)
+            return TimedEngine(config, policy_folder)
         case VllmEngineConfig():
             from rollflow.tasks.engines.vllm import VllmEngine
 

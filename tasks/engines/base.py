@@ -10,6 +10,8 @@ Guarantees, each tested once for all engines in `tests/contracts/test_engines.py
 - After `update(v, weights)` every new token is computed with these weights and labelled `v`. A prompt that arrives
   after the update uses no attention state of older weights.
 - `abort` ends a request immediately: the request's `generate` returns the tokens so far, with the ending `ABORTED`.
+- A response ends with `STOP` at the token that completes one of the request's stop strings. The stop string stays in
+  the response, and may have begun in the prefix.
 - A request with a `prefix` continues after the prefix: the tokens of the prefix stay as they were sampled.
 - A dead engine raises `EngineFailed` from every call, including calls that already wait. Only `progress` still works: a
   dead engine's `progress` returns the tokens of running requests, so that another engine can continue the requests.
@@ -89,6 +91,7 @@ class GenerationRequest:
     temperature: float = 1.0
     seed: int | None = None
     prefix: TokenSpan = TokenSpan()
+    stop: tuple[str, ...] = ()  # stop strings, as the policy's tokenizer decodes the response; the prefix has none
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.runnable import find_hindrance
+from rollflow.tasks.engines.stop_strings import StopWatch, watch_stops
 from rollflow.tasks.policies.attention import choose_attention
 from rollflow.tasks.policies.context import context_length
 from rollflow.tasks.policies.device import find_device, fix_workspace, send, turn_off_cudnn_attention
@@ -78,6 +79,7 @@ class RunningRow:
     request: GenerationRequest
     known: list[int]
     draws: Tensor
+    watch: StopWatch
     fed: int = 0
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -100,6 +102,7 @@ class RunningRow:
         if position < len(prefix):
             token, logprob, version = prefix.tokens[position], prefix.logprobs[position], prefix.versions[position]
         self.known.append(token)
+        self.watch.feed(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
         return token
@@ -174,7 +177,7 @@ class FixedShapeSampler:
         config = AutoConfig.from_pretrained(policy_folder)
         if why := find_hindrance(config):
             raise ValueError(f"{policy_folder}: the transformers engine cannot run it: {why}; use vllm")
-        self._config = config
+        self._config, self._folder = config, policy_folder
         attention = choose_attention(config) or "sdpa"
         self._device = find_device()
         self._shape = ON_CPU
@@ -209,7 +212,7 @@ class FixedShapeSampler:
             )
         generator = torch.Generator().manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
         draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
-        row = RunningRow(request, list(request.prompt), draws)
+        row = RunningRow(request, list(request.prompt), draws, watch_stops(request.stop, self._folder))
         self._queue.append(row)
         return row
 
@@ -368,7 +371,7 @@ class FixedShapeSampler:
         return ended
 
     def _find_ending(self, row: RunningRow, token: int) -> StopReason | None:
-        if token in self._stop_ids:
+        if token in self._stop_ids or row.watch.stopped:
             return StopReason.STOP
         return StopReason.LENGTH if len(row.logprobs) == row.request.max_new_tokens else None
 

@@ -2,7 +2,7 @@
 
 Guarantees of the timed engine, beyond the contract in `base`:
 
-- A response's length, tokens and ending depend only on the request's seed (or its id) and its prompt.
+- A response's length, tokens and ending depend only on the request's seed (or its id), its prompt and its stop strings.
 - Time passes only through the event loop's own clock, so the engine runs unchanged on a virtual clock.
 - There is one timer per engine, none per token. With n running requests, an event costs O(log n), and an update costs
   O(1).
@@ -45,6 +45,7 @@ from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.lengths import ResponseLengths
+from rollflow.tasks.engines.stop_strings import watch_stops
 
 LOGPROB = -1.0  # log-prob of every fake token
 SLACK_SECONDS = 1e-6  # most seconds that an event loop may fire a timer too early
@@ -84,8 +85,10 @@ class EngineUsage:
 class TimedEngine:
     """Runs `slots` requests at a time, first come, first served. See `base.Engine` for the contract of the methods."""
 
-    def __init__(self, config: TimedEngineConfig) -> None:
+    def __init__(self, config: TimedEngineConfig, policy_folder: Path | None = None) -> None:
+        """Build an engine; the tokenizer in `policy_folder`, if there is one, reads the text of stop strings."""
         self._config = config
+        self._folder = policy_folder if policy_folder and (policy_folder / "tokenizer.json").exists() else None
         self._lengths = ResponseLengths(config)
         self._version = -1
         self._suspended = False
@@ -215,6 +218,8 @@ class TimedEngine:
         tokens = Int32s.of(draw.randbytes(max(1, round(length / config.tokens_per_tick))))
         per_token = length * config.seconds_per_token / len(tokens)
         said = len(request.prefix)
+        if end := watch_stops(request.stop, self._folder).find_end(tokens):
+            length, tokens, ending = length * end / len(tokens), tokens[:end], StopReason.STOP
         needs = config.prefill_seconds + (len(tokens) - said) * per_token
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         return _Run(request, request.prefix.tokens + tokens[said:], ending, per_token, needs, done, length=length)

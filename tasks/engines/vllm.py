@@ -35,6 +35,7 @@ from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.runnable import CPU_BLOCK_TOKENS, check_head_size, cpu_kv_cache
+from rollflow.tasks.engines.stop_strings import watch_stops
 from rollflow.tasks.policies.context import context_length
 from rollflow.tasks.policies.quick_imports import quick_imports
 from rollflow.tasks.policies.stop import stop_tokens
@@ -161,6 +162,7 @@ class VllmEngine:
                 request.temperature,
                 self._derive_seed(request),
                 str(self._version),
+                watch_stops(request.stop, self._folder, prefix.tokens),
             )
             self._running[request.id] = prefix, response
             try:

@@ -25,6 +25,7 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.engines.base import TokenSpan
+from rollflow.tasks.engines.stop_strings import NO_STOPS, StopWatch
 
 ENDINGS = {
     FinishReason.STOP: StopReason.STOP,
@@ -36,11 +37,11 @@ ENDINGS = {
 class Response:
     """One running response: its tokens, and the version of each."""
 
-    __slots__ = ("_logprobs", "_spans", "_stepped", "_tokens", "cached", "done", "request")
+    __slots__ = ("_logprobs", "_spans", "_stepped", "_tokens", "_watch", "cached", "done", "request")
 
-    def __init__(self, request: EngineCoreRequest) -> None:
-        """Start with the request in the form that vLLM's core takes."""
-        self.request = request
+    def __init__(self, request: EngineCoreRequest, watch: StopWatch = NO_STOPS) -> None:
+        """Start with the request in the form that vLLM's core takes; `watch` knows the stop strings."""
+        self.request, self._watch = request, watch
         self.done: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         self.cached = 0  # number of prompt tokens taken from the prefix cache
         self._tokens: list[int] = []
@@ -58,6 +59,8 @@ class Response:
             logprobs = output.new_logprobs.logprobs[:, 0].tolist()  # column 0 is the sampled token
             if len(logprobs) != len(tokens):
                 raise EngineFailed(f"vLLM gave {len(tokens)} tokens and {len(logprobs)} log-probs")
+            if end := self._watch.find_end(tokens):
+                tokens, logprobs = tokens[:end], logprobs[:end]
             if not self._spans or self._spans[-1][0] != version:
                 self._spans.append((str(version), len(self._tokens)))
             self._tokens += tokens
@@ -85,6 +88,11 @@ class Response:
         # `strict=False`, because before the first token there is an end but no start.
         spans = [Int32s.same(version, stop - start) for (version, start), stop in zip(starts, ends, strict=False)]
         return TokenSpan(Int32s.of(tokens), Float32s.of(logprobs), Int32s.joined(spans))
+
+    @property
+    def stopped(self) -> bool:
+        """True if the response has a stop string."""
+        return self._watch.stopped
 
     @property
     def complete(self) -> bool:
@@ -115,7 +123,15 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         self._params = lru_cache(maxsize=256)(self._prepare_params)  # cached, because they cost a third of a request
         llm.output_processor = self
 
-    def new(self, prompt: Int32s, max_new_tokens: int, temperature: float, seed: int | None, salt: str) -> Response:
+    def new(
+        self,
+        prompt: Int32s,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int | None,
+        salt: str,
+        watch: StopWatch = NO_STOPS,
+    ) -> Response:
         """Create the response to a prompt; call `send` next. Requests with different `salt` share no attention state.
 
         Raises:
@@ -130,7 +146,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
             params.seed = seed
         id = f"rollflow-{next(self._numbers)}"
         request = EngineCoreRequest(id, tokens, None, params, None, time.time(), None, salt, None)
-        self._running[id] = response = Response(request)
+        self._running[id] = response = Response(request, watch)
         return response
 
     async def send(self, response: Response) -> None:
@@ -154,7 +170,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         self, outputs: list[Any], timestamp: float | None = None, stats: Any = None, weight_version: str | None = None
     ) -> Any:
         """Distribute the outputs of a step; vLLM calls this."""
-        others = []
+        others, stopped = [], []
         for output in outputs:
             response = self._running.get(output.request_id)
             if response is None:
@@ -163,10 +179,14 @@ class Responses(OutputProcessor):  # type: ignore[misc]
             response.take(output, weight_version)
             if stats is not None and timestamp is not None:
                 response.count(output, timestamp, stats)
-            if output.finish_reason is not None:
+            if response.stopped or output.finish_reason is not None:
                 del self._running[output.request_id]
-                response.end(output.finish_reason)
-        return super().process_outputs(others, timestamp, None, weight_version)  # the other outputs belong to probes
+                response.end(FinishReason.STOP if response.stopped else output.finish_reason)
+            if response.stopped and output.finish_reason is None:
+                stopped.append(output.request_id)
+        done = super().process_outputs(others, timestamp, None, weight_version)  # the other outputs belong to probes
+        done.reqs_to_abort.extend(stopped)  # vLLM aborts these in its core, which knows no stop strings
+        return done
 
     def propagate_error(self, error: Exception) -> None:
         """Fail all running responses, because the core died, was closed or sent unreadable output.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,15 @@ from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig, Trans
 from rollflow.tasks.engines.timed import TimedEngine
 from tests.support.cores import core
 from tests.support.here import Here
-from tests.support.tiny_policy import EOS, greedy_tokens, make_policy, make_weights, reference_logprobs
+from tests.support.tiny_policy import (
+    EOS,
+    greedy_tokens,
+    letter,
+    make_letters,
+    make_policy,
+    make_weights,
+    reference_logprobs,
+)
 from tests.support.waiting import HANG_SECONDS, soon
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow, pytest.mark.xdist_group("vllm")]
@@ -69,6 +77,7 @@ class Case:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     make_policy(folder / "policy")
+    make_letters(folder / "policy")
     for parity in (0, 1):
         make_weights(folder / f"weights-{parity}", seed=parity)
     return folder
@@ -288,6 +297,33 @@ async def test_answer_continues_from_its_prefix(case: Case) -> None:
             assert generation.logprobs[cut:] == pytest.approx(expected[len(request.prompt) - 1 + cut :], abs=1e-4)
         else:
             assert generation.tokens == whole.tokens
+
+
+def first_stop(tokens: Sequence[int], stop: str) -> int | None:
+    """Return the length of the shortest beginning that contains the stop string."""
+    found = (count for count in range(len(tokens) + 1) if stop in "".join(map(letter, tokens[:count])))
+    return next(found, None)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+async def test_response_ends_at_its_first_stop_string(case: Case, length: int) -> None:
+    """The same holds for a response that continues on another engine, even if its prefix cuts the stop string."""
+    request = case.request(40, temperature=0.0 if case.has_model else 1.0)
+    whole = await case.engine.generate(request)
+    place = len(whole.tokens) // 2
+    stop = "".join(map(letter, whole.tokens[place : place + length]))
+    end = first_stop(whole.tokens, stop)
+    assert end is not None
+    stopped = replace(request, id=f"{request.id}-stop", stop=("not in it", stop))
+    found = await case.engine.generate(stopped)
+    assert (found.tokens, found.ending) == (whole.tokens[:end], StopReason.STOP)
+    assert found.logprobs == pytest.approx(whole.logprobs[:end], abs=1e-4)
+    for cut in {1, end // 2, end - 1} & set(range(1, end)):
+        rest = replace(stopped, id=f"{stopped.id}-{cut}", prefix=beginning(whole, cut))
+        found = await case.engine.generate(rest)
+        assert (found.tokens, found.ending) == (whole.tokens[:end], StopReason.STOP)
+    spared = await case.engine.generate(replace(request, id=f"{request.id}-spared", stop=("not in it",)))
+    assert (spared.tokens, spared.ending) == (whole.tokens, whole.ending)
 
 
 async def test_engine_takes_more_requests_than_slots(case: Case) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 EOS = 1
@@ -27,6 +30,18 @@ def make_weights(folder: Path, seed: int, *, tied: bool = True) -> Path:
     config.tie_word_embeddings = tied
     Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def make_letters(folder: Path) -> None:
+    """Add a tokenizer to a policy folder: each token is a letter."""
+    tokenizer = Tokenizer(WordLevel({letter(token): token for token in range(VOCABULARY)}, unk_token=letter(0)))
+    tokenizer.decoder = Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def letter(token: int) -> str:
+    """Return the text of a token for the tokenizer of `make_letters`: one letter of two bytes."""
+    return chr(0x100 + token)
 
 
 def reference_logprobs(

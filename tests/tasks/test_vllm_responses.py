@@ -28,6 +28,7 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine
 from rollflow.tasks.runtime.clock import run_virtual
+from tests.support.tiny_policy import letter, make_letters
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
@@ -129,6 +130,38 @@ class Running:
     @property
     def empty(self) -> bool:
         return not (self.engine._running or self.engine._responses._running)
+
+
+def test_stop_string_ends_a_response_and_its_request(tmp_path: Path) -> None:
+    """The stop string begins in the prefix, and ends within a step; the core still generates until it is aborted."""
+    make_letters(tmp_path)
+    prefix = TokenSpan.of((50, 51), (-0.5, -0.25), (0, 0))
+
+    async def main() -> None:
+        core = Core()
+        engine = engine_on(core, tmp_path)
+        asked = GenerationRequest("a", (3,), 8, prefix=prefix, stop=("never", letter(51) + letter(52) + letter(53)))
+        task = asyncio.create_task(engine.generate(asked))
+        while not core.sent:
+            await asyncio.sleep(0)
+        id = core.sent[0].request_id
+
+        def step(*tokens: int) -> list[str]:
+            outputs = [output(id, tokens, [-1.0] * len(tokens))]
+            return list(core.output_processor.process_outputs(outputs, 0.0, None, weight_version="1").reqs_to_abort)
+
+        assert step(52) == []
+        assert engine.progress({"a": 0})["a"].tokens == (50, 51, 52)
+        assert step(53, 54) == [id]
+        assert step(55) == []
+        made = await task
+        assert (made.tokens, made.ending) == ((50, 51, 52, 53), StopReason.STOP)
+        assert made.logprobs == (-0.5, -0.25, -1.0, -1.0)
+        assert made.versions == (0, 0, 1, 1)
+        assert not engine._running
+        assert not engine._responses._running
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize("end", [STOP, LENGTH])

@@ -1,0 +1,71 @@
+"""Stop strings: a response ends with the token that completes one of its request's stop strings.
+
+The stop string stays in the response. The last token may contain more text than the stop string. Every engine uses this
+module, so all engines end a response at the same token.
+
+A stop string of n bytes has at most n tokens, because each token has at least one byte. So it suffices to decode the
+newest tokens after each token. `SPARE` more tokens are decoded, because some tokenizers drop a blank at the beginning
+of a text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+
+SPARE = 8
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class StopWatch:
+    """Reads a response token by token, and says when the response contains a stop string."""
+
+    __slots__ = ("_decode", "_newest", "_strings", "stopped")
+
+    def __init__(self, strings: Sequence[str], decode: Decode, tokens: Iterable[int] = ()) -> None:
+        """Watch for any of `strings`; `tokens` is the beginning of the response, which contains none of them."""
+        self._strings, self._decode = strings, decode
+        longest = max((len(one.encode()) for one in strings), default=0)
+        self._newest: deque[int] = deque(tokens, longest + SPARE)
+        self.stopped = False
+
+    def feed(self, token: int) -> bool:
+        """Read the next token; return whether it completes a stop string."""
+        if not self._strings:
+            return False
+        self._newest.append(token)
+        text = self._decode(list(self._newest))
+        self.stopped = any(one in text for one in self._strings)
+        return self.stopped
+
+    def find_end(self, tokens: Iterable[int]) -> int | None:
+        """Return how many of these next tokens the response has up to its first stop string; None without one."""
+        if not self._strings:
+            return None
+        return next((count for count, token in enumerate(tokens, 1) if self.feed(token)), None)
+
+
+NO_STOPS = StopWatch((), lambda tokens: "")
+
+
+def watch_stops(strings: Sequence[str], folder: Path | None, tokens: Iterable[int] = ()) -> StopWatch:
+    """Watch for these stop strings with the tokenizer in `folder`; without a folder, a token is a code point.
+
+    Raises:
+        ConfigError: there are stop strings, and the folder has no tokenizer.
+    """
+    return StopWatch(strings, _read_decoder(folder) if folder and strings else _decode_code_points, tokens)
+
+
+@lru_cache(maxsize=4)
+def _read_decoder(folder: Path) -> Decode:
+    return PolicyTokenizer(folder).decode
+
+
+def _decode_code_points(tokens: Sequence[int]) -> str:
+    return "".join(map(chr, tokens))
