@@ -37,7 +37,8 @@ TIMED = TimedEngineConfig(median_tokens=1000, sigma=0.0, seconds_per_token=0.01,
 
 def test_packed_messages_arrive_unchanged() -> None:
     prefix = TokenSpan.of((4, 5), (-0.5, -1e-9), (0, 3))
-    requests = [GenerationRequest("a", (1, 2), 3, 0.7, 5), GenerationRequest("b", (9,), 4, 1.0, None, prefix, ("\n", "end"))]
+    stops = GenerationRequest("b", (9,), 4, 1.0, None, prefix, ("\n", "end"))
+    requests = [GenerationRequest("a", (1, 2), 3, 0.7, 5), stops]
     assert unpack_requests(pack_requests(requests)) == requests
     generations = [
         Generation("a", TokenSpan.of((1, 2), (-0.1, -1e-9), (0, 1)), StopReason.STOP, 3),
