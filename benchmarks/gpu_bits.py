@@ -40,7 +40,7 @@ class Made:
 def run_bits() -> Iterator[Row]:
     """Report the changes that alter the engine's bits."""
     sizes = QWEN_05B if GPU else TINY
-    count, tokens = (128, 48) if GPU else (6, 6)
+    count, tokens = (128, 96) if GPU else (6, 6)  # on a GPU groups of 256 keys, with which cuDNN's bits differ
     given = os.environ.pop(WORKSPACE, None)
     try:
         with (
@@ -63,13 +63,10 @@ def _compare(folder: Path, requests: Sequence[GenerationRequest], vocabulary: in
     yield from _with_cudnn(folder, requests)
     batch = make_batch(BatchShape(4, 4, vocabulary))
     changes: Mapping[str, Callable[[], Any]] = {
-        "other memory in use": lambda: held.append(torch.zeros(2**28 if GPU else 2**10, device=DEVICE)),
         "after a learner": lambda: build(folder, DEVICE, "bfloat16").step(batch, 0),
-        "started while algorithms are deterministic": lambda: torch.use_deterministic_algorithms(True),
         f"after {WORKSPACE} is set": fix_workspace,
         "after a deterministic learner": lambda: build(folder, DEVICE, "bfloat16", **KEYS).step(batch, 0),
     }
-    held: list[Tensor] = []
     for name, change in changes.items():
         change()
         clear_memory()
