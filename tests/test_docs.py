@@ -95,6 +95,14 @@ def test_commands_exist(page: Path) -> None:
 
 
 @each_page
+def test_table_rows_are_whole(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert [row for row in rows if not row.rstrip().endswith("|")] == []
+    assert re.findall(r"^\|.*\n(?!\||\n)(.+)", text, flags=re.MULTILINE) == []
+
+
+@each_page
 def test_config_keys_exist(page: Path) -> None:
     assert sorted({key for text in code(page) for key in KEY.findall(text) if key not in KEYS}) == []
 
