@@ -300,8 +300,8 @@ DISPATCHES = (
     ("a discard moved to a later batch", AUDIT, _moved(3)),
     ("a discard moved to an earlier batch, when it was not yet stale", AUDIT, _moved(0)),
     ("a discard invented for a prompt in flight: stale", ANCHOR, _invented(DiscardReason.STALE)),
-    ("the same, under a version that is too new", AUDIT, _invented(DiscardReason.STALE, 11)),
-    ("the same: filtered", AUDIT, _invented(DiscardReason.FILTERED)),
+    ("a discard invented for a prompt in flight: stale, too new", AUDIT, _invented(DiscardReason.STALE, 11)),
+    ("a discard invented for a prompt in flight: filtered", AUDIT, _invented(DiscardReason.FILTERED)),
     ("a prompt issued out of turn", AUDIT, _never_ended),
     ("a group left out of batch and entry", AUDIT, lambda f: f.rows(B, lambda groups: groups[:1])),
     (
