@@ -90,10 +90,19 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
         found = locate_run(name, base)
         found.check_format()
         return found
-    runs = list_runs(base)
+    return newest_runs(base, 1)[0]
+
+
+def newest_runs(store: str | None, count: int) -> list[RunContext]:
+    """Return the newest `count` runs of `store`, or of the default store, the newest last.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    runs = list_runs(store)
     if not runs:
-        raise ConfigError(f"there is no run in {base} yet; start one with `rollflow run RECIPE`")
-    return max(runs, key=_created_at)
+        raise ConfigError(f"there is no run in {store or default_store()} yet; start one with `rollflow run RECIPE`")
+    return sorted(runs, key=_created_at)[-count:]
 
 
 def locate_run(name: str, store: str) -> RunContext:

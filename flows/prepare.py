@@ -23,6 +23,7 @@ from rollflow.tasks.run.context import FORMAT, RunContext
 from rollflow.tasks.run.prompt_check import Tell
 from rollflow.tasks.run.prompt_pins import store_prompts
 from rollflow.tasks.run.user_code import own_code
+from rollflow.tasks.runtime.names import is_number
 
 
 def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunContext:
@@ -31,6 +32,8 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
     Raises:
         ConfigError: one sentence that says what the user must change.
     """
+    if is_number(run_id):
+        raise ConfigError(f"run id = {run_id!r}: a number means a version of the newest run; add a letter to it")
     found = preflight(config, tell=tell)
     uri = store_uri(config)
     context = context_of(uri, run_id)

@@ -1,4 +1,4 @@
-"""`rollflow simulate --from-run`: fits hardware to a recorded run's latencies, and compares the prediction with the
+"""`rollflow plan --from-run`: fits hardware to a recorded run's latencies, and compares the prediction with the
 run.
 
 The comparison reads the run's storage alone: batches (lengths, generation and reward seconds), versions (train seconds,

@@ -1,4 +1,4 @@
-"""`rollflow audit RUN`: prove a run's invariants from its storage alone."""
+"""`rollflow audit`: proves a run's invariants from its storage alone; with `--repair`, repairs a damaged log."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import json
 from collections.abc import Sequence
 
 from pydantic import TypeAdapter
+from rich.console import Console
 
 from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.locations import find_run
-from rollflow.flows.tracking.anchors import read_anchors
+from rollflow.flows.commands._chosen_run import chosen_run
+from rollflow.flows.views.anchors import read_anchors
 from rollflow.flows.views.audit_table import print_report, show_audit
-from rollflow.storage.audit.anchors import Anchor, check_anchors, parse_anchor
-from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.log.anchors import Anchor, check_anchors, parse_anchor
+from rollflow.storage.log.repair import plan_repairs, repair
+from rollflow.storage.log.report import AuditReport
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
 
@@ -22,21 +24,27 @@ REPORT = TypeAdapter(AuditReport)
 
 
 def command(options: argparse.Namespace) -> int:
-    """Audit the run and print the report; return `FAILED` if there is a violation."""
-    context = find_run(options.run, options.store)
-    anchors = [anchor for said in options.anchor for anchor in _collect_anchors(context, said)]
+    """Audit the run and print the report, or repair the run's log. Return `FAILED` if there is a violation, or damage
+    that was not repaired.
+    """
+    context = chosen_run(options)
     try:
-        report = show_audit(context.store, deep=options.deep, expected=expected_of(context))
-        report.violations += check_anchors(context.store, anchors)
+        whole = repair_log(context, agreed=options.yes) if options.repair else _audit(context, options)
     except Missing:
-        raise ConfigError(
-            f"run {options.run!r}: there is no such run in {context.uri}; check the run id or --store"
-        ) from None
+        raise ConfigError(f"there is no such run in {context.uri}; check the run id or --store") from None
+    return OK if whole else FAILED
+
+
+def _audit(context: RunContext, options: argparse.Namespace) -> bool:
+    """Print the report; return whether the run is clean."""
+    anchors = [anchor for said in options.anchor for anchor in _collect_anchors(context, said)]
+    report = show_audit(context.store, deep=options.deep, expected=expected_of(context))
+    report.violations += check_anchors(context.store, anchors)
     if options.json:
         print(json.dumps({"clean": report.clean, **REPORT.dump_python(report, mode="json")}))
     else:
         print_report(report, _read_shares(context))
-    return OK if report.clean else FAILED
+    return report.clean
 
 
 def _collect_anchors(context: RunContext, said: str) -> Sequence[Anchor]:
@@ -55,3 +63,26 @@ def _read_shares(context: RunContext) -> dict[str, float]:
         return context.config.shares
     except Corrupt:
         return {}
+
+
+def repair_log(context: RunContext, *, agreed: bool, console: Console | None = None) -> bool:
+    """Say how the run's log can be repaired, and repair it if the user has `agreed`; return whether the log is
+    undamaged.
+
+    Raises:
+        Missing: there is no such run.
+        Corrupt: the log has damage that cannot be repaired.
+    """
+    console = console or Console(highlight=False)
+    found = plan_repairs(context.store)
+    if not found:
+        console.print(f"the log of {context.uri} is whole", soft_wrap=True)
+        return True
+    for step in found:
+        console.print(str(step), soft_wrap=True)
+    if not agreed:
+        console.print("nothing was changed: make sure that nothing works on the run, then add --yes to repair the log")
+        return False
+    repair(context.store, found)
+    console.print(f"done; {context.uri} can be resumed", soft_wrap=True)
+    return True

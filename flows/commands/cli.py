@@ -1,6 +1,6 @@
-"""The command line: reads the options, runs the verb, prints each error as one sentence on standard error.
+"""The command line: reads the options, runs the command, prints each error as one sentence on standard error.
 
-Importing this module loads no torch, Ray, vLLM, Prefect or MLflow: each verb's module imports what it needs.
+Importing this module loads little, so that `rollflow --help` is quick: each command's module imports what it needs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from rollflow.flows.commands import BAD_INPUT, FAILED, INTERRUPTED
-from rollflow.flows.commands.options import build_parser
-from rollflow.flows.locations import run_home
-from rollflow.flows.services.variables import WITH_SERVICES, bypass_proxies, check_home, check_variables, give_home
+from rollflow.flows.commands.options import parse_options
 from rollflow.storage.errors import ConfigError, RollflowError
 
+WITH_SERVICES = ("run", "resume", "sweep", "serve")  # commands that start services
 STDERR = 2  # the highest file descriptor of the standard streams
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb, which is `command(options)` of its module; return the exit code.
+    """Run one command, which is `command(options)` of its module; return the exit code.
 
     The process ends silently if the reader of its output is gone, as in `rollflow keys | head`.
     """
@@ -45,15 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     _escape_unprintable()
-    options = build_parser().parse_args(arguments)
-    bypass_proxies(os.environ)
     try:
-        if getattr(options, "settings", None):
-            _apply_settings(options)
-        if options.verb in WITH_SERVICES:
-            check_variables()
-            check_home(run_home())
-            give_home(os.environ, run_home())
+        options = parse_options(sys.argv[1:] if arguments is None else arguments)
+        _prepare_environment(options)
         return int(importlib.import_module(f"rollflow.flows.commands.{options.verb}").command(options))
     except ConfigError as error:
         print(f"rollflow: {error}", file=sys.stderr)
@@ -64,6 +57,20 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("rollflow: stopped", file=sys.stderr)
         return INTERRUPTED
+
+
+def _prepare_environment(options: argparse.Namespace) -> None:
+    """Apply a settings file, and check the environment of a command that starts services."""
+    from rollflow.flows.locations import run_home
+    from rollflow.flows.services.variables import bypass_proxies, check_home, check_variables, give_home
+
+    bypass_proxies(os.environ)
+    if getattr(options, "settings", None):
+        _apply_settings(options)
+    if options.verb in WITH_SERVICES and not getattr(options, "end", False):
+        check_variables()
+        check_home(run_home())
+        give_home(os.environ, run_home())
 
 
 def _apply_settings(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`rollflow compare RUN...`: compares the configs, results and costs of runs, as a table and a page."""
+"""`rollflow compare`: compares the configs, results and costs of runs, as a table and a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollflow.flows.commands import OK
-from rollflow.flows.locations import find_run, run_home
+from rollflow.flows.locations import find_run, newest_runs, run_home
 from rollflow.flows.views.compare import ComparedRun, describe_same_weights, diff_configs, read_compared
 from rollflow.flows.views.compare_page import compare_page
 from rollflow.storage.errors import ConfigError
@@ -20,7 +20,8 @@ from rollflow.tasks.run.context import RunContext
 
 def command(options: argparse.Namespace) -> int:
     """Read the runs, print the table, write the page."""
-    contexts = [find_run(run, options.store) for run in options.runs]
+    named = [find_run(run, options.store) for run in options.runs]
+    contexts = named or newest_runs(options.store, 2)
     _check_apart(contexts)
     runs = read_compared(contexts)
     page = options.html or run_home() / "compare.html"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 
 from rollflow.flows.commands import OK
+from rollflow.flows.commands._chosen_run import chosen_run
 from rollflow.flows.commands.inspect import find_published
 from rollflow.flows.export import export
-from rollflow.flows.locations import find_run
 
 
 def command(options: argparse.Namespace) -> int:
     """Export the version and say how to serve the exported folder."""
-    context = find_run(options.run, options.store)
+    context = chosen_run(options)
     export(context, find_published(context, options.version), options.folder)
     dtype = context.config.policy.dtype
     print(f"version {options.version} of run {context.run_id} is in {options.folder} ({dtype}); serve it as it was")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollflow.flows.commands import OK
-from rollflow.flows.locations import find_run
+from rollflow.flows.commands._chosen_run import chosen_run
 from rollflow.flows.views.console import format_duration
 from rollflow.storage.audit.garbage import Orphan, collect, list_orphans, store_clock
 from rollflow.storage.errors import ConfigError
@@ -22,7 +22,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 def command(options: argparse.Namespace) -> int:
     """List the orphans, or delete them."""
-    context = find_run(options.run, options.store)
+    context = chosen_run(options)
     if options.json:
         found, size = collect_orphans(context, options.older_than, options.dry_run)
         objects = [asdict(orphan) for orphan in found]

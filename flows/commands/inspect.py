@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollflow.flows.commands import OK
+from rollflow.flows.commands._chosen_run import chosen_run
 from rollflow.flows.commands._inspect_data import (
     batch_of,
     check_key,
@@ -25,7 +26,6 @@ from rollflow.flows.commands._inspect_data import (
     trajectory_value,
     version_value,
 )
-from rollflow.flows.locations import find_run
 from rollflow.flows.services.times import utc_time
 from rollflow.flows.views.audit_table import domains_table
 from rollflow.flows.views.config_history import change_sentence, list_changes
@@ -48,7 +48,7 @@ SHOWN = 12  # largest number of keys in a list; further keys are only counted
 
 def command(options: argparse.Namespace) -> int:
     """Show the run, version or trajectory that the user names."""
-    context = find_run(options.run, options.store)
+    context = chosen_run(options)
     if options.json:
         print(json.dumps(value_of(context, options.what)))
     else:

@@ -1,4 +1,7 @@
-"""`rollflow log RUN`: prints the history of a run from its log, one line for each entry."""
+"""`rollflow log`: prints the history of a run, one line for each entry of its log.
+
+`--processes` prints the log lines of the run's processes instead.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rollflow.flows.commands import OK
-from rollflow.flows.locations import find_run
+from rollflow.flows.commands._chosen_run import chosen_run
+from rollflow.flows.commands._process_log import print_process_log
 from rollflow.flows.services.times import utc_time
 from rollflow.flows.views.config_history import change_sentence
 from rollflow.storage.log.configs import RecordedConfig
@@ -35,8 +39,9 @@ SHOWN = ("reward", "loss")  # metrics that are shown for each version
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the run's log."""
-    print_log(find_run(options.run, options.store), follow=options.follow, as_json=options.json)
+    """Print the run's log, or the log lines of its processes."""
+    show = print_process_log if options.processes else print_log
+    show(chosen_run(options), follow=options.follow, as_json=options.json)
     return OK
 
 

@@ -1,115 +1,101 @@
-"""Defines every verb of the command line and its options. Each verb is implemented in the module of the same name."""
+"""Defines every command and its options, in groups. Each command is implemented in the module of the same name."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from rollflow.flows.commands._option_rules import check_combination, check_earlier_name, move_version
+
+ABOUT = "Asynchronous RL post-training of language models. A command of a run takes the newest run if you name none."
+SET = ("--set", {"action": "append", "default": [], "metavar": "KEY=VALUE"})
+
+
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the words of a command line.
+
+    Raises:
+        ConfigError: the command has another name now, or two options exclude each other.
+        SystemExit: argparse printed the help, or what is wrong.
+    """
+    check_earlier_name(arguments)
+    options = build_parser().parse_args(arguments)
+    move_version(options)
+    check_combination(options)
+    return options
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands."""
-    top = argparse.ArgumentParser(prog="rollflow", description="asynchronous RL post-training of language models")
-    top.add_argument("--version", action=_Version, help="print the version of rollflow and exit")
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
-
-    _recipe_commands(commands)
-    _looking_commands(commands)
-    _proving_commands(commands)
-    _storage_commands(commands)
-    _simulation_commands(commands)
-    _helping_commands(commands)
-    _serving_commands(commands)
+    top = argparse.ArgumentParser(
+        prog="rollflow",
+        usage="rollflow COMMAND [OPTION...]",
+        formatter_class=_Format,
+        epilog="`rollflow COMMAND --help` describes a command and gives an example.",
+    )
+    top.add_argument("--version", action=_Version, nargs=0, help="print the version of rollflow")
+    shells = {"choices": ("bash", "zsh"), "metavar": "SHELL"}
+    top.add_argument("--completion", action=_Completion, **shells, help="print the completion script for bash or zsh")
+    commands = _Commands(top)
+    for title, add in GROUPS.items():
+        commands.begin_group(title)
+        add(commands)
+    top.description = "\n".join([ABOUT, *commands.lines])
     return top
 
 
-def _recipe_commands(commands: Any) -> None:
-    """Add the verbs that take a recipe, and `resume`."""
-    run = commands.add_parser("run", help="train a policy from a recipe")
-    run.add_argument("recipe", type=Path)
-    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. train.learning_rate=1e-4")
-    _settings_argument(run)
-    run.add_argument("--run-id", help="default: the recipe's name and the time")
-    run.set_defaults(verb="run")
+class _Format(argparse.HelpFormatter):
+    """Wraps descriptions, but keeps indented lines as they are."""
 
-    sweep = commands.add_parser("sweep", help="start a run for each of several values and seeds, and compare them")
-    sweep.add_argument("recipe", type=Path)
-    values = "several values: train.learning_rate=1e-4,3e-4"
-    sweep.add_argument("--set", action="append", default=[], metavar="KEY=VALUE[,VALUE...]", help=values)
-    _settings_argument(sweep)
-    sweep.add_argument("--seeds", type=_positive, default=1, metavar="N", help="runs of each value (default: 1)")
-    sweep.add_argument("--study", help="name of the whole study; the name of a stopped study continues it")
-    sweep.set_defaults(verb="sweep")
-
-    resume = commands.add_parser("resume", help="continue a run that was stopped")
-    _run_argument(resume, required=True)
-    changed = "continue with another value of a key, e.g. versions=20; docs/recovery.md lists the keys that may change"
-    resume.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=changed)
-    resume.set_defaults(verb="resume")
-
-    check = commands.add_parser("check", help="validate a recipe")
-    check.add_argument("recipe", type=Path)
-    check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    _settings_argument(check)
-    check.add_argument("--offline", action="store_true", help="contact no service: no store, MLflow, Prefect or Ray")
-    whole = check.add_mutually_exclusive_group()
-    whole.add_argument("--resolved", action="store_true", help="print the whole recipe, with every default, as TOML")
-    whole.add_argument("--json", action="store_true", help="the same as one JSON object")
-    check.set_defaults(verb="check")
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        wrap = super()._fill_text
+        return "\n".join(
+            line if line.startswith(" ") or not line else wrap(line, width, indent) for line in text.splitlines()
+        )
 
 
-def _helping_commands(commands: Any) -> None:
-    """Add the verbs that help to write a recipe and to find what is missing."""
-    keys = commands.add_parser("keys", help="print every key of a recipe, with its default and meaning")
-    which = keys.add_mutually_exclusive_group()
-    which.add_argument(
-        "--hardware", action="store_true", help="print the keys of a hardware file for `simulate` instead"
-    )
-    which.add_argument(
-        "--markdown", action="store_true", help="print the keys of both, as the page docs/configuration.md"
-    )
-    keys.add_argument("--json", action="store_true", help="one JSON list")
-    keys.set_defaults(verb="keys")
+class _Parser(argparse.ArgumentParser):
+    """Parses a command's words. Options may stand between arguments: `inspect one --json 7`."""
 
-    init = commands.add_parser("init", help="write a recipe to start from, with every key in a comment")
-    init.add_argument("file", type=Path, help="a new file, e.g. mine.toml")
-    init.set_defaults(verb="init")
+    _mixed = False
 
-    completion = commands.add_parser(
-        "completion", help="print the script for a shell's completion of commands and options"
-    )
-    completion.add_argument("shell", choices=("bash", "zsh"))
-    completion.set_defaults(verb="completion")
-
-    doctor = commands.add_parser(
-        "doctor", help="show what is installed, which services answer, and which engine a run would use"
-    )
-    doctor.add_argument("--json", action="store_true", help="one JSON list")
-    doctor.add_argument(
-        "--cluster",
-        type=Path,
-        nargs="?",
-        const=Path(),
-        metavar="RECIPE",
-        help="ask every node of the recipe's Ray cluster instead, or of --set cluster.address=HOST:PORT",
-    )
-    doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with --cluster")
-    doctor.add_argument(
-        "--settings", type=Path, metavar="FILE", help="check this settings file, and contact the places that it names"
-    )
-    doctor.set_defaults(verb="doctor")
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._mixed:  # the call by `parse_known_intermixed_args`
+            return super().parse_known_args(args, namespace)
+        self._mixed = True
+        return self.parse_known_intermixed_args(args, namespace)
 
 
-def _settings_argument(command: argparse.ArgumentParser) -> None:
-    given = "variables, store, cluster and tracking of an installation; see docs/cluster.md"
-    command.add_argument("--settings", type=Path, metavar="FILE", help=given)
+class _Commands:
+    """The commands of a parser; `lines` lists them in groups, for the help."""
+
+    def __init__(self, top: argparse.ArgumentParser) -> None:
+        self._parsers = top.add_subparsers(
+            required=True, metavar="COMMAND", help=argparse.SUPPRESS, parser_class=_Parser, prog="rollflow"
+        )
+        self.lines: list[str] = []
+
+    def begin_group(self, title: str) -> None:
+        """List the next commands below this title."""
+        self.lines += ["", title]
+
+    def add(self, verb: str, summary: str, more: str, example: str) -> argparse.ArgumentParser:
+        """Add a command. The list of commands shows the summary; the command's own help shows all three texts."""
+        self.lines.append(f"  {verb:<9} {summary}")
+        parser: argparse.ArgumentParser = self._parsers.add_parser(
+            verb,
+            description=f"{summary}. {more}",
+            epilog=f"example:\n  {example}",
+            formatter_class=_Format,
+        )
+        parser.set_defaults(verb=verb)
+        return parser
 
 
 class _Version(argparse.Action):
     """Prints the version, which is looked up only on request."""
-
-    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
@@ -118,69 +104,138 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _looking_commands(commands: Any) -> None:
-    """Add the verbs that observe or end runs."""
-    listed = commands.add_parser("list", help="list the runs of a store, the newest last")
-    listed.add_argument("--store", help="default: ROLLFLOW_STORE, or one in the run home")
-    listed.add_argument("--json", action="store_true", help="one JSON object a line")
-    listed.set_defaults(verb="list")
+class _Completion(argparse.Action):
+    """Prints the completion script of a shell."""
 
-    status = commands.add_parser("status", help="show the status of a run (default: the newest)")
-    _run_argument(status, required=False)
-    status.add_argument("--json", action="store_true", help="as one JSON object")
-    status.set_defaults(verb="status")
+    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, option: object = None) -> None:
+        from rollflow.flows.commands._completion import completion_script
 
-    for verb, when in (("stop", "at its next version"), ("cancel", "at once")):
-        ended = commands.add_parser(verb, help=f"end a run {when}, wherever it runs; it can be resumed")
-        _run_argument(ended, required=True)
-        ended.add_argument("--no-wait", action="store_true", help="do not wait until it has ended")
-        ended.set_defaults(verb=verb)
+        print(completion_script(parser, shell), end="")
+        parser.exit()
 
-    logs = commands.add_parser("logs", help="print the logs of a run's flows on this machine (default: the newest run)")
-    _run_argument(logs, required=False)
-    logs.add_argument("--follow", action="store_true", help="also print new lines, until the run ends or Ctrl-C")
-    logs.add_argument("--json", action="store_true", help="one JSON object a line; see ROLLFLOW_LOG_FORMAT")
-    logs.set_defaults(verb="logs")
 
-    top = commands.add_parser(
-        "top", help="watch a run (default: the newest) until it ends; Ctrl-C ends only the watching"
+# --- the groups ----------------------------------------------------------------------------------------------
+
+
+def _add_training(commands: _Commands) -> None:
+    init = commands.add(
+        "init",
+        "Write a new recipe with every key, its default and its meaning",
+        "The keys are comments; remove the comment sign to set a key.",
+        "rollflow init mine.toml",
     )
-    _run_argument(top, required=False)
-    top.set_defaults(verb="top")
+    init.add_argument("file", type=Path, metavar="FILE", help="a new file")
+
+    check = commands.add(
+        "check",
+        "Check a recipe without starting a run",
+        "The command makes all checks that `run` makes before its first token, and starts and downloads nothing.",
+        "rollflow check mine.toml --set engine.replicas=2",
+    )
+    _recipe_arguments(check)
+    _settings_argument(check)
+    check.add_argument("--offline", action="store_true", help="contact no service: no store, MLflow, Prefect or Ray")
+    whole = check.add_mutually_exclusive_group()
+    whole.add_argument("--resolved", action="store_true", help="print the whole recipe, with every default, as TOML")
+    whole.add_argument("--json", action="store_true", help="print the whole recipe as JSON")
+
+    run = commands.add(
+        "run",
+        "Train a policy from a recipe",
+        "The command shows the run until it ends. Ctrl-C stops the run; `rollflow resume` continues it.",
+        "rollflow run mine.toml --set train.learning_rate=1e-6",
+    )
+    _recipe_arguments(run)
+    _settings_argument(run)
+    run.add_argument("--run-id", help="default: the recipe's name and the time")
+
+    sweep = commands.add(
+        "sweep",
+        "Train a run for each combination of values and seeds",
+        "The runs are trained one after the other and compared at the end.",
+        "rollflow sweep mine.toml --set train.learning_rate=1e-4,3e-4 --seeds 3",
+    )
+    sweep.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file")
+    sweep.add_argument(SET[0], **{**SET[1], "metavar": "KEY=VALUE[,VALUE...]"}, help="one or more values of a key")
+    _settings_argument(sweep)
+    sweep.add_argument("--seeds", type=_positive, default=1, metavar="N", help="runs of each combination (default: 1)")
+    sweep.add_argument("--study", help="a name for all runs; the name of a stopped study continues it")
+
+    resume = commands.add(
+        "resume",
+        "Continue a run that was stopped",
+        "The run continues from its storage alone. --set changes its config, and the change is recorded in its log.",
+        "rollflow resume --set versions=200",
+    )
+    _run_argument(resume)
+    resume.add_argument(
+        SET[0], **SET[1], help="another value of a key; docs/recovery.md lists the keys that may change"
+    )
+
+    stop = commands.add(
+        "stop",
+        "End a run at its next version, or at once",
+        "The command works from any machine that reaches the run's storage. `rollflow resume` continues the run.",
+        "rollflow stop --now",
+    )
+    _run_argument(stop)
+    stop.add_argument("--now", action="store_true", help="end the run at once; unfinished work is repeated on resume")
+    stop.add_argument("--no-wait", action="store_true", help="do not wait until the run has ended")
 
 
-def _serving_commands(commands: Any) -> None:
-    """Add the verbs that run servers."""
-    serve = commands.add_parser("serve", help="serve the deployments, the Prefect UI and MLflow until Ctrl-C")
-    up = commands.add_parser("up", help="`serve` in the background, until `down`; commands in the same home use it")
-    for command in (serve, up):
-        for name in ("prefect", "mlflow", "ray"):
-            wanted = "a port on loopback; default: the last one of this home"
-            command.add_argument(f"--{name}-port", type=_positive, metavar="PORT", help=wanted)
-        database = (
-            "for Prefect, e.g. postgresql+asyncpg://user@host/prefect; default: the last one of this home, or SQLite"
-        )
-        command.add_argument("--database", metavar="URL", help=database)
-    serve.set_defaults(verb="serve")
-    up.set_defaults(verb="up")
-    down = commands.add_parser("down", help="end the servers that `up` started in this home; their data is kept")
-    down.set_defaults(verb="down")
+def _add_watching(commands: _Commands) -> None:
+    status = commands.add(
+        "status",
+        "Show the state of a run, or list all runs",
+        "--watch shows the live view; Ctrl-C then ends the view and not the run.",
+        "rollflow status --watch",
+    )
+    _run_argument(status)
+    status.add_argument("--watch", action="store_true", help="show the live view until the run ends")
+    status.add_argument("--all", action="store_true", help="list the runs of the store, the newest last")
+    status.add_argument("--json", action="store_true", help="print JSON: one object for each run")
 
-    deploy = commands.add_parser("deploy", help="make each recipe of a folder a deployment in the Prefect UI")
-    deploy.add_argument("folder", type=Path)
-    pool = "instead, print a prefect.yaml that deploys them and the stages to this work pool"
-    deploy.add_argument("--work-pool", metavar="NAME", help=pool)
-    deploy.set_defaults(verb="deploy")
+    log = commands.add(
+        "log",
+        "Print the history of a run, one line for each entry of its log",
+        "--processes prints the log lines of the run's processes on this machine instead.",
+        "rollflow log --processes --follow",
+    )
+    _run_argument(log)
+    log.add_argument("--processes", action="store_true", help="print the log lines of the processes, not the entries")
+    log.add_argument("--follow", action="store_true", help="also print new lines, until Ctrl-C")
+    log.add_argument("--json", action="store_true", help="print one JSON object per line")
 
-    nightly = commands.add_parser("nightly", help="train the recipes of a nightly file every night")
-    nightly.add_argument("file", type=Path)
-    nightly.set_defaults(verb="nightly")
+    inspect = commands.add(
+        "inspect",
+        "Show where a run, a version or a trajectory comes from",
+        "A trajectory is PROMPT.ATTEMPT.SAMPLE; it is shown with its text, tokens, reward and fate.",
+        "rollflow inspect 12.0.3",
+    )
+    _run_argument(inspect)
+    inspect.add_argument("what", nargs="?", metavar="VERSION|TRAJECTORY", help="e.g. 7 or 12.0.3")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+
+    compare = commands.add(
+        "compare",
+        "Compare the configs, results and costs of runs",
+        "The command prints a table and writes a page with curves. Without RUN, it compares the two newest runs.",
+        "rollflow compare sorting-a sorting-b --html compare.html",
+    )
+    compare.add_argument("runs", nargs="*", metavar="RUN", help="run ids, or paths or URIs of runs' storage")
+    _store_argument(compare, "the runs")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="the page; default: compare.html in the run home")
+    compare.add_argument("--json", action="store_true", help="print the figures and curves as one JSON object")
 
 
-def _proving_commands(commands: Any) -> None:
-    """Add the verbs that verify a run from its storage alone."""
-    audit = commands.add_parser("audit", help="prove a run's invariants from its storage alone")
-    _run_argument(audit, required=True)
+def _add_proving(commands: _Commands) -> None:
+    audit = commands.add(
+        "audit",
+        "Prove from storage alone that a run kept its guarantees",
+        "The exit code is 1 if the run broke one. --repair shows how a damaged log can be repaired.",
+        "rollflow audit --deep",
+    )
+    _run_argument(audit)
     audit.add_argument("--deep", action="store_true", help="check from the first entry on, and check every object")
     audit.add_argument(
         "--anchor",
@@ -189,103 +244,173 @@ def _proving_commands(commands: Any) -> None:
         metavar="N:SHA256",
         help="compare entry N with a hash that was kept elsewhere; `mlflow` takes the hashes from MLflow; repeatable",
     )
-    audit.add_argument("--json", action="store_true", help="the whole report as one JSON object")
-    audit.set_defaults(verb="audit")
+    audit.add_argument("--json", action="store_true", help="print the whole report as one JSON object")
+    audit.add_argument("--repair", action="store_true", help="show how a damaged log can be repaired")
+    audit.add_argument("--yes", action="store_true", help="with --repair: make the repair")
 
-    replay = commands.add_parser("replay", help="retrain a version from its parent and batch, and compare the weights")
-    _run_argument(replay, required=True)
-    which = replay.add_mutually_exclusive_group()
-    which.add_argument("version", nargs="?", type=int, help="default: the newest")
-    which.add_argument("--all", action="store_true", help="retrain every version, from the first")
-    replay.add_argument("--ranks", type=int, help="number of training processes; default: as many as the run has")
-    replay.add_argument("--json", action="store_true", help="one JSON object a version")
-    replay.set_defaults(verb="replay")
-
-
-def _storage_commands(commands: Any) -> None:
-    """Add the verbs that need only a run's storage."""
-    inspect = commands.add_parser("inspect", help="show the lineage of a run, a version or a trajectory")
-    _run_argument(inspect, required=True)
-    inspect.add_argument("what", nargs="?", help="a version (7) or a trajectory (PROMPT.ATTEMPT.SAMPLE: 12.0.3)")
-    inspect.add_argument("--json", action="store_true", help="as one JSON object")
-    inspect.set_defaults(verb="inspect")
-
-    compare = commands.add_parser("compare", help="compare the configs, results and costs of runs")
-    compare.add_argument("runs", nargs="+", metavar="RUN", help="run ids, or paths or URIs of runs' storage")
-    compare.add_argument(
-        "--store", help="the store that holds the runs; default: ROLLFLOW_STORE, or one in the run home"
+    replay = commands.add(
+        "replay",
+        "Train a version again and compare the weights",
+        "The version is trained from its parent and its recorded batch. The exit code is 1 if the weights differ.",
+        "rollflow replay --all",
     )
-    compare.add_argument("--html", type=Path, metavar="FILE", help="the page; default: compare.html in the run home")
-    compare.add_argument("--json", action="store_true", help="print the figures and curves as one JSON object")
-    compare.set_defaults(verb="compare")
+    _run_argument(replay)
+    replay.add_argument("version", nargs="?", metavar="VERSION", help="default: the newest")
+    replay.add_argument("--all", action="store_true", help="train every version again, from the first")
+    replay.add_argument("--ranks", type=int, metavar="N", help="training processes; default: as many as the run has")
+    replay.add_argument("--json", action="store_true", help="print one JSON object for each version")
 
-    log = commands.add_parser("log", help="print the history of a run, one line for each entry of its log")
-    _run_argument(log, required=True)
-    log.add_argument("--follow", action="store_true", help="also print new entries, until Ctrl-C")
-    log.add_argument("--json", action="store_true", help="print the entries as JSON, one a line")
-    log.set_defaults(verb="log")
 
-    repair = commands.add_parser("repair", help="show how a damaged log can be repaired, or repair it")
-    _run_argument(repair, required=True)
-    repair.add_argument("--yes", action="store_true", help="make the repair")
-    repair.set_defaults(verb="repair")
+def _add_keeping(commands: _Commands) -> None:
+    export = commands.add(
+        "export",
+        "Write a version as a Hugging Face folder",
+        "transformers, TRL and `vllm serve` can load the folder.",
+        "rollflow export 150 policy/",
+    )
+    _run_argument(export)
+    export.add_argument("version", type=int, metavar="VERSION", help="e.g. 150")
+    export.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder")
 
-    export = commands.add_parser("export", help="write a version as a Hugging Face folder")
-    _run_argument(export, required=True)
-    export.add_argument("version", type=int)
-    export.add_argument("folder", type=Path, help="a new folder")
-    export.set_defaults(verb="export")
-
-    gc = commands.add_parser("gc", help="delete objects of a run that its log does not need")
-    _run_argument(gc, required=True)
+    gc = commands.add(
+        "gc",
+        "Delete the objects in storage that a run does not need",
+        "These are objects that no entry of the log names, and pruned objects that still exist.",
+        "rollflow gc --dry-run",
+    )
+    _run_argument(gc)
     gc.add_argument("--dry-run", action="store_true", help="only list the objects")
     gc.add_argument("--older-than", default="1h", metavar="AGE", help="e.g. 30m, 1h (the default), 2d")
-    gc.add_argument("--json", action="store_true", help="as one JSON object")
-    gc.set_defaults(verb="gc")
+    gc.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _simulation_commands(commands: Any) -> None:
-    """Add the verbs that run on a virtual clock."""
-    simulate = commands.add_parser("simulate", help="simulate a recipe on other hardware, in virtual time")
-    simulate.add_argument("recipe", type=Path)
-    simulate.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    where = simulate.add_mutually_exclusive_group(required=True)
+def _add_planning(commands: _Commands) -> None:
+    plan = commands.add(
+        "plan",
+        "Simulate a recipe on other hardware, or find the best use of GPUs",
+        "Without --gpus, the recipe is simulated as it is. With --gpus N, simulations search for the best split of N "
+        "GPUs between rollout and training, and for the best alpha.",
+        "rollflow plan mine.toml --hardware rlvr-128 --gpus 128",
+    )
+    _recipe_arguments(plan)
+    where = plan.add_mutually_exclusive_group(required=True)
     where.add_argument("--hardware", type=Path, metavar="FILE", help="a TOML file, or the name of a shipped one")
     where.add_argument(
-        "--from-run", metavar="RUN", help="take the latencies of a recorded run, and compare the prediction with it"
+        "--from-run", metavar="RUN", help="take the latencies of a recorded run, and compare with that run"
     )
-    simulate.add_argument("--store", help="the store that holds RUN; default: ROLLFLOW_STORE, or one in the run home")
-    simulate.add_argument("--versions", type=_positive, metavar="N", help="default: the recipe's")
-    simulate.add_argument("--plot", type=Path, metavar="OUT", help="draw the timeline: OUT.png, OUT.html; OUT: both")
-    simulate.add_argument(
-        "--save-hardware", type=Path, metavar="FILE", help="with --from-run: write the fitted hardware"
-    )
-    simulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    simulate.set_defaults(verb="simulate")
-    _plan_command(commands)
-
-
-def _plan_command(commands: Any) -> None:
-    plan = commands.add_parser(
-        "plan", help="find the best GPU split between rollout and training, and alpha, by simulation"
-    )
-    plan.add_argument("recipe", type=Path)
-    plan.add_argument("--gpus", type=_positive, required=True, metavar="N", help="number of GPUs to divide")
-    plan.add_argument("--hardware", type=Path, required=True, metavar="FILE", help="as for `simulate`")
-    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    plan.add_argument("--alpha", type=float, default=8.0, metavar="MAX", help="largest alpha tried (default: 8)")
-    plan.add_argument("--quick", action="store_true", help="at most 40 shorter simulations instead of 80")
-    plan.add_argument("--best", type=_positive, default=6, metavar="N", help="rows of the table (default: 6)")
-    plan.add_argument(
-        "--max-bias", type=float, default=0.02, metavar="SHARE", help="limit, of the mean length (default: 0.02)"
-    )
-    plan.add_argument(
-        "--max-waste", type=float, default=0.15, metavar="SHARE", help="limit, of all tokens (default: 0.15)"
-    )
-    plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe, and FILE-hardware.toml beside it")
+    plan.add_argument("--gpus", type=_positive, metavar="N", help="search for the best use of N GPUs")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    plan.add_argument("--cost", type=Path, metavar="FILE", help="prices an hour: print what a version and the run cost")
-    plan.set_defaults(verb="plan")
+
+    simulation = plan.add_argument_group("without --gpus")
+    simulation.add_argument("--versions", type=_positive, metavar="N", help="default: the recipe's")
+    simulation.add_argument("--plot", type=Path, metavar="OUT", help="draw the timeline: OUT.png, OUT.html; OUT: both")
+    simulation.add_argument("--save-hardware", type=Path, metavar="FILE", help="with --from-run: write its hardware")
+    _store_argument(simulation, "the run of --from-run")
+
+    search = plan.add_argument_group("with --gpus")
+    search.add_argument("--alpha", type=float, metavar="MAX", help="largest alpha to try (default: 8)")
+    search.add_argument("--quick", action="store_true", help="at most 40 shorter simulations instead of 80")
+    search.add_argument("--best", type=_positive, metavar="N", help="rows of the table (default: 6)")
+    search.add_argument("--max-bias", type=float, metavar="SHARE", help="limit, of the mean length (default: 0.02)")
+    search.add_argument("--max-waste", type=float, metavar="SHARE", help="limit, of all tokens (default: 0.15)")
+    search.add_argument("--write", type=Path, metavar="FILE", help="write the recipe, and FILE-hardware.toml beside it")
+    search.add_argument(
+        "--cost", type=Path, metavar="FILE", help="prices per hour: print what a version and the run cost"
+    )
+
+
+def _add_serving(commands: _Commands) -> None:
+    serve = commands.add(
+        "serve",
+        "Serve the Prefect and MLflow pages, from which runs start",
+        "The servers end with Ctrl-C, or run in the background until `rollflow serve --end`. Other commands with the "
+        "same run home use them.",
+        "rollflow serve --background",
+    )
+    serve.add_argument("--background", action="store_true", help="return when the servers are up; they keep running")
+    serve.add_argument("--end", action="store_true", help="end the servers of this run home; their data is kept")
+    for name in ("prefect", "mlflow", "ray"):
+        port = "a port on loopback; default: the last one of this home"
+        serve.add_argument(f"--{name}-port", type=_positive, metavar="PORT", help=port)
+    database = "for Prefect, e.g. postgresql+asyncpg://user@host/prefect; default: the last one of this home, or SQLite"
+    serve.add_argument("--database", metavar="URL", help=database)
+
+    deploy = commands.add(
+        "deploy",
+        "Add a form to the Prefect page for each recipe of a folder",
+        "`rollflow serve` serves the forms. --work-pool is for a Prefect work pool of your own.",
+        "rollflow deploy flows/recipes/",
+    )
+    deploy.add_argument("folder", type=Path, metavar="FOLDER", help="a folder of recipes")
+    pool = "print a prefect.yaml instead, which deploys the recipes and stages to this work pool"
+    deploy.add_argument("--work-pool", metavar="NAME", help=pool)
+
+    nightly = commands.add(
+        "nightly",
+        "Train the recipes of a nightly file every night",
+        "`rollflow serve` starts them at the time that the file gives.",
+        "rollflow nightly nightly.toml",
+    )
+    nightly.add_argument("file", type=Path, metavar="FILE", help="a TOML file; docs/prefect.md describes it")
+
+
+def _add_looking_up(commands: _Commands) -> None:
+    keys = commands.add(
+        "keys",
+        "Print every key of a recipe, with its default and meaning",
+        "docs/configuration.md is the same list as a page.",
+        "rollflow keys --hardware",
+    )
+    which = keys.add_mutually_exclusive_group()
+    which.add_argument("--hardware", action="store_true", help="print the keys of a hardware file for `plan` instead")
+    which.add_argument("--markdown", action="store_true", help="print both lists as the page docs/configuration.md")
+    keys.add_argument("--json", action="store_true", help="print one JSON list")
+
+    doctor = commands.add(
+        "doctor",
+        "Check what is installed and which services answer",
+        "The command also shows which engine a run would use. --cluster checks every node of a Ray cluster.",
+        "rollflow doctor --cluster mine.toml",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the results as JSON")
+    cluster = "check the nodes of the recipe's Ray cluster instead, or those of --set cluster.address=HOST:PORT"
+    doctor.add_argument("--cluster", type=Path, nargs="?", const=Path(), metavar="RECIPE", help=cluster)
+    doctor.add_argument(SET[0], **SET[1], help="with --cluster: another value of a key")
+    settings = "check this settings file, and contact the places that it names"
+    doctor.add_argument("--settings", type=Path, metavar="FILE", help=settings)
+
+
+GROUPS = {
+    "Train": _add_training,
+    "Watch": _add_watching,
+    "Prove": _add_proving,
+    "Keep": _add_keeping,
+    "Plan": _add_planning,
+    "Serve": _add_serving,
+    "Look up": _add_looking_up,
+}
+
+
+# --- arguments of several commands -----------------------------------------------------------------------------
+
+
+def _recipe_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file")
+    command.add_argument(SET[0], **SET[1], help="another value of a key, e.g. train.learning_rate=1e-4")
+
+
+def _settings_argument(command: argparse.ArgumentParser) -> None:
+    given = "variables, store, cluster and tracking of an installation; see docs/cluster.md"
+    command.add_argument("--settings", type=Path, metavar="FILE", help=given)
+
+
+def _run_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", nargs="?", metavar="RUN", help="a run id, path or URI; default: the newest run")
+    _store_argument(command, "the run")
+
+
+def _store_argument(command: Any, held: str) -> None:
+    command.add_argument("--store", help=f"the store of {held}; default: ROLLFLOW_STORE, or one in the run home")
 
 
 def _positive(text: str) -> int:
@@ -293,10 +418,3 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not a number above 0")
     return number
-
-
-def _run_argument(command: argparse.ArgumentParser, *, required: bool) -> None:
-    command.add_argument("run", nargs=None if required else "?", help="a run id, or the path or URI of a run's storage")
-    command.add_argument(
-        "--store", help="the store that holds the run; default: ROLLFLOW_STORE, or one in the run home"
-    )

@@ -1,8 +1,9 @@
-"""`rollflow plan`: finds by simulation the best GPU split between rollout and training, and the best alpha.
+"""`rollflow plan`: simulates a recipe on other hardware. With `--gpus`, finds by simulation the best GPU split between
+rollout and training, and the best alpha.
 
-`rollflow plan` prints the best candidates beside proven bounds. On request the command writes the changed recipe and
-the divided hardware, ready for `rollflow run` and `rollflow simulate`; the comments of both files are kept. The command
-needs neither Ray nor torch.
+The search prints the best candidates beside proven bounds. On request it writes the changed recipe and the divided
+hardware, ready for `rollflow run` and `rollflow plan`; the comments of both files are kept. The command needs neither
+Ray nor torch.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from rich.table import Table
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.commands._plan_costs import describe_costs, load_prices
+from rollflow.flows.commands._prediction import compare
 from rollflow.flows.commands._toml_edit import rewrite_toml
 from rollflow.flows.config import hardware_file, load_hardware, load_recipe
+from rollflow.flows.locations import find_run
 from rollflow.flows.views.console import format_duration
-from rollflow.flows.views.timelines.simulation import as_json
+from rollflow.flows.views.simulation import Outputs, as_json, run_simulation
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.candidates import FULL, QUICK, Candidate, CandidateOutcome, PlanLimits
@@ -46,16 +49,34 @@ HEADINGS = (
 
 
 def command(options: argparse.Namespace) -> int:
-    """Search for the best plan and print it."""
-    config, hardware = load_recipe(options.recipe, options.set), load_hardware(options.hardware)
-    limits = PlanLimits(options.max_bias, options.max_waste)
-    recipe, machines = (f.read_text(encoding="utf-8-sig") for f in (options.recipe, hardware_file(options.hardware)))
-    asked = PlanRequest(
-        options.recipe, recipe, machines, options.gpus, options.alpha, options.best, options.quick, limits,
-        options.write, options.json, load_prices(options.cost) if options.cost else None,
-    )  # fmt: skip
-    planned = run_plan(config, hardware, asked)
+    """Simulate the recipe as it is, or search for the best plan for `--gpus` GPUs and print it."""
+    config = load_recipe(options.recipe, options.set)
+    if options.gpus is None:
+        _simulate(config, options)
+        return OK
+    planned = run_plan(config, load_hardware(options.hardware), _build_request(options))
     return OK if planned.recommended else FAILED
+
+
+def _simulate(config: RunConfig, options: argparse.Namespace) -> None:
+    """Simulate on the given hardware, or on hardware that fits a recorded run, and compare with that run."""
+    outputs = Outputs.of(options.plot, options.json)
+    if options.from_run is None:
+        run_simulation(config, load_hardware(options.hardware), options.versions, outputs)
+    else:
+        compare(config, find_run(options.from_run, options.store), options.versions, outputs, options.save_hardware)
+
+
+def _build_request(options: argparse.Namespace) -> PlanRequest:
+    def given(name: str, default: float) -> Any:
+        return default if getattr(options, name) is None else getattr(options, name)
+
+    recipe, machines = (f.read_text(encoding="utf-8-sig") for f in (options.recipe, hardware_file(options.hardware)))
+    return PlanRequest(
+        options.recipe, recipe, machines, options.gpus, given("alpha", 8.0), given("best", 6), options.quick,
+        PlanLimits(given("max_bias", 0.02), given("max_waste", 0.15)), options.write, options.json,
+        load_prices(options.cost) if options.cost else None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +318,7 @@ def _write_files(
     tree = divided.model_dump(mode="json", exclude_unset=True)
     asked.hardware_file.write_text(f"{made}\n{rewrite_toml(EARLIER.sub('', asked.hardware_text), tree)}")
     console.print(f"recipe in {asked.write}, hardware in {asked.hardware_file}; simulate them with:", soft_wrap=True)
-    command = f"rollflow simulate {asked.write} --hardware {asked.hardware_file} --versions {one.versions}"
+    command = f"rollflow plan {asked.write} --hardware {asked.hardware_file} --versions {one.versions}"
     console.print(f"  {command}", soft_wrap=True)
 
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.locations import find_run
+from rollflow.flows.commands._chosen_run import chosen_run
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.policies import PolicyStore, PolicyVersion
@@ -36,11 +37,18 @@ CAUSE = "a replay is bit for bit the same only on the same kind of machine, with
 
 def command(options: argparse.Namespace) -> int:
     """Retrain the version, or all versions, and compare the results with the published versions."""
-    context = find_run(options.run, options.store)
+    context = chosen_run(options)
     if options.ranks is not None and options.ranks < 1:
         raise ConfigError(f"--ranks = {options.ranks}: choose 1 or more")
     say, tell = (_print_to_stderr, _print_value) if options.json else (print, _print_sentence)
-    return OK if replay(context, options.version, options.all, say, tell, options.ranks) else FAILED
+    version = None if options.version is None else _parse_version(options.version)
+    return OK if replay(context, version, options.all, say, tell, options.ranks) else FAILED
+
+
+def _parse_version(text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text):
+        raise ConfigError(f"VERSION = {text!r}: give a whole number")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)

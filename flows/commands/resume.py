@@ -1,4 +1,4 @@
-"""`rollflow resume RUN`: continues a run that was stopped or has ended; with `--set`, under another config."""
+"""`rollflow resume`: continues a run that was stopped or has ended; with `--set`, under another config."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 
 from rollflow.flows.commands import run
+from rollflow.flows.commands._chosen_run import chosen_run
 from rollflow.flows.config import check_new_run, override_config
-from rollflow.flows.locations import find_run, run_home
+from rollflow.flows.locations import run_home
 from rollflow.flows.preflight import check_addresses, recheck
 from rollflow.flows.services.run_lock import hold_run
 from rollflow.flows.views.config_history import change_sentence
@@ -24,7 +25,7 @@ ALIVE_SECONDS = 5.0  # a supervisor writes its status once a second
 
 def command(options: argparse.Namespace) -> int:
     """Follow the run to its end, from the state in its storage."""
-    context = find_run(options.run, options.store)
+    context = chosen_run(options)
     with hold_run(run_home(), context):
         if options.set:
             record_change(context, options.set)

@@ -1,5 +1,5 @@
-"""`rollflow serve`: serves the Prefect UI for starting runs, and MLflow for comparing runs. `rollflow up` serves both
-in the background.
+"""`rollflow serve`: serves the Prefect UI for starting runs, and MLflow for comparing runs: until Ctrl-C, or in the
+background (`--background`) until `rollflow serve --end`.
 """
 
 from __future__ import annotations
@@ -8,26 +8,44 @@ import argparse
 import contextlib
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollflow.flows.commands import OK
+from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import run_home
-from rollflow.flows.registration.prefect_api import SERVED
 from rollflow.flows.services import stack
 from rollflow.flows.services.home_server import is_free, read_addresses, stable_port, store_addresses
 from rollflow.flows.services.locks import is_held
+from rollflow.flows.services.prefect_api import SERVED
 from rollflow.flows.services.process import MlflowServer
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.reachability import check_prefect, check_prefect_database, redact
 from rollflow.flows.services.stop_flag import StopFlag
-from rollflow.flows.session import open_session
-from rollflow.flows.tracking.tracking import VIEW
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import MODULES
 
+START_SECONDS = 300.0  # deadline of servers that start in the background
+POLL_SECONDS = 0.1
+
 
 def command(options: argparse.Namespace) -> int:
-    """Serve the deployments and both UIs until Ctrl-C."""
+    """Serve the deployments and both UIs, or end the servers of this home."""
+    if options.end:
+        ended = stack.end(run_home())
+        print(f"the servers of {run_home()} {'have ended' if ended else 'are not up'}")
+        return OK
+    return _serve_in_background(options) if options.background else _serve(options)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C."""
+    # late imports, because they import Prefect and MLflow, which takes seconds
+    from rollflow.flows.session import open_session
+    from rollflow.flows.views.tracking import VIEW
+
     place = run_home()
     ended = StopFlag()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -47,6 +65,52 @@ def command(options: argparse.Namespace) -> int:
             with contextlib.suppress(KeyboardInterrupt):
                 session.serve(lambda line: print(line, flush=True), ended)
     return OK
+
+
+def _serve_in_background(options: argparse.Namespace) -> int:
+    """Start a process that serves and restarts itself, and wait until it serves. Only report servers that are up."""
+    place, limit = run_home(), time.monotonic() + START_SECONDS
+    while _is_begun(place) and time.monotonic() < limit:  # wait for a stack that is starting
+        if found := stack.find(place):
+            print(f"the servers are up already\n{found.pages}")
+            return OK
+        time.sleep(POLL_SECONDS)
+    requested_addresses(options)
+    log = place / "logs" / "up.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as log_file:
+        begun = log_file.tell()
+        serving = subprocess.Popen(
+            [sys.executable, "-m", "rollflow.flows.keepalive.stack", *_arguments(options)],
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=log_file,
+            start_new_session=True,
+        )
+    try:
+        while serving.poll() is None and time.monotonic() < limit:
+            if up := stack.find(place):
+                print(f"{up.pages}\n`rollflow serve --end` ends both; the log is {log}")
+                return OK
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        serving.terminate()
+        raise
+    if serving.poll() is not None and _is_begun(place):  # another command started a stack at the same time
+        return _serve_in_background(options)
+    serving.terminate()
+    output = log.read_bytes()[begun:].decode(errors="replace").strip()
+    print(f"rollflow: the servers did not start; see {log}\n{output[-2000:]}", file=sys.stderr)
+    return serving.returncode or FAILED
+
+
+def _is_begun(place: Path) -> bool:
+    return is_held(place / "up.lock") or is_held(place / stack.KEEPER)
+
+
+def _arguments(options: argparse.Namespace) -> list[str]:
+    given = {name: getattr(options, name) for name in ("prefect_port", "mlflow_port", "ray_port", "database")}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
 
 
 def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:

@@ -1,5 +1,6 @@
-"""`rollflow stop RUN`: ends a run at its next version, from any place that reaches its storage; the run can be
-resumed.
+"""`rollflow stop`: ends a run at its next version, or at once with `--now`, from any place that reaches its storage.
+
+The run can be resumed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import sys
 import time
 
 from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.locations import find_run
+from rollflow.flows.commands._chosen_run import chosen_run
 from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.run_records.stop_requests import How, request_stop
 from rollflow.tasks.run.context import RunContext
@@ -18,12 +19,12 @@ LOOK_SECONDS = 0.5
 WAIT_SECONDS = 1800.0
 # time without a new status after which the supervisor counts as dead; it writes the status once a second
 SILENT_SECONDS = 120.0
-WORDS: dict[How, str] = {"stop": "to end at its next version", "cancel": "to end now"}
+WORDS: dict[How, str] = {"stop": "to end at its next version", "cancel": "to end at once"}
 
 
 def command(options: argparse.Namespace) -> int:
     """Ask the run to stop, and wait until the run has ended."""
-    return end_run(find_run(options.run, options.store), "stop", wait=not options.no_wait)
+    return end_run(chosen_run(options), "cancel" if options.now else "stop", wait=not options.no_wait)
 
 
 def end_run(context: RunContext, how: How, *, wait: bool) -> int:

@@ -37,7 +37,6 @@ OWN_RAY = (
     *("RAY_USE_TLS", "RAY_TLS_"),
 )
 NEEDED_FILES, WANTED_FILES = 256, 65536
-WITH_SERVICES = ("run", "resume", "sweep", "serve", "up")  # commands that start services
 
 
 def check_variables() -> None:

@@ -33,6 +33,13 @@ RunPlace = Annotated[
 ]  # path or URI of a run's storage
 
 
+def is_number(text: str) -> bool:
+    """Return whether the text has the form of a version (`7`) or a trajectory (`12.0.3`). No new run gets such an id,
+    because a command could not tell it from a version.
+    """
+    return re.fullmatch(r"[0-9]+(\.[0-9]+){0,2}", text) is not None
+
+
 def run_id(text: str, key: str) -> str:
     """Check that `text` is a run id, and return it.
 

@@ -1,4 +1,4 @@
-"""`rollflow simulate`: shows how a recipe would run on other hardware, in virtual time.
+"""`rollflow plan` without `--gpus`: shows how a recipe would run on other hardware, in virtual time.
 
 The command prints figures. On request it draws the timeline, writes the figures as JSON, or compares a prediction with
 a recorded run. The command needs neither Ray nor torch.

@@ -1,12 +1,11 @@
-"""`rollflow logs [RUN]`: prints the log lines and output of a run's flows on this machine.
+"""`rollflow log --processes`: prints the log lines of a run's processes on this machine.
 
-A command that trains a single run writes its own log file. `rollflow serve` (`up`) writes one log for all runs; of that
-shared log, only the lines of this run are printed.
+A command that trains a single run writes its own log file. `rollflow serve` writes one log for all runs; of that shared
+log, only the lines of this run are printed.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
@@ -14,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from rollflow.flows.commands import OK
-from rollflow.flows.locations import find_run, run_home
-from rollflow.flows.registration.prefect_api import SERVED
-from rollflow.flows.views.log_lines import as_json, format_line, is_of
+from rollflow.flows.locations import run_home
+from rollflow.flows.services.prefect_api import SERVED
+from rollflow.flows.views.log_lines import as_json as line_as_json
+from rollflow.flows.views.log_lines import format_line, is_of
 from rollflow.flows.views.status import read_status
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.context import RunContext
@@ -25,24 +24,22 @@ from rollflow.tasks.run.context import RunContext
 LOOK_SECONDS = 0.5
 
 
-def command(options: argparse.Namespace) -> int:
-    """Print the log, and with `--follow` each new line until the run has ended.
+def print_process_log(context: RunContext, *, follow: bool, as_json: bool) -> None:
+    """Print the log lines of the run's processes, and with `follow` each new line until the run has ended.
 
     Raises:
         ConfigError: the run has no log lines on this machine.
     """
-    context = find_run(options.run, options.store)
     context.created  # noqa: B018 - says which run is not there
     found = False
-    for line in _read_lines(context, follow=options.follow):
-        print(as_json(line, context.run_id) if options.json else format_line(line), flush=True)
+    for line in _read_lines(context, follow=follow):
+        print(line_as_json(line, context.run_id) if as_json else format_line(line), flush=True)
         found = True
     if not found:
         raise ConfigError(
-            f"run {context.run_id}: no line in {run_home() / 'logs'} belongs to it; "
-            "look where it was started, or at its page in Prefect"
+            f"run {context.run_id}: {run_home() / 'logs'} has no line of this run; use the machine on which the run "
+            "was started, or the run's page in Prefect"
         )
-    return OK
 
 
 def _log_files(context: RunContext) -> dict[Path, Callable[[str], bool]]:

@@ -1,0 +1,79 @@
+"""Rules of the command line that argparse cannot express: earlier names, options that exclude or need others, and a
+version that stands where a run could.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from rollflow.storage.errors import ConfigError
+
+EARLIER: Mapping[str, str] = {
+    "cancel": "stop --now",
+    "completion": "--completion bash",
+    "down": "serve --end",
+    "list": "status --all",
+    "logs": "log --processes",
+    "repair": "audit --repair",
+    "simulate": "plan RECIPE --hardware FILE",
+    "top": "status --watch",
+    "up": "serve --background",
+}
+# for each command: an option, and those that it excludes
+EXCLUDED: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "status": {"watch": ("all", "json"), "all": ("run",)},
+    "audit": {"repair": ("deep", "anchor", "json")},
+    "replay": {"all": ("version",)},
+    "serve": {"end": ("background", "prefect_port", "mlflow_port", "ray_port", "database")},
+    "plan": {"gpus": ("from_run", "versions", "plot", "save_hardware", "store")},
+}
+# for each command: an option, and those that have no effect without it
+NEEDED: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "audit": {"repair": ("yes",)},
+    "doctor": {"cluster": ("set",)},
+    "plan": {
+        "gpus": ("alpha", "quick", "best", "max_bias", "max_waste", "write", "cost"),
+        "from_run": ("save_hardware", "store"),
+    },
+}
+SECOND = {"inspect": "what", "replay": "version"}  # arguments after RUN that may be the only one
+
+
+def check_earlier_name(arguments: Sequence[str]) -> None:
+    """Reject the earlier name of a command, and give the new one."""
+    if arguments and (new := EARLIER.get(arguments[0])):
+        raise ConfigError(f"`rollflow {arguments[0]}` is now `rollflow {new}`")
+
+
+def move_version(options: argparse.Namespace) -> None:
+    """Take a single number for a version or a trajectory of the newest run, because a number is no run id."""
+    second = SECOND.get(options.verb)
+    if second is None or not options.run or getattr(options, second) is not None:
+        return
+    from rollflow.tasks.runtime.names import is_number  # a late import, because it imports pydantic
+
+    if is_number(options.run):
+        setattr(options, second, options.run)
+        options.run = None
+
+
+def check_combination(options: argparse.Namespace) -> None:
+    """Reject an option that another option excludes, or that has no effect without another option."""
+    for option, excluded in EXCLUDED.get(options.verb, {}).items():
+        for other in excluded:
+            if _is_given(options, option) and _is_given(options, other):
+                raise ConfigError(f"{_name(option)} and {_name(other)} exclude each other; leave one of them out")
+    for option, others in NEEDED.get(options.verb, {}).items():
+        for other in others:
+            if _is_given(options, other) and not _is_given(options, option):
+                raise ConfigError(f"{_name(other)} has an effect only with {_name(option)}; add {_name(option)}")
+
+
+def _is_given(options: argparse.Namespace, name: str) -> bool:
+    value = getattr(options, name)
+    return value is not None and value is not False and value != []
+
+
+def _name(option: str) -> str:
+    return option.upper() if option in ("run", "version") else f"--{option.replace('_', '-')}"
