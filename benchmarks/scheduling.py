@@ -1,6 +1,6 @@
 """Simulates scheduling on a virtual clock: published results, ROLL's policy, ours, the lower bound, and the bias.
 
-All simulations use the shipped scheduler, proxy, controller and channel (`rollflow simulate`). ROLL's policy is a
+All simulations use the shipped scheduler, proxy, controller and channel (`rollflow plan`). ROLL's policy is a
 setting of them (`workloads.ROLL`): the batch waits for the groups that were started first, and an update costs a
 prefill for each running response. Workloads are those of the papers as far as they are published. Ratios are baseline /
 ours in seconds per step unless stated. `alpha` is the bound on staleness; a row says if one side has a larger one, or

@@ -86,11 +86,9 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
         ConfigError: there is no such run, another release recorded it in another format, or the name is not a run id.
     """
     base = store or default_store()
-    if name is not None:
-        found = locate_run(name, base)
-        found.check_format()
-        return found
-    return newest_runs(base, 1)[0]
+    found = newest_runs(base, 1)[0] if name is None else locate_run(name, base)
+    found.check_format()
+    return found
 
 
 def newest_runs(store: str | None, count: int) -> list[RunContext]:

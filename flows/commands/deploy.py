@@ -11,7 +11,7 @@ from rollflow.flows.served_recipes import ServedRecipe, deploy_recipes, recipes_
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the recipes, and register their folder with `rollflow up` or print a `prefect.yaml` for a work pool."""
+    """Check the recipes, and register their folder with `rollflow serve` or print a `prefect.yaml` for a work pool."""
     recipes = recipes_of(options.folder)
     if options.work_pool:
         print(_render_for_pool(recipes, options.work_pool), end="")
@@ -19,7 +19,7 @@ def command(options: argparse.Namespace) -> int:
     deploy_recipes(run_home(), options.folder.absolute())
     for recipe in recipes:
         print(f"post-training/{recipe.config.name}  {recipe.file}")
-    print("`rollflow up` in this home serves them: within seconds if it is up, otherwise from its next start on")
+    print("`rollflow serve` in this home serves them: within seconds if it runs, otherwise from its next start on")
     return OK
 
 

@@ -11,10 +11,10 @@ from rollflow.flows.served_recipes import deploy_recipes
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the file, and register it with `rollflow up`."""
+    """Check the file, and register it with `rollflow serve`."""
     plan = read_nightly(options.file)
     deploy_recipes(run_home(), options.file.absolute())
     recipes = f"{len(plan.recipes)} recipes, one after the other" if len(plan.recipes) > 1 else "1 recipe"
     print(f"nightly/{plan.name}  {plan.cron} ({plan.timezone}), {recipes}")
-    print("`rollflow up` in this home serves it: within seconds if it is up, otherwise from its next start on")
+    print("`rollflow serve` in this home starts it: within seconds if it runs, otherwise from its next start on")
     return OK

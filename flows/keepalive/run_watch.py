@@ -1,8 +1,9 @@
 """The supervisor's watch over a run: it checks the stages twice a second, and the status and the users' requests once a
 second.
 
-A user may end the run through its storage (`rollflow stop`, `rollflow cancel`), or by pausing its flow run. The watch
-then raises `RunEnded`. A stop waits for the next version. A cancel or a pause loses the work since the newest version.
+A user may end the run through its storage (`rollflow stop`), or by pausing its flow run. The watch then raises
+`RunEnded`. A stop waits for the next version. A stop at once (a cancel) or a pause loses the work since the newest
+version.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class RunWatch:
         if asked is None:
             return
         if asked.how == "cancel":
-            raise RunEnded("cancelled by `rollflow cancel`")
+            raise RunEnded("cancelled by `rollflow stop --now`")
         if self._asked_at is None:
             self._asked_at = self._writer.progress.version
             self._writer.messages.append("`rollflow stop`: it ends at the next version")

@@ -1,10 +1,11 @@
-"""Keeps the stack of `rollflow up` running: restarts `rollflow serve` when its process dies, within a budget.
+"""Keeps `rollflow serve` running in the background: restarts it when its process dies, within a budget.
 
-    up --> this process --> serve --> Prefect server, MLflow, Ray cluster, runner
+    serve --background --> this process --> serve --> Prefect server, MLflow, Ray cluster, runner
 
-The process holds the lock `up.keeper` in the run home while it lives; `rollflow down` ends this process and `serve`. A
-stack that a user has ended is not restarted, and neither is one that failed to come up and reported the reason. The
-services of a dead stack end by themselves (see `services.process`); a restart waits until their addresses are free.
+The process holds the lock `up.keeper` in the run home while it lives; `rollflow serve --end` ends this process and
+`serve`. A stack that a user has ended is not restarted, and neither is one that failed to come up and reported the
+reason. The services of a dead stack end by themselves (see `services.process`); a restart waits until their addresses
+are free.
 
     python -m rollflow.flows.keepalive.stack [OPTIONS OF SERVE]
 """
@@ -28,7 +29,7 @@ from rollflow.tasks.run.config import RecoveryConfig
 
 POLL_SECONDS = 0.5
 PORT_SECONDS = 30.0  # longest wait until the services of a dead stack have ended
-END_SECONDS = 60.0  # longest wait until `serve` has ended; `rollflow down` waits longer
+END_SECONDS = 60.0  # longest wait until `serve` has ended; `rollflow serve --end` waits longer
 NAME = "the stack"
 
 

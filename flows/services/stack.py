@@ -1,4 +1,4 @@
-"""The stack that `rollflow up` or `serve` keeps in a run home; other commands find the stack, wait for it and end it.
+"""The stack that `rollflow serve` keeps in a run home; other commands find the stack, wait for it and end it.
 
 up.lock    locked by the process that serves, as long as this process lives
 up.json    what another command needs to use the stack; readable by this user only, because it contains secrets
@@ -50,7 +50,7 @@ class BorrowedStack(Service):
 
     @property
     def what(self) -> str:
-        return f"the stack of `rollflow up` in {self._home}"
+        return f"the servers of `rollflow serve` in {self._home}"
 
     @property
     def running(self) -> bool:
@@ -108,7 +108,7 @@ def hold_stack(home: Path) -> Iterator[None]:
     if held is None:
         found = find(home)
         where = f"\n{found.pages}" if found else ""
-        raise ConfigError(f"the servers of {home} are up already; `rollflow down` ends them{where}")
+        raise ConfigError(f"the servers of {home} are up already; `rollflow serve --end` ends them{where}")
     (home / "up.json").unlink(missing_ok=True)
     try:
         yield
@@ -126,7 +126,7 @@ def hold_keeper(home: Path) -> Iterator[None]:
     """
     held = take_within(home / KEEPER, PROBE_SECONDS)
     if held is None:
-        raise ConfigError(f"the servers of {home} are up already, or start; `rollflow down` ends them")
+        raise ConfigError(f"the servers of {home} are up already, or start; `rollflow serve --end` ends them")
     try:
         os.ftruncate(held, 0)
         os.write(held, str(os.getpid()).encode())

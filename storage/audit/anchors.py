@@ -3,8 +3,8 @@
     12:6b86b273...   entry 12 has this sha256
 
 Each entry names the hash of the previous entry, so the anchor of an entry also proves all earlier entries. The log is
-append-only, so an anchor stays valid as the run continues. If `rollflow repair` has moved a damaged newest entry away,
-an anchor of that entry is no longer valid, and the check reports the anchor.
+append-only, so an anchor stays valid as the run continues. If `rollflow audit --repair` has moved a damaged newest
+entry away, an anchor of that entry is no longer valid, and the check reports the anchor.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ class Log:
         """Read entry `n` from its segment, if the next entry names the same hash; else raise `Corrupt`."""
         found = restore_segment(self.store, n, n + 1)
         if found is None:
-            raise Corrupt(f"{why}; no segment has it: `rollflow repair` lists the possible repairs")
+            raise Corrupt(f"{why}; no segment has it: `rollflow audit --repair` lists the possible repairs")
         return self._decode_entry(found[0], n)
 
     def _list_entries(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""A user's actions in the Prefect UI, in a headless Chromium, on the servers of `rollflow up`."""
+"""A user's actions in the Prefect UI, in a headless Chromium, on the servers of `rollflow serve`."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         recipe = SMALL.format(versions=versions, alpha=2, engine="transformers").replace('"small"', f'"{name}"')
         (recipes / f"{name}.toml").write_text(recipe)
     command(place / "home", "deploy", str(recipes))
-    command(place / "home", "up")
+    command(place / "home", "serve", "--background")
     try:
         yield place / "home"
     finally:
-        command(place / "home", "down")
+        command(place / "home", "serve", "--end")
 
 
 class Browser:

@@ -379,7 +379,11 @@ def test_check_opens_policy_folder_and_output_places(capsys: pytest.CaptureFixtu
         assert f"{key} = '{value}' cannot be written" in refused(capsys, "check", RECIPE, "--set", f"{key}={value}")
 
 
-@pytest.mark.parametrize("command", [["up"], ["serve"], ["down"], ["deploy", "flows/recipes"]], ids=lambda one: one[0])
+@pytest.mark.parametrize(
+    "command",
+    [["serve"], ["serve", "--background"], ["serve", "--end"], ["deploy", "flows/recipes"]],
+    ids=lambda words: words[-1],
+)
 def test_unwritable_home_is_refused(
     command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""`init` writes a recipe to start from, and `completion` a shell's completion script."""
+"""`init` writes a recipe to start from, and `--completion` prints a shell's completion script."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ def test_init_writes_a_valid_recipe(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        ("rollflow co", ["compare", "completion"]),
+        ("rollflow s", ["sweep", "stop", "status", "serve"]),
+        ("rollflow --comp", ["--completion"]),
         ("rollflow check --res", ["--resolved"]),
-        ("rollflow completion z", ["zsh"]),
+        ("rollflow --completion z", ["zsh"]),
         ("rollflow check reci", []),
     ],
 )
 def test_bash_completes_verbs_and_options(words: str, completed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["--completion", "bash"])
+    assert ended.value.code == 0
     script = capsys.readouterr().out
     ask = f'COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _rollflow; echo "${{COMPREPLY[@]}}"'
     command = ["bash", "-c", f"{script}\n{ask}"]

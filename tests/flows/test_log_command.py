@@ -80,23 +80,23 @@ def test_repair_needs_consent(
     context: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["repair", context.uri]) == 0
+    assert main(["audit", "--repair", context.uri]) == 0
     assert "is whole" in capsys.readouterr().out
     path = entry_path(8)
     whole = context.store.get(path)
     context.store.put(path, whole[:-5])
     assert main(["log", context.uri]) == 1
     assert f"{path} is not an entry of a log" in capsys.readouterr().err
-    assert main(["repair", context.uri]) == 1
+    assert main(["audit", "--repair", context.uri]) == 1
     out = capsys.readouterr().out
     assert "move it away, so that the log ends with entry 7" in out
     assert "nothing was changed" in out
     assert context.store.get(path) == whole[:-5]
-    assert main(["repair", context.uri, "--yes"]) == 0
+    assert main(["audit", "--repair", context.uri, "--yes"]) == 0
     assert "can be resumed" in capsys.readouterr().out
     assert main(["log", context.uri]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 8
-    assert main(["repair", f"{context.uri}-not"]) == 2
+    assert main(["audit", "--repair", f"{context.uri}-not"]) == 2
     assert "there is no such run" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""JSON log lines: the output of a flow's process, and how `rollflow logs` shows it in either format."""
+"""JSON log lines: the output of a flow's process, and how `rollflow log --processes` shows it in either format."""
 
 from __future__ import annotations
 

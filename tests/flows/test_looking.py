@@ -1,4 +1,4 @@
-"""list, status, top, check --resolved and --version: their output, and which store they read."""
+"""status, check --resolved and --version: their output, and which store they read."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
 
 
 def test_list_shows_each_run(runs: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "--json"]) == 0
+    assert main(["status", "--all", "--json"]) == 0
     third, first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["run"], first["state"], first["version"], first["held-out"]) == ("first", "done", 100, 0.75)
     assert (second["run"], second["state"], second["version"]) == ("second", "not started", None)
     assert (third["run"], third["state"]) == ("third", "unreadable")
-    assert main(["list"]) == 0
+    assert main(["status", "--all"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     (line,) = [line for line in lines if "first" in line]
     assert line[3:] == ["done", "100", "of", "100", "0.500", "0.750"]
@@ -52,8 +52,8 @@ def test_list_shows_each_run(runs: ObjectStore, capsys: pytest.CaptureFixture[st
 
 
 def test_list_of_an_empty_store_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "--store", str(tmp_path / "none")]) == 0
-    assert "no runs yet" in capsys.readouterr().out
+    assert main(["status", "--all", "--store", str(tmp_path / "none")]) == 0
+    assert "there are no runs yet" in capsys.readouterr().out
 
 
 def test_runs_are_found_in_a_store_without_folders() -> None:
@@ -78,12 +78,12 @@ def test_status_prints_json(runs: ObjectStore, capsys: pytest.CaptureFixture[str
         assert RunStatus.from_json(capsys.readouterr().out) == expected
 
 
-def test_top_ends_with_the_run(
+def test_watch_ends_with_the_run(
     runs: ObjectStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs.put("runs/first/" + STATUS, replace(DONE, phase="training", version=99).to_json().encode())
     monkeypatch.setattr("time.sleep", lambda _: runs.put("runs/first/" + STATUS, DONE.to_json().encode()))
-    assert main(["top", "first"]) == 0
+    assert main(["status", "first", "--watch"]) == 0
     seen = [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines()]
     assert ["training", "version 99/100"] in [[one.split("] ")[-1] for one in line] for line in seen]
     assert seen[-1][-1] == "version 100/100"

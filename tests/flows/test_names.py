@@ -65,12 +65,12 @@ def test_run_refuses_a_bad_run_id(name: str, outside: Path, capsys: pytest.Captu
     assert files(outside) == []
 
 
-@pytest.mark.parametrize("command", ["resume", "status", "inspect", "replay", "gc", "audit", "simulate"])
+@pytest.mark.parametrize("command", ["resume", "status", "inspect", "replay", "gc", "audit", "plan"])
 @pytest.mark.parametrize("name", ["..", ".", "", "../..", "../../x/..", "a\n", "s3://bucket/runs/..", "memory://x/.."])
 def test_every_command_refuses_a_bad_run_id(
     command: str, name: str, outside: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["simulate", RECIPE, "--from-run", name] if command == "simulate" else [command, name]
+    arguments = ["plan", RECIPE, "--from-run", name] if command == "plan" else [command, name]
     assert main(arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "run id = " in line

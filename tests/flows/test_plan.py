@@ -56,7 +56,7 @@ def test_written_plan_reproduces_the_printed_figures(
     assert f"{step:,.4g}" in row
     assert "the smallest alpha within 5% of the best throughput that keeps the limits" in captured.out
     assert "simulation 1 of at most 24" in captured.err
-    [command] = [line.split()[1:] for line in captured.out.splitlines() if line.startswith("  rollflow simulate")]
+    [command] = [line.split()[1:] for line in captured.out.splitlines() if line.startswith("  rollflow plan")]
     assert main([*command, "--json", str(again)]) == 0
     assert json.loads(again.read_text())["step_seconds"] == step
 

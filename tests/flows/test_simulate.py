@@ -1,4 +1,4 @@
-"""`rollflow simulate`: its table and files, hardware from a recorded run, and one sentence for bad input."""
+"""`rollflow plan` without `--gpus`: its table and files, hardware from a recorded run, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_table_equals_the_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, file: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    assert main(["simulate", RECIPE, "--hardware", str(file), *SMALL, "--json", str(tmp_path / "figures.json")]) == 0
+    assert main(["plan", RECIPE, "--hardware", str(file), *SMALL, "--json", str(tmp_path / "figures.json")]) == 0
     out = capsys.readouterr().out
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["versions"] == 6
@@ -67,7 +67,7 @@ def test_table_equals_the_json(
 
 def test_timeline_files_are_self_contained(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "timeline"
-    assert main(["simulate", RECIPE, "--hardware", str(file), *SMALL, "--plot", str(out)]) == 0
+    assert main(["plan", RECIPE, "--hardware", str(file), *SMALL, "--plot", str(out)]) == 0
     assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     page = out.with_suffix(".html").read_text()
     assert "http" not in page
@@ -112,20 +112,20 @@ def test_bad_hardware_file_is_one_sentence(
 ) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
-    sentence = refused(capsys, "simulate", RECIPE, "--hardware", str(path), *SMALL)
+    sentence = refused(capsys, "plan", RECIPE, "--hardware", str(path), *SMALL)
     assert all(word in sentence for word in words), sentence
 
 
 def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
-    assert "'nowhere.toml' cannot be read" in refused(capsys, "simulate", RECIPE, "--hardware", "nowhere.toml")
-    assert "ends in .png or .html" in refused(capsys, "simulate", RECIPE, "--hardware", str(file), "--plot", "a.svg")
+    assert "'nowhere.toml' cannot be read" in refused(capsys, "plan", RECIPE, "--hardware", "nowhere.toml")
+    assert "ends in .png or .html" in refused(capsys, "plan", RECIPE, "--hardware", str(file), "--plot", "a.svg")
     assert "there is no folder" in refused(
-        capsys, "simulate", RECIPE, "--hardware", str(file), "--json", str(tmp_path / "no" / "x.json")
+        capsys, "plan", RECIPE, "--hardware", str(file), "--json", str(tmp_path / "no" / "x.json")
     )
     with pytest.raises(SystemExit):
-        main(["simulate", RECIPE])
+        main(["plan", RECIPE])
     with pytest.raises(SystemExit):
-        main(["simulate", RECIPE, "--hardware", str(file), "--versions", "0"])
+        main(["plan", RECIPE, "--hardware", str(file), "--versions", "0"])
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED_HARDWARE.glob("*.toml")))
@@ -238,7 +238,7 @@ def test_recorded_run_is_predicted(capsys: pytest.CaptureFixture[str], run: Path
     assert set(found[0].tokens_R) == {6, 7}
     recipe = ["--set", "groups=2", "--set", "group_size=4", "--set", "async_ratio=0", "--set", "versions=12"]
     fit = tmp_path / "fit.toml"
-    assert main(["simulate", RECIPE, *recipe, "--from-run", str(run), "--save-hardware", str(fit)]) == 0
+    assert main(["plan", RECIPE, *recipe, "--from-run", str(run), "--save-hardware", str(fit)]) == 0
     out = capsys.readouterr().out
     assert "measured 2.875 s in run recorded (median of 10 versions)" in out
     assert "predicted" in out
@@ -247,7 +247,7 @@ def test_recorded_run_is_predicted(capsys: pytest.CaptureFixture[str], run: Path
 
 @pytest.mark.long
 def test_run_of_another_recipe_is_not_compared(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    assert main(["simulate", RECIPE, "--from-run", str(run), "--set", "groups=4", "--versions", "5"]) == 0
+    assert main(["plan", RECIPE, "--from-run", str(run), "--set", "groups=4", "--versions", "5"]) == 0
     out = capsys.readouterr().out
     assert "the run had another groups" in out
     assert "%" not in out.rpartition("step time")[2]
@@ -255,7 +255,7 @@ def test_run_of_another_recipe_is_not_compared(capsys: pytest.CaptureFixture[str
 
 def test_short_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     short = recorded(tmp_path, 5)
-    assert "has 5 versions; a prediction needs 8" in refused(capsys, "simulate", RECIPE, "--from-run", str(short))
+    assert "has 5 versions; a prediction needs 8" in refused(capsys, "plan", RECIPE, "--from-run", str(short))
 
 
 def test_unrecorded_update_is_none(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""A dead stack process is restarted, within a budget; `rollflow down` ends the stack process and its keeper."""
+"""A dead stack process is restarted, within a budget; `rollflow serve --end` ends the stack process and its keeper."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.commands import up
+from rollflow.flows.commands import serve
 from rollflow.flows.commands.cli import main
 from rollflow.flows.keepalive.restarts import RestartsExhausted
 from rollflow.flows.keepalive.stack import keep_stack
@@ -111,11 +111,11 @@ def test_simultaneous_start_gives_one_stack(
         looks += 1
         return looks > 1  # the stack began to start after the first look
 
-    monkeypatch.setattr(up, "_is_begun", begun)
+    monkeypatch.setattr(serve, "_is_begun", begun)
     # the stack is not found before that
     monkeypatch.setattr(stack, "find", lambda place: find(place) if looks > 1 else None)
-    assert main(["up"]) == 0
-    assert capsys.readouterr().out.startswith("up already\n")
+    assert main(["serve", "--background"]) == 0
+    assert capsys.readouterr().out.startswith("the servers are up already\n")
     assert "Traceback" not in (tmp_path / "logs" / "up.log").read_text()
     assert stack.end(tmp_path)
     keeper.wait(HANG_SECONDS)
@@ -127,7 +127,7 @@ def test_stack_that_never_came_up_reports_why(tmp_path: Path, code: int) -> None
 
 
 def test_second_signal_during_the_first_is_safe() -> None:
-    """`down` signals the keeper and the serving process, so a process of `up` may get two signals at once."""
+    """`serve --end` signals the keeper and the serving process, so a process may get two signals at once."""
     told, before, within = StopFlag(), signal.getsignal(signal.SIGALRM), 0
 
     def again(seconds: float) -> None:

@@ -137,7 +137,7 @@ def test_stop_after_the_last_version_changes_nothing(run: RunContext, monkeypatc
 
 def test_cancel_is_immediate(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     request_stop(run.store, "cancel")
-    assert followed(run, monkeypatch, lambda stages: None) == ["cancelled by `rollflow cancel`"]
+    assert followed(run, monkeypatch, lambda stages: None) == ["cancelled by `rollflow stop --now`"]
 
 
 def test_pause_is_immediate_and_no_failure(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,12 +170,12 @@ def test_trained_run_can_be_paused_or_cancelled(run: RunContext, asked: Any) -> 
         following.check_stop_requests()
 
 
-@pytest.mark.parametrize(("verb", "how"), [("stop", "stop"), ("cancel", "cancel")])
+@pytest.mark.parametrize(("words", "how"), [(["stop"], "stop"), (["stop", "--now"], "cancel")])
 def test_stop_command_waits_for_the_end(
-    run: RunContext, capsys: pytest.CaptureFixture[str], verb: str, how: str
+    run: RunContext, capsys: pytest.CaptureFixture[str], words: list[str], how: str
 ) -> None:
     codes: list[int] = []
-    command = threading.Thread(target=lambda: codes.append(main([verb, "one"])))
+    command = threading.Thread(target=lambda: codes.append(main([*words, "one"])))
     command.start()
     until(lambda: read_request(run.store) is not None)
     asked = read_request(run.store)
@@ -237,15 +237,15 @@ def said(run: str, message: str) -> str:
 def test_logs_come_from_command_and_stack(
     run: RunContext, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
-    assert main(["logs", "one", *options]) == 2
-    assert "run one: no line in " in capsys.readouterr().err
+    assert main(["log", "--processes", "one", *options]) == 2
+    assert "has no line of this run" in capsys.readouterr().err
     tell(run, replace(RunStatus("one", "done"), version=9))
     log_of("rollflow", said("two", "of two"), "Traceback", '{"message": "of nobody"}', "7")
-    assert main(["logs", "one", *options]) == 2
-    assert "run one: no line in " in capsys.readouterr().err
+    assert main(["log", "--processes", "one", *options]) == 2
+    assert "has no line of this run" in capsys.readouterr().err
     log_of("rollflow", said("one", "of one"))
     log_of(run.key, "its own session's")
-    assert main(["logs", *options, "one"]) == 0
+    assert main(["log", "--processes", *options, "one"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert (first, second.endswith("of one")) == ("its own session's", True)
 
@@ -253,7 +253,8 @@ def test_logs_come_from_command_and_stack(
 def test_logs_follow_a_run_on_a_stack(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     log_of("rollflow", said("two", "of two"))
     codes: list[int] = []
-    command = threading.Thread(target=lambda: codes.append(main(["logs", "one", "--follow"])), daemon=True)
+    follow = ["log", "--processes", "one", "--follow"]
+    command = threading.Thread(target=lambda: codes.append(main(follow)), daemon=True)
     command.start()
     err = out = ""
 
@@ -282,9 +283,9 @@ def test_logs_are_shown_in_both_formats(
     file.parent.mkdir(parents=True)
     file.write_text('{"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "message": "hello"}\nplain\ncut')
     tell(run, replace(RunStatus("one", "done"), version=9))
-    assert main(["logs", "one", *options]) == 0
+    assert main(["log", "--processes", "one", *options]) == 0
     assert capsys.readouterr().out == "12:00:00.000Z | INFO    | hello\nplain\ncut\n"
-    assert main(["logs", "one", "--json", *options]) == 0
+    assert main(["log", "--processes", "one", "--json", *options]) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["message"] for one in said] == ["hello", "plain", "cut"]
 

@@ -52,7 +52,7 @@ def test_run_ids_and_commands_use_utc(
     store = open_store(str(tmp_path / "store" / "runs" / run_id))
     config = RunConfig()
     Log(store).create(RunCreated(run_id, config.model_dump(mode="json"), config.sha256(), 1, format=FORMAT))
-    for command, shown in ((["list"], "2026-01-31 12:00Z"), (["log", run_id], "2026-01-31 12:00:00Z")):
+    for command, shown in ((["status", "--all"], "2026-01-31 12:00Z"), (["log", run_id], "2026-01-31 12:00:00Z")):
         assert main(command) == 0
         out = capsys.readouterr().out
         assert shown in out

@@ -332,5 +332,5 @@ def test_entry_with_a_wrong_segment_is_not_repaired(store: Counting) -> None:
     assert whole is not None
     segment = store.get(snapshots.segment_path(5)).split(b"\n")
     store.put(snapshots.segment_path(5), b"\n".join([segment[0], segment[2], *segment[2:]]))
-    with pytest.raises(Corrupt, match=r"0000000005.json .*; no segment has it: `rollflow repair`"):
+    with pytest.raises(Corrupt, match=r"0000000005.json .*; no segment has it: `rollflow audit --repair`"):
         log.read(5)
