@@ -41,7 +41,7 @@ OF_A_RUN = [
     "inspect",
     "inspect 7",
     "inspect 12.0.3",
-    "audit",
+    "audit --deep",
     "audit --repair",
 ]
 OF_A_RUN += ["replay", "replay 7", "replay --all", "export 7 folder", "gc"]
