@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rollflow.flows.locations import run_home
-from rollflow.flows.services.prefect_api import SERVED
+from rollflow.flows.registration.prefect_api import SERVED
 from rollflow.flows.views.log_lines import as_json as line_as_json
 from rollflow.flows.views.log_lines import format_line, is_of
 from rollflow.flows.views.status import read_status

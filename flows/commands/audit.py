@@ -11,12 +11,12 @@ from rich.console import Console
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.commands._chosen_run import chosen_run
-from rollflow.flows.views.anchors import read_anchors
+from rollflow.flows.tracking.anchors import read_anchors
 from rollflow.flows.views.audit_table import print_report, show_audit
+from rollflow.storage.audit.anchors import Anchor, check_anchors, parse_anchor
+from rollflow.storage.audit.repair import plan_repairs, repair
+from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
-from rollflow.storage.log.anchors import Anchor, check_anchors, parse_anchor
-from rollflow.storage.log.repair import plan_repairs, repair
-from rollflow.storage.log.report import AuditReport
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
 

@@ -31,7 +31,7 @@ from rollflow.flows.commands._toml_edit import rewrite_toml
 from rollflow.flows.config import hardware_file, load_hardware, load_recipe
 from rollflow.flows.locations import find_run
 from rollflow.flows.views.console import format_duration
-from rollflow.flows.views.simulation import Outputs, as_json, run_simulation
+from rollflow.flows.views.timelines.simulation import Outputs, as_json, run_simulation
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.candidates import FULL, QUICK, Candidate, CandidateOutcome, PlanLimits

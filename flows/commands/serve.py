@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import run_home
+from rollflow.flows.registration.prefect_api import SERVED
 from rollflow.flows.services import stack
 from rollflow.flows.services.home_server import is_free, read_addresses, stable_port, store_addresses
 from rollflow.flows.services.locks import is_held
-from rollflow.flows.services.prefect_api import SERVED
 from rollflow.flows.services.process import MlflowServer
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.reachability import check_prefect, check_prefect_database, redact
@@ -44,7 +44,7 @@ def _serve(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
     # late imports, because they import Prefect and MLflow, which takes seconds
     from rollflow.flows.session import open_session
-    from rollflow.flows.views.tracking import VIEW
+    from rollflow.flows.tracking.tracking import VIEW
 
     place = run_home()
     ended = StopFlag()
