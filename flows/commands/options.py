@@ -10,7 +10,6 @@ from typing import Any
 from rollflow.flows.commands._option_rules import check_combination, check_earlier_name, move_version
 
 ABOUT = "Asynchronous RL post-training of language models. A command of a run takes the newest run if you name none."
-SET = ("--set", {"action": "append", "default": [], "metavar": "KEY=VALUE"})
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -36,8 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`rollflow COMMAND --help` describes a command and gives an example.",
     )
     top.add_argument("--version", action=_Version, nargs=0, help="print the version of rollflow")
-    shells = {"choices": ("bash", "zsh"), "metavar": "SHELL"}
-    top.add_argument("--completion", action=_Completion, **shells, help="print the completion script for bash or zsh")
+    script = "print the completion script for bash or zsh"
+    top.add_argument("--completion", action=_Completion, choices=("bash", "zsh"), metavar="SHELL", help=script)
     commands = _Commands(top)
     for title, add in GROUPS.items():
         commands.begin_group(title)
@@ -156,7 +155,7 @@ def _add_training(commands: _Commands) -> None:
         "rollflow sweep mine.toml --set train.learning_rate=1e-4,3e-4 --seeds 3",
     )
     sweep.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file")
-    sweep.add_argument(SET[0], **{**SET[1], "metavar": "KEY=VALUE[,VALUE...]"}, help="one or more values of a key")
+    _set_argument(sweep, "one or more values of a key", "KEY=VALUE[,VALUE...]")
     _settings_argument(sweep)
     sweep.add_argument("--seeds", type=_positive, default=1, metavar="N", help="runs of each combination (default: 1)")
     sweep.add_argument("--study", help="a name for all runs; the name of a stopped study continues it")
@@ -168,9 +167,7 @@ def _add_training(commands: _Commands) -> None:
         "rollflow resume --set versions=200",
     )
     _run_argument(resume)
-    resume.add_argument(
-        SET[0], **SET[1], help="another value of a key; docs/recovery.md lists the keys that may change"
-    )
+    _set_argument(resume, "another value of a key; docs/recovery.md lists the keys that may change")
 
     stop = commands.add(
         "stop",
@@ -375,7 +372,7 @@ def _add_looking_up(commands: _Commands) -> None:
     doctor.add_argument("--json", action="store_true", help="print the results as JSON")
     cluster = "check the nodes of the recipe's Ray cluster instead, or those of --set cluster.address=HOST:PORT"
     doctor.add_argument("--cluster", type=Path, nargs="?", const=Path(), metavar="RECIPE", help=cluster)
-    doctor.add_argument(SET[0], **SET[1], help="with --cluster: another value of a key")
+    _set_argument(doctor, "with --cluster: another value of a key")
     settings = "check this settings file, and contact the places that it names"
     doctor.add_argument("--settings", type=Path, metavar="FILE", help=settings)
 
@@ -396,7 +393,11 @@ GROUPS = {
 
 def _recipe_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file")
-    command.add_argument(SET[0], **SET[1], help="another value of a key, e.g. train.learning_rate=1e-4")
+    _set_argument(command, "another value of a key, e.g. train.learning_rate=1e-4")
+
+
+def _set_argument(command: argparse.ArgumentParser, meaning: str, value: str = "KEY=VALUE") -> None:
+    command.add_argument("--set", action="append", default=[], metavar=value, help=meaning)
 
 
 def _settings_argument(command: argparse.ArgumentParser) -> None:
