@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollflow.flows.commands._command_parser import Commands, HelpFormat, PrintCompletion, PrintVersion
 from rollflow.flows.commands._option_rules import check_combination, check_earlier_name, move_version
 
 ABOUT = "Asynchronous RL post-training of language models. A command of a run takes the newest run if you name none."
@@ -31,13 +32,13 @@ def build_parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="rollflow",
         usage="rollflow COMMAND [OPTION...]",
-        formatter_class=_Format,
+        formatter_class=HelpFormat,
         epilog="`rollflow COMMAND --help` describes a command and gives an example.",
     )
-    top.add_argument("--version", action=_Version, nargs=0, help="print the version of rollflow")
+    top.add_argument("--version", action=PrintVersion, nargs=0, help="print the version of rollflow")
     script = "print the completion script for bash or zsh"
-    top.add_argument("--completion", action=_Completion, choices=("bash", "zsh"), metavar="SHELL", help=script)
-    commands = _Commands(top)
+    top.add_argument("--completion", action=PrintCompletion, choices=("bash", "zsh"), metavar="SHELL", help=script)
+    commands = Commands(top)
     for title, add in GROUPS.items():
         commands.begin_group(title)
         add(commands)
@@ -45,78 +46,10 @@ def build_parser() -> argparse.ArgumentParser:
     return top
 
 
-class _Format(argparse.HelpFormatter):
-    """Wraps descriptions, but keeps indented lines as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        wrap = super()._fill_text
-        return "\n".join(
-            line if line.startswith(" ") or not line else wrap(line, width, indent) for line in text.splitlines()
-        )
-
-
-class _Parser(argparse.ArgumentParser):
-    """Parses a command's words. Options may stand between arguments: `inspect one --json 7`."""
-
-    _mixed = False
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self._mixed:  # the call by `parse_known_intermixed_args`
-            return super().parse_known_args(args, namespace)
-        self._mixed = True
-        return self.parse_known_intermixed_args(args, namespace)
-
-
-class _Commands:
-    """The commands of a parser; `lines` lists them in groups, for the help."""
-
-    def __init__(self, top: argparse.ArgumentParser) -> None:
-        self._parsers = top.add_subparsers(
-            required=True, metavar="COMMAND", help=argparse.SUPPRESS, parser_class=_Parser, prog="rollflow"
-        )
-        self.lines: list[str] = []
-
-    def begin_group(self, title: str) -> None:
-        """List the next commands below this title."""
-        self.lines += ["", title]
-
-    def add(self, verb: str, summary: str, more: str, example: str) -> argparse.ArgumentParser:
-        """Add a command. The list of commands shows the summary; the command's own help shows all three texts."""
-        self.lines.append(f"  {verb:<9} {summary}")
-        parser: argparse.ArgumentParser = self._parsers.add_parser(
-            verb,
-            description=f"{summary}. {more}",
-            epilog=f"example:\n  {example}",
-            formatter_class=_Format,
-        )
-        parser.set_defaults(verb=verb)
-        return parser
-
-
-class _Version(argparse.Action):
-    """Prints the version, which is looked up only on request."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        print(f"rollflow {version('rollflow')}")
-        parser.exit()
-
-
-class _Completion(argparse.Action):
-    """Prints the completion script of a shell."""
-
-    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, option: object = None) -> None:
-        from rollflow.flows.commands._completion import completion_script
-
-        print(completion_script(parser, shell), end="")
-        parser.exit()
-
-
 # --- the groups ----------------------------------------------------------------------------------------------
 
 
-def _add_training(commands: _Commands) -> None:
+def _add_training(commands: Commands) -> None:
     init = commands.add(
         "init",
         "Write a new recipe with every key, its default and its meaning",
@@ -180,7 +113,7 @@ def _add_training(commands: _Commands) -> None:
     stop.add_argument("--no-wait", action="store_true", help="do not wait until the run has ended")
 
 
-def _add_watching(commands: _Commands) -> None:
+def _add_watching(commands: Commands) -> None:
     status = commands.add(
         "status",
         "Show the state of a run, or list all runs",
@@ -225,7 +158,7 @@ def _add_watching(commands: _Commands) -> None:
     compare.add_argument("--json", action="store_true", help="print the figures and curves as one JSON object")
 
 
-def _add_proving(commands: _Commands) -> None:
+def _add_proving(commands: Commands) -> None:
     audit = commands.add(
         "audit",
         "Prove from storage alone that a run kept its guarantees",
@@ -258,7 +191,7 @@ def _add_proving(commands: _Commands) -> None:
     replay.add_argument("--json", action="store_true", help="print one JSON object for each version")
 
 
-def _add_keeping(commands: _Commands) -> None:
+def _add_keeping(commands: Commands) -> None:
     export = commands.add(
         "export",
         "Write a version as a Hugging Face folder",
@@ -281,7 +214,7 @@ def _add_keeping(commands: _Commands) -> None:
     gc.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _add_planning(commands: _Commands) -> None:
+def _add_planning(commands: Commands) -> None:
     plan = commands.add(
         "plan",
         "Simulate a recipe on other hardware, or find the best use of GPUs",
@@ -316,7 +249,7 @@ def _add_planning(commands: _Commands) -> None:
     )
 
 
-def _add_serving(commands: _Commands) -> None:
+def _add_serving(commands: Commands) -> None:
     serve = commands.add(
         "serve",
         "Serve the Prefect and MLflow pages, from which runs start",
@@ -351,7 +284,7 @@ def _add_serving(commands: _Commands) -> None:
     nightly.add_argument("file", type=Path, metavar="FILE", help="a TOML file; docs/prefect.md describes it")
 
 
-def _add_looking_up(commands: _Commands) -> None:
+def _add_looking_up(commands: Commands) -> None:
     keys = commands.add(
         "keys",
         "Print every key of a recipe, with its default and meaning",
