@@ -120,7 +120,7 @@ class TwoResumes(Victim):
             time.sleep(0.05)
         ended = [one for one in both if one.poll() is not None]
         self.process = next((one for one in both if one.poll() is None), both[0])
-        if [one.returncode for one in ended] != [2] or "is already under way" not in self.tail():
+        if [one.returncode for one in ended] != [2] or "is already running" not in self.tail():
             raise RuntimeError(f"exit codes {[one.returncode for one in ended]}: {self.tail()}")
         self.wait_version(self.version() + 2, ROUND_SECONDS)
 

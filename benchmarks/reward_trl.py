@@ -26,7 +26,8 @@ import torch
 from benchmarks.recipe_task import RecipeTask
 from benchmarks.reward_task import THREADS, task_of
 from rollflow.tasks.learners.torch_learner import load_model
-from rollflow.tasks.objectives.config import Clip, PartsObjective
+from rollflow.tasks.objectives.config import PartsObjective
+from rollflow.tasks.objectives.surrogate_config import Clip
 from rollflow.tasks.run.config import RunConfig
 
 Point = tuple[int, float, float]

@@ -21,7 +21,8 @@ from rollflow.flows.registration.recipe_paths import anchor_paths, path_values, 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import VllmEngineConfig, check_temperature
 from rollflow.tasks.objectives.config import check_new
-from rollflow.tasks.run.config import RunConfig, has_password
+from rollflow.tasks.run.cluster_config import has_password
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
 
 if TYPE_CHECKING:
@@ -119,12 +120,12 @@ def _faults(config: RunConfig) -> Iterator[str]:
     for name, value in config.cluster.env.items():
         if has_password(value):
             yield (
-                f"cluster.env.{name} = '...': an address in it has a password, and a run keeps its config: "
-                "set the variable on the nodes themselves"
+                f"cluster.env.{name} = '...': an address in the variable contains a password, and a run stores "
+                "its config; set the variable on the nodes themselves"
             )
     for which, source in enumerate(config.prompts):
         if source.system is not None and not source.chat:
-            unused = "it is not used without chat = true; set that, or remove it"
+            unused = "the system message is not used without chat = true; set chat = true, or remove the system message"
             yield f"prompts.{which}.system = {source.system!r}: {unused}"
 
 
@@ -184,10 +185,15 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     for position, name in enumerate(parents):
         node = node.setdefault(name, {}) if isinstance(node, dict) else _list_item(node, name, key)
         if not isinstance(node, (dict, list)):
-            raise ConfigError(f"--set {key}: {'.'.join(parents[: position + 1])} is a value, not a section")
+            raise ConfigError(
+                f"--set {key}: {'.'.join(parents[: position + 1])} is a value, not a section; give the key of a section"
+            )
     value = _toml_value(text.strip())
     if isinstance(node, list):
-        raise ConfigError(f"--set {key}: give a position and a key, e.g. --set {'.'.join(parents)}.0.{last}={text}")
+        raise ConfigError(
+            f"--set {key}: {'.'.join(parents)} is a list; give a position and a key, e.g. --set "
+            f"{'.'.join(parents)}.0.{last}={text}"
+        )
     if node.get(last) != value:
         _change_kind(node, parents, last, value)
     node[last] = value
@@ -216,7 +222,7 @@ def _choices(path: Iterable[str]) -> list[type[Section]]:
 
 def _list_item(node: list[Any], name: str, key: str) -> Any:
     if not name.isdecimal() or int(name) >= len(node):
-        raise ConfigError(f"--set {key}: {name!r} is not a position in a list of {len(node)}")
+        raise ConfigError(f"--set {key}: {name!r} is not a position in a list of {len(node)} items")
     return node[int(name)]
 
 
@@ -269,14 +275,14 @@ def describe_error(
         key = ".".join(filter(None, (key, error["ctx"]["key"])))
         return f"{key} = {json.dumps(error['ctx']['value'])}: {error['msg']}"
     if error["type"] == "union_tag_not_found":
-        return f"{key} = {error['input']!r}: it has no kind; `rollflow keys` lists those there are"
+        return f"{key} = {error['input']!r} has no kind; `rollflow keys` lists the kinds"
     if error["type"] == "extra_forbidden":
         if ".".join(part for part in key.split(".") if not part.isdecimal()) in set(list_keys(section)):
-            return f"{key} = {error['input']!r}: there is no such key here; another kind has it"
+            return f"{key} = {error['input']!r}: there is no such key here, but another kind has this key"
         suggestion = _suggest_key(key, error["input"], section, tree or {})
         return f"{key} = {error['input']!r}: there is no such key{suggestion}"
     if error["type"] == "missing":
-        return f"{key} is missing; add it"
+        return f"{key} is missing; add the key"
     if error["type"] in WORDS:
         words = {name: _in_words(one) for name, one in error.get("ctx", {}).items()}
         return f"{key} = {error['input']!r} is {WORDS[error['type']].format(**words)}"
@@ -308,7 +314,7 @@ def _suggest_key(key: str, given: object, section: type[Section], tree: Mapping[
     """Suggest the key that was probably meant: a section for a table, a plain key for a value."""
     known = [name for name, info in _usable_keys(section, tree) if _accepts(info, given)]
     close = _find_by_initials(key, known) or _find_similar(key, known)
-    return f"; did you mean {close[0]}?" if close else f"; remove it; {section.keys_page} lists all"
+    return f"; did you mean {close[0]}?" if close else f"; remove the key; {section.keys_page} lists all keys"
 
 
 def _find_similar(key: str, known: Iterable[str]) -> list[str]:

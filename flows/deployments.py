@@ -87,7 +87,7 @@ def offer_recipes() -> list[DeploymentOffer]:
     """Return a deployment for each recipe and nightly file of this home; invalid files are reported and skipped."""
 
     def tell(error: object) -> None:
-        print(f"not served: {error}", file=sys.stderr, flush=True)
+        print(f"This recipe is not served: {error}", file=sys.stderr, flush=True)
 
     made = [offer_recipe(recipe) for recipe in served_recipes(tell)]
     for file in served_files():
@@ -152,7 +152,7 @@ async def _follow_recipes(add: Any) -> None:
             await add(offer_recipes())
             seen = now
         except (Unreachable, ConfigError) as error:
-            if (message := f"not served yet: {error}") != reported:
+            if (message := f"The recipe is not served yet: {error}") != reported:
                 print(message, file=sys.stderr, flush=True)
             reported = message
 
@@ -164,10 +164,12 @@ def _modified_at() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="serve rollflow's flows as Prefect deployments")
-    parser.add_argument("--begin", type=Path, help="wait for this file after the imports")
-    parser.add_argument("--ready", type=Path, help="file to create when the deployments are registered")
+    parser.add_argument("--begin", type=Path, help="a file; after its imports the process waits until this file exists")
+    parser.add_argument("--ready", type=Path, help="a file that is created when the deployments are registered")
     parser.add_argument(
-        "--no-automations", action="store_true", help="install no automations: another process restarts crashed runs"
+        "--no-automations",
+        action="store_true",
+        help="install no automations, because another process restarts crashed runs",
     )
     given = parser.parse_args()
     import_early()

@@ -47,7 +47,8 @@ async def evaluate_now(context: RunContext, version: int, note: Callable[[], Non
         context.policies.check_kept(published)
     except Missing:
         raise ConfigError(
-            f"version = {version}: its weights are no longer kept; choose one that store.keep_every kept"
+            f"version = {version}: the weights of this version were deleted; choose a version that "
+            "store.keep_every or store.keep_last kept"
         ) from None
     engine = build_engine(config.engine, context.policy_folder, dtype=config.policy.dtype)
     scorer = build_scorer(config.reward, context.policy_folder)

@@ -43,7 +43,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
     temporary = None
     try:
         if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"FOLDER = {str(folder)!r} exists and is not empty; name a new one")
+            raise ConfigError(f"FOLDER = {str(folder)!r} exists and is not empty; name a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         temporary.chmod(0o755)
@@ -69,8 +69,9 @@ def _check_kept(context: RunContext, version: PolicyVersion) -> None:
     newest = context.policies.newest()
     whole = [v for v in numbers if v <= newest and _has_weights(stored, context.policies.find(v))]
     raise ConfigError(
-        f"version {version.number}: its weights are no longer kept; run {context.run_id!r} has those of versions "
-        f"{', '.join(map(str, whole)) or 'none'} (store.keep_every and store.keep_last say which are kept)"
+        f"version {version.number}: the weights of this version were deleted; run {context.run_id!r} "
+        f"still has the weights of versions {', '.join(map(str, whole)) or 'none'} (see store.keep_every "
+        "and store.keep_last)"
     )
 
 
@@ -99,6 +100,7 @@ def _read_prompts(context: RunContext) -> list[str]:
 def _check_tokenizer_agrees(context: RunContext, folder: Path) -> None:
     if (what := find_other_reading(folder, _read_prompts(context))) is not None:
         raise ConfigError(
-            f"run {context.run_id!r} cannot be exported for other tools: {what}; they agreed under the "
-            "libraries that prepared the run: install those, or read its weights with that tokenizer.json only"
+            f"run {context.run_id!r} cannot be exported for other tools: {what}. AutoTokenizer and "
+            "tokenizer.json agreed with the library versions that prepared the run; install those versions, "
+            "or read the run's weights with its tokenizer.json only"
         )

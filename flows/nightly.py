@@ -64,19 +64,42 @@ MARK = "-night-"  # separates the recipe's name from the time in a night's run i
 class Nightly(Section):
     """The content of a nightly file."""
 
-    name: RecipeName = Field("nightly", description="name of the deployment")
-    recipes: tuple[str, ...] = Field(min_length=1, description="recipe files, trained in this order; read every night")
-    cron: str = Field("0 1 * * *", description="cron expression for the start of a night")
-    timezone: str = Field("UTC", description="time zone of `cron`, e.g. Europe/Berlin")
-    hours: float = Field(6.0, gt=0, le=1000, description="longest time for one recipe; a longer run is stopped")
-    from_last: bool = Field(False, description="start from the version that the last night ended with")
-    z: float = Field(1.645, ge=0, le=100, description="standard errors by which a version must exceed the best one")
-    answers: int = Field(100, ge=1, description="fewest held-out answers that each of two compared versions needs")
-    alias: str = Field("best", pattern=r"^[A-Za-z][\w-]*$", description="the alias in MLflow's model registry")
-    keep: int = Field(
-        7, gt=0, description="number of newest nights whose runs and versions are kept; the best night's are kept too"
+    name: RecipeName = Field("nightly", description="name of the Prefect deployment")
+    recipes: tuple[str, ...] = Field(
+        min_length=1, description="paths of the recipes, trained in this order; the files are read again every night"
     )
-    notify: str | None = Field(None, description="a Prefect notification block, e.g. slack-webhook/nightly")
+    cron: str = Field("0 1 * * *", description="cron expression for the start of each night")
+    timezone: str = Field("UTC", description="time zone of `cron`, e.g. Europe/Berlin")
+    hours: float = Field(
+        6.0, gt=0, le=1000, description="longest time for one recipe, in hours; a run that takes longer is stopped"
+    )
+    from_last: bool = Field(
+        False,
+        description="whether a night starts from the version that the last night ended with, instead of the "
+        "recipe's policy",
+    )
+    z: float = Field(
+        1.645,
+        ge=0,
+        le=100,
+        description="number of standard errors by which the accuracy of a version must exceed the best version's "
+        "accuracy",
+    )
+    answers: int = Field(
+        100, ge=1, description="smallest number of held-out answers with which two versions are compared"
+    )
+    alias: str = Field(
+        "best", pattern=r"^[A-Za-z][\w-]*$", description="alias of the best version in MLflow's model registry"
+    )
+    keep: int = Field(
+        7,
+        gt=0,
+        description="number of newest nights whose runs and versions are kept; the night that made the best version "
+        "is kept, too",
+    )
+    notify: str | None = Field(
+        None, description="name of a Prefect notification block that reports each night, e.g. slack-webhook/nightly"
+    )
 
     @field_validator("timezone")
     @classmethod
@@ -84,7 +107,7 @@ class Nightly(Section):
         try:
             ZoneInfo(name)
         except (KeyError, OSError, ValueError):
-            refuse("timezone", name, "no such time zone; write one like Europe/Berlin")
+            refuse("timezone", name, "there is no such time zone; write a time zone such as Europe/Berlin")
         return name
 
 
@@ -181,10 +204,16 @@ def _judge(best: RegisteredVersion | None, score: EvaluationScore, plan: Nightly
     said = f"{score.accuracy:.1%} of {score.responses} held-out answers"
     # a repeated night evaluates the best version itself, so the scores are equal
     if best is None or best.score == score:
-        return best is None, f"{said}; the first" if best is None else f"{said}; as the best"
-    known = f"the best so far has {best.score.accuracy:.1%} of {best.score.responses} ({best.run_id})"
+        return (
+            best is None,
+            f"{said}; promoted as the first version" if best is None else f"{said}; this is the best version",
+        )
+    known = (
+        f"the best version so far has {best.score.accuracy:.1%} of {best.score.responses} held-out "
+        f"answers ({best.run_id})"
+    )
     if min(score.responses, best.score.responses) < plan.answers:
-        cure = f"fewer than answers = {plan.answers} cannot be compared; raise evaluation.prompts"
+        cure = f"fewer than answers = {plan.answers} held-out answers cannot be compared; raise evaluation.prompts"
         return False, f"{said}; not promoted: {known}, and {cure}"
     z = z_score(score, best.score)
     return z > plan.z, f"{said}; {'promoted' if z > plan.z else 'not promoted'}: {known}, z = {z:.2f}, bound {plan.z:g}"
@@ -208,7 +237,7 @@ def read_score(context: RunContext) -> EvaluationScore:
     """
     found = read_evaluation(context.store, context.config.versions)
     if found is None or not found.responses:
-        raise Unreachable(f"run {context.run_id} has no evaluation of its last version; see its page")
+        raise Unreachable(f"run {context.run_id} has no evaluation of its last version; see the run's page in Prefect")
     return EvaluationScore(found.accuracy, found.responses)
 
 
@@ -279,14 +308,17 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
         while not (ended := _read_outcome(made, context)):
             if time.monotonic() > limit:
                 _stop_others(config.name)
-                raise Unreachable(f"run {run_id} took longer than {seconds / 3600:g} hours and was stopped")
+                raise Unreachable(
+                    f"run {run_id} took longer than {seconds / 3600:g} hours, the limit of the nightly file, and was "
+                    "stopped"
+                )
             time.sleep(POLL_SECONDS)
     except TerminationSignal:
         with contextlib.suppress(Unreachable):
             _cancel_nights(config.name)
         raise
     if ended != "done":
-        raise Unreachable(f"run {run_id}: {ended}")
+        raise Unreachable(f"run {run_id} failed: {ended}")
     return context
 
 

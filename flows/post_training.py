@@ -169,7 +169,7 @@ def _open_or_create_run(config: RunConfig, run_id: str | None, storage: str | No
         prepare(config, run_id, get_run_logger().info)
     for change in select_shown(diff_trees(tree_of(context.config), tree_of(config)), context.log.state.version + 1):
         fix = f"to change it: rollflow resume {context.uri} --set {change.key}=VALUE"
-        words = "%s = %s, as the run's log has it, and not %s; %s"
+        words = "%s = %s applies, as recorded in the run's log, instead of %s; %s"
         get_run_logger().warning(words, change.key, change.before, change.after, fix)
     context.prompts()  # raises if the prompt files have changed since the run was created
     return context
@@ -210,7 +210,7 @@ def _sweep(context: RunContext) -> None:
     try:
         sweep(context.store)
     except (RollflowError, OSError) as error:  # for example, the storage service has no such request
-        get_run_logger().warning("could not look for unfinished files of killed writers: %s", error)
+        get_run_logger().warning("could not look for unfinished files that killed writers left: %s", error)
 
 
 def is_trained(context: RunContext) -> bool:
@@ -224,8 +224,8 @@ def ray_address(config: RunConfig) -> str:
     address = os.environ.get("ROLLFLOW_RAY_ADDRESS") if config.cluster.address == "auto" else config.cluster.address
     if not address:
         raise ConfigError(
-            'cluster.address = "auto": this runner was started without a cluster of its own; '
-            "start it with `rollflow serve`, or give the address of a Ray head"
+            'cluster.address = "auto": this Prefect runner was started without a Ray cluster of its own; '
+            "start the runner with `rollflow serve`, or give the address of a Ray head"
         )
     return address
 
@@ -281,11 +281,11 @@ def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: Ba
 def _describe_failure(error: BaseException) -> tuple[Phase, str]:
     """Return the phase and the reason of a run that did not reach its last version."""
     if isinstance(error, Pause) or (isinstance(error, RunEnded) and error.pause):
-        return "paused", "its flow run is paused; it goes on when that is resumed"
+        return "paused", "the run's flow run is paused; the run continues when its flow run is resumed"
     if isinstance(error, RunEnded):
         return "stopped", str(error)
     if isinstance(error, TerminationSignal):  # the supervisor's flow run was cancelled, or its runner is shutting down
-        return "stopped", "its flow run was told to end"
+        return "stopped", "the run's flow run was told to end"
     return "failed", f"{type(error).__name__}: {error}"
 
 
@@ -293,7 +293,7 @@ def _end_flow_run(context: RunContext, person: RunEnded) -> State:
     """Return the flow run's final state after a user stopped or paused the run."""
     if person.pause:
         raise Pause(state=suspend())
-    return cancel(f"{person}; go on with: rollflow resume {context.uri}")
+    return cancel(f"{person}; continue the run with: rollflow resume {context.uri}")
 
 
 def _finish(

@@ -92,8 +92,9 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
     if config.policy.path is not None and find_policy(config.policy.path, download) is None:
         notes += _note_few_held_out(config, open_prompts(config, None, read).count_held_out())
         notes.append(
-            f"policy.path = {config.policy.path!r} is not in the hub's cache of this machine: its tokenizer, template, "
-            "context and weights were not checked; `rollflow run` downloads and checks them first"
+            f"policy.path = {config.policy.path!r} is not in this machine's cache of the Hugging Face hub, "
+            "so its tokenizer, template, context and weights were not checked; `rollflow run` downloads and "
+            "checks them first"
         )
         return Preflight({}, {}, (), (), read, tuple(notes))
     files = set_dtype(_read_policy_files(config, read), config.policy.dtype)
@@ -204,10 +205,10 @@ def _check_installed(config: RunConfig) -> None:
         return
     if isinstance(config.engine, VllmEngineConfig) and find_spec("vllm") is None:
         cure = 'install it with `pip install "rollflow[cpu]"` (or "rollflow[gpu]"), or set engine.kind = "transformers"'
-        raise ConfigError(f"engine.kind = 'vllm': vLLM is not installed here; {cure}")
+        raise ConfigError(f"engine.kind = 'vllm': vLLM is not installed on this machine; {cure}")
     if isinstance(config.train, DeepSpeedTrain) and find_spec("deepspeed") is None:
         cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.kind = "torch"'
-        raise ConfigError(f"train.kind = 'deepspeed': DeepSpeed is not installed here; {cure}")
+        raise ConfigError(f"train.kind = 'deepspeed': DeepSpeed is not installed on this machine; {cure}")
 
 
 def _note_near_duplicates(config: RunConfig, prompts: RunPrompts) -> str:
@@ -219,7 +220,7 @@ def _note_few_held_out(config: RunConfig, found: int) -> list[str]:
     """Note that fewer prompts are held out for evaluation than the config asks for."""
     if found >= config.evaluation.prompts:
         return []
-    few = f"only {found} are held out to evaluate with; raise prompts.held_out or give more lines"
+    few = f"only {found} prompts are held out for evaluation; raise prompts.held_out, or give more lines"
     return [f"evaluation.prompts = {config.evaluation.prompts}: {few}"]
 
 
@@ -249,8 +250,8 @@ def _check_room(config: RunConfig, tokenizer: PolicyTokenizer) -> None:
     """Reject a response limit that fills the policy's whole context, which leaves no room for a prompt."""
     if tokenizer.context <= config.engine.max_new_tokens:
         raise ConfigError(
-            f"engine.max_new_tokens = {config.engine.max_new_tokens}: the policy's context is "
-            f"{tokenizer.context} tokens; choose fewer"
+            f"engine.max_new_tokens = {config.engine.max_new_tokens}: the policy's context has only "
+            f"{tokenizer.context} tokens; choose a smaller number"
         )
 
 
@@ -294,8 +295,9 @@ def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
     have = engine.kv_cache_bytes or cpu_kv_cache(folder, context, config.policy.dtype)
     if need > have and not cluster.count_machine_gpus():
         raise ConfigError(
-            f"engine.kv_cache_bytes = {have}: vLLM needs {need} bytes for one request of {context} tokens, the "
-            "policy's context; set it to that or more, or choose a policy with a shorter context"
+            f"engine.kv_cache_bytes = {have}: vLLM needs {need} bytes for one request of {context} tokens, "
+            f"the policy's context; set engine.kv_cache_bytes to {need} or more, or choose a policy with a "
+            "shorter context"
         )
 
 
@@ -304,6 +306,7 @@ def _check_tokenizer_agrees(config: RunConfig, folder: Path, texts: list[str]) -
     path = config.policy.path
     if path is not None and (what := find_other_reading(folder, texts)) is not None:
         raise ConfigError(
-            f"policy.path = {path!r}: {what}; keep the right tokenizer: "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes both agree"
+            f"policy.path = {path!r}: {what}; save the tokenizer that is right: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes AutoTokenizer and "
+            "tokenizer.json agree"
         )

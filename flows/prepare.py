@@ -38,7 +38,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
     uri = store_uri(config)
     context = context_of(uri, run_id)
     if context.store.exists(entry_path(0)):
-        raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id")
+        raise ConfigError(f"run id {run_id!r} already exists in {uri}; choose another id with --run-id")
     for note in found.notes:
         tell(note)
     policy = {f"policy/{name}": data for name, data in {**found.files, **found.weights}.items()}
@@ -60,7 +60,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
     try:
         Log(context.store).create(created)
     except Conflict:
-        raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id") from None
+        raise ConfigError(f"run id {run_id!r} already exists in {uri}; choose another id with --run-id") from None
     return context
 
 
@@ -77,7 +77,7 @@ def _store_policy(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> 
     """
 
     def refusal_of(path: str) -> ConfigError:
-        words = f"another policy was prepared under it ({run.uri}/{path}); choose another with --run-id"
+        words = f"another policy was prepared under this id ({run.uri}/{path}); choose another id with --run-id"
         return ConfigError(f"run id {run_id!r}: {words}")
 
     for path, data in policy.items():

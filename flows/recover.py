@@ -26,13 +26,16 @@ def recover(flow_run_id: str) -> str | None:
     context = replace(run_of(crashed), patience=StoreConfig().patience_seconds)
     successor = call_until_answered(lambda: restart_supervisor(crashed.id, context))
     if successor is None or successor.pending is None:
-        get_run_logger().info("run %s needs nothing", run_uri(crashed))
+        get_run_logger().info("run %s needs no recovery", run_uri(crashed))
         return None
-    get_run_logger().info("run %s goes on as flow run %s", run_uri(crashed), successor.flow_run)
+    get_run_logger().info("run %s continues as flow run %s", run_uri(crashed), successor.flow_run)
     limit = time.monotonic() + START_SECONDS
     while not is_up(successor):
         if time.monotonic() > limit:
-            raise Unreachable(f"waited {START_SECONDS:g} s for a runner to start flow run {successor.flow_run}")
+            raise Unreachable(
+                f"waited {START_SECONDS:g} s for a Prefect runner to start flow run {successor.flow_run}; check "
+                "that `rollflow up` or `rollflow serve` runs"
+            )
         time.sleep(POLL_SECONDS)
     successor.notes.flush()
     return str(successor.flow_run)

@@ -42,4 +42,4 @@ def _describe_lost_work(status: RolloutStatus, group_size: int) -> tuple[str, in
     again.
     """
     groups = status.running + status.buffered
-    return f"{groups} groups that were running or not in a batch yet", groups * group_size
+    return f"{groups} groups that were running, or in no batch yet", groups * group_size

@@ -76,7 +76,9 @@ def recipes_of(folder: Path) -> list[ServedRecipe]:
         name = recipe.config.name
         if name in deployment_names(SERVED) or name in found:
             other = "rollflow's own flows" if name in deployment_names(SERVED) else f"{found[name].file.name!r}"
-            raise ConfigError(f"{str(file)!r}: name = {name!r} is used by {other}, too; give it another name")
+            raise ConfigError(
+                f"{str(file)!r}: {other} also has name = {name!r}; give one of the two recipes another name"
+            )
         found[name] = recipe
     return list(found.values())
 

@@ -137,7 +137,7 @@ class Session:
 
         with contextlib.suppress(Unreachable), open_client() as client:
             for run in unfinished_runs(client, self.deployment):
-                client.set_flow_run_state(run.id, Cancelled(message="stopped by Ctrl-C"), force=True)
+                client.set_flow_run_state(run.id, Cancelled(message="the run was stopped by Ctrl-C"), force=True)
 
     def _ask_to_cancel(self, context: RunContext) -> None:
         """Ask the runner of another session to end this run's processes, and wait until they have ended."""
@@ -250,4 +250,4 @@ def _import_prefect(runner: Runner) -> None:
     except ValueError as error:  # pydantic's error for a Prefect setting, which does not name the variable
         given = ", ".join(sorted(name for name in os.environ if name.startswith("PREFECT_")))
         reason = " ".join(f"{error}".split())[:200]
-        raise ConfigError(f"Prefect refuses one of {given} ({reason}); correct it, or unset it") from None
+        raise ConfigError(f"Prefect refuses a value of {given} ({reason}); correct or unset the variable") from None

@@ -87,17 +87,19 @@ class TrajectoryBatch:
             table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
             table.validate(full=True)
         except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise Corrupt(f"not a readable Arrow file: {error}") from error
+            raise Corrupt(f"the batch is not a readable Arrow file: {error}") from error
         found = (table.schema.metadata or {}).get(b"rollflow.schema", b"none").decode(errors="replace")
         if found != str(SCHEMA_VERSION):
-            raise Corrupt(f"trajectory schema {found} is not {SCHEMA_VERSION}, the one this version of rollflow reads")
+            raise Corrupt(
+                f"the batch has trajectory schema {found}, and this version of rollflow reads schema {SCHEMA_VERSION}"
+            )
         more = table.schema.names[len(SCHEMA) :]
         if not table.schema.equals(schema_with(more) if more else SCHEMA):
-            raise Corrupt(f"the columns are not those of trajectory schema {SCHEMA_VERSION}")
+            raise Corrupt(f"the batch's columns are not the columns of trajectory schema {SCHEMA_VERSION}")
         optional = [table[name].combine_chunks() for name in more]
         required = table.columns[: len(SCHEMA)]
         if any(column.null_count for column in required) or any(map(optional_columns.has_inner_nulls, optional)):
-            raise Corrupt("a column holds nulls")
+            raise Corrupt("a column of the batch contains null values")
         return cls(table)
 
     def optional(self, name: str) -> pa.Array | None:

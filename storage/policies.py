@@ -263,7 +263,7 @@ def map_concurrently(work: Callable[[Item], Result], items: Iterable[Item], move
 
 def _check(stored: StoredObject, size: int, sha256: str) -> None:
     if (size, sha256) != (stored.size, stored.sha256):
-        raise Corrupt(f"{stored.path} is not what its entry committed (sha256 or size differs)")
+        raise Corrupt(f"{stored.path} does not contain what its entry committed (the sha256 or the size differs)")
 
 
 def _is_complete(folder: Path, version: PolicyVersion) -> bool:

@@ -88,7 +88,10 @@ class Cursor:
     def __post_init__(self) -> None:
         """Raise `ValueError` if the two tuples have different lengths."""
         if len(self.issued) != len(self.filtered):
-            raise ValueError(f"a cursor of {len(self.issued)} sources has filtered counts of {len(self.filtered)}")
+            raise ValueError(
+                f"the cursor counts issued prompts of {len(self.issued)} sources and filtered prompts of "
+                f"{len(self.filtered)} sources"
+            )
 
     @property
     def sources(self) -> int:

@@ -57,7 +57,7 @@ class TrajectoryStore:
         groups = tuple(committed_group(group) for group in staged.groups)
 
         def body(state: RunState, file: StoredObject | None) -> Body:
-            assert file is not None, "a batch has a file"
+            assert file is not None, "a committed batch must have a file"
             return BatchCommitted(
                 number=staged.number,
                 file=file,
@@ -84,7 +84,7 @@ class TrajectoryStore:
         """
         written = self.log.read(entry)
         if written is None or not isinstance(written.entry.body, BatchCommitted):
-            raise Corrupt(f"entry {entry} of {self.store.uri} commits no batch")
+            raise Corrupt(f"entry {entry} of {self.store.uri} does not commit a batch")
         return written.entry.body
 
     def discards(self, entry: int) -> tuple[Discard, ...]:
@@ -157,7 +157,7 @@ class TrajectoryStore:
 def verify(file: StoredObject, data: bytes | pa.Buffer) -> None:
     """Raise `Corrupt` unless `data` has the committed size and sha256."""
     if len(memoryview(data)) != file.size or hashlib.sha256(data).hexdigest() != file.sha256:
-        raise Corrupt(f"{file.path} is not what was committed (sha256 or size differs)")
+        raise Corrupt(f"{file.path} does not contain what was committed (the sha256 or the size differs)")
 
 
 def committed_group(group: FinishedGroup) -> TrainedGroup:

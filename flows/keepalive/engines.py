@@ -152,7 +152,7 @@ class Engines:
                 if failure:
                     raise EngineFailed(failure)
         elif time.monotonic() - engine.asked > self._patience:
-            raise EngineFailed(f"{engine.name} did not answer for {self._patience:g} s")
+            raise EngineFailed(f"{engine.name} did not answer for {self._patience:g} s (recovery.answer_seconds)")
         elif engine.vitals:
             engine.vitals.is_starting()
 
@@ -160,7 +160,9 @@ class Engines:
         """Schedule a restart of the engine after the pause. With `within` the living actor restarts the engine;
         otherwise the actor is killed and a new one created.
         """
-        self.reporter.report_restart(self.restarts.mark_down(engine.name, reason, "its start; requests go on"))
+        self.reporter.report_restart(
+            self.restarts.mark_down(engine.name, reason, "the engine's start; requests continue on other engines")
+        )
         if not within:
             cluster.kill_named([engine.name])
         engine.forget()

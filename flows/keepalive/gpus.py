@@ -45,14 +45,21 @@ def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
         share = min(1.0, 1 / math.ceil(needed / have))
         return GpuShares(share, share)
     if together > largest:
-        cure = "set it to that, or train.multi_node = true"
-        raise ConfigError(f"train.ranks = {ranks}: all are on one node, and the largest has {largest:g} GPUs; {cure}")
+        cure = f"set train.ranks = {largest:g}, or train.multi_node = true"
+        raise ConfigError(
+            f"train.ranks = {ranks}: without train.multi_node all ranks run on one node, and the largest "
+            f"node has {largest:g} GPUs; {cure}"
+        )
     if width > largest:
-        raise ConfigError(f"engine.tensor_parallel = {width}: the largest node has {largest:g} GPUs; set it to that")
+        raise ConfigError(
+            f"engine.tensor_parallel = {width}: an engine runs on one node, and the largest node has "
+            f"{largest:g} GPUs; set engine.tensor_parallel = {largest:g} or less"
+        )
     if needed > have:
         raise ConfigError(
-            f"train.ranks = {ranks} and engine.tensor_parallel = {width}: {engines} engines and the learner take "
-            f"{needed} GPUs, and the cluster has {have:g}; set engine.replicas or these to less"
+            f"train.ranks = {ranks} and engine.tensor_parallel = {width}: {engines} engines and the learner "
+            f"need {needed} GPUs, and the cluster has {have:g}; lower engine.replicas, "
+            "engine.tensor_parallel or train.ranks"
         )
     return GpuShares(width, together)
 

@@ -28,9 +28,11 @@ def check_private_placement(config: RunConfig) -> None:
         resource = own.resource if own.resource and ":" not in own.resource else None
         for key, value in (("labels", labels), ("resource", resource)):
             if value:
-                cure = "set cluster.address to a cluster that does, or remove it"
+                cure = "set cluster.address to a cluster with such a node, or remove the key"
                 where = f"cluster.placement.{role}.{key} = {value!r}"
-                raise ConfigError(f"{where}: no node of a private cluster has it; {cure}")
+                raise ConfigError(
+                    f"{where}: the node of a private cluster has neither labels nor custom resources; {cure}"
+                )
 
 
 def note_placement(config: RunConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -41,14 +43,15 @@ def note_placement(config: RunConfig, nodes: Sequence[Mapping[str, Any]]) -> Ite
         wanted = ", ".join([*(f"{key}={value}" for key, value in own.labels.items()), *filter(None, [own.resource])])
         if wanted and not any(is_fitting(node, config, role) for node in nodes):
             yield (
-                f"cluster.placement.{role}: none of the {len(nodes)} nodes has {wanted}; the actors wait until one "
-                "joins: start it with `ray start --labels` or `--resources`"
+                f"cluster.placement.{role}: none of the {len(nodes)} nodes has {wanted}; the actors of this role "
+                "wait for such a node: start one with `ray start --labels` or `--resources`"
             )
     have, need = sum(float(node["Resources"].get("CPU", 0.0)) for node in nodes), needed_cpus(config)
     if placement.reserve_cpus and need > have:
         yield (
-            f"cluster.placement.reserve_cpus = true: the run's actors use {need:g} CPUs, and the cluster has {have:g}; "
-            "some actors wait until more join: or set it to false, or engine.replicas or reward.workers to less"
+            f"cluster.placement.reserve_cpus = true: the run's actors need {need:g} CPUs, and the cluster "
+            f"has {have:g}, so some actors wait for more nodes; add nodes, set reserve_cpus = false, or "
+            "lower engine.replicas or reward.workers"
         )
 
 

@@ -63,8 +63,8 @@ class RestartBudget:
         recent = len(own) + sum(now - at < limits.window_seconds for at in before)
         if recent >= limits.restarts:
             raise RestartsExhausted(
-                f"{role} was restarted {recent} times within {limits.window_seconds:g} s "
-                f"(recovery.restarts) and ended once more: {reason}"
+                f"{role} was restarted {recent} times within {limits.window_seconds:g} s, the limit of "
+                f"recovery.restarts, and ended again: {reason}"
             )
         self._spent[role] = [*own, now]
         self._attempts[role] += 1

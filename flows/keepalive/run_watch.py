@@ -53,7 +53,7 @@ class RunWatch:
         """
         with contextlib.suppress(Unreachable, OSError):
             if asked := read_request(self._writer.context.store):
-                raise RunEnded(f"ended while it started, by `rollflow {asked.how}`")
+                raise RunEnded(f"the run ended while it was starting, because of `rollflow {asked.how}`")
 
     def check_stop_requests(self) -> None:
         """Obey a pause or a cancel that came during a step after training.
@@ -105,9 +105,9 @@ class RunWatch:
         if asked is None:
             return
         if asked.how == "cancel":
-            raise RunEnded("cancelled by `rollflow stop --now`")
+            raise RunEnded("the run was cancelled by `rollflow stop --now`")
         if self._asked_at is None:
             self._asked_at = self._writer.progress.version
-            self._writer.messages.append("`rollflow stop`: it ends at the next version")
+            self._writer.messages.append("the run ends at its next version, because of `rollflow stop`")
         if self._writer.progress.version > self._asked_at:
-            raise RunEnded(f"stopped at version {self._writer.progress.version} by `rollflow stop`")
+            raise RunEnded(f"the run was stopped at version {self._writer.progress.version} by `rollflow stop`")

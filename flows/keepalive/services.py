@@ -24,7 +24,7 @@ from rollflow.storage.run_records.recoveries import Recovery
 from rollflow.tasks.run.config import RecoveryConfig
 
 SERVER, RAY, RUNNER = "prefect server", "ray head", "runner"
-REDONE = {SERVER: "nothing", RAY: "what the actors had in memory", RUNNER: "the start of its flows"}
+REDONE = {SERVER: "nothing", RAY: "what the actors had in memory", RUNNER: "the actors' data in memory"}
 
 
 class ServiceKeeper:
@@ -87,7 +87,7 @@ class ServiceKeeper:
                 crash_orphans(self.deployment, f"the {RUNNER} died")
         except Unreachable as error:  # the Prefect server is down, too, and must be restarted first
             if time.monotonic() - outage.pending.noticed > self._limits.window_seconds:
-                raise RestartsExhausted(f"the {RUNNER} died and cannot be replaced: {error}") from error
+                raise RestartsExhausted(f"the {RUNNER} died and cannot be restarted: {error}") from error
             return
         service.relaunch()
         self.restarts.mark_launched(role)

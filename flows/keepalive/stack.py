@@ -49,7 +49,7 @@ def keep_stack(place: Path, command: Sequence[str], limits: RecoveryConfig, ende
         if not (was_up or stack.came_up(place, child.pid)) or child.returncode == 0:
             return child.returncode
         pause = budget.spend(NAME, f"exit code {child.returncode}")
-        print(f"{NAME} is restarted: its process ended with exit code {child.returncode}", flush=True)
+        print(f"{NAME} is restarted, because its process ended with exit code {child.returncode}", flush=True)
         _await_ports(place)
         if ended.wait(pause):
             return 0

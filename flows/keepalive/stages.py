@@ -148,7 +148,7 @@ class Stages:
                     break
             if time.monotonic() > limit:
                 raise RestartsExhausted(
-                    f"waited {START_SECONDS:g} s for the stages of the old config to end; resume the run"
+                    f"waited {START_SECONDS:g} s for the stages with the old config to end; resume the run"
                 )
             time.sleep(STATE_SECONDS)
         kill_actors(self.context)
@@ -206,7 +206,7 @@ class Stages:
                 for stage in self.all.values():
                     self._update_stage(stage, client, states)
         except Unreachable as error:
-            self._log(f"{error}; the run goes on meanwhile")
+            self._log(f"{error}; the run continues meanwhile")
 
     def look_at_own(self) -> None:
         """Check whether a user paused the supervisor's flow run, after the stages have ended."""
@@ -229,7 +229,7 @@ class Stages:
         if state.is_crashed():
             self._schedule_restart(stage, f"its flow run crashed: {reason_of(state.message).split('. ')[0]}")
         elif state.is_final() and not stage.completed:
-            raise RestartsExhausted(f"the {stage.role} stage ended {state.name}: {reason_of(state.message)}")
+            raise RestartsExhausted(f"the {stage.role} stage's flow run ended {state.name}: {reason_of(state.message)}")
         elif state.is_paused():
             self._unpause(stage, client, stage.run)
         elif not state.is_final() and not stage.running:
@@ -237,7 +237,7 @@ class Stages:
                 raise RestartsExhausted(f"waited {START_SECONDS:g} s for a runner to start the {stage.role} stage")
         elif stage.running and self._is_unattended(stage):
             cancel_flow_run(client, stage.run)
-            self._schedule_restart(stage, "its actor is gone and its flow does not start another")
+            self._schedule_restart(stage, "its actor is gone, and its flow does not start a new actor")
 
     def _unpause(self, stage: Stage, client: SyncPrefectClient, run: UUID) -> None:
         """Restart a stage whose own flow run was paused. A stage cannot pause alone, because its actors belong to the
@@ -245,7 +245,7 @@ class Stages:
         """
         client.set_flow_run_state(run, Running(), force=True)  # Prefect ends no process of a flow run that is paused
         cancel_flow_run(client, run)
-        self._log(f"the {stage.role} stage was paused, and goes on: pause the run's own flow run, which has its stages")
+        self._log(f"the {stage.role} stage was paused and continues; to pause the run, pause the run's own flow run")
         self._schedule_restart(stage, "its flow run was paused")
 
     def _is_unattended(self, stage: Stage) -> bool:
@@ -327,7 +327,7 @@ class Stages:
         while not self.ended(*ACTORS):
             if time.monotonic() > limit:
                 states = {stage.role: stage.state for stage in self.all.values()}
-                raise RestartsExhausted(f"waited {END_SECONDS:g} s for the stages to end; they are {states}")
+                raise RestartsExhausted(f"waited {END_SECONDS:g} s for the stages to end; their states: {states}")
             self._finish_reward()
             time.sleep(0.2)
             self._looked = 0.0
@@ -369,7 +369,7 @@ class Stages:
                     if stage.run is not None:
                         cancel_flow_run(client, stage.run)
         except Unreachable as error:
-            self._log(f"{error}; the stages are not cancelled")
+            self._log(f"{error}; the stages of the run are not cancelled")
         finally:
             kill_actors(self.context)
 

@@ -114,7 +114,7 @@ class SupervisorKeeper:
         if self._is_stuck(status, state):
             if status.ended:
                 return status
-            self._mark_crashed(f"it wrote no status for too long ({status.phase})")
+            self._mark_crashed(f"it wrote no status for too long (phase: {status.phase})")
             return self._restart_supervisor(status)
         # A dying supervisor may write that the run has ended, but its flow run decides.
         return replace(status, phase="ending") if status.ended else status

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 READ_SECONDS = 5.0
-REDONE = "its start; the actors that live go on"
+REDONE = "the supervisor's start; living actors continue"
 
 
 @dataclass
@@ -93,10 +93,10 @@ class SupervisorRestarter:
         except Unreachable:
             return False
         except RollflowError as error:
-            log(f"run {name} is not restarted: {error}")
+            log(f"run {name} cannot be restarted: {error}")
             return True
         if successor and successor.pending:
-            log(f"run {name} goes on: {successor.pending.reason}")
+            log(f"run {name} is restarted: {successor.pending.reason}")
             self._starting.append(successor)
         return True
 
@@ -210,8 +210,8 @@ def pause_before(crashes: Sequence[float], now: float, limits: RecoveryConfig) -
     recent = sum(abs(now - at) < limits.window_seconds for at in crashes)
     if recent > limits.restarts:
         raise RestartsExhausted(
-            f"the supervisor was restarted {limits.restarts} times within {limits.window_seconds:g} s "
-            "(recovery.restarts) and died once more"
+            f"the supervisor was restarted {limits.restarts} times within {limits.window_seconds:g} s, the "
+            "limit of recovery.restarts, and died again"
         )
     return pause_after(max(0, recent - 1), limits)
 

@@ -40,7 +40,7 @@ class Vitals:
             Unreachable: the actor is dead or stuck; the message has the evidence.
         """
         if why := explain_lost_actor(self._id):
-            raise Unreachable(f"waited for {self._name}: {why}")
+            raise Unreachable(f"cannot wait for {self._name}: {why}")
         now = time.monotonic()
         if self._window and now - self._window[0] < self._longest:
             return False
@@ -51,6 +51,8 @@ class Vitals:
             return True
         used, window = found.cpu_seconds() or 0.0, self._window
         if window and used - window[1] < LEAST_SHARE * (now - window[0]):
-            raise Unreachable(f"waited {now - self._began:.0f} s for the status of {self._name}, whose process is idle")
+            raise Unreachable(
+                f"the process of {self._name} is idle, but has not answered a status call for {now - self._began:.0f} s"
+            )
         self._window = now, used
         return False

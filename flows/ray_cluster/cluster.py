@@ -23,7 +23,7 @@ from rollflow.flows.ray_cluster.ray_access import check_token
 from rollflow.flows.services.reachability import LOOPBACK, speaks_http2
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.tasks.actors.placement import LEAST, Role
-from rollflow.tasks.run.config import ClusterConfig
+from rollflow.tasks.run.cluster_config import ClusterConfig
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # deadline for one answer of the Ray head
@@ -69,7 +69,9 @@ def _connect(address: str, namespace: str) -> None:
         detach()  # removes what Ray has set up, so that another try is possible
         if "Version mismatch" in str(error):
             raise ConfigError(f"cluster.address = {address!r}: {' '.join(str(error).split())}") from None
-        raise Unreachable(f"the Ray cluster at {address} refused this process: {_first_line(error)}") from error
+        raise Unreachable(
+            f"the Ray cluster at {address} refused the connection of this process: {_first_line(error)}"
+        ) from error
     finally:
         _restore_handlers(handlers)
 
@@ -83,7 +85,9 @@ def _check_head(address: str, deadline_seconds: float) -> None:
 
     host, _, port = address.rpartition(":")
     if not speaks_http2(host, int(port), seconds=min(deadline_seconds, ANSWER_SECONDS)):
-        raise Unreachable(f"waited {deadline_seconds:.0f} s for a Ray head at {address}; nothing there answers")
+        raise Unreachable(
+            f"waited {deadline_seconds:.0f} s for a Ray head at {address}, but nothing answers at that address"
+        )
     # the private cluster's token is in this process's environment
     if os.environ.get("ROLLFLOW_RAY_ADDRESS") != address:
         check_token(address)
@@ -131,7 +135,7 @@ def find_actor(name: str) -> Any:
         return ray.get_actor(name)
     except ValueError as error:
         where = ray.get_runtime_context().namespace
-        raise Unreachable(f"no actor {name!r} lives in the namespace {where!r} of the Ray cluster") from error
+        raise Unreachable(f"no actor {name!r} exists in the namespace {where!r} of the Ray cluster") from error
 
 
 def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[str]:
@@ -188,7 +192,7 @@ def call_within(reference: Any, deadline_seconds: float, what: str, *, died: typ
     try:
         while not has_ended(reference, max(0.0, min(limit - time.monotonic(), LOST_SECONDS))):
             if why := explain_lost_call(reference):
-                raise died(f"waited for {what}: {why}")
+                raise died(f"cannot wait for {what}: {why}")
             if time.monotonic() > limit:
                 break
         with _unwrap_signal_error():
@@ -256,7 +260,7 @@ def check_actor_options(config: ClusterConfig) -> None:
         try:
             actor.options(**{name: dict(option)})
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"cluster.{key} = {value!r}: {_first_line(error)}; correct it") from None
+            raise ConfigError(f"cluster.{key} = {value!r}: {_first_line(error)}; correct the value") from None
 
 
 def count_machine_gpus() -> float:
@@ -274,7 +278,7 @@ def _raise_translated(error: Exception, deadline_seconds: float, what: str, died
     if isinstance(error, exceptions.RayTaskError) and isinstance(error.cause, RollflowError):
         raise error.cause from error
     if isinstance(error, exceptions.RayActorError | exceptions.ObjectLostError | exceptions.WorkerCrashedError):
-        raise died(f"waited for {what}, but its process is gone: {_first_line(error)}") from error
+        raise died(f"cannot wait for {what}, because its process is gone: {_first_line(error)}") from error
     raise error
 
 

@@ -91,7 +91,7 @@ def explain_lost_worker(kind: str) -> str:
             if _is_starting(kind, file.parent):
                 return ""
             file.rename(file.with_suffix(READ))
-            return f"a Ray worker (process {file.name}) died before it registered: {why}; see {file.parents[1]}"
+            return f"a Ray worker (process {file.name}) died before Ray registered it: {why}; see {file.parents[1]}"
     return ""
 
 

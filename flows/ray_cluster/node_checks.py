@@ -86,29 +86,34 @@ def find_faults(nodes: Sequence[NodeState], here: Mapping[str, str] | None = Non
     usual = _usual_versions(nodes, here)
     for node in nodes:
         if node.report is None:
-            cure = f"install rollflow {here['rollflow']} there, or end the node"
+            cure = f"install rollflow {here['rollflow']} on that node, or remove the node from the cluster"
             yield f"{node.address} did not answer ({node.silent}); {cure}"
             continue
         yield from _version_faults(node, node.report, here, usual)
         if node.report.store:
-            yield f"{node.address}: {node.report.store}; a node has its credentials from its own environment or role"
+            yield (f"{node.address}: {node.report.store}; give the node credentials in its own environment, or a role")
         if abs(node.clock) > CLOCK_SECONDS:
             direction = "ahead of" if node.clock > 0 else "behind"
             yield (
-                f"{node.address}: its clock is {abs(node.clock):.0f} s {direction} this machine's; switch on NTP on "
-                "both (timedatectl set-ntp true)"
+                f"{node.address}: the node's clock is {abs(node.clock):.0f} s {direction} this machine's clock; "
+                "switch on NTP on both machines (timedatectl set-ntp true)"
             )
         if node.gpus > node.report.gpus:
             yield (
-                f"{node.address}: Ray offers {node.gpus:g} GPUs, and the node has {node.report.gpus} devices "
-                "(/dev/nvidia*); install its driver, or start Ray there with --num-gpus set to that"
+                f"{node.address}: Ray offers {node.gpus:g} GPUs, but the node has {node.report.gpus} devices "
+                "(/dev/nvidia*); install the node's GPU driver, or start Ray on the node with "
+                f"--num-gpus={node.report.gpus}"
             )
         if not node.report.cache:
-            yield f"{node.address}: no folder for what it fetches can be written; set ROLLFLOW_HOME there to one"
+            yield (
+                f"{node.address}: the node has no folder that can be written for downloaded files; set "
+                "ROLLFLOW_HOME on the node to such a folder"
+            )
         elif node.report.disk < LEAST_DISK:
             yield (
-                f"{node.address}: {node.report.disk / GIB:.1f} GiB are free at {node.report.cache}, of "
-                f"{LEAST_DISK // GIB} that a run may fetch; free some, or set ROLLFLOW_HOME there to a larger disk"
+                f"{node.address}: only {node.report.disk / GIB:.1f} GiB are free at {node.report.cache}, and a "
+                f"run may download {LEAST_DISK // GIB} GiB; free space, or set ROLLFLOW_HOME on the node to a "
+                "folder on a larger disk"
             )
 
 
@@ -134,4 +139,4 @@ def _version_faults(
         if found != wanted and (name in EVERYWHERE or node.cpus):
             where = "here" if name in EVERYWHERE else "on most nodes"
             has, cure = found or "not installed", f"install {name} {wanted}" if wanted else f"uninstall {name}"
-            yield f"{node.address}: {name} is {has}, and {wanted or 'not installed'} {where}; {cure} there"
+            yield f"{node.address}: {name} is {has}, and {wanted or 'not installed'} {where}; {cure} on the node"

@@ -84,4 +84,4 @@ class PrewarmedWorkers:
                 NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:  # a later look requests the spare again
             request_path(kind, self._folder).unlink(missing_ok=True)
-            print(f"no spare worker for {kind}: {error}", flush=True)
+            print(f"no spare worker could be started for {kind}: {error}", flush=True)

@@ -15,8 +15,8 @@ from rollflow.storage.errors import ConfigError, Unreachable
 
 ANSWER_SECONDS = 10.0
 TOKEN_CURE = (
-    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token (on its head "
-    "`ray get-auth-token` prints it)"
+    "set RAY_AUTH_MODE=token, and set RAY_AUTH_TOKEN_PATH to a file with the cluster's token (`ray "
+    "get-auth-token` prints the token on the cluster's head)"
 )
 
 
@@ -40,8 +40,9 @@ def check_membership(address: str) -> None:
     found = _ask_head(address, nodes=True)
     if not found & _local_nodes():
         raise ConfigError(
-            f"cluster.address = {address!r}: this machine is none of the cluster's {len(found)} nodes; let it join, "
-            f"without CPUs if you like: ray start --address={address} --num-cpus=0"
+            f"cluster.address = {address!r}: this machine is not one of the cluster's {len(found)} nodes; "
+            f"let the machine join the cluster, without CPUs if you like: ray start --address={address} "
+            "--num-cpus=0"
         )
 
 
@@ -75,9 +76,9 @@ def _refusal(address: str, error: Any) -> ConfigError | Unreachable:
     import grpc
 
     if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        which = "another token than this process has" if _has_token() else "a token"
-        return ConfigError(f"cluster.address = {address!r} asks for {which}; {TOKEN_CURE}")
-    return Unreachable(f"the Ray head at {address} gives no answer ({error.details()})")
+        which = "another token than the token of this process" if _has_token() else "a token"
+        return ConfigError(f"cluster.address = {address!r}: the cluster requires {which}; {TOKEN_CURE}")
+    return Unreachable(f"the Ray head at {address} does not answer ({error.details()})")
 
 
 def _has_token() -> bool:

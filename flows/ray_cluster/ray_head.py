@@ -229,8 +229,8 @@ def short_folder(folder: Path) -> Path:
     link = next((short / name for short in short_folders() if _fits(short / name)), None)
     if link is None:
         raise ConfigError(
-            f"ROLLFLOW_HOME: sockets in {str(folder)!r} would have too long a path, and no folder for temporary files "
-            "is short enough; name a shorter home"
+            f"ROLLFLOW_HOME: the paths of sockets in {str(folder)!r} would be too long, and no folder for "
+            "temporary files has a short enough path; set ROLLFLOW_HOME to a folder with a shorter path"
         )
     return link
 

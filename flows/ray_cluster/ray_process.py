@@ -86,20 +86,26 @@ def _raylet_pid(node: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="a node of a private Ray cluster")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--port", type=int, help="start a head that listens here")
-    where.add_argument("--join", help="the address of the head to join")
-    parser.add_argument("--ip", default="127.0.0.1", help="the node's address; by default nothing outside can reach it")
+    where.add_argument("--port", type=int, help="host and port at which a new Ray head listens")
+    where.add_argument("--join", help="address of the Ray head that the node joins")
+    parser.add_argument(
+        "--ip",
+        default="127.0.0.1",
+        help="address of the node; by default nothing outside of this machine can reach the node",
+    )
     parser.add_argument("--temp", required=True)
     parser.add_argument("--cpus", type=int, required=True)
     parser.add_argument("--gpus", type=int)
     parser.add_argument("--resources", default="{}")
     parser.add_argument("--labels", default="{}")
     parser.add_argument("--object-store-bytes", type=int, required=True)
-    parser.add_argument("--spares", type=Path, help="keep spare workers; the folder for requests")
+    parser.add_argument(
+        "--spares", type=Path, help="folder for requests to spare workers; with this option spare workers are kept"
+    )
     parser.add_argument("--kinds", help="kinds of the spare workers, separated by commas")
-    parser.add_argument("--keep-spares", action="store_true", help="replace spare workers that were taken")
+    parser.add_argument("--keep-spares", action="store_true", help="replace each spare worker that was taken")
     parser.add_argument("--ready", type=Path, required=True)
-    parser.add_argument("--lost", type=Path, help="a folder that records workers that died while they started")
+    parser.add_argument("--lost", type=Path, help="folder with records of the workers that died while they started")
     raise SystemExit(f"ended: {serve(parser.parse_args())}")
 
 

@@ -76,8 +76,8 @@ def _anchor_policy(path: str, folder: Path) -> str:
     if not could_be_a_hub_name or Path(there).is_dir():
         return there
     if Path(path).is_dir():
-        cure = f"write its absolute path, or give --set policy.path={path}"
-        where = f"it is no folder beside the recipe, in {folder}, but one in the working folder"
+        cure = f"write the folder's absolute path, or give --set policy.path={path}"
+        where = f"the folder is not beside the recipe, in {folder}, but in the working folder"
         raise ConfigError(f"policy.path = {path!r}: {where}; {cure}")
     return path
 

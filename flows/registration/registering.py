@@ -177,8 +177,8 @@ def check_unserved(name: str, home: Path) -> None:
     while others := _list_other_homes(name, home_tag(home)):
         if time.monotonic() > limit:
             raise ConfigError(
-                f"{name} is already under way, by another command on this Prefect server "
-                f"({others[0].removeprefix(HOME)}); end that one, or wait for it"
+                f"{name} is already running, started by another command on this Prefect server "
+                f"({others[0].removeprefix(HOME)}); end that command, or wait for it"
             )
         time.sleep(POLL_SECONDS)
 

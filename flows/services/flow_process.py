@@ -62,7 +62,7 @@ async def _run_process(
     flow run, too.
     """
     if command != [get_sys_executable(), "-m", ENGINE]:
-        raise NotImplementedError(f"only flow runs of this runner are forked, not {command}")
+        raise NotImplementedError(f"only flow runs of this runner can be forked, not {command}")
     context = multiprocessing.get_context("forkserver")
     forkserver.ensure_running()
     given = (forkserver._forkserver._forkserver_pid, dict(env), None if cwd is None else str(cwd))  # type: ignore[attr-defined]

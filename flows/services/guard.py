@@ -159,7 +159,7 @@ def become(command: list[str]) -> NoReturn:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"cannot run {command[0]}: {error}", file=sys.stderr)
+        print(f"the command {command[0]} cannot be run: {error}", file=sys.stderr)
         os._exit(127)
 
 

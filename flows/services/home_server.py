@@ -82,7 +82,7 @@ class HomeServer(PrefectServer):
         self._users, self._holder, self._pid = folder / "users", folder / "holder", folder / "holder.pid"
         self._using = take_within(self._users, END_SECONDS, shared=True)
         if self._using is None:
-            raise Unreachable(f"waited {END_SECONDS:.0f} s for the last Prefect server of {home} to end")
+            raise Unreachable(f"waited {END_SECONDS:.0f} s for the previous Prefect server of {home} to end")
         self._known = -1  # process id of the holder that answered last, or that this command started
         with one_at_a_time(folder / "starting"):
             if not is_held(self._holder):

@@ -28,7 +28,7 @@ def take(file: Path, *, shared: bool = False) -> int | None:
         held = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise ConfigError(
-            f"{str(file)!r} cannot be written ({error.strerror}); set ROLLFLOW_HOME to a folder that can be"
+            f"{str(file)!r} cannot be written ({error.strerror}); set ROLLFLOW_HOME to a folder that can be written"
         ) from error
     try:
         fcntl.flock(held, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -38,7 +38,8 @@ def take(file: Path, *, shared: bool = False) -> int | None:
     except OSError as error:  # for example, a network folder does not support locks
         os.close(held)
         raise ConfigError(
-            f"{str(file)!r} cannot be locked ({error.strerror}); set ROLLFLOW_HOME to a folder of this machine"
+            f"{str(file)!r} cannot be locked ({error.strerror}); set ROLLFLOW_HOME to a folder on a disk of "
+            "this machine"
         ) from error
     return held
 
@@ -79,7 +80,7 @@ def one_at_a_time(file: Path, seconds: float = 30.0) -> Iterator[None]:
         TimeoutError: another process holds the lock for too long.
     """
     if (held := take_within(file, seconds)) is None:
-        raise TimeoutError(f"waited {seconds:g} s for {file}, which another process holds")
+        raise TimeoutError(f"waited {seconds:g} s for the lock {file}, which another process holds")
     try:
         yield
     finally:

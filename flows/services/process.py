@@ -88,7 +88,7 @@ class Service(ABC):
     def launch(self) -> None:
         """Start the process without waiting for it."""
         if self._process is not None:
-            raise RuntimeError(f"{self.what} was started already")
+            raise RuntimeError(f"{self.what} was already started")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-I", "-S", str(GUARD), str(self.grace_seconds), *self._command()]
         with self.log.open("ab") as log:
@@ -113,7 +113,7 @@ class Service(ABC):
             if not self.running:
                 code = self._process.returncode if self._process else "none"
                 self.stop()
-                raise Unreachable(f"{self.what} ended while starting (exit code {code}); see {self.log}")
+                raise Unreachable(f"{self.what} ended while it was starting (exit code {code}); see {self.log}")
             if time.monotonic() > deadline:
                 self.stop()
                 raise Unreachable(f"waited {self.start_seconds:.0f} s for {self.what} to answer; see {self.log}")

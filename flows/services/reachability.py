@@ -68,11 +68,15 @@ def check_prefect_database(url: str) -> None:
         raise ConfigError(f"--database {redact(url)!r}: {reason}; {DATABASE_CURE}") from None
 
 
-DATABASE_CURE = "start that database, correct the address, or set PGPASSWORD to the password"
-PREFECT_CURE = "start that server, correct the address, or unset PREFECT_API_URL for a private server"
-MLFLOW_CURE = "start that server, correct the address, or leave it out for SQLite in the run home"
-TLS_CURE = "unset it for a head without TLS, or correct RAY_TLS_CA_CERT, RAY_TLS_SERVER_CERT and RAY_TLS_SERVER_KEY"
-RAY_CURE = 'start it (ray start --head), correct the address, or leave it "auto" for a private cluster'
+DATABASE_CURE = "start the database, correct the address, or set PGPASSWORD to the password"
+PREFECT_CURE = "start the Prefect server, correct the address, or unset PREFECT_API_URL to use a private server"
+MLFLOW_CURE = "start the MLflow server, correct the address, or remove the address to use SQLite in the run home"
+TLS_CURE = (
+    "unset RAY_USE_TLS for a head without TLS, or correct RAY_TLS_CA_CERT, RAY_TLS_SERVER_CERT and RAY_TLS_SERVER_KEY"
+)
+RAY_CURE = (
+    'start the Ray head (ray start --head), correct the address, or set the address to "auto" for a private cluster'
+)
 
 
 def check_mlflow(uri: str) -> None:
@@ -86,7 +90,9 @@ def check_mlflow(uri: str) -> None:
     elif scheme in DEFAULT_PORTS:
         _check_database(uri, DEFAULT_PORTS[scheme])
     elif scheme not in ("databricks", "databricks-uc"):
-        raise ConfigError(f"tracking.uri = {redact(uri)!r} names no known store; use http(s)://... or sqlite:///...")
+        raise ConfigError(
+            f"tracking.uri = {redact(uri)!r} names no known kind of store; use http(s)://... or sqlite:///..."
+        )
 
 
 def check_ray(address: str) -> None:
@@ -96,27 +102,28 @@ def check_ray(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if address.startswith("ray://") or not host or not port.isdigit():
         raise ConfigError(
-            f"cluster.address = {address!r} is no address of a Ray head; "
-            'write "host:port" (the port is usually 6379) or "auto"'
+            f'cluster.address = {address!r} is not an address of a Ray head; write "host:port" (the port is '
+            'usually 6379) or "auto"'
         )
     try:
         spoken = speaks_http2(host, int(port), seconds=CHECK_SECONDS, raising=True)
     except ssl.SSLError as error:
         raise ConfigError(
-            f"cluster.address = {address!r} and RAY_USE_TLS = {os.environ['RAY_USE_TLS']!r}: no TLS with that head "
-            f"({error.reason or error}); {TLS_CURE}"
+            f"cluster.address = {address!r} and RAY_USE_TLS = {os.environ['RAY_USE_TLS']!r}: TLS with the "
+            f"Ray head failed ({error.reason or error}); {TLS_CURE}"
         ) from error
     except OSError as error:
         raise ConfigError(f"cluster.address = {address!r} does not answer ({_reason(error)}); {RAY_CURE}") from error
     if not spoken and uses_tls():  # a head closes the connection of a client whose certificate is of another authority
         raise ConfigError(
-            f"cluster.address = {address!r} and RAY_USE_TLS = {os.environ['RAY_USE_TLS']!r}: what answers there is no "
-            f"Ray head, or takes no certificate such as RAY_TLS_SERVER_CERT; {TLS_CURE}"
+            f"cluster.address = {address!r} and RAY_USE_TLS = {os.environ['RAY_USE_TLS']!r}: the server at "
+            "this address is not a Ray head, or accepts no certificate such as RAY_TLS_SERVER_CERT; "
+            f"{TLS_CURE}"
         )
     if not spoken:
         raise ConfigError(
-            f"cluster.address = {address!r} answers, but is no Ray head without TLS; "
-            f"{RAY_CURE}; a head with TLS needs RAY_USE_TLS=1 and its certificates here"
+            f"cluster.address = {address!r}: the server at this address is not a Ray head without TLS; "
+            f"{RAY_CURE}; for a head with TLS set RAY_USE_TLS=1 and the certificates on this machine"
         )
 
 
@@ -128,8 +135,8 @@ def check_store_reach(uri: str, address: str, nodes: Iterable[str] = ()) -> None
     away = [node for node in (address.rpartition(":")[0], *nodes) if not is_local(node)]
     if away:
         raise ConfigError(
-            f"store.uri = {uri!r}: a folder of this machine, which {', '.join(sorted(set(away)))} of cluster.address = "
-            f'{address!r} cannot read; use s3://bucket/prefix, or cluster.address = "auto"'
+            f"store.uri = {uri!r} is a folder of this machine, which {', '.join(sorted(set(away)))} of "
+            f'cluster.address = {address!r} cannot read; use s3://bucket/prefix, or cluster.address = "auto"'
         )
 
 
@@ -203,10 +210,10 @@ def _check_http(key: str, url: str, healthy: bytes, kind: str, cure: str) -> Non
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(reason, ssl.SSLCertVerificationError):
-            cure = f"set {HTTP_SETTINGS[key][0]} to the certificates of its authority"
+            cure = f"set {HTTP_SETTINGS[key][0]} to the certificates of the server's authority"
         raise ConfigError(f"{key} = {shown!r} does not answer ({_reason(error)}); {cure}") from error
     if body != healthy:
-        raise ConfigError(f"{key} = {shown!r} answers, but is not {kind}; {cure}")
+        raise ConfigError(f"{key} = {shown!r}: the server at this address is not {kind}; {cure}")
 
 
 def check_folder(key: str, uri: str, folder: Path) -> None:
@@ -215,7 +222,7 @@ def check_folder(key: str, uri: str, folder: Path) -> None:
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise ConfigError(f"{key} = {redact(uri)!r} cannot be written ({nearest}); name a folder that can be")
+        raise ConfigError(f"{key} = {redact(uri)!r} cannot be written ({nearest}); name a folder that can be written")
 
 
 def _check_database(uri: str, default_port: int) -> None:

@@ -29,8 +29,9 @@ def hold_run(home: Path, context: RunContext) -> Iterator[None]:
     held = take_within(file, PROBE_SECONDS)
     if held is None:
         raise ConfigError(
-            f"run {context.run_id} is already under way, by another command of {home} (process {_read_holder(file)}); "
-            f"look at it with `rollflow status {context.uri}`, end it with `rollflow stop {context.uri}`"
+            f"run {context.run_id} is already running, started by another command of {home} (process "
+            f"{_read_holder(file)}); show the run with `rollflow status {context.uri}`, or end it with "
+            f"`rollflow stop {context.uri}`"
         )
     try:
         os.ftruncate(held, 0)

@@ -108,7 +108,7 @@ def hold_stack(home: Path) -> Iterator[None]:
     if held is None:
         found = find(home)
         where = f"\n{found.pages}" if found else ""
-        raise ConfigError(f"the servers of {home} are up already; `rollflow serve --end` ends them{where}")
+        raise ConfigError(f"the servers of {home} are already running; `rollflow serve --end` ends them{where}")
     (home / "up.json").unlink(missing_ok=True)
     try:
         yield
@@ -126,7 +126,7 @@ def hold_keeper(home: Path) -> Iterator[None]:
     """
     held = take_within(home / KEEPER, PROBE_SECONDS)
     if held is None:
-        raise ConfigError(f"the servers of {home} are up already, or start; `rollflow serve --end` ends them")
+        raise ConfigError(f"the servers of {home} are already running or starting; `rollflow serve --end` ends them")
     try:
         os.ftruncate(held, 0)
         os.write(held, str(os.getpid()).encode())

@@ -37,16 +37,19 @@ def ray_context() -> ssl.SSLContext:
     """
     for name in RAY_FILES:
         if not (path := os.environ.get(name)):
-            raise ConfigError(f"RAY_USE_TLS = {os.environ['RAY_USE_TLS']!r}: {name} is not set; set it to a PEM file")
+            raise ConfigError(
+                f"RAY_USE_TLS = {os.environ['RAY_USE_TLS']!r}, but {name} is not set; set {name} to a PEM file"
+            )
         if not os.access(path, os.R_OK):
-            raise ConfigError(f"{name} = {path!r} cannot be read; set it to a PEM file")
+            raise ConfigError(f"{name} = {path!r} cannot be read; set {name} to a PEM file")
     certificate, key, authority = (os.environ[name] for name in RAY_FILES)
     try:
         context = ssl.create_default_context(cafile=authority)
         context.load_cert_chain(certificate, key)
     except ssl.SSLError as error:
         raise ConfigError(
-            f"{', '.join(RAY_FILES)}: {error.reason or error}; give a certificate, its key and the authority"
+            f"{', '.join(RAY_FILES)}: {error.reason or error}; give a certificate, its key and the "
+            "certificate of its authority"
         ) from None
     context.set_alpn_protocols(["h2"])
     # Ray, too, checks only the certificate's authority, since nodes have addresses and no names
@@ -71,4 +74,7 @@ def http_context(key: str, setting: Callable[[str], str]) -> ssl.SSLContext:
         folder = path if path and Path(path).is_dir() else None
         return ssl.create_default_context(cafile=None if folder else path or None, capath=folder)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"{file} = {path!r} holds no certificates ({error.strerror or error}); correct it") from None
+        raise ConfigError(
+            f"{file} = {path!r} contains no valid certificates ({error.strerror or error}); name a file with "
+            "certificates"
+        ) from None

@@ -64,7 +64,7 @@ def check_home(home: Path) -> None:
         tempfile.TemporaryFile(dir=home).close()
     except OSError as error:
         reason = error.strerror or str(error)
-        cure = "set ROLLFLOW_HOME to a folder that can be"
+        cure = "set ROLLFLOW_HOME to a folder that can be written"
         raise ConfigError(f"ROLLFLOW_HOME = {str(home)!r}{default} cannot be written ({reason}); {cure}") from None
 
 
@@ -119,8 +119,8 @@ def _check_encoding() -> None:
     name = next((name for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)), "LC_ALL")
     utf8 = "".join(f" with PYTHONUTF8 = {value!r}" for value in [os.environ.get("PYTHONUTF8")] if value)
     raise ConfigError(
-        f"{name} = {os.environ.get(name, '')!r}{utf8}: files would be read as {sys.getfilesystemencoding()}; "
-        "set PYTHONUTF8=1, or a locale of UTF-8"
+        f"{name} = {os.environ.get(name, '')!r}{utf8}: files would be read with the encoding "
+        f"{sys.getfilesystemencoding()}; set PYTHONUTF8=1, or choose a locale with UTF-8"
     )
 
 
@@ -135,10 +135,10 @@ def _check_proxies() -> None:
             scheme, host = "", None
         shown = f"{name} = {redact(url)!r}"
         if scheme not in ("http", "https", *SOCKS) or not host or any(letter.isspace() for letter in url):
-            raise ConfigError(f"{shown} is no address of a proxy; write http://host:port, or unset {name}")
+            raise ConfigError(f"{shown} is not an address of a proxy; write http://host:port, or unset {name}")
         if scheme in SOCKS and find_spec("socksio") is None:
-            cure = f"install it (pip install socksio), or unset {name}"
-            raise ConfigError(f"{shown} is a SOCKS proxy, which needs the package socksio; {cure}")
+            cure = f"install the package (pip install socksio), or unset {name}"
+            raise ConfigError(f"{shown} is a SOCKS proxy, which needs the Python package socksio; {cure}")
 
 
 def _check_temporary_folder() -> None:
@@ -147,12 +147,14 @@ def _check_temporary_folder() -> None:
     except FileNotFoundError:
         given = os.environ.get("TMPDIR", "")
         raise ConfigError(
-            f"TMPDIR = {given!r}, and no other folder for temporary files, can be written; name one"
+            f"TMPDIR = {given!r}, and every other folder for temporary files, cannot be written; set TMPDIR "
+            "to a folder that can be written"
         ) from None
     if len(os.fsencode(folder)) > LONGEST_TMPDIR:
         raise ConfigError(
-            f"TMPDIR = {folder!r} has {len(os.fsencode(folder))} bytes, and sockets in it would have too long a path; "
-            f"name a folder of at most {LONGEST_TMPDIR}, such as /tmp"
+            f"TMPDIR = {folder!r} has {len(os.fsencode(folder))} bytes, so the paths of sockets in this "
+            f"folder would be too long; set TMPDIR to a folder of at most {LONGEST_TMPDIR} bytes, such as "
+            "/tmp"
         )
 
 
@@ -164,8 +166,8 @@ def _raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < NEEDED_FILES:
         raise ConfigError(
-            f"ulimit -n = {allowed}: a run's services need {NEEDED_FILES} open files a process; "
-            f"raise the limit (ulimit -Hn {WANTED_FILES}, as root, or in limits.conf)"
+            f"ulimit -n = {allowed}: each service of a run needs up to {NEEDED_FILES} open files; raise the "
+            f"limit (ulimit -Hn {WANTED_FILES}, as root, or in limits.conf)"
         )
 
 

@@ -53,12 +53,14 @@ def read_anchors(context: RunContext, place: TrackingPlace) -> Sequence[Anchor]:
     try:
         tags = read_tags(place, context.key)
     except Unreachable as error:
-        raise ConfigError(f"--anchor mlflow: {error}; give N:SHA256, from where you kept one") from None
+        raise ConfigError(f"--anchor mlflow: {error}; give N:SHA256 from a place where you stored an anchor") from None
     anchors = [
         parse_anchor(f"{int(name.removeprefix(ANCHOR_TAG))}:{sha256}")
         for name, sha256 in sorted(tags.items())
         if name.startswith(ANCHOR_TAG)
     ]
     if not anchors:
-        raise ConfigError("--anchor mlflow: MLflow has no anchor of this run; give N:SHA256, from where you kept one")
+        raise ConfigError(
+            "--anchor mlflow: MLflow has no anchor of this run; give N:SHA256 from a place where you stored an anchor"
+        )
     return anchors

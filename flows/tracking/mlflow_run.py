@@ -219,7 +219,7 @@ def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
         found = client.search_runs([experiment.experiment_id], where, max_results=1) if experiment else []
     except (MlflowException, RequestException, SQLAlchemyError, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Unreachable(f"the MLflow of this run cannot be read ({first})") from error
+        raise Unreachable(f"the MLflow experiment of this run cannot be read ({first})") from error
     tags: Mapping[str, str] = found[0].data.tags if found else {}
     return tags
 

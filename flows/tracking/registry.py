@@ -115,8 +115,9 @@ class Registry:
             return RegisteredVersion(found.version, found.tags["run"], score)
         except (KeyError, ValueError):
             raise ConfigError(
-                f"alias = {self._alias!r}: version {found.version} of MLflow's model {self._model!r} has it, and no "
-                "night made that version: move the alias to a night's version, delete it, or name another in the file"
+                f"alias = {self._alias!r}: version {found.version} of MLflow's model {self._model!r} has this "
+                "alias, but no night made that version; move the alias to a night's version, delete the alias, "
+                "or name another alias in the nightly file"
             ) from None
 
     @contextlib.contextmanager

@@ -141,7 +141,7 @@ class Tracker:
         self._queue.put(STOP)
         self._thread.join(deadline_seconds)
         if not self._finished:
-            self._warn(f"MLflow at {redact(self.place.uri)} did not finish within {deadline_seconds:.0f} s")
+            self._warn(f"MLflow at {redact(self.place.uri)} did not finish the run within {deadline_seconds:.0f} s")
         return self._finished
 
     @property
@@ -188,7 +188,9 @@ class Tracker:
             return
         self._open = None  # reopening the run before the next try reads back which points arrived
         if len(self._pending) > KEPT_POINTS:
-            self._warn(f"{len(self._pending) - KEPT_POINTS} points were dropped, MLflow is away for too long")
+            self._warn(
+                f"{len(self._pending) - KEPT_POINTS} points were dropped, because MLflow has not answered for too long"
+            )
             del self._pending[:-KEPT_POINTS]
 
     def _missed_points(self, run: MlflowRun, new: Sequence[MetricPoint]) -> Iterator[MetricPoint]:

@@ -31,8 +31,8 @@ def show_audit(
 
 def _progress(far: AuditProgress) -> str:
     return (
-        f"{far.entries:,} entries of a log of {far.of_entries:,}, {far.objects:,} of {far.of_objects:,} objects, "
-        f"{far.bytes:,} bytes"
+        f"{far.entries:,} of {far.of_entries:,} entries of the log, {far.objects:,} of "
+        f"{far.of_objects:,} objects, {far.bytes:,} bytes"
     )
 
 
@@ -42,8 +42,8 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
     """
     console = console or Console(highlight=False)
     console.print(
-        f"run {report.run}: {report.versions} versions, {report.trajectories} trajectories trained on, "
-        f"{report.entries} entries, {report.objects} objects checked, async_ratio {report.async_ratio:g}"
+        f"run {report.run}: {report.versions} versions, {report.trajectories} trained trajectories, "
+        f"{report.entries} entries, {report.objects} checked objects, async_ratio {report.async_ratio:g}"
     )
     console.print(read_line(report))
     console.print(staleness_table(report))
@@ -68,7 +68,11 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
 def read_line(report: AuditReport) -> str:
     """Say how much this audit read, and how much an earlier audit had read."""
     read = f"read {report.entries - report.since:,} entries and {report.bytes:,} bytes of objects"
-    return f"{read}, from entry {report.since} on: an audit found nothing wrong before it" if report.since else read
+    return (
+        f"{read}, from entry {report.since} on, because an earlier audit found nothing wrong before it"
+        if report.since
+        else read
+    )
 
 
 def tokens_line(report: AuditReport) -> str:

@@ -46,7 +46,9 @@ def logging_settings(*, shared: bool = False) -> dict[str, str]:
         case "text" | "json":
             return {**_formatter(f"{__name__}.{LogLines.__name__}"), "PREFECT_LOGGING_COLORS": "false"}
         case other:
-            raise ConfigError(f"{FORM} = {other!r}: a log is written as 'text' or as 'json'")
+            raise ConfigError(
+                f"{FORM} = {other!r}: the format of a log is 'text' or 'json'; set {FORM} to one of the two"
+            )
 
 
 def _formatter(name: str) -> dict[str, str]:

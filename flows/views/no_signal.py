@@ -13,7 +13,7 @@ from itertools import takewhile
 from rollflow.storage.policies import PolicyVersion
 
 CAUSE = (
-    "no row had an advantage, as all responses to each prompt had equal rewards; see how they are judged "
+    "all responses to each prompt had equal rewards, so every advantage was 0; check the rewards "
     "(`rollflow inspect`), or choose easier or harder prompts"
 )
 
@@ -37,4 +37,4 @@ def count_newest_without(versions: Sequence[PolicyVersion]) -> int:
 
 def describe_no_signal(newest: int, count: int) -> str:
     """Say in one sentence that the newest `count` versions lack a signal."""
-    return f"nothing was learned in versions {newest - count + 1} to {newest}: {CAUSE}"
+    return f"versions {newest - count + 1} to {newest} learned nothing: {CAUSE}"

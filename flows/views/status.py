@@ -96,10 +96,10 @@ class RunStatus:
         """
         raw: Any = json.loads(text)
         if not isinstance(raw, dict) or "run_id" not in raw:
-            raise ValueError("not a run status: no run_id")
+            raise ValueError("the object is not the status of a run: it has no run_id")
         known = {key: value for key, value in raw.items() if key in {f.name for f in fields(cls)}}
         if known.get("phase", "starting") not in get_args(Phase):
-            raise ValueError(f"not a run status: phase {known['phase']!r}")
+            raise ValueError(f"the object is not the status of a run: its phase is {known['phase']!r}")
         known["rewards"] = tuple(known.get("rewards", ()))
         known["messages"] = tuple(known.get("messages", ()))
         known["accuracy"] = tuple((int(version), float(value)) for version, value in known.get("accuracy", ()))

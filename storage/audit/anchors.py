@@ -41,7 +41,10 @@ def parse_anchor(text: str) -> Anchor:
         ConfigError: the text is no anchor.
     """
     if (match := FORM.fullmatch(text.strip())) is None:
-        raise ConfigError(f"anchor {text!r}: give the number of an entry and its sha256, as in 0:6b86b273...")
+        raise ConfigError(
+            f"anchor {text!r} is not of the form N:SHA256; give the number and the sha256 of an entry, e.g. "
+            "0:6b86b273..."
+        )
     return Anchor(int(match[1]), match[2])
 
 
@@ -63,11 +66,17 @@ def check_anchors(run: ObjectStore, anchors: Sequence[Anchor]) -> list[Violation
         try:
             sha256 = hashlib.sha256(run.get(path)).hexdigest()
         except Missing:
-            found.append(Violation("gap", path, f"there is no entry {anchor.n}; its anchor is {anchor.sha256[:12]}"))
+            found.append(
+                Violation(
+                    "gap", path, f"the log has no entry {anchor.n}, but an anchor names its hash {anchor.sha256[:12]}"
+                )
+            )
         except Corrupt as error:
-            found.append(Violation("altered", path, f"{error}; its anchor is {anchor.sha256[:12]}"))
+            found.append(Violation("altered", path, f"{error}; an anchor names the entry's hash {anchor.sha256[:12]}"))
         else:
             if sha256 != anchor.sha256:
-                what = f"its sha256 is {sha256[:12]}, its anchor is {anchor.sha256[:12]}"
-                found.append(Violation("altered", path, f"{what}: the log was rewritten, or repaired"))
+                what = f"the entry has sha256 {sha256[:12]}, and its anchor is {anchor.sha256[:12]}"
+                found.append(
+                    Violation("altered", path, f"{what}: the log was rewritten or repaired after the anchor was taken")
+                )
     return found

@@ -113,14 +113,18 @@ def _check_prompts(
             continue  # report one violation per group
         if name != (prompt.id, prompt.domain):
             reported.add(index)
-            yield "lineage", f"a row of prompt {index} names {name}, the prompt is {(prompt.id, prompt.domain)}"
+            yield (
+                "lineage",
+                f"a row of prompt {index} names the id and domain {name}, but the prompt has "
+                f"{(prompt.id, prompt.domain)}",
+            )
         elif not np.array_equal(table.row(row)[: len(prompt.tokens)], np.asarray(prompt.tokens)):
             reported.add(index)
             other = _name_other_prompt(table.row(row), asked.held_out)
-            yield "lineage", f"a row of prompt {index} answers {other}, not that prompt"
+            yield "lineage", f"a row of prompt {index} begins with {other} instead of the tokens of that prompt"
         elif index in asked.held:
             reported.add(index)
-            yield "lineage", f"prompt {index} is held out for evaluation"
+            yield "lineage", f"a row was trained on for prompt {index}, which is held out for evaluation"
 
 
 def _name_other_prompt(tokens_T: Array, held_out: Mapping[tuple[int, ...], str]) -> str:
@@ -136,17 +140,17 @@ def _check_tokens(table: _Table, asked: ExpectedRows) -> Iterator[Found]:
     """Check that tokens are in the vocabulary, and that only tokens of the policy have a log-prob and a version."""
     most = asked.vocabulary
     if table.tokens_T.size and (table.tokens_T.min() < 0 or table.tokens_T.max() >= most):
-        yield "lineage", f"a token lies outside of the policy's vocabulary, which has {most} tokens"
+        yield "lineage", f"a row has a token outside of the policy's vocabulary of {most} tokens"
     given_T = ~table.mask_T
     if (table.logprobs_T[given_T] != 0.0).any() or (table.versions_T[given_T] != -1).any():
-        yield "lineage", "a token that the policy did not choose has a log-probability or a version"
+        yield "lineage", "a token that the policy did not sample has a log-probability or a version"
     if (table.mask_T & ~table.response_T).any():
-        yield "lineage", "a token of a prompt counts as chosen by the policy"
+        yield "lineage", "a token of a prompt is marked as sampled by the policy"
     chosen_row, chosen_version = table.row_T[table.mask_T], table.versions_T[table.mask_T]
     if ((np.diff(chosen_version) < 0) & (np.diff(chosen_row) == 0)).any():
-        yield "stale", "a token comes from an older version than the token before it"
+        yield "stale", "a token was sampled by an older version than the token before it"
     if unknown := set(table.endings) - set(ENDINGS):
-        yield "lineage", f"a trajectory has the ending {min(unknown)!r}; expected one of {[*ENDINGS]}"
+        yield "lineage", f"a trajectory has the ending {min(unknown)!r}; known endings: {', '.join(ENDINGS)}"
     if asked.stops and not (asked.limits and asked.limits.made_up):
         yield from _check_stops(table, asked.stops)
 
@@ -158,7 +162,13 @@ def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
     for row, (ending, last) in enumerate(zip(table.endings, last_R.tolist(), strict=True)):
         token = int(table.tokens_T[chosen_T[last]]) if last >= 0 else -1
         if ending == StopReason.STOP and token not in stops:
-            yield "lineage", f"a trajectory of prompt {table.index_R[row]} stopped without a stop token"
+            yield (
+                "lineage",
+                (
+                    f"a response to prompt {table.index_R[row]} has the ending `stop`, but does not end with a stop "
+                    "token"
+                ),
+            )
             return
 
 
@@ -171,15 +181,18 @@ def _check_responses(table: _Table, limits: BatchLimits, *, known: bool) -> Iter
     """
     response_R = table.length_R - table.prompt_R
     if (response_R > limits.max_new_tokens).any():
-        yield "lineage", f"a response has {response_R.max()} tokens, max_new_tokens is {limits.max_new_tokens}"
+        yield "lineage", f"a response has {response_R.max()} tokens, more than max_new_tokens = {limits.max_new_tokens}"
     cut_R = np.array([ending == StopReason.LENGTH for ending in table.endings], dtype=bool)
     if (known or limits.single_turn) and (response_R[cut_R] < limits.max_new_tokens).any():
         least, most = response_R[cut_R].min(), limits.max_new_tokens
-        yield "lineage", f"a response of {least} tokens has the ending `length`, but max_new_tokens is {most}"
+        yield "lineage", f"a response has the ending `length` after {least} tokens, although max_new_tokens is {most}"
     if (response_R < 1).any():
-        yield "lineage", "a trajectory has no response"
+        yield "lineage", "a trajectory has no response tokens"
     if limits.single_turn and (table.response_T & ~table.mask_T).any():
-        yield "lineage", "a token of a response is not the policy's, but the environment has one turn"
+        yield (
+            "lineage",
+            "a response contains a token that the policy did not sample, but the environment has only one turn",
+        )
 
 
 def _check_times(batch: TrajectoryBatch, table: _Table, limits: BatchLimits) -> Iterator[Found]:
@@ -189,7 +202,7 @@ def _check_times(batch: TrajectoryBatch, table: _Table, limits: BatchLimits) -> 
     for name in ("generation_seconds", "reward_seconds"):
         seconds = batch.table[name].to_numpy()
         if not (np.isfinite(seconds) & (seconds >= 0)).all():
-            yield "lineage", f"{name} of a trajectory is negative or not finite"
+            yield "lineage", f"the {name} of a trajectory is negative or not finite"
 
 
 def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
@@ -199,7 +212,7 @@ def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
     started_R = batch.table["started_version"].to_numpy()
     spoken = np.unique(table.row_T[table.mask_T])
     if (started_R[spoken] != oldest_R[spoken]).any():
-        yield "stale", "a trajectory was not started under the version of its oldest token, as the config requires"
+        yield "stale", "a trajectory's start version is not the version of its oldest token, as the config requires"
 
 
 def _check_rewards(batch: TrajectoryBatch, limits: BatchLimits) -> Iterator[Found]:
@@ -209,7 +222,7 @@ def _check_rewards(batch: TrajectoryBatch, limits: BatchLimits) -> Iterator[Foun
     for first in range(0, len(rewards), limits.group_size):
         why = limits.filtered(rewards[first : first + limits.group_size])
         if why is not None:
-            yield "lineage", f"group {index[first]} was trained on and not filtered: {why}"
+            yield "lineage", f"group {index[first]} was trained on, although the config's filter removes it: {why}"
             return
 
 

@@ -155,9 +155,12 @@ class _Audit:
             self._note(written, counts, looking)
             self._tell(entries=self.told.entries + 1)
         if self.fold.state.n < 0:
-            raise Missing(f"there is no run at {self.store.uri}")
+            raise Missing(f"there is no run in {self.store.uri}")
         if not self.responses:
-            raise Corrupt(f"{self.store.uri}: {self.report.violations[0].what}; nothing is known of this run")
+            raise Corrupt(
+                f"nothing is known about the run in {self.store.uri}, because its first entry cannot be used: "
+                f"{self.report.violations[0].what}"
+            )
 
     def _note(self, written: WrittenEntry, counts: bool, looking: ObjectChecks) -> None:
         """Record the objects that an entry names; `counts` is false if the entry itself is not trusted."""
@@ -194,7 +197,7 @@ class _Audit:
         limits = self.expecting.limits
         if limits and {body.sources, len(body.prompts) or body.sources} != {limits.sources}:
             told = f"{body.sources} sources and {len(body.prompts)} pins"
-            what = f"it has {told}, its config has {limits.sources} [[prompts]]"
+            what = f"the run was created with {told}, but its config has {limits.sources} [[prompts]] sections"
             self.report.add("lineage", entry_path(0), what)
         for stored in (*self._prompts(body), *body.policy):
             self._ask(NamedObject(stored, 0, "run"), looking)
@@ -207,7 +210,9 @@ class _Audit:
             told = RecordedConfig.of(decode(self.store.get(entry_path(before)), before, self.store.get).entry)
             if diff_trees(told.config, body.config) != body.changes:
                 self.report.add(
-                    "lineage", entry_path(n), f"its list of changes does not match the config of entry {before}"
+                    "lineage",
+                    entry_path(n),
+                    f"the entry's list of changed keys does not match its config and the config of entry {before}",
                 )
 
     def _take_config(self, body: RunCreated | ConfigChanged, n: int) -> None:
@@ -215,7 +220,9 @@ class _Audit:
         self.expecting.take_config(body.config)
         self.responses = self.fold.state.group_size + self._redundant_responses(body.config, n)
         if hashlib.sha256(json.dumps(body.config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
-            self.report.add("altered", entry_path(n), "the config does not match its recorded hash")
+            self.report.add(
+                "altered", entry_path(n), "the entry's config does not match the entry's hash of the config"
+            )
 
     def _redundant_responses(self, config: Mapping[str, Any], n: int) -> int:
         """Return the config's number of redundant responses per prompt; 0 if it has no such key."""
@@ -227,7 +234,7 @@ class _Audit:
         self.report.add(
             "lineage",
             entry_path(n),
-            f"its config says rollout = {rollout!r}, without a valid number of redundant responses",
+            f"the entry's config has rollout = {rollout!r}, without a valid number of redundant responses",
         )
         return 0
 
@@ -241,7 +248,7 @@ class _Audit:
                 case (str(path), int(size), str(sha256)):
                     yield StoredObject(path, size, sha256)
                 case _:
-                    what = f"it describes a file of prompts by path, size and hash {described!r}"
+                    what = f"the entry describes a prompt file by an invalid path, size and hash: {described!r}"
                     self.report.add("lineage", entry_path(0), what)
 
     def _check(self, entry: Entry, counts: bool) -> None:
@@ -343,7 +350,7 @@ class _Audit:
         """Compare the hash of entry `n` with those in snapshots and older audits."""
         witness = self.witnesses.pop(n, None)
         if witness and not sha256.startswith(witness.sha256) and checkpoints.is_sound(self.store, witness):
-            self.report.add("altered", entry_path(n), f"{witness.path} was made from another entry {n}")
+            self.report.add("altered", entry_path(n), f"{witness.path} was made from an entry {n} with another hash")
 
     def _hear_the_others(self) -> None:
         """Report if the log ends before an entry that snapshots or older audits have seen."""
@@ -353,7 +360,7 @@ class _Audit:
         ]
         if beyond:
             newest = max(beyond, key=lambda witness: witness.n)
-            what = f"the log ends with entry {end}, {newest.path} was made when there was an entry {newest.n}"
+            what = f"the log ends with entry {end}, but {newest.path} was made when the log had entry {newest.n}"
             self.report.add("gap", entry_path(end + 1), what)
 
     def _tell(self, **changed: int) -> None:

@@ -114,7 +114,7 @@ def _read(run: ObjectStore, path: str) -> AuditCheckpoint:
     tree = open_sealed(run.get(path))
     audited = _AUDITED.validate_python(tree["audited"])
     if (tree["rules"], tree["fold"], path) != (RULES, FOLD, audit_path(audited.state.n)):
-        raise ValueError(f"{path} is of another version, or another audit")
+        raise ValueError(f"{path} was made by another version of the audit, or for another entry")
     return replace(audited, report=replace(audited.report, bytes=0))
 
 

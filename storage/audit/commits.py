@@ -23,16 +23,34 @@ HIGHEST_PROBE = 1e-4  # nats; rounding may raise the log-prob of a certain token
 def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: BatchLimits | None) -> Iterator[Found]:
     """Report what is wrong with the commit of a batch; `after` is the run's state after the commit."""
     if not body.file.path.startswith(f"trajectories/{body.number:08d}-{claim}-"):
-        yield "lineage", f"batch {body.number} names {body.file.path}, which is no file of this batch by this writer"
+        yield (
+            "lineage",
+            (
+                f"the entry of batch {body.number} names the file {body.file.path}, which this writer did not "
+                "write for this batch"
+            ),
+        )
     for discard in body.discards:
         yield from _check_discard(discard, after)
     if limits is None:
         return
     if len(body.groups) != limits.groups:
-        yield "lineage", f"batch {body.number} has {len(body.groups)} groups, the config says groups = {limits.groups}"
+        yield (
+            "lineage",
+            f"batch {body.number} has {len(body.groups)} groups, but the config says groups = {limits.groups}",
+        )
     if not 0 <= body.surplus_tokens <= len(body.groups) * limits.redundant_responses * limits.max_new_tokens:
-        what = f"redundant_responses = {limits.redundant_responses} of {limits.max_new_tokens} tokens at most"
-        yield "lineage", f"batch {body.number} counts {body.surplus_tokens} tokens of surplus responses, with {what}"
+        what = (
+            f"redundant_responses = {limits.redundant_responses} responses of at most "
+            f"{limits.max_new_tokens} tokens for each group"
+        )
+        yield (
+            "lineage",
+            (
+                f"batch {body.number} counts {body.surplus_tokens} tokens of surplus responses, but the config "
+                f"allows only {what}"
+            ),
+        )
     for group in body.groups:
         yield from _check_length(group.key, group.tokens, limits.group_size * limits.max_new_tokens)
     for discard in body.discards:
@@ -42,8 +60,11 @@ def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Batch
 def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
     """Check that a discarded dispatch was started under an existing version, and that its length is not negative."""
     if not 0 <= discard.started_version <= after.version or discard.response_tokens < 0:
-        what = f"started under version {discard.started_version}, with {discard.response_tokens} tokens"
-        yield "lineage", f"dispatch {_name(discard.key)} was discarded as {discard.reason}, {what}: this is impossible"
+        what = f"a start under version {discard.started_version} and {discard.response_tokens} response tokens"
+        yield (
+            "lineage",
+            f"dispatch {_name(discard.key)} was discarded as {discard.reason} with impossible values: {what}",
+        )
 
 
 def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> Iterator[Found]:
@@ -51,17 +72,20 @@ def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> It
     name = _name(discard.key)
     if discard.reason not in limits.reasons:
         known = ", ".join(sorted(limits.reasons)) or "none"
-        yield "lineage", f"dispatch {name} was discarded as {discard.reason}; this config allows only: {known}"
+        yield (
+            "lineage",
+            f"dispatch {name} was discarded as {discard.reason}; the run's config allows only these reasons: {known}",
+        )
     if discard.reason in LEFT_BEHIND and discard.started_version >= after.next_batch - after.alpha:
-        what = f"batch {after.next_batch} would still take version {discard.started_version}"
-        yield "lineage", f"dispatch {name} was discarded as {discard.reason}, and at async_ratio {after.alpha:g} {what}"
+        what = f"batch {after.next_batch} would still accept a start under version {discard.started_version}"
+        yield "lineage", f"dispatch {name} was discarded as {discard.reason}, but at async_ratio {after.alpha:g} {what}"
     responses = limits.group_size + limits.redundant_responses
     yield from _check_length(discard.key, discard.response_tokens, responses * limits.max_new_tokens)
 
 
 def _check_length(key: GroupKey, tokens: int, most: int) -> Iterator[Found]:
     if tokens > most:
-        yield "lineage", f"dispatch {_name(key)} has {tokens} response tokens, the config allows {most}"
+        yield "lineage", f"dispatch {_name(key)} has {tokens} response tokens; the config allows at most {most}"
 
 
 def check_version(body: VersionPublished, claim: int) -> Iterator[Found]:
@@ -69,7 +93,10 @@ def check_version(body: VersionPublished, claim: int) -> Iterator[Found]:
     own = f"policies/{body.number:08d}/{claim}/"
     for stored in (*body.weights, *body.state):
         if not stored.path.startswith(own):
-            yield "lineage", f"version {body.number} names {stored.path}, which is not among its own objects ({own})"
+            yield (
+                "lineage",
+                f"version {body.number} names the object {stored.path}, which is not in the version's folder {own}",
+            )
     if not all(math.isfinite(value) and value <= HIGHEST_PROBE for value in body.probe):
         yield "lineage", f"version {body.number} has a log-probability of the probe that is positive or not finite"
 

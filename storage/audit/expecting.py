@@ -41,7 +41,7 @@ class Expecting:
         try:
             self.limits = self._limits_of(config) if self._limits_of else None
         except Corrupt as error:
-            self._give_up(f"prompts and limits are not checked, because {error}")
+            self._give_up(f"prompts and limits are not checked against the config, because {error}")
             self.limits = None
 
     def resume_config(self, run: ObjectStore, state: RunState) -> None:
@@ -50,7 +50,7 @@ class Expecting:
         try:
             self.take_config(RecordedConfig.of(decode(run.get(entry_path(n)), n, run.get).entry).config)
         except (Missing, Corrupt) as error:
-            self._give_up(f"prompts and limits are not checked, because {error}")
+            self._give_up(f"prompts and limits are not checked against the config, because {error}")
 
     def expect_rows(self, body: BatchCommitted | None) -> ExpectedRows:
         """Return the values with which an object is compared; `body` is given for a batch file.
@@ -95,4 +95,7 @@ class OpenSince:
         ages = {prompt: state.next_batch - since for prompt, since in self.batches.items() if prompt in state.open}
         late = sorted((prompt for prompt in ages if ages[prompt] > limit), key=lambda prompt: -ages[prompt])
         newest = state.next_batch
-        return [f"prompt {one} is open since batch {newest - ages[one]} of {newest}" for one in late[:MOST_OVERDUE]]
+        return [
+            f"prompt {one} has had no fate since batch {newest - ages[one]}; the next batch is {newest}"
+            for one in late[:MOST_OVERDUE]
+        ]

@@ -37,17 +37,17 @@ def _tensors(data: bytes | memoryview | mmap.mmap) -> Iterator[tuple[str, str, i
     """List each tensor's name, type, first byte and end."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
-        raise ValueError("its header is truncated")
+        raise ValueError("the header of the safetensors file is truncated")
     try:
         header = json.loads(bytes(data[8 : 8 + size]))
         for name, tensor in header.items():
             if name != "__metadata__":
                 start, end = tensor["data_offsets"]
                 if not 0 <= start <= end <= len(data) - 8 - size:
-                    raise ValueError(f"tensor {name} lies outside the file")
+                    raise ValueError(f"tensor {name} lies outside of the safetensors file")
                 yield name, str(tensor["dtype"]), 8 + size + start, 8 + size + end
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is invalid: {error!r}") from error
+        raise ValueError(f"the header of the safetensors file is invalid: {error!r}") from error
 
 
 def _is_finite(data: bytes | memoryview | mmap.mmap, dtype: str, start: int, end: int) -> bool:

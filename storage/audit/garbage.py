@@ -43,10 +43,10 @@ from rollflow.storage.records import StoredObject
 PLACES = (re.compile(r"policies/\d+/(\d+)/.+"), re.compile(r"trajectories/\d+-(\d+)-.+"))
 FOLDERS = ("policies", "trajectories", INDEX)
 
-UNNAMED = "no entry names it, its writer was superseded"
-PRUNED = "version {version} does not need its {kind} any more"
-NO_INDEX = "no entry has it as its index"
-ABANDONED = "its writer never ended it"
+UNNAMED = "no entry names the object, and its writer was superseded"
+PRUNED = "version {version} no longer needs its {kind}"
+NO_INDEX = "no entry names this index"
+ABANDONED = "its writer never finished writing it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class _Names:
                 break
         if not fold.sound:
             fold.close()
-            raise Corrupt(f"garbage cannot be identified, because the log does not fold: {wrong[-1]}")
+            raise Corrupt(f"garbage cannot be identified, because the run's log is damaged: {wrong[-1]}")
         names.live = {claim.entry for claim in fold.state.claims.values()}
         names.superseded = claims - names.live
         return names

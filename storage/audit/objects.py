@@ -55,12 +55,15 @@ def look(run: ObjectStore, named: NamedObject) -> ObjectFinding:
     try:
         size, sha256, data = _bytes(run, path, whole=named.batch is not None)
     except Missing:
-        wrong = Violation("missing", path, f"it is missing, entry {named.entry} names it")
+        wrong = Violation("missing", path, f"the object is missing, but entry {named.entry} names it")
         return ObjectFinding(named, there=False, violations=(wrong,) if named.needed else ())
     except Corrupt as error:
         return ObjectFinding(named, violations=(Violation("altered", path, str(error)),))
     if (size, sha256) != (named.stored.size, named.stored.sha256):
-        what = f"it has {size} bytes with sha256 {sha256[:12]}, entry {named.entry} names {named.stored.size} with "
+        what = (
+            f"the object has {size} bytes with sha256 {sha256[:12]}, but entry {named.entry} names "
+            f"{named.stored.size} bytes with sha256 "
+        )
         return ObjectFinding(named, size, violations=(Violation("altered", path, f"{what}{named.stored.sha256[:12]}"),))
     if named.batch is not None:
         return _look_inside(named, named.batch, data)
@@ -85,8 +88,8 @@ def _check_weights(run: ObjectStore, path: str) -> tuple[Violation, ...]:
             ):
                 name = first_nonfinite(data)
     except (ValueError, Missing, Corrupt) as error:
-        return (Violation("altered", path, f"it holds no weights: {error}"),)
-    return () if name is None else (Violation("lineage", path, f"tensor {name} has a number that is not finite"),)
+        return (Violation("altered", path, f"the object is not a valid file of weights: {error}"),)
+    return () if name is None else (Violation("lineage", path, f"tensor {name} has a NaN or an infinity"),)
 
 
 def _look_inside(named: NamedObject, body: BatchCommitted, data: bytes) -> ObjectFinding:

@@ -31,12 +31,18 @@ def _recheck_first(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]:
         written = decode(data, 0, run.get)
         first = apply(RunState(), written)
     except (Missing, Corrupt, EntryRefused, KeyError, TypeError, ValueError) as error:
-        return [Violation("altered", path, f"it cannot be read any more: {error}")]
+        return [Violation("altered", path, f"the first entry can no longer be read: {error}")]
     if written.sha256 != begun.first:
-        return [Violation("altered", path, f"{audit_path(begun.state.n)} was made from another entry 0")]
+        return [Violation("altered", path, f"{audit_path(begun.state.n)} was made from an entry 0 with another hash")]
     rules = ["run_id", "fixed", *(["alpha", "group_size", "retention"] if len(begun.state.configs) == 1 else [])]
     if any(getattr(first, name) != getattr(begun.state, name) for name in rules):
-        return [Violation("altered", audit_path(begun.state.n), "its rules differ from those of entry 0")]
+        return [
+            Violation(
+                "altered",
+                audit_path(begun.state.n),
+                "the rules of the run in this record of an audit differ from the rules in entry 0",
+            )
+        ]
     return []
 
 
@@ -52,7 +58,11 @@ def _recheck_newest(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]
             prev = open_sealed(data)["prev"]
         except (Missing, Corrupt, ValueError, KeyError) as error:
             kind: ViolationKind = "gap" if isinstance(error, Missing) else "altered"
-            found.append(Violation(kind, entry_path(n), f"it was audited, and cannot be read any more: {error}"))
+            found.append(
+                Violation(
+                    kind, entry_path(n), f"an earlier audit read this entry, which can no longer be read: {error}"
+                )
+            )
             continue
         if n in named and hashlib.sha256(data).hexdigest() != named[n]:
             found.append(Violation("altered", entry_path(n), f"entry {n + 1} names another hash for this entry"))

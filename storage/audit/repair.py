@@ -35,9 +35,9 @@ class LogRepair:
 
     def __str__(self) -> str:
         if self.data is not None:
-            return f"{self.what}: restore it from its segment"
-        lost = "what it committed is undone, and will be done again"
-        return f"{self.what}: move it away, so that the log ends with entry {self.n - 1}; {lost}"
+            return f"{self.what}: restore the entry from its segment"
+        lost = "the change that the entry committed is lost, and the run will make it again"
+        return f"{self.what}: move the entry away, so that the log ends with entry {self.n - 1}; {lost}"
 
 
 def plan_repairs(run: ObjectStore) -> list[LogRepair]:
@@ -49,7 +49,7 @@ def plan_repairs(run: ObjectStore) -> list[LogRepair]:
     """
     numbers = sorted(n for path in run.list(FOLDER) if (n := entry_number(path)) is not None)
     if not numbers:
-        raise Missing(f"{run.uri} has no log")
+        raise Missing(f"there is no log in {run.uri}")
     last = numbers[-1]
     found: list[LogRepair] = []
     state = RunState()
@@ -63,7 +63,7 @@ def plan_repairs(run: ObjectStore) -> list[LogRepair]:
         except EntryRefused as error:
             what = f"{entry_path(n)} is refused by the log's rules ({error})"
             if n < last:
-                raise Corrupt(f"{what}, and {_count_following(n, numbers)}: it cannot be repaired") from error
+                raise Corrupt(f"{what}, and {_count_following(n, numbers)}: the log cannot be repaired") from error
             found.append(LogRepair(n, what))
     return found
 
@@ -105,5 +105,7 @@ def _entry(run: ObjectStore, n: int, numbers: Sequence[int]) -> tuple[WrittenEnt
         return None, LogRepair(n, what)
     found = restore_segment(run, n, n + 1)
     if found is None:
-        raise Corrupt(f"{what}, no segment has it, and {_count_following(n, numbers)}: it cannot be repaired")
+        raise Corrupt(
+            f"{what}, no segment contains a copy of it, and {_count_following(n, numbers)}: the log cannot be repaired"
+        )
     return decode(found[0], n, run.get), LogRepair(n, what, found[0])

@@ -49,10 +49,10 @@ def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: R
         samples = list(_samples(batch, rules))
         yield from samples
     else:
-        yield "altered", "it holds other groups than its entry names"
+        yield "altered", "the batch file holds other groups than the entry of the batch"
         return
     if any(_lengths(batch, name) != _lengths(batch, "tokens") for name in ("loss_mask", "logprobs", "versions")):
-        yield "altered", "columns of different lengths in one trajectory"
+        yield "altered", "a trajectory has columns of different lengths"
         return
     tokens = _Tokens.of(batch)
     if not samples and body.groups:
@@ -66,7 +66,10 @@ def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: R
 def _staleness(batch: TrajectoryBatch, number: int, alpha: float) -> Iterator[Found]:
     oldest = min(batch.table["started_version"].to_pylist(), default=number)
     if number - oldest > alpha:
-        yield "stale", f"batch {number} has a trajectory of staleness {number - oldest}, async_ratio is {alpha:g}"
+        yield (
+            "stale",
+            f"batch {number} has a trajectory of staleness {number - oldest}, more than async_ratio = {alpha:g}",
+        )
 
 
 def _samples(batch: TrajectoryBatch, rules: Rules) -> Iterator[Found]:
@@ -78,11 +81,14 @@ def _samples(batch: TrajectoryBatch, rules: Rules) -> Iterator[Found]:
         where = f"group {prompt}.{attempt}"
         twice = {sample: times for sample, times in Counter(row[2] for row in rows).items() if times > 1}
         if twice:
-            yield "duplicate", f"{where} has a sample more than once (sample: times): {twice}"
+            yield "duplicate", f"{where} has the same sample more than once; number of copies by sample: {twice}"
         elif samples.total() < rules.group_size:
-            yield "missing", f"{where} has {samples.total()} of {rules.group_size} samples: {sorted(samples)}"
+            yield (
+                "missing",
+                f"{where} has {samples.total()} of {rules.group_size} samples; sample numbers: {sorted(samples)}",
+            )
         elif samples.total() > rules.group_size or min(samples) < 0 or max(samples) >= rules.responses:
-            yield "altered", f"{where} has samples that were not requested: {sorted(samples)}"
+            yield "altered", f"{where} has samples that were not requested; sample numbers: {sorted(samples)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +118,8 @@ def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iter
     for group, *found in zip(body.groups, oldest_N.tolist(), newest_N.tolist(), counts, strict=True):
         recorded = (group.started, group.newest, group.tokens)
         if tuple(found) != recorded:
-            of = "oldest start, newest version and tokens"
-            yield "lineage", f"{of} of group {_name(group.key)} are {tuple(found)}, its entry says {recorded}"
+            of = "oldest start version, newest version and number of tokens"
+            yield "lineage", f"group {_name(group.key)} has {of} {tuple(found)}; the entry of its batch says {recorded}"
 
 
 def _number_groups(batch: TrajectoryBatch) -> Array:
@@ -128,17 +134,23 @@ def _values(batch: TrajectoryBatch, tokens: _Tokens, version: int) -> Iterator[F
     if (tokens.version_C < started_R[tokens.row_C]).any() or (tokens.version_C > version).any():
         yield (
             "stale",
-            f"a token's policy version lies outside [its trajectory's start, {version}, the newest at its commit]",
+            (
+                "a token's version is older than its trajectory's start version, or newer than version "
+                f"{version}, the newest when the batch was committed"
+            ),
         )
     if started_R.size and started_R.max() > version:
         yield (
             "stale",
-            f"a trajectory was started under version {started_R.max()}, the newest at its commit was {version}",
+            (
+                f"a trajectory was started under version {started_R.max()}, but version {version} was the newest "
+                "when its batch was committed"
+            ),
         )
     if not (np.isfinite(tokens.logprob_C) & (tokens.logprob_C <= HIGHEST_LOGPROB)).all():
-        yield "lineage", "a behaviour log-probability is positive or not finite"
+        yield "lineage", "a token has a behaviour log-probability that is positive or not finite"
     if not np.isfinite(batch.table["reward"].to_numpy()).all():
-        yield "lineage", "a reward is not finite"
+        yield "lineage", "a trajectory has a reward that is not finite"
 
 
 def _lengths(batch: TrajectoryBatch, name: str) -> list[int]:

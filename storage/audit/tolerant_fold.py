@@ -81,11 +81,19 @@ class TolerantFold:
         """
         for n in self._broken:
             own = n + 1 in self._broken or n == self.state.n
-            what = f"entry {n} names a hash that is not that of entry {n - 1}"
-            self.add("altered", entry_path(n if own else n - 1), what if own else f"{what}: this one")
+            what = f"entry {n} names another hash of entry {n - 1} than that entry has"
+            self.add(
+                "altered",
+                entry_path(n if own else n - 1),
+                what if own else f"entry {n} names another hash for this entry",
+            )
         if len(self._refused) > MOST:
             count, last = len(self._refused), self._refused[-1]
-            self.add("lineage", entry_path(last), f"the last of {count} refused entries, of which {MOST} are named")
+            self.add(
+                "lineage",
+                entry_path(last),
+                f"{count} entries are refused, of which {MOST} are listed; this entry is the last of them",
+            )
 
     def _parse(self, n: int, found: bytes | Corrupt) -> WrittenEntry:
         if isinstance(found, Corrupt):
@@ -133,7 +141,7 @@ class TolerantFold:
         try:
             after = decide(state, entry.n, entry.role, entry.claim, entry.body)
         except REFUSALS as error:
-            kind, what = _kind(state, entry, error), f"it is refused by the log's rules: {error}"
+            kind, what = _kind(state, entry, error), f"the entry is refused by the log's rules: {error}"
             fresh = _as_if_fresh(state, entry) if kind == "stale" else None
             if fresh is None or self._refused:
                 self._refused.append(entry.n)
@@ -142,7 +150,7 @@ class TolerantFold:
             return fresh
         head, expected = (entry.version, entry.batch), (after.version, after.next_batch)
         if head != expected and not self._refused:
-            what = f"its version and next batch are {head}, expected {expected}"
+            what = f"the entry names (version, next batch) = {head}, but {expected} follows from the log"
             self.add("lineage", where, what)
         return after
 

@@ -236,10 +236,14 @@ def decode(data: bytes, n: int, read: Callable[[str], bytes]) -> WrittenEntry:
             tree["body"] |= _index(index, read)
         entry = _ENTRY.validate_python(tree)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{error.error_count()} fields are wrong" if isinstance(error, ValidationError) else str(error)
+        why = (
+            f"{error.error_count()} fields of the entry are invalid"
+            if isinstance(error, ValidationError)
+            else str(error)
+        )
         raise Corrupt(f"{name} is not an entry of a log: {why}") from error
     if entry.n != n:
-        raise Corrupt(f"{name} contains entry {entry.n}")
+        raise Corrupt(f"{name} contains entry {entry.n} instead of entry {n}")
     return WrittenEntry(entry, hashlib.sha256(data).hexdigest())
 
 
@@ -247,9 +251,9 @@ def _index(index: Mapping[str, Any], read: Callable[[str], bytes]) -> dict[str, 
     try:
         data = read(index["path"])
     except Missing as error:
-        raise ValueError(f"its index {index['path']} is missing") from error
+        raise ValueError(f"the entry's index {index['path']} is missing") from error
     if hashlib.sha256(data).hexdigest() != index["sha256"]:
-        raise ValueError(f"its index {index['path']} was altered")
+        raise ValueError(f"the entry's index {index['path']} was altered")
     return dict(_loads(data))
 
 
@@ -263,7 +267,7 @@ def open_sealed(data: bytes) -> dict[str, Any]:
     """Decode sealed JSON; raise `ValueError` if it was altered."""
     tree = _loads(data)
     if not isinstance(tree, dict) or tree.pop("seal", None) != hashlib.sha256(_dumps(tree).encode()).hexdigest():
-        raise ValueError("it was altered")
+        raise ValueError("the object was altered: its seal does not match its content")
     return tree
 
 
@@ -271,7 +275,7 @@ def _loads(data: bytes) -> Any:
     try:
         return json.loads(data)
     except RecursionError as error:  # no entry is nested this deep
-        raise ValueError("it is nested too deep") from error
+        raise ValueError("the object's JSON is nested too deep") from error
 
 
 def _dumps(tree: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ class AwaitingTraining:
     batch: int
 
     def __str__(self) -> str:
-        return f"committed in batch {self.batch}, waiting for the learner"
+        return f"committed in batch {self.batch}, which waits for the learner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Discarded:
     def __str__(self) -> str:
         lost = self.discard
         return (
-            f"discarded when batch {self.batch} was formed: {lost.reason}, started under version "
-            f"{lost.started_version}, {lost.response_tokens} response tokens"
+            f"discarded as {lost.reason} when batch {self.batch} was formed; started under version "
+            f"{lost.started_version}; {lost.response_tokens} response tokens"
         )
 
 
@@ -57,7 +57,7 @@ class InFlight:
     batch: int
 
     def __str__(self) -> str:
-        return f"in flight when batch {self.batch}, the newest, was formed"
+        return f"in flight when batch {self.batch}, the newest batch, was formed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Quarantined:
     batch: int
 
     def __str__(self) -> str:
-        return f"in batch {self.batch}, which was quarantined; issued again"
+        return f"in batch {self.batch}, which was quarantined; the prompt was issued again"
 
 
 Fate = Consumed | AwaitingTraining | Discarded | InFlight | Quarantined
@@ -111,7 +111,7 @@ def find_version(log: Log, version: int) -> WrittenEntry:
     """
     state = log.state
     if not 0 <= version <= state.version:
-        raise Missing(f"{log.store.uri} has no version {version}, the newest is {state.version}")
+        raise Missing(f"{log.store.uri} has no version {version}; its newest version is {state.version}")
     if version in state.held:  # always true for the newest version
         return get_entry(log, next(iter(state.held[version].values())))
     low, high = 0, state.published  # entry `low` is before the version's publication, entry `high` is not

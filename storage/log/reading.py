@@ -31,7 +31,7 @@ class LogGap:
 
     def __str__(self) -> str:
         last = f" to {entry_path(self.end - 1)}" if self.end - self.first > 1 else ""
-        return f"{entry_path(self.first)}{last} missing, {entry_path(self.end)} is there"
+        return f"{entry_path(self.first)}{last} is missing, but {entry_path(self.end)} exists"
 
 
 def read_entries(

@@ -79,23 +79,23 @@ def apply(state: RunState, written: WrittenEntry) -> RunState:
     """
     entry = written.entry
     _need(entry.n == state.n + 1, f"entry {entry.n} cannot follow entry {state.n}")
-    _need(entry.prev == state.sha256, f"entry {entry.n} names a hash that is not that of entry {state.n}")
+    _need(entry.prev == state.sha256, f"entry {entry.n} names another hash of entry {state.n} than that entry has")
     after = decide(state, entry.n, entry.role, entry.claim, entry.body)
     head, expected = (entry.version, entry.batch), (after.version, after.next_batch)
-    _need(head == expected, f"its version and next batch are {head}, expected {expected}")
+    _need(head == expected, f"the entry names (version, next batch) = {head}, but {expected} follows from the log")
     after.sha256 = written.sha256
     return after
 
 
 def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunState:
     """Return the state after `body` as entry `n`, without the hash of that entry. Raises the errors of `apply`."""
-    _need(role in WRITERS[type(body)], f"a {role} does not append {body.kind}")
+    _need(role in WRITERS[type(body)], f"a {role} must not append an entry of kind {body.kind}")
     after = state.copy()
     after.n = n
     if isinstance(body, RunCreated):
         _create(after, body)
         return after
-    _need(state.n >= 0, "the first entry of a log is the run's creation")
+    _need(state.n >= 0, "the first entry of a log must create the run")
     if isinstance(body, Claimed):
         _claim(after, role, claim, body)
         return after
@@ -117,7 +117,7 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
 
 def with_file(after: RunState, body: Body, file: StoredObject) -> tuple[RunState, Body]:
     """Set the hash of a batch's file in the state and in the body. No rule needs this hash, so it may be set last."""
-    assert isinstance(body, BatchCommitted), "only a batch has a file"
+    assert isinstance(body, BatchCommitted), "only the commit of a batch has a file"
     waiting = after.waiting | {body.number: replace(after.waiting[body.number], file=file)}
     return replace(after, waiting=waiting), replace(body, file=file)
 
@@ -125,8 +125,8 @@ def with_file(after: RunState, body: Body, file: StoredObject) -> tuple[RunState
 def build_deposed(state: RunState, role: Role) -> Deposed:
     """Return the error for a writer whose claim is not the role's newest."""
     if role not in state.claims and len(state.configs) > 1:
-        return Deposed(f"the run's config was changed; this {role} has the previous one, and stops")
-    return Deposed(f"this run has another {role} now ({_who(state, role)}); this one stops")
+        return Deposed(f"the run's config was changed; this {role} has the previous config, and stops")
+    return Deposed(f"the run has another {role} now ({_who(state, role)}); this {role} stops")
 
 
 # --- one rule for each kind of entry ---------------------------------------------------------------------------
@@ -134,29 +134,38 @@ def build_deposed(state: RunState, role: Role) -> Deposed:
 
 def _create(s: RunState, body: RunCreated) -> None:
     _need(s.n == 0, "a run can be created only once")
-    _need(body.sources > 0, "a run needs prompt sources")
+    _need(body.sources > 0, "a run needs at least one prompt source")
     s.run_id, s.configs, s.fixed = body.run_id, (ConfigPlace(0, 0),), _hash_fixed(body.config)
     _configure(s, body.config)
     s.issued, s.filtered = [0] * body.sources, [0] * body.sources
 
 
 def _change(s: RunState, body: ConfigChanged) -> None:
-    _need(body.version == s.version + 1, f"a config cannot hold from version {body.version}, {s.version + 1} is next")
-    _need(bool(body.changes), "it lists no changed key")
-    _need(_hash_fixed(body.config) == s.fixed, f"{', '.join(FIXED)} can never change")
+    _need(
+        body.version == s.version + 1,
+        f"a config change cannot begin at version {body.version}, because the next version is {s.version + 1}",
+    )
+    _need(bool(body.changes), "the config change lists no changed key")
+    _need(_hash_fixed(body.config) == s.fixed, f"the config keys {', '.join(FIXED)} can never change")
     versions = body.config.get("versions", s.version)
-    _need(versions >= s.version, f"the config says versions = {versions}, but version {s.version} is published")
+    _need(versions >= s.version, f"the config says versions = {versions}, but version {s.version} is already published")
     formed, every = s.formed, (s.retention.keep_every, s.retention.state_every)
     _configure(s, body.config)
     _need(
         every == (s.retention.keep_every, s.retention.state_every),
-        "store.keep_every and store.state_every cannot change",
+        "the config keys store.keep_every and store.state_every can never change",
     )
     for number, batch in s.waiting.items():
         differing = [key for key in FORMED if formed[key] != s.formed[key]]
-        _need(not differing, f"batch {number} waits, and was formed with another {', '.join(differing)}")
+        _need(
+            not differing,
+            f"batch {number} waits for the learner, and was formed with another value of {', '.join(differing)}",
+        )
         oldest = min(group.started for group in batch.groups)
-        _need(oldest >= number - s.alpha, f"batch {number} waits, and is too old for async_ratio = {s.alpha:g}")
+        _need(
+            oldest >= number - s.alpha,
+            f"batch {number} waits for the learner, and is too old for async_ratio = {s.alpha:g}",
+        )
     s.configs = (*s.configs, ConfigPlace(s.n, body.version))
     s.claims = {role: claim for role, claim in s.claims.items() if role == "supervisor"}
     _forget_kept(s)
@@ -171,7 +180,10 @@ def _hash_fixed(config: Mapping[str, Any]) -> str:
 def _configure(s: RunState, config: Mapping[str, Any]) -> None:
     """Copy the keys that the rules need from a config into the state."""
     alpha = float(config["async_ratio"])
-    _need(math.isfinite(alpha) and alpha >= 0, f"the config says async_ratio = {alpha:g}")
+    _need(
+        math.isfinite(alpha) and alpha >= 0,
+        f"the config says async_ratio = {alpha:g}, which is not a finite number of 0 or more",
+    )
     store = config.get("store", {})
     known = {name: _number(store, name) for name in ("keep_last", "keep_every", "state_every") if name in store}
     rules, capacity = Retention(**known), int(alpha) + 1  # engines may still fetch the newest `capacity` versions
@@ -193,17 +205,20 @@ def _get(config: Mapping[str, Any], key: str) -> object:
 def _number(section: Mapping[str, object], key: str) -> int:
     """Return a count from a config; refuse a count below 1."""
     value = section[key]
-    _need(isinstance(value, int) and value > 0, f"the config says {key} = {value!r}")
+    _need(
+        isinstance(value, int) and value > 0,
+        f"the config says {key} = {value!r}, which is not a whole number of 1 or more",
+    )
     assert isinstance(value, int)
     return value
 
 
 def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:
-    _need(claim == s.n, "a claim must name itself")
+    _need(claim == s.n, "a claim must name its own entry")
     newest, under = s.claims.get("supervisor"), None if role == "supervisor" else s.newest_claim("supervisor")
     elsewhere = under is not None and newest is not None and body.cluster != newest.cluster
     if body.under != under or under == NOBODY or elsewhere:
-        raise Superseded(f"a {role} must be claimed under the newest supervisor: {_who(s, 'supervisor')}")
+        raise Superseded(f"a {role} must be claimed under the newest supervisor ({_who(s, 'supervisor')})")
     s.claims[role] = Claim(s.n, body.under, body.who, body.cluster, body.host, body.process)
 
 
@@ -211,7 +226,11 @@ def _commit(s: RunState, body: BatchCommitted) -> None:
     number = body.number
     _need(number == s.next_batch or number in s.holes, f"batch {number} cannot be formed now")
     _need(len(body.groups) > 0, f"batch {number} has no group")
-    _need(body.rows == len(body.groups) * s.group_size, f"batch {number} has {body.rows} rows for its groups")
+    _need(
+        body.rows == len(body.groups) * s.group_size,
+        f"batch {number} has {body.rows} rows; {len(body.groups)} groups of {s.group_size} responses "
+        f"need {len(body.groups) * s.group_size}",
+    )
     for prompt in body.issued:
         _issue(s, prompt)
     for discard in body.discards:
@@ -241,7 +260,10 @@ def _check_fresh(s: RunState, number: int, group: TrainedGroup) -> None:
 
 def _void(s: RunState, body: BatchVoided) -> None:
     waiting = s.waiting.get(body.number)
-    _need(waiting is not None and waiting.entry == body.entry, f"batch {body.number} was trained on or formed again")
+    _need(
+        waiting is not None and waiting.entry == body.entry,
+        f"batch {body.number} cannot be voided: it was trained on or formed again",
+    )
     assert waiting is not None
     for group in waiting.groups:
         s.totals.count(DiscardReason.CORRUPT, group.tokens)
@@ -260,16 +282,19 @@ def _publish(s: RunState, body: VersionPublished) -> None:
     _need(number == s.version + 1, f"version {number} cannot follow version {s.version}")
     _need(bool(body.weights), f"version {number} has no weights")
     if number == 0:
-        _need(body.batch_entry is None, "version 0 cannot name a batch")
+        _need(body.batch_entry is None, "version 0 must not name a batch")
     else:
         batch = s.waiting.pop(number - 1, None)
-        _need(batch is not None and batch.entry == body.batch_entry, f"version {number} was not trained on its batch")
+        _need(
+            batch is not None and batch.entry == body.batch_entry,
+            f"version {number} names another batch than the one it must be trained on",
+        )
         assert batch is not None
         _count_trained(s.totals, number - 1, batch)
         for group in batch.groups if s.redraws else ():
             s.redraws.pop(group.prompt, None)
     stateful = bool(body.state) or not s.retention.stores_state(number)
-    _need(stateful, f"version {number} needs the learner's state, to train later versions again")
+    _need(stateful, f"version {number} must store the learner's state, because store.state_every requires it")
     s.version, s.published, s.not_finite = number, s.n, 0
     s.held[number] = dict.fromkeys(KINDS if body.state else KINDS[:1], s.n)
     _forget_kept(s)
@@ -277,8 +302,11 @@ def _publish(s: RunState, body: VersionPublished) -> None:
 
 def _prune(s: RunState, body: Pruned) -> None:
     for version, kind in body.objects:
-        _need(kind in s.held.get(version, {}), f"version {version} has no {kind} that can be pruned")
-        _need(not s.retention.is_needed(kind, version, s.version), f"the {kind} of version {version} must stay")
+        _need(kind in s.held.get(version, {}), f"version {version} has no {kind} to prune")
+        _need(
+            not s.retention.is_needed(kind, version, s.version),
+            f"the {kind} of version {version} must not be pruned, because the run still needs it",
+        )
         del s.held[version][kind]
     s.held = {version: kinds for version, kinds in s.held.items() if kinds}
 
@@ -290,7 +318,7 @@ def _issue(s: RunState, prompt: int) -> None:
     """Record a prompt's first dispatch; the prompt must be the next one of its source."""
     source, sources = prompt % len(s.issued), len(s.issued)
     if prompt != s.issued[source] * sources + source:
-        raise EntryRefused(f"prompt {prompt} is not the next one of source {source}")
+        raise EntryRefused(f"prompt {prompt} is not the next prompt of source {source}")
     s.issued[source] += 1
     s.open[prompt] = 0
 

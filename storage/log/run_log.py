@@ -133,7 +133,7 @@ class Log:
         try:
             return self._decode_entry(self._ahead.pop(n) if n in self._ahead else self.store.get(path), n)
         except Missing:
-            return None if n > self._state.n else self._restore_entry(n, f"{path} is missing")
+            return None if n > self._state.n else self._restore_entry(n, f"{path} is missing from the log")
         except Corrupt as error:
             return self._restore_entry(n, str(error))
 
@@ -195,7 +195,7 @@ class Log:
             elif written.entry.id == draft.id:
                 self._keep(due)
                 return written.entry
-        raise Unreachable(f"{self.store.uri}: an entry could not be appended in {TRIES} tries: {lost}") from lost
+        raise Unreachable(f"an entry could not be appended to {self.store.uri} in {TRIES} tries: {lost}") from lost
 
     def _try_write(self, draft: _Draft, n: int) -> tuple[WrittenEntry | None, Exception]:
         """Try once to write entry `n`; return the entry that now has this number (if any), and the error of the try."""
@@ -282,7 +282,9 @@ class Log:
         """Read entry `n` from its segment, if the next entry names the same hash; else raise `Corrupt`."""
         found = restore_segment(self.store, n, n + 1)
         if found is None:
-            raise Corrupt(f"{why}; no segment has it: `rollflow audit --repair` lists the possible repairs")
+            raise Corrupt(
+                f"{why}; no segment contains a copy of the entry: `rollflow audit --repair` lists the possible repairs"
+            )
         return self._decode_entry(found[0], n)
 
     def _list_entries(self) -> list[int]:
@@ -309,7 +311,9 @@ class Log:
             beyond = min((m for m in self._ahead if m > n), default=-1)
         if beyond <= n:
             return False
-        self._fold(self.read(n) or self._restore_entry(n, f"{entry_path(n)} is missing, {entry_path(beyond)} is there"))
+        self._fold(
+            self.read(n) or self._restore_entry(n, f"{entry_path(n)} is missing, but {entry_path(beyond)} exists")
+        )
         return True
 
     @property

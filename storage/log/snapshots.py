@@ -53,7 +53,7 @@ def from_bytes(data: bytes) -> RunState:
     """Decode a snapshot; raise `ValueError` if this version of rollflow cannot read it."""
     tree = open_sealed(data)
     if tree.get("fold") != FOLD:
-        raise ValueError("it is of another version of the fold")
+        raise ValueError("the snapshot was made by another version of the rules")
     return _STATE.validate_python(tree["state"])
 
 
@@ -113,7 +113,7 @@ def from_segment(run: ObjectStore, n: int) -> bytes:
     """Read entry `n` from its segment; raise `Missing` if no segment has the entry."""
     lines = run.get(segment_path(n)).split(b"\n")
     if len(lines) != EVERY:
-        raise Missing(f"{segment_path(n)} is truncated")
+        raise Missing(f"the segment {segment_path(n)} is truncated")
     return lines[n % EVERY]
 
 

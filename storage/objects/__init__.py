@@ -27,7 +27,7 @@ def open_store(uri: str, patience: float | None = None) -> ObjectStore:
             ) from None
     root = rest.strip("/")
     if root and any(part in ("", ".", "..") for part in root.split("/")):
-        raise ConfigError(f"store.uri = {uri!r} has an empty, '.' or '..' part; write it without")
+        raise ConfigError(f"store.uri = {uri!r} has an empty, '.' or '..' part; write the path without that part")
     if scheme == "s3":
         from rollflow.storage.objects.s3 import S3Store
 
@@ -36,7 +36,10 @@ def open_store(uri: str, patience: float | None = None) -> ObjectStore:
         from rollflow.storage.objects.memory import MemoryStore
 
         return MemoryStore(root)
-    raise ConfigError(f"store.uri = {uri!r} names no known store; use a folder, s3://bucket/prefix or memory://name")
+    raise ConfigError(
+        f"store.uri = {uri!r} is no folder and names no known kind of store; use a folder, "
+        "s3://bucket/prefix or memory://name"
+    )
 
 
 __all__ = ["Data", "ObjectStat", "ObjectStore", "open_store"]

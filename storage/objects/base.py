@@ -66,7 +66,7 @@ def check_path(path: str) -> str:
     """Return `path` if it is a well-formed object path, else raise `ValueError`."""
     parts = path.split("/")
     if "\0" in path or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"not an object path: {path!r}")
+        raise ValueError(f"{path!r} is not a valid path of an object")
     return path
 
 

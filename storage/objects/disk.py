@@ -18,13 +18,13 @@ from rollflow.storage.errors import Missing, StoreFailed, Unreachable
 from rollflow.storage.objects.base import CHUNK, hash_pieces
 
 CURES = {
-    errno.ENOSPC: "free space on that disk",
+    errno.ENOSPC: "free space on the disk",
     errno.EDQUOT: "free space within this user's quota",
-    errno.EFBIG: "raise the largest file size that this process may write",
-    errno.EROFS: "mount that disk for writing",
-    errno.EACCES: "let this user write there",
-    errno.EPERM: "let this user write there",
-    errno.EIO: "check that disk",
+    errno.EFBIG: "raise the largest file size that this process may write (ulimit -f)",
+    errno.EROFS: "mount the file system so that it can be written",
+    errno.EACCES: "give this user the right to write the file",
+    errno.EPERM: "give this user the right to write the file",
+    errno.EIO: "check the disk",
 }
 
 NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -57,7 +57,7 @@ def raise_store_failed(target: Path) -> Iterator[None]:
         if cure is None:
             raise
         raise StoreFailed(
-            f"{target} cannot be written ({error.strerror}); nothing was committed: {cure}, then resume the run"
+            f"{target} cannot be written ({error.strerror}), and nothing was committed; {cure}, then resume the run"
         ) from error
 
 
@@ -69,7 +69,9 @@ def raise_missing(target: Path) -> Iterator[None]:
     except NO_FILE as error:
         raise Missing(f"there is no object {target}") from error
     except OSError as error:
-        raise Unreachable(f"{target} cannot be read now ({error.strerror or error}); it may be intact") from error
+        raise Unreachable(
+            f"{target} cannot be read now ({error.strerror or error}); the object may be intact"
+        ) from error
 
 
 def map_file(path: Path) -> memoryview:

@@ -56,7 +56,7 @@ class LocalStore(ObjectStore):
 
     def local_path(self, path: str) -> Path:
         if SCRATCH in check_path(path).split("/"):
-            raise ValueError(f"not an object path: {path!r} ({SCRATCH} is reserved)")
+            raise ValueError(f"{path!r} is not a valid path of an object, because the name {SCRATCH} is reserved")
         return self.root / path
 
     def put(self, path: str, data: Data) -> str:
@@ -315,7 +315,7 @@ def _lies_at(file: int, target: Path) -> bool:
         return False
     except OSError as error:
         raise Unreachable(
-            f"it is not known whether {target} was written ({error.strerror or error}): read it again"
+            f"it is unknown whether {target} was written ({error.strerror or error}); read the object again"
         ) from error
 
 
@@ -331,7 +331,8 @@ def _sync_name(created: Path) -> None:
         _sync_folder(created.parent)
     except OSError as error:
         raise Unreachable(
-            f"{created} exists, but may not survive a power cut ({error.strerror or error}): read it again"
+            f"{created} exists, but may be lost after a power failure ({error.strerror or error}); read the "
+            "object again"
         ) from error
 
 

@@ -78,7 +78,7 @@ class MemoryStore(ObjectStore):
 
     def check(self) -> None:
         if not self.name:
-            raise ConfigError(f"store.uri = {self.uri!r} names no store; write memory:// and a name")
+            raise ConfigError(f"store.uri = {self.uri!r} names no store; write memory:// followed by a name")
 
     def _entry(self, path: str) -> tuple[bytes, float]:
         key = self._key(path)

@@ -79,7 +79,9 @@ class NodeCache:
         try:
             return self._hold(self._mine / name, fill, whole)
         except OSError as error:  # for example too many open files, when the folder may be intact
-            raise Unreachable(f"{self._cache} cannot be used now ({error.strerror or error})") from error
+            raise Unreachable(
+                f"the cache folder {self._cache} cannot be used now ({error.strerror or error})"
+            ) from error
 
     def _hold(self, folder: Path, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> HeldFolder:
         if held := _present(folder, whole):
@@ -114,7 +116,7 @@ class NodeCache:
         with (self._mine / LOCK).open("ab") as lock:
             while not _lock(lock.fileno(), fcntl.LOCK_EX):
                 if time.monotonic() > limit:
-                    raise Unreachable(f"waited {self._wait:g} s for another process of this node to fetch {name}")
+                    raise Unreachable(f"waited {self._wait:g} s for another process on this node to fetch {name}")
                 time.sleep(POLL_SECONDS)
             yield
 

@@ -177,13 +177,14 @@ class S3Store(ObjectStore):
         except Unreachable as error:
             cause = error.__cause__ or error
             raise ConfigError(
-                f"store.uri = {self.uri!r} cannot be reached ({str(cause) or type(cause).__name__}); "
-                "check AWS_ENDPOINT_URL_S3 (or AWS_ENDPOINT_URL), AWS_REGION and the network"
+                f"the object storage of store.uri = {self.uri!r} cannot be reached "
+                f"({str(cause) or type(cause).__name__}); check AWS_ENDPOINT_URL_S3 "
+                "(or AWS_ENDPOINT_URL), AWS_REGION and the network"
             ) from error
         except OSError as error:
             raise ConfigError(
-                f"store.uri = {self.uri!r} refuses a request that a run needs ({error}); check AWS_REGION, the address "
-                "and the features of the service"
+                f"the object storage of store.uri = {self.uri!r} refuses a request that a run needs ({error}); "
+                "check AWS_REGION, the endpoint address and the features of the service"
             ) from error
 
     def _probe(self, name: str) -> None:
@@ -199,8 +200,8 @@ class S3Store(ObjectStore):
                 raise
         else:
             raise ConfigError(
-                f"store.uri = {self.uri!r} is on a service that ignores If-None-Match, so two learners could "
-                "commit one version; use a service with conditional writes"
+                f"the object storage of store.uri = {self.uri!r} ignores If-None-Match, so two learners could "
+                "commit the same version; use a service with conditional writes"
             )
         finally:
             call("head_object", Key=key)
@@ -234,7 +235,7 @@ class S3Store(ObjectStore):
                 continue  # the object was replaced between two parts
             if metadata.get(SHA256, read.hexdigest()) == read.hexdigest():
                 return read.hexdigest()
-        raise Corrupt(f"{self.uri}/{path} is not what was written (sha256 differs in {READS} reads)")
+        raise Corrupt(f"{self.uri}/{path} does not contain what was written (the sha256 differs in {READS} reads)")
 
     def _writer(self, path: str) -> str | None:
         """Return the token of the object's writer ("" if it has none); None if there is no object."""
@@ -298,27 +299,35 @@ def _translate_error(error: Exception, store: S3Store, path: str) -> RollflowErr
     where, code = f"store.uri = {store.uri!r}", code_of(error)
     bucket = store.root.partition("/")[0]
     if isinstance(error, WRONG):
-        return Corrupt(f"{store.uri}/{path} is not what was written ({error})")
+        return Corrupt(f"{store.uri}/{path} does not contain what was written ({error})")
     if is_transient(error) or code == "NoSuchUpload":
         tried = "; ".join(getattr(error, "__notes__", ()))
-        return Unreachable(f"object storage did not answer for {store.uri}/{path} ({tried}): {error or type(error)}")
+        return Unreachable(
+            f"object storage did not answer a request for {store.uri}/{path} ({tried}): {error or type(error)}"
+        )
     if code == "NoSuchBucket":
         return ConfigError(f"{where} names a bucket that does not exist; create {bucket!r} or name another")
     if isinstance(error, FileNotFoundError) and code:
         return Missing(f"there is no object {store.uri}/{path}")
     if code in FULL:
         return StoreFailed(
-            f"{where} accepts no more writes ({error}); nothing was committed: free space, then resume the run"
+            f"{where} accepts no more writes ({error}), and nothing was committed; free space in the "
+            "storage, then resume the run"
         )
     if code == SKEWED:
-        return ConfigError(f"{where} refuses this machine's clock ({error}); set the clock, then resume the run")
+        return ConfigError(
+            f"{where} refuses requests because this machine's clock is wrong ({error}); set the clock, then "
+            "resume the run"
+        )
     if isinstance(error, PermissionError):
         return ConfigError(
-            f"{where} denies access ({error}); check AWS_PROFILE or AWS_ACCESS_KEY_ID and what the bucket's policy "
-            "lets this user read, write, list and delete"
+            f"{where} denies access ({error}); check AWS_PROFILE or AWS_ACCESS_KEY_ID, and check that the "
+            "bucket's policy lets this user read, write, list and delete"
         )
     if isinstance(error, botocore.exceptions.BotoCoreError):
-        return ConfigError(f"{where} cannot be used ({error}); set the AWS credentials (AWS_PROFILE) and the address")
+        return ConfigError(
+            f"{where} cannot be used ({error}); set the AWS credentials (AWS_PROFILE) and the endpoint address"
+        )
     if isinstance(error, OSError) and not code and error.errno not in CURES:
-        return Unreachable(f"{store.uri}/{path} cannot be read now ({error}); it may be intact")
+        return Unreachable(f"{store.uri}/{path} cannot be read now ({error}); the object may be intact")
     return None

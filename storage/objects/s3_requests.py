@@ -137,7 +137,7 @@ class S3Connection:
         """A description of the longest pending request if that request is late, else ""; any thread may read this."""
         now = time.monotonic()
         began, method = min(list(self._asked.values()), default=(now, ""))
-        return f"object storage: {method} for {now - began:.0f} s" if now - began > LATE_SECONDS else ""
+        return f"object storage: no answer to {method} for {now - began:.0f} s" if now - began > LATE_SECONDS else ""
 
     async def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
         """Send one request, and retry until it is answered; a streamed body is read into `Body`."""
@@ -173,7 +173,7 @@ class S3Connection:
         async with answer["Body"] as stream:
             body = await stream.read()
         if len(body) != answer["ContentLength"]:
-            raise ConnectionError(f"received {len(body)} of {answer['ContentLength']} bytes")
+            raise ConnectionError(f"received only {len(body)} of the object's {answer['ContentLength']} bytes")
         return {**answer, "Body": body}
 
     async def upload(self, target: dict[str, str], parts: Sequence[memoryview], **described: Any) -> None:

@@ -44,7 +44,7 @@ class Recovery:
 
     def sentence(self) -> str:
         """Describe the recovery in a log line."""
-        return f"{self.role}: {self.reason}; back after {self.seconds:.1f} s; done again: {self.redone}"
+        return f"{self.role}: {self.reason}; back after {self.seconds:.1f} s; work done again: {self.redone}"
 
 
 RECOVERY: TypeAdapter[Recovery] = TypeAdapter(Recovery)

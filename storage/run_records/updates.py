@@ -43,4 +43,4 @@ def read_update(run: ObjectStore, version: int) -> Update | None:
     except Missing:
         return None
     except (ValueError, TypeError) as error:
-        raise Corrupt(f"{path} is not an update: {error}") from error
+        raise Corrupt(f"{path} is not a record of an update: {error}") from error

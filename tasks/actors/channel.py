@@ -252,7 +252,7 @@ class _CallDeadline:
             raise Unreachable(f"the channel actor did not {self._what} within {waited:g} s") from error
         except LOST as error:
             if not self.left:
-                raise Unreachable(f"no channel actor lived to {self._what} within {waited:g} s: {error}") from error
+                raise Unreachable(f"no channel actor existed to {self._what} within {waited:g} s: {error}") from error
 
 
 def _unwrap(error: ray.exceptions.RayTaskError) -> Exception:

@@ -183,7 +183,7 @@ class EngineActor:
         try:
             return self._source.weights(version)
         except (RollflowError, OSError) as error:  # other nodes may have the weights
-            raise EngineFailed(f"version {version} is not available on this node: {error}") from error
+            raise EngineFailed(f"version {version} is not available to this engine's node: {error}") from error
 
     async def resume(self, owner: str) -> None:
         self._check_owner(owner)
@@ -210,4 +210,4 @@ class EngineActor:
 
     def _check_owner(self, owner: str) -> None:
         if owner != self._owner:
-            raise OwnershipLost("another RayEngine has taken this engine over")
+            raise OwnershipLost("another RayEngine has taken over this engine")

@@ -128,7 +128,7 @@ class RayEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()
         if request.id in self._calls:
-            raise ValueError(f"{request.id} is already being generated")
+            raise ValueError(f"request {request.id} is already running")
         Int32s.of(request.prompt)  # raises for an invalid prompt, so that only its caller gets the error
         loop = asyncio.get_running_loop()
         if not self._outbox:
@@ -229,7 +229,7 @@ class RayEngine:
         except EngineFailed:
             return  # every waiting call has got the error already
         except Exception as error:  # noqa: BLE001 - whatever the error is, no caller may wait forever
-            self._fail(EngineFailed(f"{self._name}: submit: {error!r}"))
+            self._fail(EngineFailed(f"{self._name} could not take a request: {error!r}"))
             return
         if self._collector is None or self._collector.done():
             self._collector = asyncio.create_task(self._collect())
@@ -242,7 +242,7 @@ class RayEngine:
         except EngineFailed:
             return  # every waiting call has got the error already
         except Exception as error:  # noqa: BLE001 - as in `_submit`
-            self._fail(EngineFailed(f"{self._name}: collect: {error!r}"))
+            self._fail(EngineFailed(f"the results of {self._name} could not be collected: {error!r}"))
 
     def _deliver(self, collected: Collected) -> bool:
         """Deliver results and new tokens to their callers; return False if there were none."""
@@ -305,12 +305,12 @@ class RayEngine:
             raise self._fail(EngineFailed(f"{self._name} did not answer {method} within {seconds:.0f} s")) from error
         except EngineFailed as error:
             kind = OwnershipLost if isinstance(error, OwnershipLost) else EngineFailed
-            raise self._fail(kind(f"{self._name}: {method}: {_read_message(error)}")) from error
+            raise self._fail(kind(f"{self._name} failed in {method}: {_read_message(error)}")) from error
         except RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError):
                 raise  # the method raised it: the actor is alive
             self._answers = False
-            raise self._fail(EngineFailed(f"{self._name}'s actor died: {error}")) from error
+            raise self._fail(EngineFailed(f"the actor of {self._name} died: {error}")) from error
 
     def _fail(self, failure: EngineFailed) -> EngineFailed:
         """Fail all waiting calls and return the error; every caller gets the first failure."""

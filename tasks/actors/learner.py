@@ -236,7 +236,7 @@ class LearnerActor:
             return sum(score_response(verify, where, *pair).value == 1.0 for pair in pairs) / len(held)
 
         def report(step: int, found: float) -> None:
-            self._step(f"cold start: step {step}, accuracy {found:.2f} of {cold.target_accuracy:.2f}")
+            self._step(f"cold start: step {step}, held-out accuracy {found:.2f} of {cold.target_accuracy:.2f}")
 
         self.phase, self.note = LearnerPhase.COLD_START, "cold start"
         cold_start(model, cold, prompts, tokenizer, accuracy, report, self.config.seed)
@@ -273,9 +273,9 @@ class LearnerActor:
             except Corrupt as error:
                 self._settle()  # the log itself may be damaged
                 reason = str(error)
-                self._step(f"forming batch {number} again: {reason}")
+                self._step(f"batch {number} is damaged and is formed again: {reason}")
                 self.batches.void(self.writer, number, reason)  # no effect if only the channel's copy is damaged
-        raise Corrupt(f"batch {number} was damaged {MAKINGS} times: {reason}; check the store, then resume the run")
+        raise Corrupt(f"batch {number} was damaged {MAKINGS} times ({reason}); check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
         """Lease batch `number`; wait as long as the rollout stage may take to form the batch.
@@ -319,8 +319,8 @@ class LearnerActor:
         why = str(error).partition("; ")[0]  # the error without its advice, which is meant for a run that stops
         self.batches.reject(self.writer, number, entry, why)
         if (times := self.context.log.state.not_finite) >= MAKINGS:
-            cure = f"fix the engine or the verifier and resume, or {AGAIN}, and a lower train.learning_rate"
-            raise NotFinite(f"batch {number} was quarantined {times} times: {why}; {cure}") from error
+            cure = f"fix the engine or the verifier and resume the run, or {AGAIN} and a lower train.learning_rate"
+            raise NotFinite(f"batch {number} was quarantined {times} times, the last time: {why}; {cure}") from error
         self._restore(number)
         self.note = f"batch {number} is quarantined and formed again: {why}"
 
@@ -328,7 +328,7 @@ class LearnerActor:
         """Check before training that no row of the batch exceeds the staleness bound."""
         oldest = min(batch.table["started_version"].to_pylist())
         if oldest < number - self.config.async_ratio:
-            raise Stale(f"batch {number} holds a trajectory started under version {oldest}")
+            raise Stale(f"batch {number} holds a trajectory started under version {oldest}, which is too old")
 
     def _publish(self, version: int, batch_entry: int | None, metrics: Mapping[str, float]) -> None:
         """Start publishing the learner's state; the next `_settle` waits for its commit."""
@@ -389,12 +389,12 @@ class LearnerActor:
         broken, probe = self.learner.first_nonfinite(), self.learner.logprobs(self.context.probe_tokens)
         if broken is None and all(np.isfinite(probe)):
             return probe
-        what = f"{broken} has a NaN or an infinity" if broken else "the probe's log-probs are not finite"
-        raise NotFinite(f"version {version} is not published: {what}; {self._suggest_fix(version)}")
+        what = f"{broken} has a NaN or an infinity" if broken else "the log-probs of its probe are not finite"
+        raise NotFinite(f"version {version} is not published, because {what}; {self._suggest_fix(version)}")
 
     def _suggest_fix(self, version: int) -> str:
         """Return the advice for the user if the weights of `version` are not finite."""
         if version:
-            return f"{AGAIN}, and a lower train.learning_rate"
+            return f"{AGAIN} and a lower train.learning_rate"
         cold = self.config.policy.cold_start is not None
         return f"start another run with {'a lower policy.cold_start.learning_rate' if cold else 'another policy.path'}"

@@ -55,8 +55,8 @@ class Lease:
     def sentence(self) -> str:
         """The log line for an expired lease."""
         return (
-            f"no supervisor has watched {self.uri} for {self.seconds:g} s (cluster.lease_seconds), so its actors end; "
-            f"go on with: rollflow resume {self.uri}"
+            f"no supervisor has watched the run {self.uri} for {self.seconds:g} s (cluster.lease_seconds), "
+            f"so the run's actors end; continue the run with: rollflow resume {self.uri}"
         )
 
     def hold(self, role: str) -> None:

@@ -34,7 +34,7 @@ from rollflow.tasks.run.restore import start_of
 
 RESERVED_SECONDS = 240.0  # longest wait for free GPUs; the wait for ranks is a little longer
 CONNECTED_SECONDS = 60.0  # longest wait until the connections of a started rank are accepted
-GONE = "ended: its process or its machine is gone"
+GONE = "ended, because its process or its machine is gone"
 
 
 Room = Callable[[int], dict[str, Any]]  # Ray's options for a rank
@@ -76,8 +76,10 @@ def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECOND
     group = placement_group([bundle] * ranks, strategy="PACK", name=name, bundle_label_selector=labels)
     if not group.wait(seconds):
         remove_placement_group(group)
-        cure = "another run may have them; wait for it, or set train.ranks to less"
-        raise Unreachable(f"train.ranks = {ranks + 1}: {ranks} GPUs were not free together for {seconds:g} s; {cure}")
+        cure = "wait for another run that may use GPUs, or set train.ranks to a smaller number"
+        raise Unreachable(
+            f"train.ranks = {ranks + 1}: {ranks} GPUs were not free at the same time within {seconds:g} s; {cure}"
+        )
     return lambda rank: {
         "num_gpus": 1,
         "num_cpus": own["num_cpus"],  # by default Ray asks for one CPU at the start, which the group lacks

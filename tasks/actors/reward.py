@@ -189,4 +189,7 @@ class RewardClient:
         if news:
             self._moved = now
         elif now - max(self._moved, began) > self._patience:
-            raise Unreachable(f"the reward stage returned no score in {self._patience:g} s; {left} responses wait")
+            raise Unreachable(
+                f"the reward stage returned no score for {self._patience:g} s (rollout.patience_seconds), while "
+                f"{left} responses wait for a score"
+            )

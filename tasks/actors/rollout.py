@@ -350,7 +350,9 @@ class RolloutActor:
                 why = str(error)
             await asyncio.to_thread(self.feed.ask)  # this call returns once storage answers
             waited += PUT_SECONDS
-        raise Unreachable(f"the learner took no batch for {self.patience:g} s ({why})")
+        raise Unreachable(
+            f"the learner took no batch for {self.patience:g} s (rollout.patience_seconds); the last try: {why}"
+        )
 
     async def _measure_idle(self) -> float:
         """Compute the share of time since generation began in which the engines were idle."""

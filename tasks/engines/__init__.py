@@ -43,5 +43,7 @@ def build_engine(
 
 def _require_folder(policy_folder: Path | None) -> Path:
     if policy_folder is None:
-        raise ValueError("this engine runs a model: give it the folder with the policy's config.json")
+        raise ValueError(
+            "this engine runs a model and needs the folder of the policy; give the folder that contains config.json"
+        )
     return policy_folder

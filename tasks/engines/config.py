@@ -12,22 +12,26 @@ from rollflow.tasks.runtime.sections import Section, refuse
 class EngineBase(Section):
     """The keys of all engines."""
 
-    replicas: int = Field(1, gt=0, description="number of engines; each holds the whole policy")
+    replicas: int = Field(1, gt=0, description="number of engines; each engine holds the whole policy")
     max_concurrent_requests: int = Field(
         256, gt=0, description="largest number of requests that one engine runs at a time"
     )
     max_new_tokens: int = Field(64, gt=0, description="largest length of a response, in tokens")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; the losses use it, too")
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="temperature at which responses are sampled; the losses divide logits by the same temperature",
+    )
     on_weight_update: Literal["continue", "restart"] = Field(
         "continue",
-        description="what happens to running requests at a weight update: they continue under the new weights, or "
-        "restart",
+        description="what happens to a running request when the weights are updated: it continues under the new "
+        "weights, or it restarts",
     )
     probe_tolerance: float | None = Field(
         None,
         gt=0,
-        description="largest allowed difference between the log-probs of engine and learner, in nats; default: 0.01, "
-        "or 1 with policy.dtype = bfloat16",
+        description="largest allowed difference between the engine's and the learner's log-probs, in nats; default: "
+        "0.01, or 1 with policy.dtype = bfloat16",
     )
 
 
@@ -36,14 +40,16 @@ class VllmEngineConfig(EngineBase):
     kv_cache_bytes: int | None = Field(
         None,
         gt=0,
-        description="size of the KV cache, in bytes; default on a CPU: 256 MiB, or as much as one request needs, up "
-        "to 4 GiB; default on a GPU: as vLLM decides",
+        description="size of the KV cache, in bytes; default on a CPU: 256 MiB, or more if one request needs more, "
+        "up to 4 GiB; default on a GPU: vLLM decides",
     )
     prefix_caching: bool = Field(
-        True, description="compute a prompt once for all its responses; nothing is reused across versions"
+        True,
+        description="whether a prompt is computed only once for all its responses; no cached prompt is used across "
+        "policy versions",
     )
-    tensor_parallel: int = Field(1, gt=0, description="GPUs that one engine is split over")
-    threads: int = Field(1, gt=0, description="CPU threads of each engine")
+    tensor_parallel: int = Field(1, gt=0, description="number of GPUs that each engine is split over")
+    threads: int = Field(1, gt=0, description="number of CPU threads of each engine")
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower temperatures and rejects higher ones
@@ -52,7 +58,10 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower te
 def check_temperature(key: str, temperature: float) -> None:
     """Reject a temperature that vLLM would change, because losses use the configured temperature; 0 is greedy."""
     if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
-        cure = f"vLLM samples at {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}; choose a temperature of that range"
+        cure = (
+            f"vLLM supports temperatures from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}; choose a "
+            "temperature in this range"
+        )
         refuse(key, temperature, f'{cure}, or engine.kind = "transformers"')
 
 
@@ -60,40 +69,50 @@ class TransformersEngineConfig(EngineBase):
     kind: Literal["transformers"] = Field(
         "transformers", description="Hugging Face transformers: slower, but reproducible bit for bit"
     )
-    threads: int = Field(1, gt=0, description="CPU threads of each engine")
+    threads: int = Field(1, gt=0, description="number of CPU threads of each engine")
 
 
 class TimedEngineConfig(EngineBase):
     """A latency model instead of a language model, for tests and simulation."""
 
-    kind: Literal["timed"] = Field("timed", description="no model: random tokens at a given speed")
+    kind: Literal["timed"] = Field("timed", description="no model: the engine emits random tokens at a given speed")
     median_tokens: float = Field(16.0, gt=0, description="median length of a response, in tokens")
-    sigma: float = Field(1.0, ge=0, description="sigma of the lognormal response length")
+    sigma: float = Field(1.0, ge=0, description="sigma of the lognormal distribution of response lengths")
     correlation: float = Field(0.0, ge=0, le=1, description="correlation of the lengths of responses to one prompt")
-    lengths: tuple[int, ...] = Field((), description="measured response lengths; they replace the lognormal ones")
-    seconds_per_token: float = Field(0.002, ge=0, description="seconds for each token of a request that runs alone")
-    prefill_seconds: float = Field(0.0, ge=0, description="seconds for each prompt, before its first token")
-    update_seconds: float = Field(0.05, ge=0, description="seconds that an engine pauses for new weights")
+    lengths: tuple[int, ...] = Field(
+        (), description="measured response lengths, in tokens; they replace the lognormal lengths"
+    )
+    seconds_per_token: float = Field(
+        0.002, ge=0, description="seconds that an engine takes for each token of a request that runs alone"
+    )
+    prefill_seconds: float = Field(
+        0.0, ge=0, description="seconds that an engine takes for each prompt, before the first token of the response"
+    )
+    update_seconds: float = Field(0.05, ge=0, description="seconds that an engine pauses to load new weights")
     batch_slowdown: float = Field(
         0.0,
         ge=0,
-        description="c: with n running requests and t tokens in the KV cache, each request decodes 1 + c(n - 1) + r t "
-        "times slower than alone",
+        description="c in this formula: with n running requests and t tokens in the KV cache, a request decodes 1 + "
+        "c(n - 1) + r t times slower than alone",
     )
     kv_read_cost: float = Field(
-        0.0, ge=0, description="r in the formula of batch_slowdown: the cost of reading one token of the KV cache"
+        0.0,
+        ge=0,
+        description="r in the formula of batch_slowdown: the slowdown of each request by each token in the KV cache",
     )
     kv_tokens: int | None = Field(None, gt=0, description="capacity of the KV cache, in tokens; default: no limit")
-    prompt_tokens: int = Field(0, ge=0, description="tokens of each prompt in the KV cache")
+    prompt_tokens: int = Field(0, ge=0, description="number of tokens that each prompt takes in the KV cache")
     prefill_seconds_per_token: float = Field(
         0.0,
         ge=0,
-        description="seconds that the whole engine stops for each token that enters the KV cache without being "
-        "sampled: of a prompt or a prefix, and of every request after an update",
+        description="seconds that the whole engine stops for each prompt token that it computes, and, after a "
+        "weight update, for each token in its KV cache",
     )
-    speed: float = Field(1.0, gt=0, description="speed of this engine, relative to the seconds above")
+    speed: float = Field(1.0, gt=0, description="speed of this engine; it divides the seconds per token and per prompt")
     tokens_per_tick: int = Field(
-        1, gt=0, description="real tokens that one simulated token stands for; max_new_tokens counts simulated tokens"
+        1,
+        gt=0,
+        description="number of real tokens that one simulated token stands for; max_new_tokens counts simulated tokens",
     )
 
 

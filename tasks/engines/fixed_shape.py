@@ -176,7 +176,9 @@ class FixedShapeSampler:
     def __init__(self, policy_folder: Path, dtype: torch.dtype, slots: int, stop_ids: Iterable[int]) -> None:
         config = AutoConfig.from_pretrained(policy_folder)
         if why := find_hindrance(config):
-            raise ValueError(f"{policy_folder}: the transformers engine cannot run it: {why}; use vllm")
+            raise ValueError(
+                f'the transformers engine cannot run the policy in {policy_folder}: {why}; set engine.kind = "vllm"'
+            )
         self._config, self._folder = config, policy_folder
         attention = choose_attention(config) or "sdpa"
         self._device = find_device()
@@ -207,8 +209,8 @@ class FixedShapeSampler:
         needed = len(request.prompt) + request.max_new_tokens
         if not request.prompt or needed > self._context:
             raise ValueError(
-                f"{request.id}: prompt and response need {needed} tokens; the policy takes prompts of at least one "
-                f"token and {self._context} in all"
+                f"request {request.id} needs {needed} tokens for its prompt and its response; the policy takes "
+                f"prompts of at least one token, and {self._context} tokens in all"
             )
         generator = torch.Generator().manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
         draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
@@ -235,7 +237,7 @@ class FixedShapeSampler:
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 if name not in stored or stored[name].shape != parameter.shape:
-                    raise Corrupt(f"{weights} holds no {name} of shape {tuple(parameter.shape)}")
+                    raise Corrupt(f"{weights} holds no tensor {name} of shape {tuple(parameter.shape)}")
                 parameter.copy_(stored[name])
         for group in self._list_groups():
             for _, row in group.taken:

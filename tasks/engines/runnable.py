@@ -29,9 +29,9 @@ def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> 
     size = policy.get("head_dim") or (width // heads if width and heads else None)
     if size is not None and size not in CPU_HEAD_SIZES and not has_gpu():
         raise ConfigError(
-            f"{named}: vLLM's CPU attention has no kernel for heads of size {size}, only for "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose hidden_size / heads among them, or engine.kind = "
-            "'transformers'"
+            f"{named}: vLLM's CPU attention has no kernel for attention heads of size {size}, only for sizes "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose hidden_size / heads among these sizes, or set "
+            "engine.kind = 'transformers'"
         )
 
 
@@ -64,9 +64,9 @@ def find_hindrance(config: Any) -> str | None:
     attention in every layer, and with the number of heads in its config.
     """
     if getattr(config, "num_key_value_heads", None) is None:
-        return "its config names no num_key_value_heads"
+        return "its config.json does not name num_key_value_heads"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        return "a layer does not see all tokens before"
+        return "one of its layers does not attend to all earlier tokens"
     return None
 
 
@@ -84,4 +84,4 @@ def find_folder_hindrance(folder: Path) -> str | None:
         said = str(error).strip().splitlines()[-1].strip()
         raise ValueError(f"transformers cannot read its config.json ({said})") from None
     why = find_hindrance(policy)
-    return None if why is None else f"a {policy.model_type} ({why})"
+    return None if why is None else f"a model of type {policy.model_type} ({why})"

@@ -73,7 +73,7 @@ class TransformersEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()
         if request.id in self._waiting:
-            raise ValueError(f"{request.id} is already being generated")
+            raise ValueError(f"request {request.id} is already running")
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
         try:

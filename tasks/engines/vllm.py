@@ -153,7 +153,7 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()
         if request.id in self._running:
-            raise ValueError(f"{request.id} is already being generated")
+            raise ValueError(f"request {request.id} is already running")
         prefix = request.prefix
         with self._translate_death():
             response = self._responses.new(
@@ -226,7 +226,7 @@ class VllmEngine:
 
     def check(self) -> None:
         if self._llm is None:
-            raise EngineFailed("the vLLM engine is closed or was never started")
+            raise EngineFailed("the vLLM engine is closed, or it was never started")
         if self._llm.errored:
             raise EngineFailed("vLLM's engine process died")
 

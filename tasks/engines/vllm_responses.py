@@ -58,7 +58,7 @@ class Response:
         if tokens := output.new_token_ids:
             logprobs = output.new_logprobs.logprobs[:, 0].tolist()  # column 0 is the sampled token
             if len(logprobs) != len(tokens):
-                raise EngineFailed(f"vLLM gave {len(tokens)} tokens and {len(logprobs)} log-probs")
+                raise EngineFailed(f"vLLM returned {len(tokens)} tokens but {len(logprobs)} log-probs")
             if end := self._watch.find_end(tokens):
                 tokens, logprobs = tokens[:end], logprobs[:end]
             if not self._spans or self._spans[-1][0] != version:
@@ -106,7 +106,7 @@ class Response:
         if reason in ENDINGS:
             self.done.set_result(ENDINGS[reason])
         else:
-            self.done.set_exception(EngineFailed(f"vLLM ended a response with the reason {reason}"))
+            self.done.set_exception(EngineFailed(f"vLLM ended a response for the unexpected reason {reason}"))
 
 
 class Responses(OutputProcessor):  # type: ignore[misc]
@@ -140,7 +140,9 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         tokens, params = list(prompt), self._params(max_new_tokens, temperature)
         if not 0 < len(tokens) < self._longest or not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
             self._process(tokens, params)  # raises an error that says what is wrong with the prompt
-            raise ValueError(f"a token of the prompt is not among the {self._vocabulary} of the policy")
+            raise ValueError(
+                f"the prompt contains a token id outside of the policy's vocabulary of {self._vocabulary} tokens"
+            )
         if seed is not None:
             params = copy.copy(params)
             params.seed = seed

@@ -27,7 +27,7 @@ class ImportEnvironment(Imported):
 
     fixed: ClassVar[Mapping[str, str]] = EPISODES
 
-    kind: Literal["import"] = Field("import", description="your own class, derived from Environment")
+    kind: Literal["import"] = Field("import", description="your own environment: a class that derives from Environment")
 
 
 EnvironmentConfig = Annotated[SingleTurnEnvironment | ImportEnvironment, Field(discriminator="kind")]

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from rollflow.tasks.objectives.config import ObjectiveConfig, PartsObjective
 from rollflow.tasks.runtime.sections import Section, refuse, with_kinds
 
-STORED = "the learner's stored state depends on it"
+STORED = "the learner's stored state depends on this key"
 
 
 class CriticConfig(Section):
@@ -19,15 +19,18 @@ class CriticConfig(Section):
     fixed: ClassVar[Mapping[str, str]] = {"model": STORED}
 
     model: Literal["own", "head"] = Field(
-        "own", description="own: a copy of the policy, trained beside it; head: one layer on the policy's hidden states"
+        "own",
+        description="how the critic is built. own: a second copy of the policy, trained as a critic; head: one "
+        "linear layer on the policy's hidden states",
     )
     learning_rate: float = Field(
-        1e-3, gt=0, description="learning rate of the critic's AdamW, with the warm-up and schedule of the policy's"
+        1e-3, gt=0, description="learning rate of the critic's AdamW; warm-up and schedule are the policy's"
     )
     value_clip: float = Field(
         0.2,
         gt=0,
-        description="largest change of a value by the updates of one version, measured from before the first update",
+        description="clip range of the critic's loss: how far an estimate may move from its value before the first "
+        "update of the version",
     )
 
 
@@ -37,19 +40,20 @@ class ReferenceConfig(Section):
     every: int = Field(
         0,
         ge=0,
-        description="versions between two updates of the reference to the newest version; 0: it stays the version "
-        "that the run began with",
+        description="number of versions between two updates of the reference policy to the newest version; 0: the "
+        "reference stays at version 0",
     )
 
 
 class Lora(Section):
     """Train a small adapter beside each linear layer of the policy's decoder; the policy's weights stay fixed."""
 
-    rank: int = Field(16, gt=0, description="rank of the adapter's matrices")
-    alpha: float = Field(32.0, gt=0, description="the output of the adapter is multiplied by alpha / rank")
+    rank: int = Field(16, gt=0, description="rank of each adapter's two matrices")
+    alpha: float = Field(32.0, gt=0, description="alpha of LoRA: an adapter's output is multiplied by alpha / rank")
     targets: tuple[str, ...] = Field(
         (),
-        description='layers that get an adapter, by names or ends of names, e.g. ["q_proj"]; empty: all linear layers',
+        description='names, or ends of names, of the linear layers that get an adapter, e.g. ["q_proj"]; empty: all '
+        "linear layers",
     )
 
 
@@ -63,59 +67,74 @@ class TrainBase(Section):
     reference: ReferenceConfig = ReferenceConfig()
     lora: Lora | None = None
     learning_rate: float = Field(5e-4, gt=0, description="learning rate of AdamW after the warm-up")
-    warmup_versions: int = Field(5, ge=0, description="versions over which the learning rate rises to learning_rate")
+    warmup_versions: int = Field(
+        5, ge=0, description="number of versions over which the learning rate rises linearly to learning_rate"
+    )
     schedule: Literal["constant", "linear"] = Field(
         "constant",
-        description="learning rate after the warm-up; linear: in proportion to the versions left, but at least a tenth",
+        description="course of the learning rate after the warm-up. constant: learning_rate; linear: in proportion "
+        "to the versions left, but at least a tenth of learning_rate",
     )
     weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
     betas: tuple[float, float] = Field(
-        (0.9, 0.95), description="decay rates of AdamW's averages of the gradient and of its square"
+        (0.9, 0.95), description="AdamW's two decay rates: of the average gradient and of the average squared gradient"
     )
     no_signal: Literal["report", "stop"] = Field(
-        "report", description="what to do if all advantages are 0 in no_signal_versions consecutive versions"
+        "report",
+        description="what happens if all advantages are 0 in no_signal_versions consecutive versions: a warning, or "
+        "the end of the run",
     )
     no_signal_versions: int = Field(
-        3, gt=0, description="consecutive versions without a nonzero advantage after which no_signal applies"
+        3, gt=0, description="number of consecutive versions whose advantages are all 0 after which no_signal applies"
     )
     max_grad_norm: float = Field(
-        1.0, gt=0, description="largest norm of the gradient; a larger gradient is scaled down to it"
+        1.0,
+        gt=0,
+        description="largest allowed norm of the gradient; a gradient with a larger norm is scaled down to this norm",
     )
     master_dtype: Literal["float32", "policy"] = Field(
         "float32",
-        description="data type of the weights that the optimizer updates, and of its moments; policy: that of "
-        "policy.dtype",
+        description="data type of the weights that the optimizer updates, and of AdamW's moments; policy: the same "
+        "as policy.dtype",
     )
     minibatches: int = Field(
-        1, gt=0, description="optimizer steps in each version; each uses a part of the batch's groups"
+        1,
+        gt=0,
+        description="number of optimizer steps in each version; each step uses a different part of the batch's groups",
     )
     share_prompts: bool = Field(
         True,
-        description="compute a prompt once for the responses of its group, where that saves work",
+        description="whether each prompt is computed only once for all the responses of its group, where that saves "
+        "work",
     )
     checkpoint_activations: bool = Field(
         False,
-        description="recompute each layer in the backward pass instead of storing its activations, which saves memory",
+        description="whether each layer's activations are recomputed in the backward pass instead of being stored, "
+        "which saves memory",
     )
-    fused_adamw: bool = Field(True, description="use torch's fused AdamW, which reads the weights once")
+    fused_adamw: bool = Field(
+        True, description="whether torch's fused AdamW is used, which reads the weights only once for each update"
+    )
     deterministic: bool = Field(
         False,
-        description="on a GPU, use only algorithms that give the same bits each time, which are slower; one CPU "
-        "thread always does",
+        description="whether a GPU uses only algorithms that give the same bits each time, which are slower; a CPU "
+        "learner with one thread always does",
     )
     attention: Literal["exact", "default"] = Field(
         "exact",
-        description="implementation of attention. exact: one that computes everything in the policy's config, such as "
-        "a soft cap of the scores; default: the one that transformers chooses",
+        description="implementation of attention. exact: one that computes everything in the policy's config, such "
+        "as a soft cap of the scores; default: the implementation that transformers chooses",
     )
     advantage_dtype: Literal["float64", "float32"] = Field(
         "float64", description="data type in which advantages are computed from rewards"
     )
-    micro_tokens: int = Field(4096, gt=0, description="padded tokens in one forward and backward pass")
+    micro_tokens: int = Field(
+        4096, gt=0, description="largest number of tokens, with padding, in one forward and backward pass"
+    )
     not_finite: Literal["stop", "skip"] = Field(
         "stop",
-        description="what to do if a batch contains or produces a NaN or an infinity. stop: the run ends; skip: the "
-        "batch is quarantined, and the version is trained on another batch, with other responses to the "
+        description="what happens if a batch contains or produces a NaN or an infinity. stop: the run ends; skip: "
+        "the batch is quarantined, and the version is trained on a new batch of other responses to the "
         "same prompts",
     )
 
@@ -128,49 +147,65 @@ class TrainBase(Section):
     @model_validator(mode="after")
     def _critic_of_an_adapter(self) -> Self:
         if self.lora and self.objective.advantage.baseline == "critic" and self.critic.model == "own":
-            refuse("train.critic.model", "own", 'it trains a whole model beside [train.lora]; choose "head"')
+            refuse(
+                "train.critic.model",
+                "own",
+                'the critic "own" is a whole model, and [train.lora] trains only adapters; choose "head"',
+            )
         return self
 
 
 class RankedTrain(TrainBase):
     """Keys that learners of several processes share."""
 
-    threads: int = Field(1, gt=0, description="CPU threads of each of the learner's processes")
+    threads: int = Field(1, gt=0, description="number of CPU threads of each learner process")
     ranks: int = Field(
-        1, gt=0, description="processes that train together, each on a part of the batch and with its own GPU"
+        1,
+        gt=0,
+        description="number of learner processes; each trains on a part of every batch, and on a GPU of its own",
     )
     multi_node: bool = Field(
-        False, description="allow ranks on several machines; each rank is then a Ray actor with its own GPU"
+        False, description="whether ranks may run on several machines; each rank is then a Ray actor with its own GPU"
     )
     rank_seconds: float = Field(
         600.0,
         gt=0,
-        description="seconds that a rank waits for another one; then the missing rank is reported, and all ranks end",
+        description="seconds that a rank waits for another rank; after this time the missing rank is reported, and "
+        "all ranks end",
     )
 
     @model_validator(mode="after")
     def _multi_node_has_ranks(self) -> Self:
         if self.multi_node and self.ranks == 1:
-            refuse("train.multi_node", True, "with train.ranks = 1 there is one process; choose more, or false")
+            refuse(
+                "train.multi_node",
+                True,
+                "with train.ranks = 1 there is only one process; set train.ranks to 2 or more, or multi_node = false",
+            )
         return self
 
 
 class TorchTrain(RankedTrain):
-    kind: Literal["torch"] = Field("torch", description="torch, on one device per rank")
+    kind: Literal["torch"] = Field("torch", description="torch; each rank has one device")
     sharded: bool = Field(
         False,
-        description="each rank holds a shard of the weights, gradients and moments instead of all of them (FSDP2)",
+        description="whether each rank holds only a shard of the weights, gradients and moments instead of all of "
+        "them (FSDP2)",
     )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.sharded and self.ranks == 1:
-            refuse("train.ranks", 1, "with sharded = true there are two or more; choose that, or sharded = false")
+            refuse("train.ranks", 1, "sharded = true needs 2 or more ranks; choose 2 or more, or set sharded = false")
         if self.sharded and self.lora:
-            cure = "with sharded = true whole models are trained; take [train.lora] away, or set sharded = false"
+            cure = "sharded = true trains whole models; remove [train.lora], or set sharded = false"
             refuse("train.lora.rank", self.lora.rank, cure)
         if self.sharded and self.objective.advantage.baseline == "critic" and self.critic.model == "head":
-            refuse("train.critic.model", "head", 'with sharded = true a critic is in parts, too; choose "own"')
+            refuse(
+                "train.critic.model",
+                "head",
+                'sharded = true shards the critic, too, which a head does not support; choose "own"',
+            )
         return self
 
 
@@ -178,36 +213,54 @@ class DeepSpeedTrain(RankedTrain):
     # In the JSON schema, `kind` is required for DeepSpeed: a form without `kind` must match the torch section only.
     model_config = ConfigDict(json_schema_extra={"required": ["kind"]})
 
-    kind: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed's ZeRO optimizers, over several ranks")
+    kind: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed's ZeRO optimizers, on one or several ranks")
     ranks: int = Field(
-        2, gt=1, description="processes that train together, each on a part of the batch and with its own GPU"
+        2,
+        gt=1,
+        description="number of learner processes; each trains on a part of every batch, and on a GPU of its own",
     )
     zero: Literal[1, 2, 3] = Field(
-        2, description="what is sharded over the ranks: moments (1), gradients too (2), weights too (3)"
+        2,
+        description="what ZeRO shards across the ranks. 1: moments; 2: moments and gradients; 3: moments, gradients "
+        "and weights",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="what is kept in CPU memory: masters and moments (optimizer); with zero = 3 weights, too (all)",
+        description="what is kept in CPU memory. optimizer: master weights and moments; all (only with zero = 3): "
+        "the weights, too",
     )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="more keys of DeepSpeed's config; keys that this section sets are refused"
+        default_factory=dict,
+        description="additional keys of DeepSpeed's config; a key that this section sets is refused",
     )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.lora:
-            refuse("train.kind", "deepspeed", 'it trains whole models; take [train.lora] away, or choose "torch"')
+            refuse(
+                "train.kind",
+                "deepspeed",
+                'DeepSpeed trains whole models; remove [train.lora], or set train.kind = "torch"',
+            )
         if self.objective.advantage.baseline == "critic" and self.critic.model == "head":
-            refuse("train.critic.model", "head", 'with kind = "deepspeed" a critic has an engine; choose "own"')
+            refuse(
+                "train.critic.model",
+                "head",
+                'DeepSpeed needs an engine of its own for the critic, which a head does not have; choose "own"',
+            )
         if self.master_dtype == "policy":
-            refuse("train.master_dtype", "policy", 'DeepSpeed keeps float32; choose "float32"')
+            refuse("train.master_dtype", "policy", 'DeepSpeed keeps its master weights in float32; choose "float32"')
         if self.offload == "all" and self.zero < 3:
-            refuse("train.offload", "all", 'weights are in parts only with zero = 3; choose that, or "optimizer"')
+            refuse(
+                "train.offload",
+                "all",
+                'weights can be offloaded only with zero = 3; set zero = 3, or choose "optimizer"',
+            )
         for name, own in OURS.items():
             outer, _, inner = name.partition(".")
             given = self.options.get(outer)
             if given is not None and (not inner or (isinstance(given, Mapping) and inner in given)):
-                refuse(f"train.options.{name}", given if not inner else given[inner], f"take it away; set {own}")
+                refuse(f"train.options.{name}", given if not inner else given[inner], f"remove this key; set {own}")
         return self
 
 

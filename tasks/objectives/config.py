@@ -13,78 +13,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from rollflow.tasks.objectives.presets import PRESETS, UNBOUNDED, PresetName
+from rollflow.tasks.objectives.surrogate_config import HEAVIEST, BinaryTv, Clip, Level, PolicyGradient, Ratio, Surrogate
 from rollflow.tasks.runtime.sections import Imported, Section, refuse, with_kinds
-
-Level = Literal["token", "sequence", "geometric"]
-HEAVIEST = 1e6  # largest allowed weight; a larger weight would only overflow
-Range = tuple[Annotated[float, Field(ge=0, le=UNBOUNDED)], Annotated[float, Field(ge=0, le=UNBOUNDED)]]
-
-
-class Ratio(Section):
-    """The ratio of the trained policy to an older one, in the surrogate. See `ratios.py`."""
-
-    to: Literal["behaviour", "proximal"] = Field(
-        "behaviour",
-        description="policy in the denominator: the policy that sampled, or the learner before this version's first "
-        "update (proximal)",
-    )
-    level: Level = Field(
-        "token", description="one ratio per token; their product over a response; or their geometric mean over it"
-    )
-
-
-class Clip(Section):
-    """PPO's clip of the ratio."""
-
-    kind: Literal["clip"] = Field("clip", description="PPO: the smaller one of A x ratio and A x clipped ratio")
-    low: float = Field(0.2, gt=0, le=1, description="the ratio is clipped to 1 - low or more")
-    high: float = Field(0.28, gt=0, le=UNBOUNDED, description="the ratio is clipped to 1 + high or less")
-    dual: float | None = Field(
-        None, gt=1, le=UNBOUNDED, description="largest ratio with which a negative advantage counts; default: no limit"
-    )
-
-
-class PolicyGradient(Section):
-    """The log-prob times the advantage, weighted by the clamped ratio without its gradient."""
-
-    kind: Literal["policy-gradient"] = Field("policy-gradient", description="REINFORCE: weight x A log pi")
-    positive: Range = Field(
-        (1.0, 1.0), description="range to which the ratio is clamped where A > 0; [1, 1]: no weight"
-    )
-    negative: Range = Field((1.0, 1.0), description="range to which the ratio is clamped elsewhere; [1, 1]: no weight")
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Self:
-        for name in ("positive", "negative"):
-            low, high = getattr(self, name)
-            if low > high:
-                refuse(f"train.objective.surrogate.{name}", [low, high], "give the smaller end first")
-        return self
-
-    @property
-    def weighs(self) -> bool:
-        """True if the ratio has an effect on the loss."""
-        return any(low != high for low, high in (self.positive, self.negative))
-
-
-class BinaryTv(Section):
-    """The ratio times the advantage, for tokens whose probability has not moved too far."""
-
-    kind: Literal["binary-tv"] = Field(
-        "binary-tv", description="the ratio times A, while pi - mu is within bounds; mu: the policy of `ratio.to`"
-    )
-    low: float = Field(0.2, gt=0, le=UNBOUNDED, description="a token with A < 0 counts while pi - mu >= -low")
-    high: float = Field(0.2, gt=0, le=UNBOUNDED, description="a token with A > 0 counts while pi - mu <= high")
-
-
-class Kimi(Section):
-    """The advantage times the log-prob, minus a squared log-ratio."""
-
-    kind: Literal["kimi"] = Field("kimi", description="A log pi - tau/2 (log ratio)^2")
-    tau: float = Field(0.1, gt=0, le=HEAVIEST, description="weight of the squared log-ratio")
-
-
-Surrogate = Annotated[Clip | PolicyGradient | BinaryTv | Kimi, Field(discriminator="kind")]
 
 
 class Correction(Section):
@@ -92,22 +22,35 @@ class Correction(Section):
 
     outside: Literal["none", "clamp", "mask", "second-moment"] = Field(
         "none",
-        description="what to do with a ratio to the behaviour policy that is out of range; none: no correction; "
-        "second-moment: drop the tokens with the largest squared log-ratios",
+        description="what happens to a ratio to the behaviour policy that is out of range. none: no correction; "
+        "second-moment: the tokens with the largest squared log-ratios are dropped",
     )
-    level: Level = Field("token", description="level of the ratio that weights the loss, as in train.objective.ratio")
-    low: float = Field(0.0, ge=0, le=UNBOUNDED, description="smallest ratio in range")
-    high: float = Field(UNBOUNDED, gt=0, le=UNBOUNDED, description="largest ratio in range")
-    weigh: bool = Field(True, description="a mask multiplies the remaining losses by the ratio, too")
-    judge: Level | None = Field(None, description="level of the ratio that decides what a mask drops; default: `level`")
+    level: Level = Field(
+        "token",
+        description="level at which the ratio that weights the loss is computed; the levels are those of "
+        "train.objective.ratio.level",
+    )
+    low: float = Field(0.0, ge=0, le=UNBOUNDED, description="lower end of the allowed range of the ratio")
+    high: float = Field(UNBOUNDED, gt=0, le=UNBOUNDED, description="upper end of the allowed range of the ratio")
+    weigh: bool = Field(True, description="whether a mask also multiplies the losses that it keeps by their ratios")
+    judge: Level | None = Field(
+        None, description="level of the ratio by which a mask drops tokens or responses; default: the value of `level`"
+    )
     second_moment: float = Field(
-        0.04, gt=0, le=UNBOUNDED, description="largest mean squared log-ratio of the tokens that second-moment keeps"
+        0.04,
+        gt=0,
+        le=UNBOUNDED,
+        description="largest mean squared log-ratio that the tokens kept by `second-moment` may have",
     )
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         if self.low > self.high:
-            refuse("train.objective.correction.low", self.low, f"it must not be above high = {self.high:g}")
+            refuse(
+                "train.objective.correction.low",
+                self.low,
+                f"low must not be above high = {self.high:g}; choose a smaller low",
+            )
         return self
 
     @property
@@ -137,45 +80,54 @@ class Advantage(Section):
 
     baseline: Literal["none", "group", "leave-one-out", "batch", "critic"] = Field(
         "group",
-        description="what is subtracted from the reward: nothing, the mean of the group, of the other responses of "
-        "the group, or of the batch, or a critic's estimate for each token",
+        description="what is subtracted from each reward: nothing, the mean of its group, of the other responses of "
+        "its group, or of the batch, or a critic's estimate for each token",
     )
     scale: Literal["none", "group", "batch", "whiten"] = Field(
         "group",
-        description="what the advantage is divided by: nothing, or the standard deviation of the group or of the "
-        "batch; whiten: subtract the mean over all tokens first",
+        description="what the advantage is divided by: nothing, or the standard deviation of its group or of the "
+        "batch; whiten: the mean over all tokens is subtracted before the division",
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="with a critic: discount of a reward per token")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount of a reward per token (gamma); used only with a critic")
     gae_lambda: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="with a critic: lambda of GAE; 1 trusts rewards alone, 0 trusts the critic's values",
+        description="lambda of generalized advantage estimation, used only with a critic; 1 relies on rewards "
+        "alone, 0 on the critic's values alone",
     )
     overlong: float = Field(
-        0.0, ge=0, le=1, description="last share of engine.max_new_tokens in which the reward falls, by 1 at the end"
+        0.0,
+        ge=0,
+        le=1,
+        description="length penalty: the last part of engine.max_new_tokens, as a share of it, over which the "
+        "reward falls linearly by up to 1",
     )
-    positive_weight: float = Field(1.0, ge=0, le=HEAVIEST, description="weight of positive advantages")
+    positive_weight: float = Field(1.0, ge=0, le=HEAVIEST, description="factor that multiplies positive advantages")
     negative_weight: float = Field(
         1.0,
         ge=0,
         le=HEAVIEST,
-        description="weight of negative advantages; below 1 it steadies training on stale batches",
+        description="factor that multiplies negative advantages; a factor below 1 makes training on stale batches "
+        "more stable",
     )
 
     @model_validator(mode="after")
     def _compared_with_what_it_has(self) -> Self:
         if self.baseline == "critic" and self.scale in ("group", "batch"):
-            cure = 'a critic\'s advantages are of tokens; choose "whiten" or "none"'
+            cure = 'a critic\'s advantages belong to tokens, not to groups or batches; choose "whiten" or "none"'
             refuse("train.objective.advantage.scale", self.scale, cure)
         fitting = SCALES.get(self.baseline)
         if fitting and self.scale not in fitting:
             wanted = " or ".join(f'"{scale}"' for scale in fitting)
-            cure = f'with the baseline "{self.baseline}", equal rewards would be divided by nothing; choose {wanted}'
+            cure = (
+                f'with the baseline "{self.baseline}", equal rewards would be divided by a deviation of almost '
+                f"0; choose {wanted}"
+            )
             refuse("train.objective.advantage.scale", self.scale, cure)
         for name in ("gamma", "gae_lambda") if self.baseline != "critic" else ():
             if getattr(self, name) != 1.0:
-                cure = 'it changes nothing without a critic; leave it out, or set baseline = "critic"'
+                cure = 'this key has no effect without a critic; remove it, or set baseline = "critic"'
                 refuse(f"train.objective.advantage.{name}", getattr(self, name), cure)
         return self
 
@@ -186,35 +138,39 @@ KL_COUNTS_WITH = {"kl": "kl_weight", "kl_to": "kl_weight", "kl_in": "kl_weight",
 class Penalties(Section):
     """The KL penalty and the entropy bonus, in the loss of each token or in its response's reward."""
 
-    kl: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the KL divergence; k1 only in the reward")
+    kl: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="estimator of the KL divergence; k1 is allowed only with kl_in = reward"
+    )
     kl_to: Literal["behaviour", "reference"] = Field(
-        "behaviour", description="policy that the divergence is measured from; reference: see train.reference"
+        "behaviour", description="policy from which the KL divergence is measured. reference: see train.reference"
     )
     kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="where the divergence counts: in the loss of each token, or in the reward of its response"
+        "loss",
+        description="where the KL divergence counts: in the loss of each token, or in the reward of its response",
     )
-    kl_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the divergence")
+    kl_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the KL divergence")
     kl_target: float | None = Field(
         None,
         gt=0,
-        description="target of the divergence, in nats per token; after each version the weight is adapted to meet it",
+        description="target of the KL divergence, in nats per token; after each version kl_weight is adapted to "
+        "meet the target",
     )
-    kl_gain: float = Field(0.1, gt=0, le=1, description="speed at which the weight is adapted to kl_target")
+    kl_gain: float = Field(0.1, gt=0, le=1, description="speed at which kl_weight is adapted to kl_target")
     entropy_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the entropy bonus")
 
     @model_validator(mode="after")
     def _measures_something(self) -> Self:
         if self.kl_in == "reward" and self.kl_to == "behaviour":
-            cure = 'what sampled the response does not differ from itself; set kl_to = "reference"'
+            cure = 'the policy that sampled a response does not diverge from itself; set kl_to = "reference"'
             refuse("train.objective.penalties.kl_in", self.kl_in, cure)
         if self.kl_target is not None and not self.kl_weight:
-            cure = "there is no weight to adapt; set kl_weight, 0.01 say"
+            cure = "kl_target adapts kl_weight, which is 0; set kl_weight, for example to 0.01"
             refuse("train.objective.penalties.kl_target", self.kl_target, cure)
         for name, counts_with in KL_COUNTS_WITH.items():
             # An explicit weight of 0 is allowed, because a sweep over weights may include 0.
             value, given = getattr(self, name), self.model_fields_set
             if value != type(self).model_fields[name].default and counts_with not in given:
-                cure = f"it changes nothing without {counts_with}; leave it out, or set that, too"
+                cure = f"this key has no effect without {counts_with}; remove it, or set {counts_with}, too"
                 refuse(f"train.objective.penalties.{name}", value, cure)
         return self
 
@@ -230,15 +186,16 @@ class ObjectiveBase(Section):
     advantage: Advantage = Advantage()
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = Field(
         "token-mean",
-        description="token-mean: the mean loss of all tokens; the others are means over responses: of a response's "
-        "mean loss, of its sum, or of its sum over engine.max_new_tokens (constant)",
+        description="how token losses are averaged. token-mean: over all tokens; the others: over responses, each "
+        "of which counts with the mean of its token losses, with their sum, or with their sum divided "
+        "by engine.max_new_tokens (constant)",
     )
 
 
 class PartsObjective(ObjectiveBase):
     """A preset objective, with the parts that a recipe changes."""
 
-    kind: PresetName = Field("grpo", description="a preset; a recipe may change its parts one by one")
+    kind: PresetName = Field("grpo", description="name of a preset; a recipe may override single parts of the preset")
     ratio: Ratio = Ratio()
     surrogate: Surrogate = Clip()
     correction: Correction = Correction()
@@ -264,8 +221,8 @@ class PartsObjective(ObjectiveBase):
     def _corrected_once(self) -> Self:
         if self.correction.weighs and self.ratio.to == "behaviour" and self.ratio_counts:
             cure = (
-                "the surrogate's ratio is to the behaviour policy, too, so samples would be corrected twice; "
-                'set ratio.to = "proximal", or correction.weigh = false with outside = "mask"'
+                "the surrogate's ratio is already to the behaviour policy, so this correction would correct "
+                'samples twice; set ratio.to = "proximal", or correction.weigh = false with outside = "mask"'
             )
             refuse("train.objective.correction.outside", self.correction.outside, cure)
         return self
@@ -279,7 +236,7 @@ class PartsObjective(ObjectiveBase):
 class ImportObjective(ObjectiveBase, Imported):
     """A user-defined objective, imported by its path."""
 
-    kind: Literal["import"] = Field("import", description="your own class, derived from Objective")
+    kind: Literal["import"] = Field("import", description="your own objective: a class that derives from Objective")
 
 
 ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminator="kind")]
@@ -310,11 +267,14 @@ def _check_counts(correction: Correction, given: Any) -> None:
         value, default = getattr(correction, name), Correction.model_fields[name].default
         if name in given and value != default and correction.outside not in kinds:
             wanted = " or ".join(f'"{kind}"' for kind in kinds)
-            here = f'it changes nothing while outside = "{correction.outside}"'
-            refuse(f"train.objective.correction.{name}", value, f"{here}; leave it out, or set outside to {wanted}")
+            here = f'this key has no effect while outside = "{correction.outside}"'
+            refuse(f"train.objective.correction.{name}", value, f"{here}; remove it, or set outside to {wanted}")
     judged_alone = correction.outside == "mask" and not correction.weigh and correction.judge is not None
     if judged_alone and given.get("level", "token") != "token":
-        cure = "it changes nothing where a mask only judges, by `judge`; leave it out, or set weigh = true"
+        cure = (
+            "this key has no effect, because the mask decides by `judge` and does not weight; remove it, or "
+            "set weigh = true"
+        )
         refuse("train.objective.correction.level", correction.level, cure)
 
 
@@ -327,8 +287,12 @@ def _check_ratio(objective: PartsObjective, given: Any) -> None:
         return
     for name in ("level",) if objective.correction.outside in ("clamp", "mask") else ("level", "to"):
         if name in given and (value := getattr(objective.ratio, name)) != Ratio.model_fields[name].default:
-            cure = "it changes nothing while the surrogate has no ratio; leave it out, or set "
-            refuse(f"train.objective.ratio.{name}", value, cure + "train.objective.surrogate.positive, [0, 2] say")
+            cure = "this key has no effect while the surrogate has no ratio; remove it, or set "
+            refuse(
+                f"train.objective.ratio.{name}",
+                value,
+                cure + "train.objective.surrogate.positive, for example to [0, 2]",
+            )
 
 
 def check_new(objective: ObjectiveConfig) -> None:
@@ -347,8 +311,8 @@ def _check_length(objective: PartsObjective) -> None:
     if once or not isinstance(objective.surrogate, Clip | BinaryTv):
         return
     cure = (
-        f'with aggregation = "{objective.aggregation}" a response would count by the square of its length; set '
-        'aggregation = "sequence-mean", or level = "geometric"'
+        f'with aggregation = "{objective.aggregation}" a response would count by the square of its '
+        'length; set aggregation = "sequence-mean", or level = "geometric"'
     )
     refuse("train.objective.ratio.level", "sequence", cure)
 
@@ -356,7 +320,10 @@ def _check_length(objective: PartsObjective) -> None:
 def _check_k1(penalties: Penalties) -> None:
     """Reject the KL estimator k1 in the loss: its gradient is that of log pi, which moves stale tokens further away."""
     if penalties.kl == "k1" and penalties.kl_in == "loss" and penalties.kl_weight:
-        cure = 'its gradient knows nothing of the other policy; choose "k2" or "k3", or a reference in the reward'
+        cure = (
+            'the gradient of k1 in the loss does not depend on the other policy; choose "k2" or "k3", or '
+            'set kl_in = "reward" with a reference'
+        )
         refuse("train.objective.penalties.kl", "k1", cure)
 
 

@@ -31,21 +31,26 @@ class ImportedObjective(Objective):
         """See `Objective`."""
         found: object = self._own.loss(tokens)
         if not isinstance(found, TokenLoss):
-            raise self._refusal(f"loss returned a {type(found).__name__}; return rollflow's TokenLoss")
+            raise self._refusal(f"the method loss returned a {type(found).__name__}; return rollflow's TokenLoss")
         shapes = found.loss_M.shape, found.clipped_M.shape
         if shapes != (tokens.logp_M.shape,) * 2:
             sizes = " and ".join(str(tuple(shape)) for shape in shapes)
-            words = f"loss and clipped have the shapes {sizes}, of {len(tokens.logp_M)} tokens"
-            raise self._refusal(f"{words}; return one number a token")
+            words = f"the method loss returned loss and clipped of shapes {sizes} for {len(tokens.logp_M)} tokens"
+            raise self._refusal(f"{words}; return one number for each token")
         if not found.loss_M.requires_grad:
-            raise self._refusal("its loss has no gradient; compute it from logp_M without detach()")
+            raise self._refusal(
+                "the loss of this objective has no gradient; compute the loss from logp_M without detach()"
+            )
         return found
 
     def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
         """See `Objective`."""
         found: object = self._own.keep(proximal_B, behaviour_B)
         if not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != proximal_B.shape:
-            raise self._refusal(f"keep did not return one bool for each of {len(proximal_B)} tokens")
+            raise self._refusal(
+                f"the method keep did not return one bool for each of {len(proximal_B)} tokens; return a bool "
+                "tensor of that length"
+            )
         return found
 
     def _refusal(self, why: str) -> ConfigError:

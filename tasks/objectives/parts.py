@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
-from rollflow.tasks.objectives.config import Kimi, PartsObjective
+from rollflow.tasks.objectives.config import PartsObjective
 from rollflow.tasks.objectives.corrections import correction_weights, keep_second_moment
 from rollflow.tasks.objectives.penalties import kl_estimate
+from rollflow.tasks.objectives.surrogate_config import Kimi
 from rollflow.tasks.objectives.surrogates import surrogate_loss
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollflow.tasks.objectives.config import Level
+from rollflow.tasks.objectives.surrogate_config import Level
 
 BOUND = 20.0  # largest log-ratio in nats: e^20 is a ratio of 5e8, and float32 overflows at e^88
 

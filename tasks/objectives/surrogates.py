@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
-from rollflow.tasks.objectives.config import BinaryTv, Clip, Kimi, PolicyGradient, Ratio, Surrogate
 from rollflow.tasks.objectives.ratios import log_ratio
+from rollflow.tasks.objectives.surrogate_config import BinaryTv, Clip, Kimi, PolicyGradient, Ratio, Surrogate
 
 
 def surrogate_loss(part: Surrogate, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:

@@ -58,7 +58,7 @@ class ChatTemplate:
                 "remove prompts.system, or write its words into the questions"
             )
         if rendered != self.render(QUESTION, system):
-            raise ConfigError(f"{_CHAT}: the policy's chat template gives another prompt each time; {_NO_CHAT}")
+            raise ConfigError(f"{_CHAT}: the policy's chat template gives a different prompt each time; {_NO_CHAT}")
 
     def reads_clock(self, system: str | None) -> bool:
         """Return True if a prompt depends on the time that the template's clock shows."""

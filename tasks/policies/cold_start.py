@@ -62,8 +62,9 @@ def cold_start(
                 return _approach_target(model, before, found, config.target_accuracy, accuracy, partial(report, step))
             before = _copy_weights(model)
     raise ConfigError(
-        f"policy.cold_start.target_accuracy = {config.target_accuracy}: reached {found:.2f} in "
-        f"{config.max_steps} steps; raise policy.cold_start.max_steps or choose easier prompts"
+        f"policy.cold_start.target_accuracy = {config.target_accuracy}: the policy reached a held-out "
+        f"accuracy of only {found:.2f} in {config.max_steps} steps; raise policy.cold_start.max_steps, "
+        "or choose easier prompts"
     )
 
 

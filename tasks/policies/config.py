@@ -12,20 +12,25 @@ from rollflow.tasks.runtime.sections import Section
 class ColdStart(Section):
     """Build a small Llama policy and supervise it on demonstrations until it reaches a low accuracy."""
 
-    hidden_size: int = Field(128, gt=0, description="width of the model; a multiple of heads")
+    hidden_size: int = Field(128, gt=0, description="width of the model; it must be a multiple of heads")
     layers: int = Field(2, gt=0, description="number of transformer blocks")
-    heads: int = Field(4, gt=0, description="attention heads in each layer")
-    context: int = Field(256, gt=0, description="largest length of a prompt and its response together, in tokens")
+    heads: int = Field(4, gt=0, description="number of attention heads in each layer")
+    context: int = Field(256, gt=0, description="largest number of tokens of a prompt and its response together")
     vocabulary: int = Field(320, ge=260, description="number of tokens of the byte-level BPE tokenizer")
-    learning_rate: float = Field(2e-3, gt=0, description="learning rate of the supervised steps, after a warm-up")
-    batch: int = Field(48, gt=0, description="demonstrations in each supervised step")
+    learning_rate: float = Field(2e-3, gt=0, description="learning rate of the supervised training, after its warm-up")
+    batch: int = Field(48, gt=0, description="number of demonstrations in each supervised step")
     target_accuracy: float = Field(
         0.3, gt=0, lt=1, description="held-out accuracy at which the supervised training ends"
     )
     max_steps: int = Field(
-        2000, gt=0, description="supervised steps after which the run fails if it has not reached target_accuracy"
+        2000,
+        gt=0,
+        description="number of supervised steps after which the run fails if the policy has not reached "
+        "target_accuracy",
     )
-    evaluate_every: int = Field(10, gt=0, description="supervised steps between two measurements of the accuracy")
+    evaluate_every: int = Field(
+        10, gt=0, description="number of supervised steps between two measurements of the held-out accuracy"
+    )
 
 
 class PolicyConfig(Section):
@@ -33,9 +38,10 @@ class PolicyConfig(Section):
 
     path: str | None = Field(
         None,
-        description="a Hugging Face folder, relative to the recipe, or the name of a model on the Hugging Face hub",
+        description="a folder with a Hugging Face model, relative to the recipe, or the name of a model on the "
+        "Hugging Face hub",
     )
     cold_start: ColdStart | None = None
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="data type of the weights, in training and in the engines"
+        "float32", description="data type of the policy's weights, in training and in the engines"
     )

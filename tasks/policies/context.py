@@ -42,12 +42,12 @@ def context_length(config: Mapping[str, Any]) -> int:
     found = next(((name, value) for name, value in named if value is not None), None)
     if found is None:
         raise ConfigError(
-            f"policy.path: its config.json names no context length (by none of {', '.join(NAMES)}); "
-            "write max_position_embeddings there, or choose another policy"
+            f"policy.path: the policy's config.json names no context length (none of {', '.join(NAMES)}); "
+            "write max_position_embeddings into it, or choose another policy"
         )
     name, value = found
     if type(value) is not int or value < 2:
-        raise ConfigError(f"policy.path: its config.json has {name} = {value!r}; write a whole number above 1 there")
+        raise ConfigError(f"policy.path: the policy's config.json has {name} = {value!r}; write a whole number above 1")
     for scaling in _scalings(text):
         kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
         if kind == "linear" and isinstance(factor, int | float) and "gemma3" not in str(text.get("model_type")):
@@ -79,7 +79,8 @@ def check_window(config: Mapping[str, Any]) -> None:
     window = _window(text_config(config))
     if window is not None and (type(window) is not int or window < 1):
         raise ConfigError(
-            f"policy.path: its config.json has sliding_window = {window!r}; write a whole number above 0 there, or null"
+            f"policy.path: the policy's config.json has sliding_window = {window!r}; write a whole number "
+            "above 0, or null"
         )
 
 

@@ -100,7 +100,10 @@ def find_local_policy(path: str) -> Path | None:
     if folder.is_dir():
         return _check_complete(path, folder)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ConfigError(f"policy.path = {path!r}: there is no such folder; name a Hugging Face folder or a hub name")
+        raise ConfigError(
+            f"policy.path = {path!r}: there is no such folder; name a folder with a Hugging Face model, or a "
+            "model on the Hugging Face hub"
+        )
     return None
 
 
@@ -122,7 +125,8 @@ def find_policy(path: str, download: bool = True) -> Path | None:
             return None
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"policy.path = {path!r}: neither a folder here nor to be had from the hub ({reason}); download it first"
+            f"policy.path = {path!r} is no folder on this machine, and the model cannot be downloaded from "
+            f"the hub ({reason}); download the model first"
         ) from None
     return _check_complete(path, Path(found))
 
@@ -148,7 +152,9 @@ def weight_paths(path: str) -> list[Path]:
     """List the files with the weights of an existing policy."""
     files = sorted(file for file in resolve_policy(path).iterdir() if is_weights(file.name))
     if not files:
-        raise ConfigError(f"policy.path = {path!r} has no weights as safetensors; save them there (save_pretrained)")
+        raise ConfigError(
+            f"policy.path = {path!r} has no weights in safetensors format; save the weights with save_pretrained"
+        )
     return files
 
 
@@ -162,12 +168,14 @@ def _check_complete(path: str, folder: Path) -> Path:
     for file in unread:
         is_used = file == folder or file.name in COPIED or is_weights(file.name)
         if is_used and not os.access(file, os.R_OK):
-            raise ConfigError(f"policy.path = {path!r}: this user may not read {str(file)!r}; allow it (chmod a+r)")
+            raise ConfigError(
+                f"policy.path = {path!r}: this user may not read {str(file)!r}; allow reading (chmod a+r)"
+            )
     if not (folder / "config.json").exists():
-        raise ConfigError(f"policy.path = {path!r} has no config.json; name a Hugging Face model folder")
+        raise ConfigError(f"policy.path = {path!r} has no config.json; name a folder with a Hugging Face model")
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(
-            f"policy.path = {path!r} has no tokenizer.json; save a fast tokenizer there (save_pretrained)"
+            f"policy.path = {path!r} has no tokenizer.json; save a fast tokenizer into the folder (save_pretrained)"
         )
     return folder
 
@@ -187,7 +195,9 @@ def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
     try:
         config = dict(json.loads(files["config.json"]))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"policy.path: its config.json is no JSON object ({error}); save the policy again") from None
+        raise ConfigError(
+            f"policy.path: the policy's config.json is not a JSON object ({error}); save the policy again"
+        ) from None
     config.pop("dtype", None)  # all versions of transformers read the older name, `torch_dtype`
     return files | {"config.json": _json(config | {"torch_dtype": dtype})}
 

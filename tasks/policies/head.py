@@ -63,7 +63,7 @@ class LMHead:
         except Exception as error:  # a model's own code may raise any error without its decoder
             raise _refusal(model, f"{type(error).__name__}: {error}") from error
         if judged and off > NEAR.get(model.dtype, HALF):
-            raise _refusal(model, f"log-probs differ by {off:.2g} nats")
+            raise _refusal(model, f"the log-probs differ by {off:.2g} nats")
 
     def __call__(self, hidden_MH: Tensor) -> Tensor:
         """Return logits (M, V) in the model's data type; the model's forward gets the M hidden states as one row."""
@@ -140,6 +140,6 @@ def _copy_module(module: nn.Module) -> Any:
 
 def _refusal(model: Any, why: str) -> ConfigError:
     return ConfigError(
-        f"policy.path: the head of a {type(model).__name__} cannot be run on its own ({why.splitlines()[0]}); choose "
-        "another architecture"
+        f"policy.path: the output layer of a {type(model).__name__} cannot be run on its own "
+        f"({why.splitlines()[0]}); choose another architecture"
     )

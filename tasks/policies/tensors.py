@@ -42,11 +42,11 @@ def check_tensors(folder: Path, dtype: str) -> int:
     where = _read_headers(folder)
     model, info = _load_names(folder, dtype, "meta")
     shapes = [f"{name} {tuple(found)} instead of {tuple(asked)}" for name, found, asked in info["mismatched_keys"]]
-    wrong = {"lacks": info["missing_keys"], "has no place for": info["unexpected_keys"], "has the shapes of": shapes}
-    if faults := [f"{fault} {_list_names(names)}" for fault, names in wrong.items() if names]:
-        raise _refusal(f"its {type(model).__name__} {', and '.join(faults)}")
+    wrong = {"missing": info["missing_keys"], "unknown": info["unexpected_keys"], "misshapen": shapes}
+    if faults := [f"{fault} tensors: {_list_names(names)}" for fault, names in wrong.items() if names]:
+        raise _refusal(f"the weights do not fit {type(model).__name__}: {'; '.join(faults)}")
     if info["error_msgs"]:
-        raise _refusal(f"transformers cannot load its weights ({_first_line(info['error_msgs'][0])})")
+        raise _refusal(f"transformers cannot load the weights ({_first_line(info['error_msgs'][0])})")
     _check_ties(model, where)
     _check_values(where, getattr(torch, dtype))
     _try_model(folder, dtype, model)
@@ -63,22 +63,24 @@ def _read_headers(folder: Path) -> dict[str, Path]:
     indices = [file for file in folder.glob("*.safetensors.index.json") if is_weights(file.name) and file.name != INDEX]
     index = _read_index(folder)
     if index is not None and (folder / WHOLE).exists():
-        raise _refusal(f"it has both {WHOLE} and {INDEX}; remove the one that is not the policy", "")
+        raise _refusal(
+            f"the folder has both {WHOLE} and {INDEX}; remove the one that does not belong to the policy", ""
+        )
     named = {WHOLE} if index is None else set(index.values())
     if absent := [name for name in named if not (folder / name).is_file()]:
-        raise _refusal(f"its weights {_list_names(absent)} are not there")
+        raise _refusal(f"the policy's weight files {_list_names(absent)} are missing")
     if others := [file.name for file in (*files, *indices) if file.name not in named]:
-        raise _refusal(f"{_list_names(others)} is none of its weights; move it out of the folder", "")
+        raise _refusal(f"{_list_names(others)} does not belong to the policy's weights; move it out of the folder", "")
     where: dict[str, Path] = {}
     for file in files:
         for name in _check_names(file):
             if name in where:
-                raise _refusal(f"{name} is in {where[name].name} and in {file.name}")
+                raise _refusal(f"the tensor {name} is in {where[name].name} and in {file.name}")
             where[name] = file
     listed = {name: folder / file for name, file in (index or {}).items()}
     if index is not None and listed != where:
         wrong = {name for name in {*listed, *where} if listed.get(name) != where.get(name)}
-        raise _refusal(f"{INDEX} is wrong about {_list_names(wrong)}")
+        raise _refusal(f"{INDEX} is wrong about the tensors {_list_names(wrong)}")
     return where
 
 
@@ -89,7 +91,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     try:
         return {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise _refusal(f"{INDEX} is no index of tensors") from None
+        raise _refusal(f"{INDEX} is not a valid index of tensors") from None
 
 
 def _check_names(file: Path) -> list[str]:
@@ -97,7 +99,7 @@ def _check_names(file: Path) -> list[str]:
         with safe_open(file, "pt") as opened:
             return list(opened.keys())
     except (SafetensorError, OSError) as error:
-        raise _refusal(f"{file.name} is truncated or no safetensors file ({_first_line(error)})") from None
+        raise _refusal(f"{file.name} is truncated or not a safetensors file ({_first_line(error)})") from None
 
 
 def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, Any]]:
@@ -108,7 +110,9 @@ def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str
         with _silence_transformers():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             if getattr(config, "quantization_config", None):
-                words = "its weights are quantized (quantization_config); save it in float32 or bfloat16"
+                words = (
+                    "the policy's weights are quantized (quantization_config); save the policy in float32 or bfloat16"
+                )
                 raise _refusal(words, "")
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -123,7 +127,7 @@ def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - an architecture's code may raise anything here
-        raise _refusal(f"transformers cannot open it ({type(error).__name__}: {_first_line(error)})") from None
+        raise _refusal(f"transformers cannot open the policy ({type(error).__name__}: {_first_line(error)})") from None
     return model, info
 
 
@@ -134,13 +138,15 @@ def _check_ties(model: Any, where: Mapping[str, Path]) -> None:
             pairs = zip(_pieces(where[target], target), _pieces(where[source], source), strict=True)
             if not all(torch.equal(one, other) for one, other in pairs):
                 cure = "set tie_word_embeddings = false in its config.json, or save the policy again"
-                raise _refusal(f"its config.json ties {target} to {source}, and their values differ; {cure}", "")
+                raise _refusal(
+                    f"the policy's config.json ties {target} to {source}, but their values differ; {cure}", ""
+                )
 
 
 def _check_values(where: Mapping[str, Path], dtype: torch.dtype) -> None:
     broken = [name for name, file in where.items() if not all(map(_is_finite(dtype), _pieces(file, name)))]
     if broken:
-        raise _refusal(f"there are NaN or infinite values in {_list_names(broken)}")
+        raise _refusal(f"the tensors {_list_names(broken)} contain NaN or infinite values")
 
 
 def _is_finite(dtype: torch.dtype) -> Any:
@@ -173,7 +179,7 @@ def _try_model(folder: Path, dtype: str, empty: Any) -> None:
     with torch.no_grad():
         logits = [model(input_ids=tokens, use_cache=cached).logits for cached in (False, True)]
     if not all(one.isfinite().all() for one in logits):
-        raise _refusal(f"its model gives NaN or infinite logits; correct its config.json, or {SAVE}", "")
+        raise _refusal(f"the policy's model computes NaN or infinite logits; correct its config.json, or {SAVE}", "")
 
 
 @contextmanager

@@ -179,7 +179,9 @@ class PolicyTokenizer:
             raise ConfigError(f"prompts: {where} ends with the end token {self.name(tokens[-1])}; {cure}")
         if len(tokens) > 1 and tokens[0] == tokens[1] and tokens[0] in self._starts:
             where = "chat = True: the chat template's prompt" if chat else f"the question {text[:40]!r}"
-            raise ConfigError(f"prompts: {where} begins with two start tokens {self.name(tokens[0])}; remove one")
+            raise ConfigError(
+                f"prompts: {where} begins with two start tokens {self.name(tokens[0])}; remove one of them"
+            )
 
     @cached_property
     def _starts(self) -> frozenset[int]:
@@ -197,7 +199,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # noqa: BLE001 - tokenizers raises plain `Exception`s
         why = f"{folder}/tokenizer.json cannot be opened ({str(error).splitlines()[0]})"
-        raise ConfigError(f"policy: {why}; save the tokenizer again") from None
+        raise ConfigError(f"policy.path: {why}; save the tokenizer again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -210,7 +212,9 @@ def _refuse_errors() -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - a tokenizer's class may raise anything here
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"policy.path: AutoTokenizer cannot read it ({said}); save the tokenizer again") from None
+        raise ConfigError(
+            f"policy.path: AutoTokenizer cannot read the policy's tokenizer ({said}); save the tokenizer again"
+        ) from None
 
 
 def _open_as_others(folder: Path) -> Any:
@@ -245,10 +249,10 @@ def _difference(ours: Tokenizer, theirs: Any, texts: Iterable[str]) -> str | Non
     for text in (*texts, *special, *map("".join, product(PIECES, repeat=3))):
         mine, found = list(ours.encode(text).ids), list(theirs.encode(text))
         if found != mine:
-            return f"of {text!r} AutoTokenizer makes the tokens {found}, its tokenizer.json {mine}"
+            return f"AutoTokenizer encodes {text!r} as the tokens {found}, and tokenizer.json as {mine}"
         skips = (True, False)
         plain = [theirs.decode(mine, skip_special_tokens=skip, clean_up_tokenization_spaces=False) for skip in skips]
         if plain != [ours.decode(mine, skip_special_tokens=skip) for skip in skips]:
-            return f"the tokens {mine} are another text to AutoTokenizer than by its tokenizer.json"
+            return f"AutoTokenizer decodes the tokens {mine} to another text than tokenizer.json"
     same = theirs.get_vocab() == ours.get_vocab()
-    return None if same else "AutoTokenizer gives it another vocabulary than its tokenizer.json"
+    return None if same else "AutoTokenizer has another vocabulary than tokenizer.json"

@@ -33,16 +33,20 @@ def check_files(folder: Path) -> None:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, OSError) as error:
-            raise ConfigError(f"policy.path: its {name} is not JSON ({error}); save the policy again") from None
+            raise ConfigError(
+                f"policy.path: the policy's {name} is not JSON ({error}); save the policy again"
+            ) from None
         if not isinstance(found, dict):
-            raise ConfigError(f"policy.path: its {name} is no JSON object; save the policy again")
+            raise ConfigError(f"policy.path: the policy's {name} is not a JSON object; save the policy again")
     try:
         PolicyTokenizer(folder).encode("a")
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - tokenizers raises plain `Exception`s
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"policy.path: its tokenizer cannot be opened ({said}); save the tokenizer again") from None
+        raise ConfigError(
+            f"policy.path: the policy's tokenizer cannot be opened ({said}); save the tokenizer again"
+        ) from None
 
 
 def check_config(folder: Path) -> None:
@@ -57,7 +61,7 @@ def check_config(folder: Path) -> None:
         AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - a config's class may raise anything here
         said = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-        why = f"transformers cannot read its config.json ({said})"
+        why = f"transformers cannot read the policy's config.json ({said})"
         raise ConfigError(f"policy.path: {why}; save the policy again, or choose another architecture") from None
     check_window(json.loads((folder / "config.json").read_text()))
 
@@ -77,8 +81,8 @@ def name_end_tokens(folder: Path) -> None:
         found.append(end)
     if not found:
         raise ConfigError(
-            "policy.path: its tokenizer has no end-of-sequence token; set eos_token_id in its config.json, or choose a "
-            "policy that has one"
+            "policy.path: the policy's tokenizer has no end-of-sequence token; set eos_token_id in "
+            "config.json, or choose a policy that has such a token"
         )
     write_end_tokens(folder, tuple(dict.fromkeys(found)))
 
@@ -98,9 +102,15 @@ def check_rows(tokenizer: PolicyTokenizer, rows: int) -> None:
     beyond = sorted((id, name) for name, id in tokenizer.vocabulary.items() if id >= rows)
     if beyond:
         id, name = beyond[0]
-        raise ConfigError(f"policy.path: its tokenizer has the token {name!r} ({id}), its model {rows} rows; {cure}")
+        raise ConfigError(
+            f"policy.path: the token {name!r} of the policy's tokenizer has id {id}, but the model has only "
+            f"{rows} embedding rows; {cure}"
+        )
     if ends := [id for id in stop_tokens(tokenizer.folder) if id >= rows]:
-        raise ConfigError(f"policy.path: its end token {ends[0]} is none of the model's {rows}; correct eos_token_id")
+        raise ConfigError(
+            f"policy.path: the policy's end token {ends[0]} is outside of the model's {rows} embedding rows; "
+            "correct eos_token_id"
+        )
 
 
 def check_templates(sources: Iterable[PromptConfig], tokenizer: PolicyTokenizer) -> None:

@@ -63,8 +63,8 @@ class ColumnSumsSource:
             if asked not in self._excluded:
                 return asked
         raise ConfigError(
-            f"evaluation.prompts: the {len(self._held)} held-out sums leave nothing to train on; lower "
-            "evaluation.prompts or raise prompts.max_digits"
+            f"evaluation.prompts: after {len(self._held)} held-out sums nothing is left to train on; lower "
+            "evaluation.prompts, or raise prompts.max_digits"
         )
 
 

@@ -46,7 +46,7 @@ class JsonlSource:
         lines = [question for question in self._others if question not in self._excluded]
         if not lines:
             cure = "lower prompts.held_out or give more lines"
-            raise ConfigError(f"prompts.path = {self._config.path!r}: no line is left to train on; {cure}")
+            raise ConfigError(f"prompts.path = {self._config.path!r}: no line of the file is left to train on; {cure}")
         return lines
 
     def training(self, position: int) -> Question:
@@ -85,7 +85,7 @@ def numbered_lines(config: JsonlPrompts, content: bytes) -> list[tuple[int, str]
     # `splitlines` would also split at other line separators, which a JSON string may contain.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise ConfigError(f"prompts.path = {config.path!r}: the file has no lines; name one that has")
+        raise ConfigError(f"prompts.path = {config.path!r}: the file has no lines; name a file with at least one line")
     return lines
 
 

@@ -38,8 +38,9 @@ class NearDuplicates:
     def sentence(self) -> str:
         """Return the result as one sentence for the user."""
         return (
-            f"{self.found} of {self.held_out} held-out prompts have a near duplicate among {self.looked_at:,} training "
-            f"prompts ({NEAR:.0%} of their {N}-word sequences)"
+            f"{self.found} of {self.held_out} held-out prompts have a near duplicate among "
+            f"{self.looked_at:,} training prompts (at least {NEAR:.0%} of their {N}-word sequences occur in "
+            "the training prompt)"
         )
 
 

@@ -53,7 +53,7 @@ class ReasoningGymSource:
             return reasoning_gym.create_dataset(config.family, seed=seed, size=SIZE, **config.options)
         except ValueError as error:
             raise ConfigError(
-                f"prompts.family = {config.family!r}: {error}; see reasoning-gym's list of tasks"
+                f"prompts.family = {config.family!r}: {error}; see reasoning-gym's list of data sets"
             ) from None
         except (TypeError, AssertionError) as error:
             cure = f"give options that {config.family} accepts"
@@ -78,8 +78,8 @@ class ReasoningGymSource:
             if question not in self._excluded:
                 return question
         raise ConfigError(
-            f"evaluation.prompts: the {len(self._held)} held-out prompts leave nothing of {self._family} to train on; "
-            "lower evaluation.prompts or widen prompts.options"
+            f"evaluation.prompts: after {len(self._held)} held-out prompts nothing of {self._family} is left "
+            "to train on; lower evaluation.prompts, or widen prompts.options"
         )
 
     def _build_question(self, entry: dict[str, Any]) -> Question:

@@ -175,15 +175,16 @@ class RunPrompts:
         """
         if which not in self._replaced:
             self._replaced.add(which)
-            log.warning("prompts.%d: a prompt is too long for the policy's context; another one replaces it", which)
+            log.warning("prompts.%d: a prompt is too long for the policy's context; another prompt replaces it", which)
 
     def _fits(self, prompt: Prompt) -> bool:
         return 0 < len(prompt.tokens) <= self._longest
 
     def _build_too_long_error(self, which: int, prompt: Prompt) -> ConfigError:
         return ConfigError(
-            f"prompts.{which}: a prompt of {len(prompt.tokens)} tokens is longer than the context leaves room for "
-            f"({self._longest}); lower engine.max_new_tokens, raise the policy's context, or choose shorter prompts"
+            f"prompts.{which}: a prompt has {len(prompt.tokens)} tokens, and the context leaves room for "
+            f"only {self._longest}; lower engine.max_new_tokens, choose a policy with a larger context, or "
+            "choose shorter prompts"
         )
 
 

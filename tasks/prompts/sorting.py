@@ -58,7 +58,10 @@ class SortingSource:
             asked = _shuffle(draw.choice(self._others), draw)
             if asked not in self._excluded:
                 return asked
-        raise ConfigError("prompts.kind = 'sorting': other sources hold out what it asks; leave one of them out")
+        raise ConfigError(
+            "prompts.kind = 'sorting': another source holds out all questions of this source; remove one of "
+            "the two sources"
+        )
 
 
 def _shuffle(multiset: str, draw: random.Random) -> Question:

@@ -15,15 +15,22 @@ Routing = Literal["least-work", "prefix"]
 class FilterConfig(Section):
     """Dynamic sampling: groups without a learning signal are counted and replaced by groups of other prompts."""
 
-    min_mean: float | None = Field(None, description="groups with a mean reward at or below this are not trained on")
-    max_mean: float | None = Field(None, description="groups with a mean reward at or above this are not trained on")
+    min_mean: float | None = Field(
+        None, description="largest mean reward with which a group is filtered out as too hard; default: no limit"
+    )
+    max_mean: float | None = Field(
+        None, description="smallest mean reward with which a group is filtered out as too easy; default: no limit"
+    )
     min_std: float | None = Field(
-        None, ge=0, description="groups whose rewards have this standard deviation or less are not trained on"
+        None,
+        ge=0,
+        description="largest standard deviation of rewards with which a group is filtered out; default: no limit",
     )
     max_consecutive: int = Field(
         1000,
         gt=0,
-        description="consecutive filtered groups after which the run fails: the prompts give nothing to learn from",
+        description="number of consecutive filtered groups after which the run fails, because its prompts give "
+        "nothing to learn from",
     )
 
 
@@ -32,8 +39,8 @@ class RolloutConfig(Section):
 
     routing: Routing = Field(
         "least-work",
-        description="engine that a request goes to. least-work: the one that would finish it first; prefix: one that "
-        "runs the same prompt",
+        description="engine that gets a request. least-work: the engine that would finish it first; prefix: an "
+        "engine that runs the same prompt",
     )
     max_inflight_groups: int | None = Field(
         None,
@@ -44,41 +51,49 @@ class RolloutConfig(Section):
     max_batches_ahead: float | None = Field(
         None,
         ge=0,
-        description="batches that generation may run ahead of training; at most async_ratio, which is the default. It "
-        "limits how much is in flight; async_ratio limits how old it may become",
+        description="number of batches that generation may run ahead of training, at most async_ratio; default: "
+        "async_ratio. This key limits how much is in flight; async_ratio limits how old a trajectory "
+        "may become",
     )
     redundant_groups: int = Field(
-        0, ge=0, description="groups started beyond what a batch needs; those left over are issued again later"
+        0,
+        ge=0,
+        description="number of groups started in addition to what a batch needs; groups that are left over are "
+        "issued again later",
     )
     redundant_responses: int = Field(
-        0, ge=0, description="responses started beyond group_size; the first group_size to finish are kept"
+        0,
+        ge=0,
+        description="number of responses started in addition to group_size; the first group_size responses to "
+        "finish are kept",
     )
     tail_batching: bool = Field(
         False,
-        description="collect the prompts of slow groups into batches of their own, which wait for all their responses",
+        description="whether the prompts of slow groups are collected into batches of their own, which wait for all "
+        "their responses",
     )
     max_preemptions: int | None = Field(
         None,
         gt=0,
-        description="times that a prompt may be preempted before a batch waits for it: a batch of slow prompts with "
-        "tail_batching (default: 1), else the next batch (default: 3)",
+        description="number of times that a prompt may be preempted before a batch waits for it. With tail_batching "
+        "a batch of slow prompts waits (default: 1), otherwise the next batch (default: 3)",
     )
     on_stale: Literal["drop", "wait"] | None = Field(
         None,
-        description="what a batch does with a running group that would be too old for the next batch: wait for it "
-        "(the default), or drop it and issue its prompt again (the default with redundant_groups or "
-        "tail_batching)",
+        description="what happens to a running group that would be too old for the next batch. wait (default): the "
+        "batch waits for it; drop (default with redundant_groups or tail_batching): it is dropped, and "
+        "its prompt is issued again",
     )
     batch_order: Literal["finished", "started"] = Field(
-        "finished", description="groups that form a batch: the first to finish, or the first to be started"
+        "finished", description="which groups form a batch: those that finish first, or those that started first"
     )
     staleness_from: Literal["started", "oldest-token"] = Field(
         "started",
-        description="version that a response's age counts from: the one at the start of its request, or that of its "
-        "oldest token",
+        description="version from which a response's age is counted: the version at the start of its request, or "
+        "the version of its oldest token",
     )
     filter: FilterConfig | None = None
-    attempts: int = Field(3, gt=0, description="times that a failing request is sent before the run fails")
+    attempts: int = Field(3, gt=0, description="number of times that a failing request is sent before the run fails")
     patience_seconds: float = Field(
         600.0, gt=0, le=LONGEST_SECONDS, description="seconds without any progress after which the rollout stage fails"
     )
@@ -97,26 +112,30 @@ class RolloutConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation on held-out prompts: before, during and after training."""
 
-    fixed: ClassVar[Mapping[str, str]] = {"prompts": "which prompts are held out follows from it"}
+    fixed: ClassVar[Mapping[str, str]] = {"prompts": "it decides which prompts are held out"}
 
     every: int = Field(
-        25, ge=0, description="versions between two evaluations; 0: only the first and the last version are evaluated"
+        25,
+        ge=0,
+        description="number of versions between two evaluations; 0: only the first and the last version are evaluated",
     )
-    prompts: int = Field(256, gt=0, description="number of held-out prompts, which are never trained on")
+    prompts: int = Field(256, gt=0, description="number of held-out prompts; they are never trained on")
     samples: int = Field(
         1,
         gt=0,
-        description="responses to each held-out prompt; with more than one, pass@2, pass@4, ... are reported, too",
+        description="number of responses to each held-out prompt; with more than one, pass@2, pass@4, ... are also "
+        "reported",
     )
     temperature: float = Field(
         0.0,
         ge=0,
-        description="sampling temperature of evaluations; 0 is greedy, with the same response in every sample",
+        description="sampling temperature of evaluations; 0: greedy decoding, which gives the same response in "
+        "every sample",
     )
     engine: Literal["auto", "lent", "own", "transformers"] = Field(
         "auto",
-        description="engine that evaluates during training. lent: one of the run's engines, for as long as an "
-        "evaluation takes; own: another engine like [engine]; transformers: another engine of that kind, "
-        "on a CPU; auto: lent with engine.replicas of 2 or more, else own, but on a CPU transformers in "
-        "place of vLLM if it can run the policy",
+        description="engine that evaluates during training. lent: one of the run's engines, for as long as the "
+        "evaluation takes; own: an additional engine of the same kind; transformers: an additional "
+        "transformers engine on a CPU; auto: lent if engine.replicas is 2 or more, otherwise own; a "
+        "vLLM run on a CPU then uses transformers if that engine can run the policy",
     )

@@ -96,7 +96,7 @@ class PlayedEpisode:
         given = self._check_tokens(tokens)
         count = len(given)
         if count > self.room:
-            raise ValueError(f"{count} tokens are more than the response has room for ({self.room})")
+            raise ValueError(f"{count} tokens do not fit into the response, which has room for {self.room} tokens")
         added = TokenSpan(given, Float32s.same(0.0, count), Int32s.same(-1, count))
         self.made, self.mask = self.made + added, self.mask + bytes(count)
 
@@ -160,7 +160,9 @@ class PlayedEpisode:
             ConfigError: the environment asked for no generation.
         """
         if self.first is None:
-            raise ConfigError("environment: it ended an episode without a generation; ask for one in each")
+            raise ConfigError(
+                "the environment ended an episode without a generation; ask for at least one generation in each episode"
+            )
         if staleness_from == "oldest-token":
             return min((version for version in self.made.versions if version >= 0), default=self.first.version)
         return self.first.version
@@ -205,7 +207,7 @@ class PlayedEpisode:
             wrong = [token for token in tokens if not 0 <= token < self.vocabulary]
         if wrong:
             size = self.vocabulary
-            raise ValueError(f"{wrong[0]} is no token: the policy has {size}, from 0 to {size - 1}")
+            raise ValueError(f"{wrong[0]} is not a token of the policy, whose {size} tokens are 0 to {size - 1}")
         return Int32s.of(tokens)
 
     async def _close(self) -> bool:

@@ -257,13 +257,14 @@ class Evaluations:
                     except EngineFailed as error:
                         failures.append(error)
             except (Missing, Corrupt) as error:
-                return EvaluationSkipped(version, f"its weights are gone: {error}")
+                return EvaluationSkipped(version, f"the weights of this version are gone: {error}")
             except EngineFailed:  # no engine is free, or the borrowed engine died and will be replaced
                 if (task := asyncio.current_task()) and task.cancelling():
                     raise  # this task was cancelled while the borrowed engine died
             await asyncio.sleep(AGAIN_SECONDS)
         return EvaluationSkipped(
-            version, f"engines failed {len(failures)} times while evaluating it, the last time: {failures[-1]}"
+            version,
+            f"engines failed {len(failures)} times while they evaluated this version, the last time: {failures[-1]}",
         )
 
     async def _evaluate_on(self, engine: Engine, version: int) -> Evaluation:

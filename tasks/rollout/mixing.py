@@ -33,7 +33,7 @@ class Mixture:
         self._issued = list(issued) or [0] * len(shares)
         self._filtered = list(filtered) or [0] * len(shares)
         if not len(shares) == len(self._issued) == len(self._filtered):
-            raise ValueError(f"{len(shares)} sources cannot continue from a cursor of {len(issued)}")
+            raise ValueError(f"{len(shares)} prompt sources cannot continue from a cursor of {len(issued)} sources")
 
     @property
     def state(self) -> Cursor:

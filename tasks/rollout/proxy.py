@@ -50,8 +50,9 @@ class WeightsProbe:
         if not all(difference <= self.tolerance for difference in differences):  # NaN fails this test, too
             worst = max(differences, key=lambda d: (math.isnan(d), d))
             raise EngineFailed(
-                f"after the weight update the engine's log-probs differ from the learner's by {worst:.3g} nats "
-                f"(allowed: {self.tolerance:g}); its weights are not the published ones"
+                "after the weight update the engine's log-probs differ from the learner's log-probs by "
+                f"{worst:.3g} nats (allowed: {self.tolerance:g} nats), so the engine's weights are not the "
+                "published weights"
             )
 
 
@@ -239,7 +240,7 @@ class InferenceProxy:
             old = self._queue.put(place, lane)
             self.on_change()
         if old is not None:
-            self._fail(old, EngineFailed("another engine took its place"))
+            self._fail(old, EngineFailed("another engine replaced this engine"))
 
     @asynccontextmanager
     async def borrow_engine(self) -> AsyncIterator[Engine]:
@@ -266,7 +267,7 @@ class InferenceProxy:
         async with self._changing:
             live = {place: lane for place, lane in self._queue.places.items() if lane.failure is None}
             if len(live) < 2:
-                raise EngineFailed("no engine can be borrowed: fewer than two are alive")
+                raise EngineFailed("no engine can be borrowed, because fewer than two engines are alive")
             place, lane = min(live.items(), key=lambda item: item[1].taken)
             lane.failure = EngineFailed("the engine is borrowed")
             self._queue.remove(lane)
@@ -286,7 +287,7 @@ class InferenceProxy:
         if lane.failure is not None:
             return None
         engine = lane.engine
-        assert self._taken is not None, "an engine serves once it has weights"
+        assert self._taken is not None, "an engine must have weights before it serves requests"
         if job.request.prefix and job.started != engine.version and self._taken.in_flight == "restart":
             self._send_again(job, TokenSpan())
         if job.started is None:  # the version of the request counts, because an update may delay the first token

@@ -258,8 +258,8 @@ class RolloutScheduler:
         self._discard(Discard(group.key, DiscardReason.FILTERED, group.started_version, group.response_tokens))
         if self.limits.filter and self._filtered_in_a_row >= self.limits.filter.max_consecutive:
             raise ConfigError(  # a restart would not help: the new scheduler would generate as many groups in vain
-                f"rollout.filter removed {self._filtered_in_a_row} groups in a row (the last: {why}); "
-                "widen it, or choose prompts that this policy sometimes answers right"
+                f"rollout.filter removed {self._filtered_in_a_row} groups in a row (the last group: {why}); "
+                "widen the filter, or choose prompts that this policy sometimes answers correctly"
             )
 
     def _discard_stale(self, group: FinishedGroup) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -24,9 +23,10 @@ from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConf
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.prompts.config import PromptConfig, SortingPrompts
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
+from rollflow.tasks.run.cluster_config import ClusterConfig
 from rollflow.tasks.runtime.names import RecipeName
 from rollflow.tasks.runtime.renamed_keys import RECIPE, Renames
-from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse, refuse_all
+from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse_all
 from rollflow.tasks.scorers.config import ExactReward, ReasoningGymReward, RewardConfig
 
 Refusals = Iterator[PydanticCustomError]
@@ -36,141 +36,84 @@ class StoreConfig(Section):
     """Where runs are stored, and how long a version keeps its weights and learner state."""
 
     fixed: ClassVar[Mapping[str, str]] = {
-        "uri": "the run is stored there",
-        "keep_every": "versions were kept or pruned by it",
-        "state_every": "versions were published with the learner's state, or without it, by it",
-        "keep_prompts_bytes": "files of prompts were kept, or not, when the run began",
+        "uri": "the run is stored in this store",
+        "keep_every": "this key has already decided which versions are kept",
+        "state_every": "this key has already decided which versions store the learner's state",
+        "keep_prompts_bytes": "this key decided at the run's start which prompt files are stored",
     }
 
     uri: str | None = Field(
-        None, description="s3://bucket/prefix, or a folder relative to the recipe; default: a folder in the run home"
+        None,
+        description="where runs are stored: s3://bucket/prefix, or a folder relative to the recipe; default: a "
+        "folder in the run home",
     )
-    keep_last: int = Field(5, ge=2, description="newest versions whose objects are kept; at least async_ratio + 1")
-    keep_every: int = Field(10, gt=0, description="every n-th version is kept, too")
+    keep_last: int = Field(
+        5, ge=2, description="number of newest versions whose objects are kept; at least async_ratio + 1"
+    )
+    keep_every: int = Field(
+        10,
+        gt=0,
+        description="interval of versions that are kept permanently: every n-th version, in addition to keep_last",
+    )
     state_every: int = Field(
         1,
         gt=0,
-        description="every n-th version stores the learner's state; recovery trains the versions since then again",
+        description="interval of versions that store the learner's state: every n-th version; recovery trains the "
+        "versions after the newest stored state again",
     )
     keep_prompts_bytes: int = Field(
         2**28,
         ge=0,
-        description="largest file of prompts that is stored with the run, in bytes; of a larger file only the hash is "
-        "stored",
+        description="largest file of prompts, in bytes, that is copied into the run's storage; of a larger file "
+        "only the hash is stored",
     )
     patience_seconds: float = Field(
         3600.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds to wait for a store that does not answer; the run goes on when it answers",
+        description="seconds that a run waits for a store that does not answer before the run fails",
     )
     shard_bytes: int = Field(
-        2**28, gt=0, description="largest size of a weight file, in bytes; files are hashed and moved in parallel"
+        2**28,
+        gt=0,
+        description="largest size of a weight file, in bytes; the files are hashed and transferred in parallel",
     )
 
 
 class RecoveryConfig(Section):
     """How often and how quickly the supervisors restart what died or is stuck."""
 
-    restarts: int = Field(5, ge=0, description="restarts of one role within window_seconds before the run fails")
-    window_seconds: float = Field(600.0, gt=0, le=LONGEST_SECONDS, description="seconds for which a restart counts")
+    restarts: int = Field(
+        5,
+        ge=0,
+        description="number of restarts of one role within window_seconds that are allowed before the run fails",
+    )
+    window_seconds: float = Field(
+        600.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds after which a restart no longer counts towards the number of restarts",
+    )
     backoff_seconds: float = Field(
-        1.0, ge=0, description="seconds before the second restart within the window; doubled before each further one"
+        1.0,
+        ge=0,
+        description="seconds that the second restart within the window is delayed; the delay doubles with each "
+        "further restart",
     )
     answer_seconds: float = Field(
-        30.0, gt=0, le=LONGEST_SECONDS, description="seconds without an answer after which an actor counts as stuck"
+        30.0, gt=0, le=LONGEST_SECONDS, description="seconds without an answer after which an actor is considered stuck"
     )
-
-
-class RolePlacement(Section):
-    """The nodes that may run the actors of a role."""
-
-    labels: dict[str, str] = Field(
-        default_factory=dict, description='Ray labels that a node must have, e.g. {"ray.io/market-type" = "spot"}'
-    )
-    resource: str | None = Field(
-        None, min_length=1, description="custom Ray resource that a node must have; each actor takes 0.001 of it"
-    )
-
-
-class PlacementConfig(Section):
-    """Where a run's actors are placed on the cluster, and what they reserve there besides their GPUs."""
-
-    strategy: Literal["spread", "pack"] = Field(
-        "spread",
-        description="spread: engines on the nodes in turn; pack: as Ray packs, a node is half full before the next "
-        "one is used",
-    )
-    reserve_cpus: bool = Field(
-        False, description="reserve CPUs for the threads of the actors; otherwise other work may use these CPUs"
-    )
-    engine: RolePlacement = RolePlacement()
-    learner: RolePlacement = RolePlacement()
-    scheduler: RolePlacement = RolePlacement()
-    reward: RolePlacement = RolePlacement()
-
-
-SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_KEY|AUTH_STRING|(^|_)(TOKEN|KEY)$", re.I)
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-class ClusterConfig(Section):
-    """The Ray cluster that the run uses."""
-
-    address: str = Field("auto", description="host:port of a Ray head; auto: a private cluster on this machine")
-    lease_seconds: float = Field(
-        600.0,
-        ge=0,
-        le=LONGEST_SECONDS,
-        description="seconds without a supervisor after which the run's actors end and free their GPUs; 0: never",
-    )
-    placement: PlacementConfig = PlacementConfig()
-    env: dict[str, str] = Field(
-        default_factory=dict, description='environment variables of the actors, e.g. {NCCL_SOCKET_IFNAME = "eth0"}'
-    )
-    runtime_env: dict[str, Any] = Field(
-        default_factory=dict, description="Ray's runtime_env of the actors, without env_vars"
-    )
-
-    @model_validator(mode="after")
-    def _usable_environment(self) -> Self:
-        for name, value in self.env.items():
-            if not VARIABLE.fullmatch(name):
-                refuse(f"cluster.env.{name}", "...", "it is no name of a variable; correct it")
-            if "\0" in value:
-                refuse(f"cluster.env.{name}", value, "a variable cannot hold a NUL character; remove it")
-            if SECRET_NAME.search(name):
-                refuse(f"cluster.env.{name}", "...", "a run keeps its config: set a secret on the nodes themselves")
-        if "env_vars" in self.runtime_env:
-            refuse("cluster.runtime_env.env_vars", "...", "give them as cluster.env")
-        if any(map(has_password, _list_texts(self.runtime_env))):
-            cure = "an address in it has a password, and a run keeps its config: set the secret on the nodes"
-            refuse("cluster.runtime_env", "...", cure)
-        return self
-
-
-def _list_texts(tree: object) -> Iterator[str]:
-    """Yield every string in a tree."""
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, Mapping):
-        yield from (text for value in tree.values() for text in _list_texts(value))
-    elif isinstance(tree, Sequence):
-        yield from (text for value in tree for text in _list_texts(value))
-
-
-def has_password(text: str) -> bool:
-    """Return whether a text contains an address with a password."""
-    return bool(re.search(r"://[^/@\s]*:[^/@\s]+@", text))
 
 
 class TrackingConfig(Section):
     """The MLflow server and the run's place there."""
 
-    fixed: ClassVar[Mapping[str, str]] = {"study": "the run's page in MLflow was created below it"}
+    fixed: ClassVar[Mapping[str, str]] = {"study": "the run's page in MLflow was created below this study"}
 
     uri: str | None = Field(
-        None, description="MLflow tracking URI; a file is relative to the recipe; default: SQLite in the run home"
+        None,
+        description="URI of the MLflow tracking store; a file is relative to the recipe; default: SQLite in the run "
+        "home",
     )
     experiment: str | None = Field(
         None, min_length=1, description="name of the MLflow experiment; default: the recipe's name"
@@ -178,15 +121,18 @@ class TrackingConfig(Section):
     study: str | None = Field(
         None,
         pattern=r"^[\w.:/ -]+$",
-        description="name of the MLflow run that is the parent of all runs of a study; created if missing",
+        description="name of the MLflow run that is the parent of all runs of a study; the parent is created if it "
+        "is missing",
     )
     spans: str | None = Field(
         None,
         pattern=r"^https?://[\w.:\[\]-]+(/[\w./-]*)?$",
-        description="an OpenTelemetry collector that gets spans from each prompt to its policy version, by OTLP over "
-        'HTTP, such as "http://127.0.0.1:4318"; default: no spans',
+        description='address of an OpenTelemetry collector (OTLP over HTTP), e.g. "http://127.0.0.1:4318"; it gets '
+        "spans from each prompt to the policy version that was trained on it; default: no spans",
     )
-    spans_share: float = Field(1.0, ge=0, le=1, description="share of the prompts that `spans` gets")
+    spans_share: float = Field(
+        1.0, ge=0, le=1, description="share of the prompts whose spans are sent to the collector"
+    )
 
 
 def _read_kind(source: object) -> object:
@@ -198,23 +144,23 @@ class RunConfig(Section):
     """The config of a run: what one recipe sets."""
 
     fixed: ClassVar[Mapping[str, str]] = {
-        "name": "the run is named after it",
-        "seed": "the prompts and draws of earlier versions follow from it",
-        "policy": "version 0 was made from it",
-        "prompts": "the log names prompts by their places in these sources",
+        "name": "the run's id contains this name",
+        "seed": "the prompts and random draws of earlier versions follow from this key",
+        "policy": "version 0 was made from this policy",
+        "prompts": "the log names prompts by their positions in these sources",
     }
     renames: ClassVar[Renames] = RECIPE
 
     name: RecipeName = Field(
-        "run", description="name of the recipe; the id of a run is this name and the time of its start"
+        "run", description="name of the recipe; a run's id is this name and the time of the run's start"
     )
-    seed: int = Field(0, ge=0, description="seed of all random draws: prompts, sampling, initial weights")
+    seed: int = Field(0, ge=0, description="seed of all random draws: prompts, sampling and initial weights")
     versions: int = Field(100, gt=0, description="number of policy versions to train")
     async_ratio: float = Field(
         2.0, ge=0, le=1e9, description="alpha: the largest staleness of a trained trajectory, in policy versions"
     )
-    groups: int = Field(32, gt=0, description="prompt groups in a batch; each batch trains one version")
-    group_size: int = Field(8, gt=0, description="responses to each prompt")
+    groups: int = Field(32, gt=0, description="number of prompt groups in a batch; each batch trains one version")
+    group_size: int = Field(8, gt=0, description="number of responses to each prompt")
     policy: PolicyConfig = PolicyConfig(cold_start=ColdStart())
     prompts: tuple[PromptConfig, ...] = (SortingPrompts(),)
     engine: EngineConfig = VllmEngineConfig()
@@ -257,10 +203,10 @@ class RunConfig(Section):
         baseline = self.train.objective.advantage.baseline
         if baseline in ("group", "leave-one-out") and self.group_size < 2:
             both = 'baseline and scale of train.objective.advantage to "none"'
-            cure = f'the baseline "{baseline}" needs 2 or more; or set {both}'
+            cure = f'the baseline "{baseline}" needs group_size = 2 or more; choose 2 or more, or set {both}'
             yield refusal("group_size", self.group_size, cure)
         if self.groups % self.train.minibatches:
-            cure = f"it must divide groups = {self.groups}; choose a divisor"
+            cure = f"minibatches must divide groups = {self.groups}; choose a divisor"
             yield refusal("train.minibatches", self.train.minibatches, cure)
         if not self.prompts:
             yield refusal("prompts", [], "give at least one [[prompts]] source")
@@ -269,31 +215,50 @@ class RunConfig(Section):
         cold = self.policy.cold_start
         if (self.policy.path is None) == (cold is None):
             yield refusal(
-                "policy.path", self.policy.path, "give either policy.path or [policy.cold_start], one of the two"
+                "policy.path", self.policy.path, "give either policy.path or [policy.cold_start], but not both"
             )
         if cold and cold.hidden_size % cold.heads:
-            yield refusal("policy.cold_start.heads", cold.heads, f"it must divide hidden_size = {cold.hidden_size}")
+            yield refusal(
+                "policy.cold_start.heads",
+                cold.heads,
+                f"heads must divide hidden_size = {cold.hidden_size}; choose a divisor",
+            )
         if cold and cold.context <= self.engine.max_new_tokens:
-            cure = f"it must be below policy.cold_start.context = {cold.context}"
+            cure = (
+                f"max_new_tokens must be below policy.cold_start.context = {cold.context}; lower max_new_tokens, "
+                "or raise the context"
+            )
             yield refusal("engine.max_new_tokens", self.engine.max_new_tokens, cure)
 
     def _rollout(self) -> Refusals:
         rollout = self.rollout
         if rollout.redundant_groups and (rollout.bound == "wait" or rollout.batch_order == "started"):
-            cure = 'redundant groups are given up: set rollout.on_stale = "drop" and rollout.batch_order = "finished"'
+            cure = (
+                'redundant groups have to be dropped; set rollout.on_stale = "drop" and rollout.batch_order = '
+                '"finished"'
+            )
             yield refusal("rollout.redundant_groups", rollout.redundant_groups, cure)
         if rollout.max_batches_ahead is not None and rollout.max_batches_ahead > self.async_ratio:
-            cure = f"it must not be above async_ratio = {self.async_ratio:g}: what runs further ahead gets too old"
+            cure = (
+                f"max_batches_ahead must not be above async_ratio = {self.async_ratio:g}, because groups started "
+                "further ahead become too old; lower max_batches_ahead"
+            )
             yield refusal("rollout.max_batches_ahead", rollout.max_batches_ahead, cure)
 
     def _places(self) -> Refusals:
         """Check the engine for evaluations and the tracking server."""
         if self.evaluation.engine == "lent" and self.engine.replicas < 2:
-            cure = f'engine.replicas = {self.engine.replicas}, and one engine has to go on: set "own" or "transformers"'
+            cure = (
+                f'with engine.replicas = {self.engine.replicas} no engine would be left to generate; set "own" '
+                'or "transformers"'
+            )
             yield refusal("evaluation.engine", self.evaluation.engine, cure)
         place = urlsplit(self.tracking.uri or "")
         if place.password:
-            cure = "a run keeps its config: take the password out, and set MLFLOW_TRACKING_PASSWORD (or PGPASSWORD)"
+            cure = (
+                "the address contains a password, and a run stores its config; remove the password, and set "
+                "MLFLOW_TRACKING_PASSWORD (or PGPASSWORD)"
+            )
             yield refusal("tracking.uri", f"{place.scheme}://...@{place.hostname}", cure)
 
     def _judged(self) -> Refusals:
@@ -302,17 +267,22 @@ class RunConfig(Section):
         if isinstance(self.reward, ReasoningGymReward):
             for kind, rest in (("column-sums", ', reward.answer = "tag"'), ("sorting", "")):
                 if kind in kinds:
-                    cure = f'prompts of kind "{kind}" are of no family; set reward.kind = "exact"{rest}'
+                    cure = (
+                        f'prompts of kind "{kind}" belong to no reasoning-gym family; set reward.kind = "exact"{rest}'
+                    )
                     yield refusal("reward.kind", self.reward.kind, cure)
         if isinstance(self.reward, ExactReward) and self.reward.answer == "all" and "column-sums" in kinds:
-            cure = 'answers to "column-sums" are steps that end in a tag; set reward.answer = "tag"'
+            cure = 'answers to "column-sums" are worked steps that end in a tag; set reward.answer = "tag"'
             yield refusal("reward.answer", self.reward.answer, cure)
 
     def _trainable(self) -> Refusals:
         """Check the parameter type: DeepSpeed has one type for all parameters, and a critic's head is in float32."""
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
         if short and isinstance(self.train, DeepSpeedTrain):
-            cure = 'with a critic train.kind = "deepspeed" takes float32 only; choose that, or kind = "torch"'
+            cure = (
+                'with a critic, train.kind = "deepspeed" supports only float32; choose "float32", or set '
+                'train.kind = "torch"'
+            )
             yield refusal("policy.dtype", self.policy.dtype, cure)
 
     def evaluates(self, version: int) -> bool:

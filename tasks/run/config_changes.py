@@ -81,7 +81,8 @@ def change_config(context: RunContext, after: RunConfig) -> bool:
         if tree_of(context.config) == tree_of(after):
             return False  # another process has recorded the same change
         raise ConfigError(
-            f"the run has continued meanwhile: {error}; stop it first: rollflow stop {context.uri}"
+            f"the run continued while its config was being changed ({error}); stop the run first: rollflow "
+            f"stop {context.uri}"
         ) from None
     return True
 
@@ -133,7 +134,7 @@ def _refuse_fixed(before: RunConfig, after: RunConfig, change: Change) -> str:
     for config in (before, after):
         if why := explain_fixed(config, change.key):
             cure = _suggest_fix(before, change.key)
-            return f"{_format_assignment(after, change.key)}: it cannot change, as {why}; {cure}"
+            return f"{_format_assignment(after, change.key)}: the key cannot change, because {why}; {cure}"
     return ""
 
 
@@ -158,7 +159,7 @@ def _refuse_stored_parts(before: RunConfig, after: RunConfig) -> Iterator[str]:
     old, new = _list_stored_parts(before), _list_stored_parts(after)
     for key in old.keys() & new.keys():
         if old[key] != new[key]:
-            why = f"the learner's stored state has {old[key] or 'none'}, and would need {new[key] or 'none'}"
+            why = f"the learner's stored state has {old[key] or 'none'}, but this value needs {new[key] or 'none'}"
             yield f"{_format_assignment(after, key)}: {why}; {_suggest_fix(before, key)}"
 
 
@@ -170,7 +171,7 @@ def _list_stored_parts(config: RunConfig) -> dict[str, str]:
     if isinstance(objective, PartsObjective):
         penalties = objective.penalties
         found["train.objective.penalties.kl_weight"] = "a reference" if penalties.uses_reference else ""
-        adapted = "a weight that is adapted" if penalties.kl_target is not None else ""
+        adapted = "an adapted KL weight" if penalties.kl_target is not None else ""
         found["train.objective.penalties.kl_target"] = adapted
     return found
 
@@ -186,16 +187,20 @@ def _refuse_longer_responses(first: RunConfig, after: RunConfig) -> Iterator[str
 def _refuse_waiting(before: RunConfig, after: RunConfig, state: RunState) -> Iterator[str]:
     """Yield the errors for changes that the log allows only at another time."""
     if after.versions < state.version:
-        yield f"versions = {after.versions}: version {state.version} is published; choose {state.version} or more"
+        yield (
+            f"versions = {after.versions}: version {state.version} is already published; choose {state.version} or more"
+        )
     waiting = ", ".join(map(str, sorted(state.waiting)))
     for key in FORMED if state.waiting else ():
         if (was := _format_value(before, key)) != _format_value(after, key):
-            wait = f"batches wait that were formed with {was} ({waiting})"
-            cure = f"train these first (--set versions={max(state.waiting) + 1} alone), then set it"
+            wait = f"the batches that wait for the learner ({waiting}) were formed with {was}"
+            cure = (
+                f"train on these batches first (with only --set versions={max(state.waiting) + 1}), then change the key"
+            )
             yield f"{_format_assignment(after, key)}: {wait}; {cure}"
     ages = [number - group.started for number, batch in state.waiting.items() for group in batch.groups]
     if max(ages, default=0) > after.async_ratio:
-        what = f"batches wait ({waiting}) with groups that are {max(ages)} versions old"
+        what = f"the batches that wait for the learner ({waiting}) have groups that are {max(ages)} versions old"
         yield f"async_ratio = {after.async_ratio:g}: {what}; choose {max(ages)} or more"
 
 

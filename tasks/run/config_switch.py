@@ -96,7 +96,7 @@ class ConfigSwitchLearner:
 
     @property
     def _now(self) -> Learner:
-        assert self._learner is not None, "a change failed half-way: another learner is restored"
+        assert self._learner is not None, "a config change failed half-way, so another learner must be restored"
         return self._learner
 
     def _change(self, config: RunConfig) -> None:

@@ -98,7 +98,7 @@ class RunContext:
     def created(self) -> RunCreated:
         """The first entry of the log, which records how the run was created."""
         body = self._creation.body
-        assert isinstance(body, RunCreated), "entries of this format begin with it"
+        assert isinstance(body, RunCreated), "entries of a run with this format must begin with its number"
         return body
 
     @property

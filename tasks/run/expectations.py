@@ -104,7 +104,7 @@ def _check_clock(context: RunContext) -> None:
         return
     for source in context.all_configs[0].prompts:
         if source.chat and context.tokenizer.template.reads_clock(source.system):
-            raise ConfigError("the chat template shows the time, and this run did not record which")
+            raise ConfigError("the chat template shows the time, which this run did not record")
 
 
 def _check_own_sources(context: RunContext) -> None:
@@ -114,4 +114,4 @@ def _check_own_sources(context: RunContext) -> None:
     """
     for key in changed_code(context.all_configs[0], context.created.own_code):
         if key.startswith("prompts."):
-            raise ConfigError(f"{key}.path: its file has changed since the run began")
+            raise ConfigError(f"{key}.path: the file has changed since the run's start")

@@ -66,7 +66,7 @@ def fit_files(
         if dropped := _find_too_long(config, source, found, tokenizer, tell):
             kept[source] = _drop_lines(source, read(source), dropped)
             notes.append(
-                f"prompts.path = {source.path!r}: {len(dropped)} of {len(found)} lines are too long, and dropped"
+                f"prompts.path = {source.path!r}: {len(dropped)} of {len(found)} lines are too long, and are dropped"
             )
         if isinstance(config.reward, ExactReward) and isinstance(config.environment, SingleTurnEnvironment):
             notes += _note_unreachable(config, source, [row for row in found if row.line not in dropped], tokenizer)
@@ -86,14 +86,17 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
         asked = [*prompts.sources[which].held_out(PROBED), *map(prompts.sources[which].training, range(PROBED))]
         for question in asked:
             if wrong := fault(question.reference):
-                raise ConfigError(f"prompts.{which}: of the question {shorten_value(question.text)}, {wrong}")
+                raise ConfigError(f"prompts.{which}: question {shorten_value(question.text)}: {wrong}")
         room = _compute_room(config, tokenizer)
         lengths = [len(tokenizer.encode_prompt(question.text, source.chat, source.system)) for question in asked]
         if long := [length for length in lengths if not 0 < length <= room]:
-            what = f"of its first {len(asked)} prompts, {len(long)} are too long ({_format_tokens(max(long), room)})"
+            what = (
+                f"{len(long)} of the first {len(asked)} prompts are too long (for example "
+                f"{_format_tokens(max(long), room)})"
+            )
             if source.too_long == "refuse":
                 raise ConfigError(f"prompts.{which}: {what}; {CURE}")
-            notes.append(f"prompts.{which}: {what}; others replace them")
+            notes.append(f"prompts.{which}: {what}; other prompts replace them")
     return notes
 
 
@@ -115,14 +118,18 @@ class _Judgeable:
 def _find_exact_fault(reference: Mapping[str, Any], where: str) -> str | None:
     answer = reference.get("answer")
     if not isinstance(answer, str | int) or isinstance(answer, bool):
-        return f'answer is {type(answer).__name__} ({answer!r}), and reward.kind = "exact" compares text; give text'
+        return (
+            f'the answer is of type {type(answer).__name__} ({answer!r}), but reward.kind = "exact" compares '
+            "text; give text"
+        )
     said = str(answer).strip()
     if not said:
-        return 'answer is empty, and nothing equals it for reward.kind = "exact"; give an answer'
+        return 'the answer is empty, and reward.kind = "exact" gives no response a reward for it; give an answer'
     response = f"<answer>{said}</answer>" if where == "tag" else said
     if score_response(_build_exact(), where, response, reference).value != 1.0:
         return (
-            f'answer holds a tag ({shorten_value(said)}), so that nothing in a tag equals it; set reward.answer = "all"'
+            f"the answer contains a tag ({shorten_value(said)}), so nothing in a tag can equal it; set "
+            'reward.answer = "all"'
         )
     return None
 
@@ -138,16 +145,17 @@ def _find_family_fault(family: str) -> str | None:
 
     if has_scorer(family):
         return None
-    cure = 'name one of reasoning-gym as its "family", or set reward.kind = "exact"'
-    return f'it has no family that reward.kind = "reasoning-gym" judges ({family}); {cure}'
+    cure = 'give the reference a reasoning-gym family as "family", or set reward.kind = "exact"'
+    return f'the question\'s family {family} has no scorer for reward.kind = "reasoning-gym"; {cure}'
 
 
 def _check_worked(source: JsonlPrompts, rows: Sequence[PromptRow]) -> None:
     """Reject a file of worked solutions, because `exact` would compare each whole solution."""
     if source.answer_after is None and all(WORKED in row.reference["answer"] for row in rows):
         raise ConfigError(
-            f"prompts.path = {source.path!r}: every answer holds {WORKED!r}, as worked solutions do, and reward.kind = "
-            f'"exact" compares all of it; set prompts.answer_after = "{WORKED}" to judge what follows'
+            f"prompts.path = {source.path!r}: every answer contains {WORKED!r}, as worked solutions do, and "
+            f'reward.kind = "exact" would compare the whole solution; set prompts.answer_after = "{WORKED}" '
+            "to compare only what follows"
         )
 
 
@@ -160,12 +168,12 @@ def _find_too_long(
     for number, row in enumerate(rows, 1):
         length = len(tokenizer.encode_prompt(row.question, source.chat, source.system))
         if not length:
-            empty.append((row.line, "question has no tokens for this policy; ask something"))
+            empty.append((row.line, "the question has no tokens for this policy; write a question"))
         elif length > room:
-            long.append((row.line, f"its prompt is too long ({_format_tokens(length, room)}); {CURE}"))
+            long.append((row.line, f"the prompt is too long ({_format_tokens(length, room)}); {CURE}"))
         if time.monotonic() - last_told > TELL_SECONDS:
             last_told = time.monotonic()
-            tell(f"prompts.path = {source.path!r}: {number:,} of {len(rows):,} prompts are read")
+            tell(f"prompts.path = {source.path!r}: {number:,} of {len(rows):,} prompts have been read")
     if empty:
         raise refuse_lines(source, empty)
     if long and (source.too_long == "refuse" or len(long) == len(rows)):
@@ -191,7 +199,7 @@ def _note_unreachable(
             lost.append(row)
     if not lost:
         return []
-    what = f"no response of engine.max_new_tokens = {most} tokens equals {len(lost)} of {len(rows)} answers"
+    what = f"no response of at most engine.max_new_tokens = {most} tokens can equal {len(lost)} of {len(rows)} answers"
     first = f"line {lost[0].line}: {shorten_value(lost[0].reference['answer'])}"
     cure = "shorten the answers, raise engine.max_new_tokens, or choose a policy that can write them"
     if len(lost) == len(rows):

@@ -166,8 +166,8 @@ def _read_unchanged(source: JsonlPrompts, pin: FilePin) -> bytes:
     content = read_file(source.model_copy(update={"path": pin.path}))
     if (found := hashlib.sha256(content).hexdigest()) != pin.sha256:
         raise ConfigError(
-            f"prompts.path = {source.path!r}: {pin.path} has changed since the run began (sha256 {found[:12]}, it was "
-            f"{pin.sha256[:12]}); put the old file back, or start a new run"
+            f"prompts.path = {source.path!r}: {pin.path} has changed since the run began (its sha256 is "
+            f"{found[:12]} and was {pin.sha256[:12]}); put the original file back, or start a new run"
         )
     return content
 
@@ -179,13 +179,14 @@ def check_asked(config: RunConfig, pins: Sequence[Pin], prompts: RunPrompts) -> 
             _check_family(source, pin, functools.partial(prompts.sha256, which))
         if isinstance(pin, ColumnSumsPin | SortingPin) and prompts.sha256(which) != pin.sha256:
             raise ConfigError(
-                f"prompts.kind = {source.kind!r}: this rollflow asks other questions than when the run began; use "
-                "the one that it began with, or start a new run"
+                f"prompts.kind = {source.kind!r}: this version of rollflow asks other questions than the run "
+                "began with; use the version that the run began with, or start a new run"
             )
         if isinstance(pin, ImportPin) and isinstance(source, ImportPrompts) and prompts.sha256(which) != pin.sha256:
             raise ConfigError(
-                f"prompts.path = {source.path!r}: it asks other questions than when the run began; install its package "
-                "as it was then, or draw from the seed alone where it draws anew in every process"
+                f"prompts.path = {source.path!r}: the source asks other questions than when the run began; "
+                "install the source's package as it was then, or draw from the seed alone if the source draws "
+                "differently in every process"
             )
 
 
@@ -193,9 +194,10 @@ def _check_family(source: ReasoningGymPrompts, pin: FamilyPin, sha256: Callable[
     key, here = f"prompts.family = {source.family!r}", package_version(PACKAGE)
     if here != pin.version:
         cure = f"install {PACKAGE}=={pin.version}, or start a new run"
-        raise ConfigError(f"{key}: the run began with {PACKAGE} {pin.version}, here is {here}; {cure}")
+        raise ConfigError(f"{key}: the run began with {PACKAGE} {pin.version}, but {here} is installed; {cure}")
     if sha256() != pin.sha256:
         raise ConfigError(
-            f"{key}: {PACKAGE} {here} asks other questions than when the run began; install the packages that it "
-            "had then, or name another family: a few draw other questions in every process"
+            f"{key}: {PACKAGE} {here} asks other questions than when the run began; install the package "
+            "versions that the run began with, or name another family: a few families draw other questions "
+            "in every process"
         )

@@ -71,7 +71,9 @@ class RestoredVersion:
         said += [f"{self.replayed} replayed"] if self.replayed else []
         said += [f"{len(self.healed)} damaged objects restored"] if self.healed else []
         if self.differed:
-            said.append(f"the replay of version {self.differed[0]} differs: went on with the published weights")
+            said.append(
+                f"the replay of version {self.differed[0]} differs, so the learner continues with the published weights"
+            )
         return ", ".join(said)
 
 
@@ -156,7 +158,7 @@ def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learne
         Corrupt: the batch is damaged or missing.
     """
     version = policies.find(number)
-    assert version.batch_entry is not None, "version 0 was trained on nothing"
+    assert version.batch_entry is not None, "version 0 was not trained on a batch"
     batch = batches.committed(version.batch_entry)
     learner.step(TrajectoryBatch.from_bytes(batches.read(batch.file)), number - 1)
     return ReplayedVersion(version, batch, _differences(version, learner))
@@ -202,10 +204,10 @@ def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[i
         is_newest, needed = base == version, policies.retention.is_needed
         damaged[base] = bad_weights if is_newest or needed("weights", base, version) else []
         damaged[base] += bad_state if is_newest or needed("state", base, version) else []
-    lost = next((stored.path for objects in damaged.values() for stored in objects), "a learner state")
+    lost = next((stored.path for objects in damaged.values() for stored in objects), "the learner's state")
     raise Corrupt(
-        f"version {version} cannot be restored: {lost} is damaged or missing, "
-        "and no earlier version has intact weights and learner state"
+        f"version {version} cannot be restored: {lost} is damaged or missing, and no earlier version has "
+        "intact weights and an intact learner state"
     )
 
 
@@ -235,9 +237,9 @@ def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVers
     with _local(policies, version.weights) as (weights, damaged):
         if damaged:
             raise Corrupt(
-                f"version {version.number} cannot be restored: {damaged[0].path} is damaged or missing, and its replay "
-                "gives other weights; was it trained on another kind of machine, with other threads or another torch "
-                "build?"
+                f"version {version.number} cannot be restored: {damaged[0].path} is damaged or missing, and a "
+                "replay of the version gives other weights; the replay may need the kind of machine, the number "
+                "of threads and the torch build that trained the version"
             )
         learner.load(weights, dict(learner.state()))
 

@@ -58,5 +58,5 @@ def _check_source(source: ImportPrompts, config: RunConfig) -> None:
         return RunPrompts([source], config.seed, config.evaluation.prompts, None, 0, read_file).sha256(0)
 
     if asked() != asked():
-        why = "it asks other questions each time it is opened; draw from its seed alone"
+        why = "the source asks other questions each time it is opened; draw from its seed alone"
         raise ConfigError(f"prompts.path = {source.path!r}: {why}")

@@ -44,9 +44,11 @@ def imported_function(
     accepts = accepts or (lambda _, annotation: annotation is returns)
     if not (isinstance(found, FunctionType) and accepts(found, read_return_type(found))):
         cure = f"write `-> {name}`, with `from {returns.__module__} import {name}`"
-        raise _build_error(key, part, f"it is no function that is annotated to return rollflow's {name}; {cure}")
+        raise _build_error(
+            key, part, f"the path does not name a function that is annotated to return rollflow's {name}; {cure}"
+        )
     if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
-        raise _build_error(key, part, f"it yields; write one that returns its {name}")
+        raise _build_error(key, part, f"the function yields; write a function that returns its {name}")
     return found
 
 
@@ -58,7 +60,11 @@ def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
     """
     found = _find_attribute(key, part)
     if not isinstance(found, type) or contract not in found.__mro__[1:]:
-        raise _build_error(key, part, f"it is no class that derives from rollflow's {contract.__name__}")
+        raise _build_error(
+            key,
+            part,
+            f"the path does not name a class that derives from rollflow's {contract.__name__}; name such a class",
+        )
     return found
 
 
@@ -73,7 +79,9 @@ def imported_object(key: str, part: Imported, contract: type[T], *, optional: st
     found: Any = imported_class(key, part, contract)
     own = build_part(key, part, lambda: found(**arguments, **part.options))
     if not isinstance(own, found):
-        raise _build_error(key, part, f"it made a {type(own).__name__} of its options; let it make one of its own")
+        raise _build_error(
+            key, part, f"the class created a {type(own).__name__} instead of an object of its own; change the class"
+        )
     for name, promised in vars(contract).items():
         left_out = name == optional and getattr(getattr(own, name), "__func__", None) is promised
         if isinstance(promised, FunctionType) and not name.startswith("_") and not left_out:
@@ -86,14 +94,16 @@ def _check_method(key: str, part: Imported, own: object, promised: FunctionType)
     name = promised.__name__
     method = getattr(own, name)
     if getattr(method, "__func__", None) is promised:
-        raise _build_error(key, part, f"it has no {name}; write one, as {key}'s contract says")
+        raise _build_error(key, part, f"the class has no method {name}; write one, as {key}'s contract says")
     if inspect.iscoroutinefunction(promised) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
-        raise _build_error(key, part, f"its {name} cannot be awaited; write `async def {name}`")
+        raise _build_error(key, part, f"the method {name} cannot be awaited; write `async def {name}`")
     _, *given = inspect.signature(promised).parameters
     try:
         inspect.signature(method).bind(*given)
     except (TypeError, ValueError) as error:
-        raise _build_error(key, part, f"its {name} takes other arguments than ({', '.join(given)}): {error}") from None
+        raise _build_error(
+            key, part, f"the method {name} does not take the arguments ({', '.join(given)}): {error}"
+        ) from None
 
 
 def build_part(key: str, part: Imported, make: Callable[[], T]) -> T:
@@ -104,7 +114,7 @@ def build_part(key: str, part: Imported, make: Callable[[], T]) -> T:
         raise
     except (Exception, SystemExit) as error:
         what = f"{part.path} failed with {_describe_error(error)}"
-        raise ConfigError(f"{key}.options = {part.options!r}: {what}; give it options that it takes") from error
+        raise ConfigError(f"{key}.options = {part.options!r}: {what}; give options that the part accepts") from error
 
 
 def code_of(key: str, part: Imported) -> str:
@@ -121,9 +131,11 @@ def _find_attribute(key: str, part: Imported) -> Any:
     try:
         return getattr(found, name)
     except AttributeError:
-        raise _build_error(key, part, f"the module {module} has no {name}; name something that it has") from None
+        raise _build_error(
+            key, part, f"the module {module} has no {name}; name something that the module has"
+        ) from None
     except (Exception, SystemExit) as error:  # computing an attribute of the module may fail
-        raise _build_error(key, part, f"its module failed with {_describe_error(error)}; correct it") from error
+        raise _build_error(key, part, f"the module failed with {_describe_error(error)}; correct the module") from error
 
 
 def _import_module(key: str, part: Imported, name: str) -> ModuleType:
@@ -133,9 +145,13 @@ def _import_module(key: str, part: Imported, name: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             cure = "install its package, or put the folder that holds it into PYTHONPATH"
             raise _build_error(key, part, f"there is no module {error.name} on this machine; {cure}") from None
-        raise _build_error(key, part, f"importing {name} failed with {_describe_error(error)}; install that") from error
+        raise _build_error(
+            key, part, f"importing {name} failed with {_describe_error(error)}; install the missing module"
+        ) from error
     except (Exception, SystemExit) as error:  # importing a script may exit
-        raise _build_error(key, part, f"importing {name} failed with {_describe_error(error)}; correct it") from error
+        raise _build_error(
+            key, part, f"importing {name} failed with {_describe_error(error)}; correct the module"
+        ) from error
     _check_place(key, part, found)
     return found
 
@@ -151,7 +167,10 @@ def _check_place(key: str, part: Imported, module: ModuleType) -> None:
         if not os.path.isabs(entry) and Path(entry).resolve() in file.resolve().parents:
             cure = f"write PYTHONPATH={Path(entry).resolve()}"
             raise _build_error(
-                key, part, f"it is found by PYTHONPATH = {entry!r}, which is another folder elsewhere; {cure}"
+                key,
+                part,
+                f"the module is found by the relative path PYTHONPATH = {entry!r}, which other processes of the "
+                f"run cannot find; {cure}",
             )
 
 

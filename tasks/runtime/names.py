@@ -49,7 +49,7 @@ def run_id(text: str, key: str) -> str:
     if re.fullmatch(_RUN_ID, text) is None:
         shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
         raise ConfigError(
-            f"{key} = {shown!r}: no run is called that; write at most {LONGEST} letters, digits, '.', '_' and '-', "
-            "a letter or a digit first"
+            f"{key} = {shown!r} is not a valid run id; write at most {LONGEST} letters, digits, '.', '_' and "
+            "'-', beginning with a letter or a digit"
         )
     return text

@@ -62,8 +62,12 @@ def _create_temporary() -> Path:
         found = folder.lstat()
     except OSError as error:
         raise ConfigError(
-            f"ROLLFLOW_HOME: there is none, and {folder} cannot be made ({error.strerror}); set it"
+            f"ROLLFLOW_HOME is not set, and {folder} cannot be created ({error.strerror}); set ROLLFLOW_HOME "
+            "to a folder that can be written"
         ) from None
     if found.st_uid != os.getuid() or found.st_mode & 0o022 or not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"ROLLFLOW_HOME: there is none, and {folder} is not this user's alone; set it")
+        raise ConfigError(
+            f"ROLLFLOW_HOME is not set, and {folder} belongs to other users, too; set ROLLFLOW_HOME to a "
+            "folder of this user"
+        )
     return folder

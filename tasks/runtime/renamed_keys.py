@@ -76,9 +76,9 @@ class Renames:
             if key in self.removed:
                 yield key, value, "the key was removed; leave it out"
             elif today := self.keys.get(key):
-                yield key, value, f"the key is called {prefix}{today} now; rename it"
+                yield key, value, f"the key was renamed to {prefix}{today}; write that name"
             elif (now := self._value(key, value)) != value:
-                yield key, value, f'the value is "{now}" now; write that'
+                yield key, value, f'the value was renamed to "{now}"; write that value'
             yield from self.refusals(value, f"{key}.")
 
     def _value(self, key: str, value: Any) -> Any:

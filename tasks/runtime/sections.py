@@ -60,7 +60,7 @@ def _reject_bool(name: str, given: Any, info: FieldInfo | None) -> None:
     kinds = _list_types(info.annotation)
     if (int in kinds or float in kinds) and bool not in kinds and Any not in kinds:
         context = {"key": name, "value": given}
-        raise PydanticCustomError("truth", "true and false are no numbers; write a number", context)
+        raise PydanticCustomError("truth", "true and false are not numbers; write a number", context)
 
 
 def _contains_bool(given: Any) -> bool:
@@ -82,12 +82,14 @@ def _add_default_kind(given: Any, info: FieldInfo | None) -> Any:
 class Imported(Section):
     """A user-defined part, given by its import path. See `tasks/runtime/imports.py` for what may be imported."""
 
-    fixed: ClassVar[Mapping[str, str]] = {"path": "the hash of its file was recorded when the run began"}
+    fixed: ClassVar[Mapping[str, str]] = {"path": "the run's start recorded the hash of this file"}
 
     path: str = Field(
         pattern=IMPORT_PATH, description="import path of your class or function, e.g. my_package.parts:name"
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for it")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments that your class or function is called with"
+    )
 
 
 def refusal(key: str, value: object, cure: str) -> PydanticCustomError:
@@ -115,8 +117,8 @@ def check_storable(value: object, key: str = "") -> None:
         for position, one in enumerate(value):
             check_storable(one, f"{key}.{position}")
     elif isinstance(value, float) and not math.isfinite(value):
-        refuse(key, value, "a run keeps its config as JSON, which has no such number; choose a finite one")
+        refuse(key, value, "a run stores its config as JSON, which has no such number; choose a finite one")
     elif isinstance(value, int) and not -LARGEST <= value <= LARGEST:
-        refuse(key, value, "no process could read it in 64 bits; choose a smaller number")
+        refuse(key, value, "no process could read this number in 64 bits; choose a smaller number")
     elif isinstance(value, (date, time)):
-        refuse(key, str(value), "a run keeps its config as JSON, which has no dates; put it in quotes")
+        refuse(key, str(value), "a run stores its config as JSON, which has no dates; put it in quotes")

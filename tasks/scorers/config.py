@@ -16,10 +16,13 @@ class Format(Section):
 
     pattern: str = Field(
         ".*<answer>.*</answer>.*",
-        description="regular expression that the whole response has to match; its dot matches line ends, too",
+        description="regular expression that the whole response has to match; a dot matches line ends, too",
     )
     penalty: float = Field(
-        0.1, gt=0, le=1, description="amount subtracted from the reward of a response that does not match"
+        0.1,
+        gt=0,
+        le=1,
+        description="amount that is subtracted from the reward of a response that does not match the pattern",
     )
 
     @field_validator("pattern")
@@ -42,43 +45,54 @@ class RewardBase(Section):
     }
 
     answer: Literal["all", "tag"] = Field(
-        "all", description="text that is scored: the whole response, or what stands in <answer></answer>"
+        "all", description="text that is scored: the whole response, or only what stands between <answer> and </answer>"
     )
     special_tokens: bool = Field(
         True,
-        description="score special tokens, too, e.g. answer tags; the final stop token is never scored",
+        description="whether the scored text contains special tokens, such as answer tags; it never contains the "
+        "final stop token",
     )
     format: Format | None = None
-    workers: int = Field(1, gt=0, description="worker processes; each scores one response at a time")
+    workers: int = Field(
+        1, gt=0, description="number of worker processes that score responses; each scores one response at a time"
+    )
     deadline_seconds: float = Field(
         10.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for one response; after that its reward is 0, with a reason",
+        description="seconds allowed for scoring one response; after this time its reward is 0, and the reason is "
+        "recorded",
     )
     start_seconds: float = Field(
         120.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for a worker to start, which includes loading its verifier",
+        description="seconds allowed for the start of a worker, which includes loading its verifier",
     )
 
 
 class ReasoningGymReward(RewardBase):
-    kind: Literal["reasoning-gym"] = Field("reasoning-gym", description="the scorer of the reasoning-gym family")
+    kind: Literal["reasoning-gym"] = Field(
+        "reasoning-gym", description="the verifier of the reasoning-gym data set that generated the question"
+    )
 
 
 class ExactReward(RewardBase):
-    kind: Literal["exact"] = Field("exact", description="equality with the reference answer")
+    kind: Literal["exact"] = Field(
+        "exact", description="comparison with the reference answer: an equal response is right"
+    )
 
 
 class ImportReward(Imported, RewardBase):
-    kind: Literal["import"] = Field("import", description="your own function, annotated to return a Score")
+    kind: Literal["import"] = Field(
+        "import", description="your own verifier: a function that is annotated to return a Score"
+    )
     at_once: int = Field(
         32,
         gt=0,
         le=4096,
-        description="most responses that a worker scores at a time, if the function is asynchronous or takes several",
+        description="largest number of responses that a worker scores at a time, if the function is asynchronous or "
+        "takes several responses",
     )
 
 

@@ -27,43 +27,54 @@ class EnginesHardware(Section):
     max_concurrent_requests: int | None = Field(
         None,
         gt=0,
-        description="requests that one engine runs at a time; default: the recipe's engine.max_concurrent_requests",
+        description="largest number of requests that one engine runs at a time; default: the recipe's "
+        "engine.max_concurrent_requests",
     )
-    gpus_per_engine: float = Field(1.0, gt=0, description="GPUs of each engine")
-    seconds_per_token: float = Field(0.01, gt=0, description="seconds for each token of a request that runs alone")
+    gpus_per_engine: float = Field(1.0, gt=0, description="number of GPUs of each engine")
+    seconds_per_token: float = Field(
+        0.01, gt=0, description="seconds that an engine takes for each token of a request that runs alone"
+    )
     prefill_seconds: float = Field(
-        0.0, ge=0, description="seconds for each prompt before its first token, and again after each update"
+        0.0,
+        ge=0,
+        description="seconds that an engine takes for each prompt before the first token of the response, and again "
+        "after each weight update",
     )
     prefill_seconds_per_token: float = Field(
         0.0,
         ge=0,
-        description="seconds that an engine stops for each token of a prompt, and for each token in its cache after "
-        "an update",
+        description="seconds that an engine stops for each prompt token that it computes, and, after a weight "
+        "update, for each token in its KV cache",
     )
     batch_slowdown: float = Field(
         0.0,
         ge=0,
-        description="c: with n running requests and t tokens in the KV cache, each request decodes 1 + c(n - 1) + r t "
-        "times slower than alone",
+        description="c in this formula: with n running requests and t tokens in the KV cache, a request decodes 1 + "
+        "c(n - 1) + r t times slower than alone",
     )
     kv_read_cost: float = Field(
-        0.0, ge=0, description="r in the formula of batch_slowdown: the cost of reading one token of the KV cache"
+        0.0,
+        ge=0,
+        description="r in the formula of batch_slowdown: the slowdown of each request by each token in the KV cache",
     )
     kv_tokens: int | None = Field(
         None,
         gt=0,
-        description="capacity of the KV cache, in tokens; when it is full, the request that started last is "
+        description="capacity of the KV cache, in tokens; when the cache is full, the request that started last is "
         "preempted; default: no limit",
     )
-    speeds: tuple[float, ...] = Field((), description="speeds of the first engines, relative to the seconds above")
+    speeds: tuple[float, ...] = Field(
+        (),
+        description="speeds of the first engines, in their order; a speed divides the seconds per token and per prompt",
+    )
     speed_spread: float = Field(
-        0.0, ge=0, description="sigma of the lognormal speeds of the other engines, with median 1"
+        0.0, ge=0, description="sigma of the lognormal distribution of the other engines' speeds, whose median is 1"
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if any(speed <= 0 for speed in self.speeds):
-            refuse("engines.speeds", list(self.speeds), "every speed must be above 0")
+            refuse("engines.speeds", list(self.speeds), "every speed must be above 0; correct the list")
         return self
 
 
@@ -71,17 +82,19 @@ class ResponsesHardware(Section):
     """The lengths of responses: lognormal or measured."""
 
     median: float = Field(1000.0, gt=0, description="median length of a response, in tokens")
-    sigma: float = Field(1.0, ge=0, description="sigma of the lognormal length")
-    prompt_tokens: int = Field(0, ge=0, description="tokens of each prompt in the KV cache")
+    sigma: float = Field(1.0, ge=0, description="sigma of the lognormal distribution of response lengths")
+    prompt_tokens: int = Field(0, ge=0, description="number of tokens that each prompt takes in the KV cache")
     cap: int | None = Field(
         None, gt=0, description="largest length of a response, in tokens; default: the recipe's engine.max_new_tokens"
     )
     correlation: float = Field(
         0.7, ge=0, le=1, description="correlation (rho) of the lengths of responses to one prompt"
     )
-    lengths: tuple[int, ...] = Field((), description="measured lengths; they replace the lognormal ones")
+    lengths: tuple[int, ...] = Field(
+        (), description="measured response lengths, in tokens; they replace the lognormal lengths"
+    )
     tokens_per_tick: int | None = Field(
-        None, gt=0, description="real tokens that one simulated token stands for; default: cap / 128"
+        None, gt=0, description="number of real tokens that one simulated token stands for; default: cap / 128"
     )
 
 
@@ -89,53 +102,78 @@ class RewardHardware(Section):
     """The time and the accuracy of scores."""
 
     seconds: float = Field(0.0, ge=0, description="mean time to score a response, in seconds")
-    sigma: float = Field(0.0, ge=0, description="sigma of the lognormal scoring time; 0: always the mean")
-    measured: tuple[float, ...] = Field(
-        (), description="measured scoring times, in seconds; they replace the lognormal ones"
+    sigma: float = Field(
+        0.0,
+        ge=0,
+        description="sigma of the lognormal distribution of scoring times; 0: every score takes the mean time",
     )
-    workers: int | None = Field(None, gt=0, description="responses that are scored at a time; default: no limit")
-    accuracy: float = Field(0.5, ge=0, le=1, description="share of correct answers")
-    agreeing: float = Field(0.0, ge=0, le=1, description="share of prompts whose answers are all correct or all wrong")
+    measured: tuple[float, ...] = Field(
+        (), description="measured scoring times, in seconds; they replace the lognormal times"
+    )
+    workers: int | None = Field(
+        None, gt=0, description="largest number of responses that are scored at a time; default: no limit"
+    )
+    accuracy: float = Field(0.5, ge=0, le=1, description="share of responses that are scored as correct")
+    agreeing: float = Field(
+        0.0, ge=0, le=1, description="share of prompts whose responses are either all correct or all wrong"
+    )
 
 
 class LearnerHardware(Section):
     """The time of a train step: seconds + epochs x (per_trajectory x trajectories + per_token x tokens) / gpus."""
 
-    gpus: float = Field(1.0, gt=0, description="GPUs that train")
-    colocated: bool = Field(False, description="train on the GPUs of the engines, in turns; only with async_ratio = 0")
-    epochs: float = Field(1.0, gt=0, description="passes over each batch")
-    seconds_per_version: float = Field(
-        0.0, ge=0, description="seconds for each version, whatever its batch: publishing, the optimizer"
+    gpus: float = Field(1.0, gt=0, description="number of GPUs that train")
+    colocated: bool = Field(
+        False,
+        description="whether the learner trains on the GPUs of the engines, in turns with them; only with "
+        "async_ratio = 0",
     )
-    seconds_per_trajectory: float = Field(0.0, ge=0, description="seconds of one GPU for each trajectory")
-    seconds_per_token: float = Field(0.0, ge=0, description="seconds of one GPU for each response token")
+    epochs: float = Field(1.0, gt=0, description="number of passes of the learner over each batch")
+    seconds_per_version: float = Field(
+        0.0,
+        ge=0,
+        description="seconds that each version takes whatever its batch, for example for publishing and for the "
+        "optimizer",
+    )
+    seconds_per_trajectory: float = Field(
+        0.0, ge=0, description="seconds of one GPU that each trajectory takes to train"
+    )
+    seconds_per_token: float = Field(
+        0.0, ge=0, description="seconds of one GPU that each response token takes to train"
+    )
     measured: tuple[float, ...] = Field(
-        (), description="measured seconds of whole steps, one after another; they replace the formula"
+        (), description="measured seconds of whole train steps, one for each version in order; they replace the formula"
     )
 
 
 class UpdateHardware(Section):
     """The time to bring a new version to the engines."""
 
-    seconds: float = Field(0.0, ge=0, description="seconds that every engine pauses")
-    fetch_seconds: float = Field(0.0, ge=0, description="seconds before the pause, while the engines go on")
+    seconds: float = Field(0.0, ge=0, description="seconds that every engine pauses to load a new version")
+    fetch_seconds: float = Field(
+        0.0,
+        ge=0,
+        description="seconds that a new version takes to reach an engine, while the engine goes on generating",
+    )
 
 
 class EngineDeath(Section):
     """The death of one engine."""
 
-    at_seconds: float = Field(ge=0, description="seconds from the start of the run")
-    engine: int = Field(ge=0, description="number of the engine, from 0")
+    at_seconds: float = Field(ge=0, description="time of the death, in seconds from the start of the run")
+    engine: int = Field(ge=0, description="number of the engine that dies; the first engine has number 0")
 
 
 class FaultsHardware(Section):
     """Faults: engines that die and are replaced, and engines that are slow."""
 
     deaths: tuple[EngineDeath, ...] = ()
-    deaths_per_hour: float = Field(0.0, ge=0, description="random deaths of each engine per hour")
-    restart_seconds: float = Field(30.0, ge=0, description="seconds until a dead engine is replaced")
-    slow_share: float = Field(0.0, ge=0, le=1, description="share of engines that are always slow")
-    slow_factor: float = Field(1.0, ge=1, description="factor by which a slow engine is slower")
+    deaths_per_hour: float = Field(0.0, ge=0, description="average number of random deaths of each engine per hour")
+    restart_seconds: float = Field(
+        30.0, ge=0, description="seconds from the death of an engine until another engine replaces it"
+    )
+    slow_share: float = Field(0.0, ge=0, le=1, description="share of engines that are slow during the whole run")
+    slow_factor: float = Field(1.0, ge=1, description="factor by which a slow engine is slower than the other engines")
 
 
 class Hardware(Section):
@@ -144,7 +182,7 @@ class Hardware(Section):
     keys_page: ClassVar[str] = "`rollflow keys --hardware`"
     renames: ClassVar[Renames] = HARDWARE
 
-    title: str = Field("", description="title of figures and timelines")
+    title: str = Field("", description="title of the simulation's figures and timelines")
     engines: EnginesHardware = EnginesHardware()
     responses: ResponsesHardware = ResponsesHardware()
     reward: RewardHardware = RewardHardware()

@@ -102,8 +102,8 @@ def check_fresh(staged: StagedBatch, async_ratio: float) -> None:
     oldest = min(group.started_version for group in staged.groups)
     if oldest < staged.number - async_ratio:
         raise Stale(
-            f"a group was started under version {oldest}; batch {staged.number} allows "
-            f"version {staged.number - async_ratio:g} or newer at async_ratio {async_ratio:g}"
+            f"a group was started under version {oldest}; batch {staged.number} allows version "
+            f"{staged.number - async_ratio:g} or newer at async_ratio {async_ratio:g}"
         )
 
 

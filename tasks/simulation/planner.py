@@ -183,17 +183,18 @@ class _Search:
         if self._most < 1:
             least = math.ceil(self._width + 1)
             raise ConfigError(
-                f"--gpus {self._gpus}: an engine takes {self._width:g} (engines.gpus_per_engine) and the learner at "
-                f"least 1; give {least} or more"
+                f"--gpus {self._gpus}: an engine takes {self._width:g} GPUs (engines.gpus_per_engine), and the "
+                f"learner takes at least 1; give {least} or more"
             )
         if learner.measured:
             raise ConfigError(
-                f"learner.measured = [{learner.measured[0]:g}, ...]: measured steps do not say what other numbers of "
-                "GPUs would take; give learner.seconds_per_trajectory instead"
+                f"learner.measured = [{learner.measured[0]:g}, ...]: measured train steps do not tell the "
+                "seconds on another number of GPUs; give learner.seconds_per_trajectory instead"
             )
         if faults.deaths:
             raise ConfigError(
-                f"faults.deaths: engine {faults.deaths[0].engine} is not in every split; give faults.deaths_per_hour"
+                f"faults.deaths: engine {faults.deaths[0].engine} does not exist in every split of the GPUs; "
+                "give faults.deaths_per_hour instead"
             )
 
     # --- the stages ---------------------------------------------------------------------------------------

@@ -26,16 +26,16 @@ from rollflow.tasks.simulation.hardware import Hardware
 class MachinePrice(Section):
     """The machines of one role: all are of one kind."""
 
-    gpus: int = Field(gt=0, description="GPUs of one machine")
-    hour: float = Field(ge=0, description="price of one machine an hour")
+    gpus: int = Field(gt=0, description="number of GPUs of one machine")
+    hour: float = Field(ge=0, description="price of one machine per hour")
 
 
 class StoragePrice(Section):
     """The store, and how much a version puts there."""
 
-    gb_month: float = Field(ge=0, description="price of a GB a month")
-    weights_gb: float = Field(ge=0, description="GB of the weights of one version")
-    state_gb: float = Field(0.0, ge=0, description="GB of the learner's state of one version")
+    gb_month: float = Field(ge=0, description="price of one GB per month")
+    weights_gb: float = Field(ge=0, description="size of the weights of one version, in GB")
+    state_gb: float = Field(0.0, ge=0, description="size of the learner's state of one version, in GB")
 
 
 class Prices(Section):
@@ -43,11 +43,15 @@ class Prices(Section):
 
     keys_page: ClassVar[str] = "docs/planning.md"
 
-    currency: str = Field(min_length=1, description='printed behind each amount, e.g. "USD"')
-    rollout: MachinePrice = Field(description="the machines that engines run on")
-    train: MachinePrice = Field(description="the machines that train; if the roles take turns, all machines")
-    rest_hour: float = Field(0.0, ge=0, description="price an hour of what has no GPU: head, services, database")
-    storage: StoragePrice | None = Field(None, description="without it storage is not counted")
+    currency: str = Field(min_length=1, description='currency that is printed behind each amount, e.g. "USD"')
+    rollout: MachinePrice = Field(description="machines that the engines run on")
+    train: MachinePrice = Field(description="machines that train; if engines and learner take turns, all machines")
+    rest_hour: float = Field(
+        0.0, ge=0, description="price per hour of everything without a GPU: head, services and database"
+    )
+    storage: StoragePrice | None = Field(
+        None, description="price of the store; by default the cost of storage is not counted"
+    )
 
 
 @dataclass(frozen=True, slots=True)

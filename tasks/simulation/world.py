@@ -269,11 +269,14 @@ def _check(config: RunConfig, hardware: Hardware) -> None:
     last = config.engine.replicas - 1
     for death in hardware.faults.deaths:
         if death.engine > last:
-            raise ConfigError(f"faults.deaths.engine = {death.engine}: there are engines 0 to {last}; name one of them")
+            raise ConfigError(
+                f"faults.deaths.engine = {death.engine}: the simulation has engines 0 to {last}; name one of "
+                "these engines"
+            )
     if hardware.learner.colocated and config.async_ratio > 0:
         raise ConfigError(
-            f"learner.colocated = True: at async_ratio = {config.async_ratio:g} learner and engines run at the same "
-            "time; give the learner GPUs of its own, or set async_ratio=0"
+            f"learner.colocated = True: at async_ratio = {config.async_ratio:g} learner and engines run at "
+            "the same time; give the learner GPUs of its own, or set async_ratio = 0"
         )
 
 

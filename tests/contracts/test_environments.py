@@ -252,13 +252,13 @@ def own(wrong: str) -> Environment:
     ("wrong", "reason"),
     [
         ("error", "environment failed: LookupError: no such room"),
-        ("full", "environment failed: ValueError: 65 tokens are more than the response has room for"),
+        ("full", "environment failed: ValueError: 65 tokens do not fit into the response"),
         ("nan", "environment failed: ValueError: its value is nan"),
         ("nothing", "the episode ended without a reward"),
-        ("below", "environment failed: ValueError: -1 is no token: the policy has 300, from 0 to 299"),
-        ("above", "environment failed: ValueError: 300 is no token: the policy has 300, from 0 to 299"),
-        ("flat", "environment failed: ValueError: -7 is no token: the policy has 300, from 0 to 299"),
-        ("judged", "environment failed: ValueError: 300 is no token: the policy has 300, from 0 to 299"),
+        ("below", "environment failed: ValueError: -1 is not a token of the policy, whose 300 tokens are 0 to 299"),
+        ("above", "environment failed: ValueError: 300 is not a token of the policy, whose 300 tokens are 0 to 299"),
+        ("flat", "environment failed: ValueError: -7 is not a token of the policy, whose 300 tokens are 0 to 299"),
+        ("judged", "environment failed: ValueError: 300 is not a token of the policy, whose 300 tokens are 0 to 299"),
         ("part", "environment failed: TypeError: 'float' object cannot be interpreted as an integer"),
         ("word", "environment failed: TypeError: 'str' object cannot be interpreted as an integer"),
         ("exit", "environment failed: SystemExit: 0"),
@@ -288,5 +288,5 @@ def test_fault_of_all_episodes_ends_the_run(wrong: str, kind: type[RollflowError
 
 
 def test_class_that_is_no_environment_is_refused() -> None:
-    with pytest.raises(ConfigError, match="it is no class that derives from rollflow's Environment"):
+    with pytest.raises(ConfigError, match="the path does not name a class that derives from rollflow's Environment"):
         build_environment(ImportEnvironment(path=f"{__name__}:Scripted"))

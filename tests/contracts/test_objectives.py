@@ -19,19 +19,12 @@ from rollflow.tasks.learners.forward.pre_update import compute_targets
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
-from rollflow.tasks.objectives.config import (
-    Advantage,
-    Clip,
-    ImportObjective,
-    Level,
-    ObjectiveConfig,
-    PartsObjective,
-    Penalties,
-)
+from rollflow.tasks.objectives.config import Advantage, ImportObjective, ObjectiveConfig, PartsObjective, Penalties
 from rollflow.tasks.objectives.penalties import kl_estimate
 from rollflow.tasks.objectives.presets import PRESETS, PresetName
 from rollflow.tasks.objectives.ratios import log_ratio
 from rollflow.tasks.objectives.rows import BatchRows as PackedRows
+from rollflow.tasks.objectives.surrogate_config import Clip, Level
 from tests.support import oracles
 from tests.support.dual import Dual
 from tests.support.oracles import LONGEST, ORACLES, Row, Rows
@@ -486,7 +479,7 @@ class Mean(Objective):
 
 def test_loss_without_one_number_a_token_is_refused() -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:Mean"))
-    with pytest.raises(ConfigError, match=r"train\.objective\.path = .*the shapes \(\) and \(200,\), of 200 tokens"):
+    with pytest.raises(ConfigError, match=r"train\.objective\.path = .*shapes \(\) and \(200,\) for 200 tokens"):
         objective.loss(tokens())
 
 
@@ -506,7 +499,7 @@ class Detached(Objective):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("Silent", "loss returned a Tensor; return rollflow's TokenLoss"), ("Detached", "has no gradient")],
+    [("Silent", "the method loss returned a Tensor; return rollflow's TokenLoss"), ("Detached", "has no gradient")],
 )
 def test_loss_of_wrong_type_or_without_gradient_is_refused(name: str, words: str) -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:{name}"))
@@ -517,7 +510,7 @@ def test_loss_of_wrong_type_or_without_gradient_is_refused(name: str, words: str
 def test_objective_with_unknown_options_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     put_in_reach(monkeypatch, FOLDER)
     with pytest.raises(
-        ConfigError, match=r"train\.objective\.options = \{'lid': 3\}: .* give it options that it takes"
+        ConfigError, match=r"train\.objective\.options = \{'lid': 3\}: .* give options that the part accepts"
     ):
         build_objective(OWN.model_copy(update={"options": {"lid": 3}}))
 

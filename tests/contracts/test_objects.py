@@ -257,7 +257,7 @@ def test_bad_path_is_refused_first(store: ObjectStore, path: str, tmp_path: Path
         lambda: store.local_path(path) if isinstance(store, LocalStore) else store.get(path),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match="not an object path"):
+        with pytest.raises(ValueError, match="is not a valid path of an object"):
             call()
     assert not list((tmp_path / "store").rglob("*"))
 
@@ -431,7 +431,7 @@ def test_failed_write_leaves_nothing(local: LocalStore, monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(local_backend.os, "fsync", full)
-        with pytest.raises(StoreFailed, match=r"No space left on device.*free space on that disk, then resume"):
+        with pytest.raises(StoreFailed, match=r"No space left on device.*free space on the disk, then resume"):
             local.create("a", b"x")
     assert [path for path in local.root.rglob("*") if path.is_file()] == []
 
@@ -523,9 +523,9 @@ def test_altered_bytes_are_corrupt(s3: S3Store, proxy: FaultyProxy, fault: Fault
     """A checksum is stored with each object, and every read compares the object's bytes with the checksum."""
     s3.put("a", b"content")
     proxy.do("GET", fault, 100)
-    with pytest.raises(Corrupt, match=r"s3://contract/.*/a is not what was written"):
+    with pytest.raises(Corrupt, match=r"s3://contract/.*/a does not contain what was written"):
         s3.get("a")
-    with pytest.raises(Corrupt, match="is not what was written"):
+    with pytest.raises(Corrupt, match="does not contain what was written"):
         s3.fetch("a", tmp_path / "copy")
 
 

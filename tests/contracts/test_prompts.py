@@ -189,7 +189,7 @@ def own(wrong: str) -> ImportPrompts:
         ("empty", "training(0) asks nothing; give a text that is not empty"),
         ("half", "has the text '\\ud83d'; give a str that UTF-8 can say"),
         ("number", "has the answer 1; give a str that UTF-8 can say"),
-        ("drawn", "it asks other questions each time it is opened; draw from its seed alone"),
+        ("drawn", "the source asks other questions each time it is opened; draw from its seed alone"),
     ],
 )
 def test_faulty_source_is_refused_before_a_run(wrong: str, words: str) -> None:
@@ -216,7 +216,7 @@ def test_endless_held_out_set_is_cut_to_the_wanted_size() -> None:
 
 
 def test_class_that_is_no_source_is_refused() -> None:
-    with pytest.raises(ConfigError, match="it is no class that derives from rollflow's QuestionSource"):
+    with pytest.raises(ConfigError, match="the path does not name a class that derives from rollflow's QuestionSource"):
         opened(ImportPrompts(path=f"{__name__}:HELD_OUT"))
 
 

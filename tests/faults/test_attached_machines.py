@@ -130,10 +130,15 @@ def test_refused_cluster_gives_one_sentence(attached: Attached) -> None:
         (
             desk,
             other_token,
-            f"cluster.address = '{address}' asks for another token than this process has; set RAY_AUTH",
+            f"cluster.address = '{address}': the cluster requires another token than the token of this "
+            "process; set RAY_AUTH",
         ),
-        (desk, without_tls, "a head with TLS needs RAY_USE_TLS=1 and its certificates here"),
-        (attached.stranger, attached.environments["stranger"], "this machine is none of the cluster's 3 nodes; let it"),
+        (desk, without_tls, "for a head with TLS set RAY_USE_TLS=1 and the certificates on this machine"),
+        (
+            attached.stranger,
+            attached.environments["stranger"],
+            "this machine is not one of the cluster's 3 nodes; let the machine",
+        ),
     ]
     for machine, environment, sentence in cases:
         for verb in ("check", "run"):

@@ -30,7 +30,7 @@ def test_run_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "rollflow.flows.commands.cli", "resume", old.store.uri]
         new = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
         assert old.process.wait(HANG_SECONDS) == 1
-        assert "Deposed: this run has another supervisor now" in old.tail()
+        assert "Deposed: the run has another supervisor now" in old.tail()
         assert new.returncode == 0, new.stdout[-2000:] + new.stderr[-2000:]
     finally:
         kill_everything(tmp_path / "old")

@@ -92,7 +92,7 @@ def test_blocked_supervisor_loses_its_actors_and_says_so(victim: Victim, others:
     said = " ".join((victim.home / "output.log").read_text().replace("│", " ").split())
     print(said[-1000:])
     assert "no supervisor has watched" in said
-    assert f"for {LEASE_SECONDS:g} s (cluster.lease_seconds), so its actors end; go on with: rollflow resume" in said
+    assert f"for {LEASE_SECONDS:g} s (cluster.lease_seconds), so the run's actors end; continue the run" in said
     assert "Traceback" not in said
     until(lambda: not actors_on(others), HANG_SECONDS)
     check_resume(victim)

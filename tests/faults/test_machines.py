@@ -123,7 +123,7 @@ def test_run_on_machines_without_a_shared_disk(machines: Machines, prefect_datab
         rollflow("run", "recipe.toml", "--set", f"cluster.address={address}", "--set", "store.uri=own/store")
     )
     assert refused.wait(LONG_SECONDS) == 2, left.output()
-    assert f"store.uri = '{left.home}/own/store': a folder of this machine, which {right.address} of" in left.output()
+    assert f"store.uri = '{left.home}/own/store' is a folder of this machine, which {right.address} of" in left.output()
     run = left.start(
         rollflow("run", "recipe.toml", "--run-id", "machines", "--set", f"cluster.address={address}"),
         ROLLFLOW_HOME=str(left.home / "own"),

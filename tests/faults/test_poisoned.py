@@ -86,7 +86,7 @@ def quarantined(run: Path) -> list[tuple[int, str, str]]:
     found = [(body.number, body.why, body.cause) for body in bodies if isinstance(body, BatchVoided)]
     assert len(report.quarantined) == len(found) > 0
     for number, why, cause in found:
-        assert why == f"version {number + 1} is not trained: loss of batch {number} is nan"
+        assert why == f"version {number + 1} is not trained, because loss of batch {number} is nan"
         assert cause == "not-finite"
     assert main(["replay", str(run), "--all"]) == 0
     return found

@@ -106,7 +106,7 @@ TROUBLE: dict[str, tuple[Callable[[MultiRankLearner], None], float, str]] = {
     "stopped": (
         lambda made: os.kill(pids(made)[0], signal.SIGSTOP),
         3.0,
-        "rank 1 of 3 did not come to the others within 3 s",
+        "rank 1 of 3 did not reach the other ranks within 3 s",
     ),
     "failing": (
         lambda made: made._others._started[2].pipes.orders.send(LoadState({}, {}, None)),
@@ -229,7 +229,9 @@ def test_ranks_wait_while_the_first_one_loads_weights(folder: Path, monkeypatch:
 
 def test_more_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"^train.ranks = 2: each needs a GPU, and this machine has 1; set it to 1$"):
+    with pytest.raises(
+        ConfigError, match=r"^train.ranks = 2: each rank needs a GPU, and this machine has 1 GPUs; set train.ranks = 1$"
+    ):
         ranked(folder, 2, 60.0)
 
 

@@ -37,7 +37,7 @@ rank_seconds = {RANK_SECONDS}
 )
 WHOLE, PARTS = Counter({"rank": 20, "learner": 5}), Counter({"rank": 8, "learner": 2})
 KINDS = {"whole": ("", WHOLE), "sharded": ("sharded = true", PARTS), "DeepSpeed": ('kind = "deepspeed"', PARTS)}
-STOPPED = f"did not come to the others within {RANK_SECONDS:g} s"
+STOPPED = f"did not reach the other ranks within {RANK_SECONDS:g} s"
 
 
 @pytest.mark.parametrize(("keys", "kills"), KINDS.values(), ids=KINDS)

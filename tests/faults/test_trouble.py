@@ -122,8 +122,8 @@ def test_full_disk_fails_a_publish_with_a_fix(
     )
     assert said.startswith(f"StoreFailed: {run.root}/policies/00000001/")
     assert said.endswith(
-        "/weights/model.safetensors cannot be written (File too large); nothing was committed: "
-        "raise the largest file size that this process may write, then resume the run"
+        "/weights/model.safetensors cannot be written (File too large), and nothing was committed; "
+        "raise the largest file size that this process may write (ulimit -f), then resume the run"
     )
     goes_on(run, objects)
 
@@ -148,7 +148,10 @@ def test_read_only_store_is_refused(learner: tuple[PolicyStore, Writer], run: Lo
     (run.root / ".tmp").chmod(0o555)
     said = said_under(demoted, lambda: publish(*learner))
     assert said.startswith("StoreFailed: ")
-    assert said.endswith("(Permission denied); nothing was committed: let this user write there, then resume the run")
+    assert said.endswith(
+        "(Permission denied), and nothing was committed; give this user the right to write the file, then resume "
+        "the run"
+    )
     said = said_under(demoted, run.check)
     assert said == (
         f"ConfigError: store.uri = '{run.root}' cannot be written (Permission denied); "
@@ -185,7 +188,10 @@ def test_skewed_clock_is_refused_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> 
     with s3_server("clock") as endpoint, FaultyProxy(endpoint) as proxy:
         use(proxy.endpoint, monkeypatch)
         proxy.answer("PUT", 403, "RequestTimeTooSkewed")
-        with pytest.raises(ConfigError, match=r"'s3://clock/run' refuses this machine's clock .*; set the clock, then"):
+        with pytest.raises(
+            ConfigError,
+            match=r"'s3://clock/run' refuses requests because this machine's clock is wrong .*; set the clock, then",
+        ):
             S3Store("clock/run").put("a", b"")
 
 

@@ -26,7 +26,8 @@ from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog
 from rollflow.tasks.actors.statuses import RewardStatus, RolloutStatus
-from rollflow.tasks.run.config import ClusterConfig, RecoveryConfig, RunConfig
+from rollflow.tasks.run.cluster_config import ClusterConfig
+from rollflow.tasks.run.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run.context import RunContext
 from tests.support.batches import begin, train
 from tests.support.described import describe
@@ -39,7 +40,9 @@ def test_first_restart_is_immediate_then_pauses_double() -> None:
     budget = RestartBudget(RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1.0), lambda: now[0])
     assert [budget.spend("learner", "gone") for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]
     assert budget.spend("rollout", "gone") == 0.0  # another role's budget is untouched
-    with pytest.raises(RestartsExhausted, match=r"learner was restarted 4 times within 100 s .* once more: no memory"):
+    with pytest.raises(
+        RestartsExhausted, match=r"learner was restarted 4 times within 100 s, .* ended again: no memory"
+    ):
         budget.spend("learner", "no memory")
     now[0] = 101.0
     assert budget.spend("learner", "gone") == 0.0
@@ -116,7 +119,7 @@ def test_keeper_recovers_from_deaths_errors_and_hangs(tmp_path: Path) -> None:
     died, raised, hung = recovery.reason.split("; then ")
     assert "its process is gone" in died
     assert raised == "somebody else published version 3"
-    assert hung == "no progress for 5 s; last seen: {'scored': 0, 'timeouts': 0}"
+    assert hung == "no progress for 5 s; last seen at: {'scored': 0, 'timeouts': 0}"
     assert recovery.attempt == 3
     assert recovery.noticed_at <= recovery.restored_at <= recovery.resumed_at
 
@@ -138,7 +141,7 @@ def test_silent_and_idle_actor_is_stuck(tmp_path: Path) -> None:
     context, result = keep(tmp_path, "deaf work", answer=3.0, patience=HANG_SECONDS)
     assert result == "done"
     [recovery] = RecoveryLog(context.store).read()
-    assert recovery.reason.endswith("s for the status of worker, whose process is idle")
+    assert recovery.reason.endswith("the process of worker is idle")
 
 
 def test_busy_actor_without_progress_is_restarted(tmp_path: Path) -> None:
@@ -178,7 +181,7 @@ def test_new_keeper_inherits_the_spent_budget(tmp_path: Path, monkeypatch: pytes
 
 
 def test_config_error_is_not_retried(tmp_path: Path) -> None:
-    with pytest.raises(StoreFailed, match="free space, then resume"):
+    with pytest.raises(StoreFailed, match="free space in the storage, then resume"):
         keep(tmp_path, "full work")  # a second start of the worker would succeed
 
 

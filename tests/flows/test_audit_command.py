@@ -48,7 +48,7 @@ def test_unreadable_first_config_is_one_sentence(
     assert audited(tmp_path, **wrong) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("rollflow: ")
-    assert "nothing is known of this run" in line
+    assert "nothing is known about the run in " in line
 
 
 @pytest.mark.parametrize("rollout", [None, "[/red]", {"redundant_responses": "[bold]"}], ids=str)

@@ -55,7 +55,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("policy.path=x", ["policy.path = '/", "/x': ", "one of the two"]),
         ("train.lora.rank=0", ["train.lora.rank = 0", "less than or equal to the minimum of 0"]),
         ("train={objective = {kind = 'ppo'}, lora = {}}", ["train.critic.model = 'own'", 'choose "head"']),
-        ("train={kind = 'deepspeed', lora = {}}", ["train.kind = 'deepspeed'", "take [train.lora] away"]),
+        ("train={kind = 'deepspeed', lora = {}}", ["train.kind = 'deepspeed'", "remove [train.lora]"]),
         ("train={kind = 'deepspeed', ranks = 1}", ["train.ranks = 1", "less than or equal to the minimum of 1"]),
         ("train={kind = 'deepspeed', options = {bf16 = {}}}", ["train.options.bf16 = {}", "set policy.dtype"]),
         ("prompts.7.family=x", ["prompts.7.family", "not a position"]),
@@ -115,7 +115,7 @@ def test_bad_config_is_one_sentence(capsys: pytest.CaptureFixture[str], override
 def test_hint_names_a_key_of_the_same_kind(capsys: pytest.CaptureFixture[str], override: str, hint: str | None) -> None:
     said = refused(capsys, "check", RECIPE, "--set", override)
     assert "there is no such key" in said
-    assert said.endswith(f"did you mean {hint}" if hint else "remove it; `rollflow keys` lists all")
+    assert said.endswith(f"did you mean {hint}" if hint else "remove the key; `rollflow keys` lists all keys")
 
 
 def test_unknown_key_with_the_name_of_a_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +129,7 @@ def test_temperature_that_vllm_changes_is_refused(
 ) -> None:
     """vLLM would sample at 0.01, but the losses would use the recipe's temperature. Recorded runs can be read."""
     sentence = refused_alike(capsys, RECIPE, "--set", f"{key}={value}")
-    assert sentence.startswith(f"{key} = {float(value)}: vLLM samples at 0.01 to 2; choose")
+    assert sentence.startswith(f"{key} = {float(value)}: vLLM supports temperatures from 0.01 to 2; choose")
     assert main(["check", RECIPE, "--set", f"{key}={value}", "--set", "engine.kind=transformers"]) == 0
     section, _, name = key.partition(".")
     tree = {section: {name: float(value)}}
@@ -188,7 +188,7 @@ def test_errors_of_the_whole_recipe_are_reported_too(capsys: pytest.CaptureFixtu
         "  train.minibatches",
         "  evaluation.engine",
     ]
-    assert 'the baseline "group" needs 2 or more' in lines[0]
+    assert 'the baseline "group" needs group_size = 2 or more' in lines[0]
 
 
 def test_missing_or_invalid_recipe_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -240,10 +240,13 @@ def test_tokenizer_without_end_of_sequence_is_refused(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"model_type": "gpt_neox"}, "a gpt_neox (its config names no num_key_value_heads)"),
-        ({"model_type": "opt"}, "a opt (its config names no num_key_value_heads)"),
-        ({"model_type": "gpt2"}, "a gpt2 (its config names no num_key_value_heads)"),
-        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "a qwen2 (a layer does not see"),
+        ({"model_type": "gpt_neox"}, "a model of type gpt_neox (its config.json does not name num_key_value_heads)"),
+        ({"model_type": "opt"}, "a model of type opt (its config.json does not name num_key_value_heads)"),
+        ({"model_type": "gpt2"}, "a model of type gpt2 (its config.json does not name num_key_value_heads)"),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2},
+            "a model of type qwen2 (one of its layers does not attend",
+        ),
     ],
     ids=["gpt_neox", "opt", "gpt2", "windows"],
 )
@@ -264,7 +267,9 @@ def test_head_size_without_a_kernel_is_refused(capsys: pytest.CaptureFixture[str
     """Without a GPU, engines with such a policy would die one after another."""
     folder = make_policy(tmp_path / "policy", hidden_size=48, num_attention_heads=2)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
-    assert sentence.startswith(f"policy.path = '{folder}': vLLM's CPU attention has no kernel for heads of size 24")
+    assert sentence.startswith(
+        f"policy.path = '{folder}': vLLM's CPU attention has no kernel for attention heads of size 24"
+    )
     cold = ("--set", "policy.cold_start.hidden_size=48", "--set", "policy.cold_start.heads=2")
     assert refused_alike(capsys, RECIPE, *cold).startswith("policy.cold_start.heads = 2: vLLM's CPU attention")
 
@@ -281,7 +286,7 @@ def test_cache_without_room_for_a_request_is_refused(capsys: pytest.CaptureFixtu
     assert sentence.startswith(f"engine.kv_cache_bytes = {need - 1}: vLLM needs {need} bytes for one request of 131072")
     for engine in ("", f"[engine]\nkv_cache_bytes = {need}\n"):
         recipe = policy_recipe(tmp_path, folder, engine)
-        assert "has no weights as safetensors" in refused_alike(capsys, recipe)
+        assert "has no weights in safetensors format" in refused_alike(capsys, recipe)
 
 
 def test_cache_above_4_gib_needs_the_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -294,9 +299,13 @@ def test_cache_above_4_gib_needs_the_key(capsys: pytest.CaptureFixture[str], tmp
 def test_missing_gpus_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.flows.ray_cluster.cluster.count_machine_gpus", lambda: 1.0)
     sentence = refused_alike(capsys, RECIPE, "--set", "train.ranks=2")
-    assert sentence.startswith("train.ranks = 2: all are on one node, and the largest has 1 GPUs")
+    assert sentence.startswith(
+        "train.ranks = 2: without train.multi_node all ranks run on one node, and the largest node has 1 GPUs"
+    )
     sentence = refused_alike(capsys, RECIPE, "--set", "engine.tensor_parallel=2")
-    assert sentence.startswith("engine.tensor_parallel = 2: the largest node has 1 GPUs")
+    assert sentence.startswith(
+        "engine.tensor_parallel = 2: an engine runs on one node, and the largest node has 1 GPUs"
+    )
 
 
 @pytest.mark.parametrize(("library", "key"), [("vllm", "engine.kind"), ("deepspeed", "train.kind")])
@@ -308,14 +317,16 @@ def test_missing_library_is_refused(
     engine = ("--set", "engine.kind=transformers") if library == "deepspeed" else ()
     sentence = refused_alike(capsys, RECIPE, "--set", override, *engine)
     assert sentence.startswith(f"{key} = '{library}': ")
-    assert "is not installed here; install it with `pip install" in sentence
+    assert "is not installed on this machine; install it with `pip install" in sentence
 
 
 def test_check_notes_skipped_checks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """`rollflow check` downloads nothing, and contacts no service that `--offline` rules out."""
     (recipe := tmp_path / "recipe.toml").write_text('[policy]\npath = "nobody-here/no-such-policy"\n')
     assert main(["check", str(recipe)]) == 0
-    assert "'nobody-here/no-such-policy' is not in the hub's cache of this machine" in capsys.readouterr().out
+    assert (
+        "'nobody-here/no-such-policy' is not in this machine's cache of the Hugging Face hub" in capsys.readouterr().out
+    )
     assert main(["check", RECIPE, "--offline", "--set", "store.uri=s3://bucket/prefix"]) == 0
     assert "not asked: store.uri" in capsys.readouterr().out
 
@@ -329,7 +340,7 @@ def test_policy_with_an_invalid_config_is_refused(capsys: pytest.CaptureFixture[
 def test_prompt_longer_than_the_context_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", max_position_embeddings=70)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
-    assert "prompts.0: of its first 512 prompts, 512 are too long (" in sentence
+    assert "prompts.0: 512 of the first 512 prompts are too long (for example " in sentence
     assert "tokens, and the context leaves room for 6); shorten it" in sentence
 
 
@@ -346,7 +357,7 @@ def test_more_new_tokens_than_the_context_is_refused(capsys: pytest.CaptureFixtu
         (b"", "the file has no lines"),
         (b'{"question": "1+1"}', "line 1: it has no answer"),
         (b'{"question": "1+1", "answer": 2}\n' * 3, "evaluation.prompts = 256: no prompt is held out"),
-        (b'{"question": "1+1", "answer": 2}\n' * 30, "no line is left to train on"),
+        (b'{"question": "1+1", "answer": 2}\n' * 30, "no line of the file is left to train on"),
     ],
     ids=["missing", "empty", "no answer", "too few to hold out", "one question"],
 )
@@ -368,7 +379,7 @@ def test_check_opens_policy_folder_and_output_places(capsys: pytest.CaptureFixtu
     assert "policy.path" in sentence
     assert "there is no such folder" in sentence
     folder = make_policy(tmp_path / "policy")
-    assert "has no weights as safetensors" in refused_alike(capsys, policy_recipe(tmp_path, folder))
+    assert "has no weights in safetensors format" in refused_alike(capsys, policy_recipe(tmp_path, folder))
     (folder / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in refused(capsys, "check", policy_recipe(tmp_path, folder))
     (tmp_path / "file").write_text("")
@@ -423,7 +434,7 @@ def test_unwritable_store_is_refused(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_folder_store_of_a_remote_cluster_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The check comes before any connection, because nothing answers at the cluster's address."""
     sentence = refused_alike(capsys, RECIPE, "--set", "cluster.address=192.0.2.7:6379")
-    assert sentence.startswith(f"store.uri = '{tmp_path}/home/store': a folder of this machine, which 192.0.2.7 of ")
+    assert sentence.startswith(f"store.uri = '{tmp_path}/home/store' is a folder of this machine, which 192.0.2.7 of ")
     assert "cluster.address = '192.0.2.7:6379' cannot read; use s3://bucket/prefix" in sentence
 
 
@@ -501,7 +512,7 @@ def test_refused_command_keeps_the_other_runs_policy(tmp_path: Path, monkeypatch
         place(*arguments)
 
     monkeypatch.setattr(prepare, "_store_policy", placed)
-    with pytest.raises(ConfigError, match="run id 'same': another policy was prepared under it"):
+    with pytest.raises(ConfigError, match="run id 'same': another policy was prepared under this id"):
         prepare.prepare(config(64), "same")
     assert json.loads(prepared[0].store.get("policy/config.json"))["hidden_size"] == 32
 

@@ -159,7 +159,7 @@ def test_inspect_shows_a_run(trained: RunContext, capsys: pytest.CaptureFixture[
         "stale │ 1 │ 21 │ 21",
         "quarantined batches: none",
         "recoveries: 1 ",
-        "learner: its process was killed; back after 4.5 s; done again: the step of version 4",
+        "learner: its process was killed; back after 4.5 s; work done again: the step of version 4",
     ):
         assert words in out, out
 
@@ -228,7 +228,7 @@ def test_inspect_shows_a_trajectory(trained: RunContext, capsys: pytest.CaptureF
     question = trained.prompts().prompt(4).text
     out = shown(capsys, "inspect", "small", "4.1.2")
     for words in (
-        "attempt 0 discarded when batch 2 was formed: stale, started under version 0, 21 response tokens",
+        "attempt 0 discarded as stale when batch 2 was formed; started under version 0; 21 response tokens",
         "attempt 1 trained into version 3",
         f"question {question}",
         "tokens 4: 0-1 by version 1, 2-3 by version 2",
@@ -241,8 +241,8 @@ def test_inspect_shows_a_trajectory(trained: RunContext, capsys: pytest.CaptureF
     assert "│ 3 │ 1 │ stop │ 1 │ 3 │" in group
     gone = shown(capsys, "inspect", "small", "4.0")
     assert f"question {question} responses not in storage" in gone
-    assert "committed in batch 5, waiting for the learner" in shown(capsys, "inspect", "small", "11.0.1")
-    assert "in flight when batch 5, the newest, was formed" in shown(capsys, "inspect", "small", "12.0")
+    assert "committed in batch 5, which waits for the learner" in shown(capsys, "inspect", "small", "11.0.1")
+    assert "in flight when batch 5, the newest batch, was formed" in shown(capsys, "inspect", "small", "12.0")
 
 
 @pytest.mark.parametrize(
@@ -290,8 +290,8 @@ def test_inspect_shows_quarantined_batches(copy: RunContext, capsys: pytest.Capt
     assert "5 committed, 0 of them waiting for the learner, to be formed again: 5 " in out
     assert "in flight 10.1, 11.1, 12.0 " in out
     again = shown(capsys, "inspect", copy.uri, "10.0")
-    assert "attempt 0 in batch 5, which was quarantined; issued again" in again
-    assert "attempt 1 in flight when batch 5, the newest, was formed" in again
+    assert "attempt 0 in batch 5, which was quarantined; the prompt was issued again" in again
+    assert "attempt 1 in flight when batch 5, the newest batch, was formed" in again
     assert ": it was cut" in shown(capsys, "audit", copy.uri)
 
 
@@ -301,7 +301,10 @@ def test_audit_continues_after_the_last_audit(copy: RunContext, capsys: pytest.C
     assert f"{entries} entries, " in first
     assert re.search(rf"read {entries} entries and [\d,]+ bytes of objects trajectories", first), first
     second = shown(capsys, "audit", copy.uri)
-    assert f"read 0 entries and 0 bytes of objects, from entry {entries} on: an audit found nothing wrong" in second
+    assert (
+        f"read 0 entries and 0 bytes of objects, from entry {entries} on, because an earlier audit found nothing wrong"
+        in second
+    )
     file = copy.batches.committed(copy.policies.find(1).batch_entry or 0).file.path
     copy.store.put(file, b"not what it was")
     deep = shown(capsys, "audit", copy.uri, "--deep", code=1)
@@ -368,9 +371,9 @@ def test_audit_compares_with_anchors(copy: RunContext, capsys: pytest.CaptureFix
     changed(copy.store, 0, lambda body: replace(body, config=config, config_sha256=sha256_of(config)))
     assert "clean" in shown(capsys, "audit", copy.uri, "--deep")
     said = shown(capsys, "audit", copy.uri, "--deep", *given, code=1)
-    assert said.count("the log was rewritten, or repaired") == 2
+    assert said.count("the log was rewritten or repaired after the anchor was taken") == 2
     refused = shown(capsys, "audit", copy.uri, "--anchor", "7", code=2)
-    assert "anchor '7': give the number of an entry and its sha256" in refused
+    assert "anchor '7' is not of the form N:SHA256; give the number" in refused
 
 
 def test_audit_reports_skipped_checks(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,4 +389,4 @@ def test_audit_reports_skipped_checks(copy: RunContext, capsys: pytest.CaptureFi
     changed(copy.store, 0, lambda body: replace(body, prompts=copy.created.prompts))
     said = shown(capsys, "audit", copy.uri)
     assert "not checked" not in said
-    assert "an audit found nothing wrong before it" not in said
+    assert "an earlier audit found nothing wrong before it" not in said

@@ -71,9 +71,9 @@ def test_impossible_export_is_one_sentence(
         (("small", 9, new), "version 9 is not published; run 'small' has versions 0 to 6"),
         (
             ("small", 1, new),
-            "version 1: its weights are no longer kept; run 'small' has those of versions 0, 2, 3, 4, 5, 6 ",
+            "version 1: the weights of this version were deleted; run 'small' still has the weights of versions 0, 2, ",
         ),
-        (("small", 3, tmp_path / "full"), "exists and is not empty; name a new one"),
+        (("small", 3, tmp_path / "full"), "exists and is not empty; name a new folder"),
         (("small", 3, tmp_path / "file"), "cannot be written (Not a directory)"),
         (("small", 3, tmp_path / "file/below"), "cannot be written (File exists)"),
         (("small", 3, "/proc/new"), "cannot be written"),
@@ -103,7 +103,7 @@ def test_damaged_weights_are_not_exported(
     before = trained.store.get(weights.path)
     trained.store.put(weights.path, before[:-1] + bytes([before[-1] ^ 1]))
     try:
-        assert "is not what its entry committed" in command(capsys, "small", 5, tmp_path / "new", code=1)
+        assert "does not contain what its entry committed" in command(capsys, "small", 5, tmp_path / "new", code=1)
     finally:
         trained.store.put(weights.path, before)
     assert os.listdir(tmp_path) == []
@@ -146,7 +146,7 @@ def test_run_on_s3_is_exported(
         for path in trained.store.list():
             remote.store.put(path, trained.store.get(path))
         command(capsys, "small", 6, tmp_path / "new", "--store", "s3://bucket", code=0)
-        assert "are no longer kept" in command(capsys, "small", 1, tmp_path / "other", "--store", "s3://bucket", code=2)
+        assert "were deleted" in command(capsys, "small", 1, tmp_path / "other", "--store", "s3://bucket", code=2)
     assert {file.name for file in (tmp_path / "new").iterdir()} == FILES
 
 
@@ -195,7 +195,7 @@ def test_policy_with_ambiguous_tokenizer_is_refused(tmp_path: Path, monkeypatch:
     prepared(folder)
     as_qwen2(folder)
     with pytest.raises(
-        ConfigError, match=r"AutoTokenizer makes the tokens \[.*\], its tokenizer.json \[.*save_pretrained"
+        ConfigError, match=r"AutoTokenizer encodes .* as the tokens \[.*\], and tokenizer.json as \[.*save_pretrained"
     ):
         prepared(folder)
     AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
@@ -232,7 +232,7 @@ def test_saved_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
     ("file", "change", "words"),
     [
         ("tokenizer_config.json", {"pad_token": "<pad>"}, "another vocabulary"),
-        ("tokenizer_config.json", {"split_special_tokens": True}, "makes the tokens"),
+        ("tokenizer_config.json", {"split_special_tokens": True}, "as the tokens"),
         ("tokenizer.json", {"normalizer": {"type": "Lowercase"}}, None),
         ("tokenizer_config.json", {"clean_up_tokenization_spaces": True}, None),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["no.Such", "no.Such"]}}, None),
@@ -262,7 +262,7 @@ def test_ambiguous_tokenizer_blocks_only_the_export(
     assert context.policies.newest() == 4
     sentence = command(capsys, "small", 4, tmp_path / "new", code=2)
     assert "run 'small' cannot be exported for other tools" in sentence
-    assert "AutoTokenizer makes the tokens" in sentence
+    assert "AutoTokenizer encodes" in sentence
     assert not (tmp_path / "new").exists()
 
 

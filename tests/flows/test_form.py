@@ -147,7 +147,7 @@ def test_earlier_key_is_refused_with_its_new_name(key: str) -> None:
         section = section[part]
     section[name] = 3
     assert wrong({"config": tree}) == [f"config.{key}: '{new} in place of {key}' was expected"]
-    assert f"{key} = 3: the key is called {new} now; rename it" in refusal(tree)
+    assert f"{key} = 3: the key was renamed to {new}; write that name" in refusal(tree)
 
 
 def refusal(tree: Any) -> str:

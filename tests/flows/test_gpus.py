@@ -51,13 +51,17 @@ def test_gpus_are_divided_as_by_hand(
         (
             (2, 1, 16),
             [8.0, 8.0],
-            "train.ranks = 16: all are on one node, and the largest has 8 GPUs; set it to that, or",
+            "train.ranks = 16: without train.multi_node all ranks run on one node, and the largest node has 8 GPUs",
         ),
-        ((1, 4, 1), [2.0, 2.0], "engine.tensor_parallel = 4: the largest node has 2 GPUs; set it to that"),
+        (
+            (1, 4, 1),
+            [2.0, 2.0],
+            "engine.tensor_parallel = 4: an engine runs on one node, and the largest node has 2 GPUs",
+        ),
         (
             (4, 1, 4),
             [7.0],
-            "train.ranks = 4 and engine.tensor_parallel = 1: 4 engines and the learner take 8 GPUs, and",
+            "train.ranks = 4 and engine.tensor_parallel = 1: 4 engines and the learner need 8 GPUs, and",
         ),
     ],
 )

@@ -189,7 +189,7 @@ def test_home_has_one_stack_that_others_find(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / "up.json").stat().st_mode) == 0o600
         assert stack.BorrowedStack(tmp_path).running
         with pytest.raises(
-            ConfigError, match=r"up already; `rollflow serve --end` ends them\nPrefect http://p/deployments"
+            ConfigError, match=r"already running; `rollflow serve --end` ends them\nPrefect http://p/deployments"
         ):
             stack.hold_stack(tmp_path).__enter__()
     assert stack.find(tmp_path) is None

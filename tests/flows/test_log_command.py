@@ -89,7 +89,7 @@ def test_repair_needs_consent(
     assert f"{path} is not an entry of a log" in capsys.readouterr().err
     assert main(["audit", "--repair", context.uri]) == 1
     out = capsys.readouterr().out
-    assert "move it away, so that the log ends with entry 7" in out
+    assert "move the entry away, so that the log ends with entry 7" in out
     assert "nothing was changed" in out
     assert context.store.get(path) == whole[:-5]
     assert main(["audit", "--repair", context.uri, "--yes"]) == 0

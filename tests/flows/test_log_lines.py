@@ -48,7 +48,7 @@ def test_default_format_is_prefects(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logging_settings()["PREFECT_LOGGING_FORMATTERS_JSON_CLASS"].endswith(".UtcLines")
     assert logging_settings(shared=True)  # the runs of a stack share one log, so each line must name its run
     monkeypatch.setenv(FORM, "xml")
-    with pytest.raises(ConfigError, match=r"ROLLFLOW_LOG_FORMAT = 'xml': .* as 'text' or as 'json'"):
+    with pytest.raises(ConfigError, match=r"ROLLFLOW_LOG_FORMAT = 'xml': .* is 'text' or 'json'"):
         logging_settings()
 
 

@@ -70,9 +70,9 @@ def test_actor_wait_reports_its_workers_death(tmp_path: Path, monkeypatch: pytes
         command = [sys.executable, "-c", ASK, head.address]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
     engine, learner, other = done.stdout.splitlines()
-    assert engine.startswith("waited for the engine: a Ray worker (process ")
-    assert f"died before it registered: its process ended; see {head.folder}" in engine
-    assert "died before it registered: ImportError: no Ray today" in learner
+    assert engine.startswith("cannot wait for the engine: a Ray worker (process ")
+    assert f"died before Ray registered it: its process ended; see {head.folder}" in engine
+    assert "died before Ray registered it: ImportError: no Ray today" in learner
     assert other == "here"
 
 
@@ -86,7 +86,7 @@ def test_death_is_reported_once_and_to_its_kind(folder: Path) -> None:
     assert explain_lost_worker("engine") == ""
     note_death(folder, 12, "engine", "no memory")
     assert explain_lost_worker("learner") == ""
-    assert "process 12) died before it registered: no memory" in explain_lost_worker("engine")
+    assert "process 12) died before Ray registered it: no memory" in explain_lost_worker("engine")
     assert explain_lost_worker("engine") == ""
     # the watch notices the death after the worker itself has recorded it
     note_death(folder, 12, "engine", "its process ended")

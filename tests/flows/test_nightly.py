@@ -157,7 +157,7 @@ def test_failing_registry_promotes_nothing(plan: Nightly, monkeypatch: pytest.Mo
     registry = MlflowClient(uri, uri)
     registry.set_registered_model_alias("math", "best", registry.create_model_version("math", "hers").version)
     [report] = run_night(plan, FIRST, lambda *_: context_of(store, first.run_id))
-    assert "alias = 'best': version 2 of MLflow's model 'math' has it, and no night made that" in report.result
+    assert "alias = 'best': version 2 of MLflow's model 'math' has this alias, but no night made that" in report.result
 
 
 def test_z_score_equals_the_value_by_hand() -> None:
@@ -174,7 +174,7 @@ def test_z_score_equals_the_value_by_hand() -> None:
 def test_few_answers_promote_no_version(plan: Nightly, new: int, old: int, promoted: bool) -> None:
     better, said = _judge(RegisteredVersion("1", "monday", EvaluationScore(0.0, old)), EvaluationScore(0.6, new), plan)
     assert better == promoted
-    assert promoted or "fewer than answers = 100 cannot be compared; raise evaluation.prompts" in said
+    assert promoted or "fewer than answers = 100 held-out answers cannot be compared; raise evaluation.prompts" in said
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,9 @@ class TestOnAServer:
             client.create_deployment(flow_id=client.create_flow_from_name("post-training"), name=SERVED)
         monkeypatch.setattr(nightly_module, "POLL_SECONDS", 0.1)
         name = f"math-night-{time.strftime('%Y%m%d-%H%M', time.gmtime())}"
-        with pytest.raises(Unreachable, match=r"took longer than .* hours and was stopped"):
+        with pytest.raises(
+            Unreachable, match=r"took longer than .* hours, the limit of the nightly file, and was stopped"
+        ):
             train_here(RunConfig(name="math"), name, 0.3)
         with open_client() as client:
             [run] = [one for one in client.read_flow_runs() if one.name == name]

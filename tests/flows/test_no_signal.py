@@ -73,7 +73,7 @@ def test_run_without_signal_is_reported_or_stopped(silent: RunContext, capsys: p
     with pytest.raises(ConfigError) as stopped:
         RunWatch(stages, writer, supervisor)._tell()
     assert str(stopped.value) == f"train.no_signal = 'stop': {words}"
-    assert words.startswith("nothing was learned in versions 1 to 4: no row had an advantage")
+    assert words.startswith("versions 1 to 4 learned nothing: all responses")
     status = read_status(silent)
     assert status is not None
     assert status.messages[-1] == words
@@ -100,7 +100,10 @@ def test_run_with_signal_is_not_reported(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("reason", "resumable"),
     [
-        ("ConfigError: policy.cold_start.target_accuracy = 0.9: reached 0.10", False),
+        (
+            "ConfigError: policy.cold_start.target_accuracy = 0.9: the policy reached a held-out accuracy of only 0.10",
+            False,
+        ),
         ("GaveUp: the train stage failed: ConfigError: train.lora.targets = ['x']", False),
         ("GaveUp: the engine died 6 times", True),
         ("no reason was recorded", True),

@@ -42,36 +42,39 @@ def test_healthy_cluster_has_no_faults() -> None:
 
 
 FAULTS: list[tuple[NodeState, str]] = [
-    (versions(rollflow="0.3"), "10.0.0.2: rollflow is 0.3, and 0.4 here; install rollflow 0.4 there"),
-    (versions(python="3.12.1"), "10.0.0.2: python is 3.12.1, and 3.11.9 here; install python 3.11.9 there"),
-    (versions(pyarrow=""), "10.0.0.2: pyarrow is not installed, and 25 on most nodes; install pyarrow 25 there"),
-    (versions(vllm="0.19"), "10.0.0.2: vllm is 0.19, and 0.20 on most nodes; install vllm 0.20 there"),
+    (versions(rollflow="0.3"), "10.0.0.2: rollflow is 0.3, and 0.4 here; install rollflow 0.4 on the node"),
+    (versions(python="3.12.1"), "10.0.0.2: python is 3.12.1, and 3.11.9 here; install python 3.11.9 on the node"),
+    (versions(pyarrow=""), "10.0.0.2: pyarrow is not installed, and 25 on most nodes; install pyarrow 25 on the node"),
+    (versions(vllm="0.19"), "10.0.0.2: vllm is 0.19, and 0.20 on most nodes; install vllm 0.20 on the node"),
     (
         other(store="store.uri = 's3://b' cannot be reached (timeout); check AWS_REGION"),
-        "10.0.0.2: store.uri = 's3://b' cannot be reached (timeout); check AWS_REGION; a node has its credentials from "
-        "its own environment or role",
+        "10.0.0.2: store.uri = 's3://b' cannot be reached (timeout); check AWS_REGION; give the node "
+        "credentials in its own environment, or a role",
     ),
     (
         dataclasses.replace(other(), clock=-90.0),
-        "10.0.0.2: its clock is 90 s behind this machine's; switch on NTP on both (timedatectl set-ntp true)",
+        "10.0.0.2: the node's clock is 90 s behind this machine's clock; switch on NTP on both "
+        "machines (timedatectl set-ntp true)",
     ),
     (
         other(gpus=0),
-        "10.0.0.2: Ray offers 2 GPUs, and the node has 0 devices (/dev/nvidia*); install its driver, or start Ray "
-        "there with --num-gpus set to that",
+        "10.0.0.2: Ray offers 2 GPUs, but the node has 0 devices (/dev/nvidia*); install the node's GPU driver, or "
+        "start Ray on the node with --num-gpus=0",
     ),
     (
         other(disk=1 << 30),
-        "10.0.0.2: 1.0 GiB are free at /home/a/fetched, of 5 that a run may fetch; free some, or set ROLLFLOW_HOME "
-        "there to a larger disk",
+        "10.0.0.2: only 1.0 GiB are free at /home/a/fetched, and a run may download 5 GiB; free space, or set "
+        "ROLLFLOW_HOME on the node to a folder on a larger disk",
     ),
     (
         other(cache="", disk=0),
-        "10.0.0.2: no folder for what it fetches can be written; set ROLLFLOW_HOME there to one",
+        "10.0.0.2: the node has no folder that can be written for downloaded files; set ROLLFLOW_HOME on "
+        "the node to such a folder",
     ),
     (
         dataclasses.replace(other(), report=None, silent="waited 120 s for node 10.0.0.2"),
-        "10.0.0.2 did not answer (waited 120 s for node 10.0.0.2); install rollflow 0.4 there, or end the node",
+        "10.0.0.2 did not answer (waited 120 s for node 10.0.0.2); install rollflow 0.4 on that node, or "
+        "remove the node from the cluster",
     ),
 ]
 
@@ -118,7 +121,7 @@ def test_node_reports_its_store_and_versions(tmp_path: Path, monkeypatch: pytest
     ("arguments", "sentence"),
     [
         ([], 'cluster.address = "auto": a private cluster is this machine'),
-        (["--set", "cluster.address=ray://x"], "cluster.address = 'ray://x' is no address of a Ray head"),
+        (["--set", "cluster.address=ray://x"], "cluster.address = 'ray://x' is not an address of a Ray head"),
         (["--set", f"cluster.address=127.0.0.1:{free_port()}"], "does not answer (Connection refused)"),
     ],
 )

@@ -252,11 +252,11 @@ def test_cost_of_a_plan_is_printed(capsys: pytest.CaptureFixture[str], file: Pat
         ("gpus = 2", "gpus = 0", "train.gpus = 0 is less than or equal to the minimum of 0"),
         ("hour = 6.0", "hour = -1", "train.hour = -1 is less than the minimum of 0"),
         ("hour = 6.0", "hour = inf", "train.hour = inf: input should be a finite number"),
-        ("hour = 6.0", "hour = true", "train.hour = true: true and false are no numbers; write a number"),
-        ("hour = 6.0", "", "train.hour is missing; add it"),
+        ("hour = 6.0", "hour = true", "train.hour = true: true and false are not numbers; write a number"),
+        ("hour = 6.0", "", "train.hour is missing; add the key"),
         ("gb_month = 0.5", 'gb_month = "much"', "storage.gb_month = 'much' is not of type 'number'"),
         ("rest_hour", "rest", "rest = 1.0: there is no such key; did you mean rest_hour?"),
-        ("rest_hour", "zzz", "zzz = 1.0: there is no such key; remove it; docs/planning.md lists all"),
+        ("rest_hour", "zzz", "zzz = 1.0: there is no such key; remove the key; docs/planning.md lists all keys"),
     ],
 )
 def test_bad_prices_are_refused(

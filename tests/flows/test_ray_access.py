@@ -40,7 +40,7 @@ except RollflowError as error:
     said = f"{type(error).__name__}: {error}"
 print(json.dumps(said))
 """
-CURE = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+CURE = "set RAY_AUTH_MODE=token, and set RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,9 @@ def test_missing_or_wrong_token_is_refused(head: RayHead, verb: str, tmp_path: P
     without = ask(head, verb, {})
     assert without.startswith(f"ConfigError: cluster.address = '{head.address}' asks for a token; {CURE}")
     wrong = ask(head, verb, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64})
-    assert wrong.startswith(f"ConfigError: cluster.address = '{head.address}' asks for another token than this process")
+    assert wrong.startswith(
+        f"ConfigError: cluster.address = '{head.address}': the cluster requires another token than the token"
+    )
     assert CURE in wrong
     nowhere = ask(head, verb, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")})
     assert nowhere.startswith(f"ConfigError: cluster.address = '{head.address}'")
@@ -86,7 +88,9 @@ def test_missing_or_wrong_token_is_refused(head: RayHead, verb: str, tmp_path: P
 
 def test_machine_without_a_node_is_refused(head: RayHead) -> None:
     said = ask(head, "strange", head.env)
-    assert said.startswith(f"ConfigError: cluster.address = '{head.address}': this machine is none of the cluster's 1")
+    assert said.startswith(
+        f"ConfigError: cluster.address = '{head.address}': this machine is not one of the cluster's 1"
+    )
     assert said.endswith(f"ray start --address={head.address} --num-cpus=0")
 
 
@@ -96,4 +100,4 @@ def test_certificates_grant_access_to_a_tls_cluster(tmp_path: Path, monkeypatch:
         monkeypatch.setenv(name, value)
     with RayHead(tmp_path / "ray", cpus=1) as head:
         assert ask(head, "attach", head.env | tls) == "1 nodes"
-        assert "a head with TLS needs RAY_USE_TLS=1" in ask(head, "attach", head.env)
+        assert "for a head with TLS set RAY_USE_TLS=1" in ask(head, "attach", head.env)

@@ -156,7 +156,7 @@ def test_policy_in_the_working_folder_is_refused(lying: Path, capsys: pytest.Cap
     recipe = lying / "lying.toml"
     recipe.write_text(RECIPE.replace("policies/tiny", "my/policy"))
     said = refused(capsys, "check", str(recipe))
-    assert said.startswith("policy.path = 'my/policy': it is no folder beside the recipe, in ")
+    assert said.startswith("policy.path = 'my/policy': the folder is not beside the recipe, in ")
     assert "--set policy.path=my/policy" in said
     assert main(["check", str(recipe), "--set", "policy.path=my/policy", "--json"]) == OK
 

@@ -17,8 +17,9 @@ from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
 from rollflow.tasks.learners.config import TorchTrain, TrainBase
-from rollflow.tasks.objectives.config import Advantage, Clip, Correction, Kimi, PartsObjective, Penalties, Ratio
+from rollflow.tasks.objectives.config import Advantage, Correction, PartsObjective, Penalties
 from rollflow.tasks.objectives.presets import PRESETS
+from rollflow.tasks.objectives.surrogate_config import Clip, Kimi, Ratio
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
 
@@ -118,7 +119,7 @@ def test_key_of_another_kind_is_named() -> None:
 )
 def test_double_correction_is_refused(objective: dict[str, object]) -> None:
     with pytest.raises(
-        ConfigError, match=r"^train\.objective\.correction\.outside = .* corrected twice; set ratio\.to"
+        ConfigError, match=r"^train\.objective\.correction\.outside = .* correct samples twice; set ratio\.to"
     ):
         parse_config({"train": {"objective": objective}})
     parse_config({"train": {"objective": {**objective, "ratio": {"to": "proximal"}}}})
@@ -127,18 +128,18 @@ def test_double_correction_is_refused(objective: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("kind", "correction", "words"),
     [
-        ("grpo", {"high": 3.0}, r'high = 3\.0: .* outside = "none"; leave it out, or set outside to "clamp" or "mask"'),
-        ("tis", {"low": 0.5, "judge": "geometric"}, r"low = 0\.5: it changes nothing"),
+        ("grpo", {"high": 3.0}, r'high = 3\.0: .* outside = "none"; remove it, or set outside to "clamp" or "mask"'),
+        ("tis", {"low": 0.5, "judge": "geometric"}, r"low = 0\.5: this key has no effect"),
         ("decoupled-ppo", {"weigh": False}, r'weigh = False: .* outside = "clamp"; .* set outside to "mask"'),
-        ("decoupled-ppo", {"judge": "sequence"}, r"judge = 'sequence': it changes nothing"),
+        ("decoupled-ppo", {"judge": "sequence"}, r"judge = 'sequence': this key has no effect"),
         ("mis", {"second_moment": 0.1}, r'second_moment = 0\.1: .* set outside to "second-moment"'),
-        ("m2po", {"level": "geometric"}, r"level = 'geometric': it changes nothing"),
-        ("geometric-mask", {"outside": "none", "low": 0.9}, r"low = 0\.9: it changes nothing"),
+        ("m2po", {"level": "geometric"}, r"level = 'geometric': this key has no effect"),
+        ("geometric-mask", {"outside": "none", "low": 0.9}, r"low = 0\.9: this key has no effect"),
         (
             "grpo",
             {"outside": "mask", "weigh": False, "judge": "token", "level": "sequence", "high": 2.0, "low": 0.5}
             | {"second_moment": 0.04},
-            r"level = 'sequence': it changes nothing where a mask only judges",
+            r"level = 'sequence': this key has no effect, because the mask decides",
         ),
     ],
 )
@@ -150,24 +151,27 @@ def test_unused_correction_key_is_refused(kind: str, correction: dict[str, objec
 @pytest.mark.parametrize(
     ("objective", "words"),
     [
-        ({"penalties": {"kl": "k1"}}, r"penalties\.kl = 'k1': it changes nothing without kl_weight"),
+        ({"penalties": {"kl": "k1"}}, r"penalties\.kl = 'k1': this key has no effect without kl_weight"),
         (
             {"penalties": {"kl_to": "reference"}},
-            r"penalties\.kl_to = 'reference': it changes nothing without kl_weight",
+            r"penalties\.kl_to = 'reference': this key has no effect without kl_weight",
         ),
         (
             {"penalties": {"kl_weight": 0.1, "kl_gain": 0.2}},
-            r"penalties\.kl_gain = 0\.2: it changes nothing without kl_target",
+            r"penalties\.kl_gain = 0\.2: this key has no effect without kl_target",
         ),
         (
             {"kind": "rloo", "ratio": {"level": "sequence"}},
-            r"ratio\.level = 'sequence': it changes nothing while the surrogate has no ratio",
+            r"ratio\.level = 'sequence': this key has no effect while the surrogate has no ratio",
         ),
-        ({"kind": "rloo", "ratio": {"to": "proximal"}}, r"ratio\.to = 'proximal': it changes nothing"),
-        ({"kind": "rloo", "ratio": {"to": "proximal", "level": "sequence"}}, r"ratio\.level = 'sequence': it changes"),
+        ({"kind": "rloo", "ratio": {"to": "proximal"}}, r"ratio\.to = 'proximal': this key has no effect"),
+        (
+            {"kind": "rloo", "ratio": {"to": "proximal", "level": "sequence"}},
+            r"ratio\.level = 'sequence': this key has no effect",
+        ),
         (
             {"kind": "rloo", "ratio": {"to": "proximal"}, "correction": {"outside": "second-moment"}},
-            r"ratio\.to = 'proximal': it changes nothing",
+            r"ratio\.to = 'proximal': this key has no effect",
         ),
     ],
 )
@@ -179,7 +183,9 @@ def test_unused_penalty_or_ratio_is_refused(objective: dict[str, object], words:
 @pytest.mark.parametrize("kl_to", ["behaviour", "reference"])
 def test_k1_in_the_loss_is_refused(kl_to: str) -> None:
     penalties = {"kl": "k1", "kl_to": kl_to, "kl_weight": 0.1}
-    with pytest.raises(ConfigError, match=r"^train\.objective\.penalties\.kl = 'k1': its gradient .* choose \"k2\""):
+    with pytest.raises(
+        ConfigError, match=r"^train\.objective\.penalties\.kl = 'k1': the gradient of k1 .* choose \"k2\""
+    ):
         parse_config({"train": {"objective": {"penalties": penalties}}})
     parse_config({"train": {"objective": {"penalties": {**penalties, "kl_weight": 0.0}}}})
     parse_config({"train": {"objective": {"penalties": {**penalties, "kl_to": "reference", "kl_in": "reward"}}}})
@@ -208,7 +214,7 @@ def test_recorded_config_is_read_although_refused_now() -> None:
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ({"penalties": {"kl": "k1", "kl_weight": 0.1}}, r"penalties\.kl = 'k1': its gradient "),
+        ({"penalties": {"kl": "k1", "kl_weight": 0.1}}, r"penalties\.kl = 'k1': the gradient of k1 "),
         ({"ratio": {"level": "sequence"}}, r"ratio\.level = 'sequence': with aggregation = "),
     ],
 )
@@ -223,7 +229,7 @@ def test_sweep_refuses_a_full_recipe_before_it_starts(tmp_path: Path) -> None:
     """`rollflow check --resolved` prints such recipes."""
     path = recipe(tmp_path, to_toml(with_every_part()))
     load_recipe(path, ["train.objective.penalties.kl=k1"])
-    with pytest.raises(ConfigError, match=r"^train\.objective\.penalties\.kl = 'k1': its gradient "):
+    with pytest.raises(ConfigError, match=r"^train\.objective\.penalties\.kl = 'k1': the gradient of k1 "):
         load_recipe(path, ["train.objective.penalties.kl=k1", "train.objective.penalties.kl_weight=0.1"])
 
 
@@ -289,7 +295,7 @@ def test_key_unknown_to_every_kind_is_refused(tmp_path: Path) -> None:
         ({"engine": {"kind": "sglang"}}, "engine.kind = 'sglang' is not one of ['vllm', 'transformers', 'timed']"),
         (
             {"prompts": [{"path": "x"}]},
-            "prompts.0 = {'path': 'x'}: it has no kind;",
+            "prompts.0 = {'path': 'x'} has no kind;",
         ),
         ({"prompts": [{"kind": "csv"}]}, "prompts.0.kind = 'csv' is not one of ['reasoning-gym', 'jsonl', "),
         (
@@ -353,9 +359,7 @@ def test_default_verifier_fits_the_prompts(prompts: dict[str, Any], reward: dict
 
 @pytest.mark.parametrize("kind", ["sorting", "column-sums"])
 def test_unsuitable_verifier_is_refused(kind: str) -> None:
-    words = (
-        rf"reward\.kind = 'reasoning-gym': prompts of kind \"{kind}\" are of no family; set reward\.kind = \"exact\""
-    )
+    words = rf"reward\.kind = 'reasoning-gym': prompts of kind \"{kind}\" belong to no"
     with pytest.raises(ConfigError, match=words):
         parse_config({"prompts": [{"kind": kind}], "reward": {"kind": "reasoning-gym"}})
 

@@ -164,5 +164,5 @@ def test_damaged_first_entry_is_no_other_format(tmp_path: Path) -> None:
     run = unpack("bucket", tmp_path)
     first = run / entry_path(0)
     first.write_bytes(first.read_bytes().replace(b'"format":%d' % FORMAT, b'"format":%d' % (FORMAT + 1)))
-    with pytest.raises(Corrupt, match="it was altered"):
+    with pytest.raises(Corrupt, match="the object was altered"):
         _ = attach_run(str(run)).config

@@ -276,7 +276,7 @@ def test_serve_picks_up_a_crash_once(deployment: str, run: RunContext) -> None:
     pick_up = SupervisorRestarter(deployment)
     for _ in range(2):
         pick_up.look(told.append)
-    assert told == [f"run {run.run_id} goes on: killed"]
+    assert told == [f"run {run.run_id} is restarted: killed"]
     newest, *older = of(run)
     assert older == [flow_run]
     with open_client() as client:

@@ -120,7 +120,7 @@ def test_every_course_keeps_the_budget_and_its_records(
             episodes += world.up
             if world.recent == LIMITS.restarts:
                 with pytest.raises(
-                    RestartsExhausted, match=r"learner was restarted 3 times within 100 s .* once more: gone"
+                    RestartsExhausted, match=r"learner was restarted 3 times within 100 s, .* ended again: gone"
                 ):
                     world.keeper.mark_down(ROLE, "gone")
                 break

@@ -139,9 +139,11 @@ def test_prefect_and_ray_leave_nothing_behind(tmp_path: Path, mark: str) -> None
     try:
         check_prefect(prefect.api_url)
         check_ray(ray.address)
-        with pytest.raises(ConfigError, match=r"PREFECT_API_URL = .* answers, but is not a Prefect API .*ends in /api"):
+        with pytest.raises(
+            ConfigError, match=r"PREFECT_API_URL = .* the server at this address is not a Prefect API .*ends in /api"
+        ):
             check_prefect(prefect.ui_url + "/nothing")
-        with pytest.raises(ConfigError, match="answers, but is no Ray head"):
+        with pytest.raises(ConfigError, match="the server at this address is not a Ray head"):
             check_ray(prefect.ui_url.removeprefix("http://"))
         command = [sys.executable, "-c", CLIENT, ray.address]
         client = subprocess.run(
@@ -153,11 +155,11 @@ def test_prefect_and_ray_leave_nothing_behind(tmp_path: Path, mark: str) -> None
             "waited 0.2 s for an answer, from the actor",
             "told to end",
             "told to end",
-            "no actor 'nobody' lives in the namespace 'test' of the Ray cluster",
+            "no actor 'nobody' exists in the namespace 'test' of the Ray cluster",
             "['other']",
         ]
         assert client.stdout.splitlines()[6].startswith(
-            "dead: waited for an answer, from the other, but its process is gone"
+            "dead: cannot wait for an answer, from the other, because its process is gone"
         )
         assert client.stderr == ""
         # the detached actor's child is left; the killed actor's child ended with the actor
@@ -326,7 +328,7 @@ time.sleep(600)
 
 def test_service_that_ends_early_is_named_with_its_log(tmp_path: Path) -> None:
     runner = Runner(tmp_path / "log", {}, module="no_such_module", ready=tmp_path / "ready")
-    with pytest.raises(Unreachable, match=rf"ended while starting \(exit code 1\); see {tmp_path}/log"):
+    with pytest.raises(Unreachable, match=rf"ended while it was starting \(exit code 1\); see {tmp_path}/log"):
         runner.start()
     assert "no_such_module" in (tmp_path / "log").read_text()
 
@@ -363,7 +365,7 @@ def test_closed_port_is_one_sentence() -> None:
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "localhost", "host:port", ":6379"])
 def test_invalid_ray_address_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="is no address of a Ray head"):
+    with pytest.raises(ConfigError, match="is not an address of a Ray head"):
         check_ray(address)
 
 

@@ -64,7 +64,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 def test_run_that_another_home_serves_is_refused(server: Server, tmp_path: Path) -> None:
     server.add(tmp_path / "other")
-    with pytest.raises(ConfigError, match=f"{NAME} is already under way, by another command on this Prefect server"):
+    with pytest.raises(
+        ConfigError, match=f"{NAME} is already running, started by another command on this Prefect server"
+    ):
         check_unserved(NAME, tmp_path / "mine")
 
 

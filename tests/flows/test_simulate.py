@@ -118,7 +118,7 @@ def test_bad_hardware_file_is_one_sentence(
 
 def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
     assert "'nowhere.toml' cannot be read" in refused(capsys, "plan", RECIPE, "--hardware", "nowhere.toml")
-    assert "ends in .png or .html" in refused(capsys, "plan", RECIPE, "--hardware", str(file), "--plot", "a.svg")
+    assert "must end in .png or .html" in refused(capsys, "plan", RECIPE, "--hardware", str(file), "--plot", "a.svg")
     assert "there is no folder" in refused(
         capsys, "plan", RECIPE, "--hardware", str(file), "--json", str(tmp_path / "no" / "x.json")
     )
@@ -149,7 +149,7 @@ def test_baseline_time_shares_equal_the_published_ones() -> None:
 def test_keys_lists_hardware_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "--hardware"]) == 0
     out = capsys.readouterr().out
-    assert "engines.batch_slowdown = 0.0  # number at least 0: c: with n running requests" in out
+    assert "engines.batch_slowdown = 0.0  # number at least 0: c in this formula: with n running requests" in out
     assert "group_size" not in out
 
 

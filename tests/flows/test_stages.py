@@ -198,7 +198,7 @@ def test_paused_stage_is_restarted(world: World, role: str) -> None:
     world.look_for(5.0)
     assert world.states == [(role, "Running"), (role, "Cancelling")]
     assert len(world.starts_of(role)) == 2
-    assert f"the {role} stage was paused, and goes on: pause the run's own flow run, which has its stages" in world.told
+    assert f"the {role} stage was paused and continues; to pause the run, pause the run's own flow run" in world.told
 
 
 @pytest.mark.parametrize("attended", [True, False])
@@ -222,7 +222,9 @@ def test_supervisor_that_was_blocked_reports_the_lease(world: World, monkeypatch
     failed = Failed(message=f"Flow run encountered an exception: SupervisorGone: {lease.sentence}")
     monkeypatch.setattr(stages_module, "states_of", lambda _, runs: dict.fromkeys(runs, failed))
     world.now += 2 * lease.seconds
-    with pytest.raises(RestartsExhausted, match=rf"the rollout stage ended Failed: .*{re.escape(lease.sentence)}$"):
+    with pytest.raises(
+        RestartsExhausted, match=rf"the rollout stage's flow run ended Failed: .*{re.escape(lease.sentence)}$"
+    ):
         world.stages.look()
     assert len(world.started) == 4  # by the fixture
 

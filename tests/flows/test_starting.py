@@ -67,7 +67,7 @@ def test_second_resume_is_refused_by_name(
         assert find_holder(run_home(), run) == str(first.pid)
         assert main(["resume", "one"]) == 2
         said = capsys.readouterr().err
-        assert f"run one is already under way, by another command of {Path(run.uri).parents[2] / 'home'}" in said
+        assert f"run one is already running, started by another command of {Path(run.uri).parents[2] / 'home'}" in said
         assert f"(process {first.pid})" in said
         assert driven == []
         first.send_signal(signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_second_resume_is_refused_by_name(
 
 
 def test_run_is_held_by_one_command_of_a_home(run: RunContext) -> None:
-    with hold_run(run_home(), run), pytest.raises(ConfigError, match="is already under way"), hold_run(run_home(), run):
+    with hold_run(run_home(), run), pytest.raises(ConfigError, match="is already running"), hold_run(run_home(), run):
         pass
     with hold_run(run_home(), run):
         pass
@@ -113,7 +113,7 @@ def test_stop_ends_a_run_before_its_stages_begin(run: RunContext, how: Any) -> N
     following = RunWatch(SimpleNamespace(), writer, SimpleNamespace())  # type: ignore[arg-type]
     following.heed_before()
     request_stop(run.store, how)
-    with pytest.raises(RunEnded, match=f"ended while it started, by `rollflow {how}`"):
+    with pytest.raises(RunEnded, match=f"the run ended while it was starting, because of `rollflow {how}`"):
         following.heed_before()
 
 

@@ -124,7 +124,10 @@ def test_stop_waits_for_the_next_version(run: RunContext, monkeypatch: pytest.Mo
             request_stop(run.store, "stop")
 
     told = followed(run, monkeypatch, looks)
-    assert told == ["`rollflow stop`: it ends at the next version", "stopped at version 6 by `rollflow stop`"]
+    assert told == [
+        "the run ends at its next version, because of `rollflow stop`",
+        "the run was stopped at version 6 by `rollflow stop`",
+    ]
 
 
 def test_stop_after_the_last_version_changes_nothing(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +135,7 @@ def test_stop_after_the_last_version_changes_nothing(run: RunContext, monkeypatc
         if stages.progress.version == 9:
             request_stop(run.store, "stop")
 
-    assert followed(run, monkeypatch, looks) == ["`rollflow stop`: it ends at the next version"]
+    assert followed(run, monkeypatch, looks) == ["the run ends at its next version, because of `rollflow stop`"]
 
 
 def test_cancel_is_immediate(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:

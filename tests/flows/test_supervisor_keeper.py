@@ -81,7 +81,7 @@ def test_unreadable_supervisor_is_not_stuck(tmp_path: Path, monkeypatch: pytest.
     assert status.messages == (AWAY,)
     answers += [RunStatus("long", "training", seconds=5.0)] * 100  # the status can be read again, and does not change
     looks(config.rollout.patience_seconds + 10)
-    assert crashes == ["it wrote no status for too long (training)"]
+    assert crashes == ["it wrote no status for too long (phase: training)"]
 
 
 @pytest.mark.parametrize("state", [Scheduled(), RUNNING], ids=["no runner takes it", "it runs"])
@@ -174,10 +174,10 @@ def test_unreachable_storage_delays_no_other_run(monkeypatch: pytest.MonkeyPatch
     pick_up = crashed_module.SupervisorRestarter("rollflow")
     pick_up.look(told.append)
     pick_up.look(told.append)
-    assert told == ["run second goes on: killed"]
+    assert told == ["run second is restarted: killed"]
     away.clear()
     pick_up.look(told.append)
-    assert told == ["run second goes on: killed", "run first goes on: killed"]
+    assert told == ["run second is restarted: killed", "run first is restarted: killed"]
 
 
 def test_long_run_is_restarted_despite_many_newer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

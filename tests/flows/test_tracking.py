@@ -119,7 +119,7 @@ def test_anchors_are_kept_and_never_replaced(place: TrackingPlace) -> None:
     assert read_anchors(context, place) == kept
     with pytest.raises(ConfigError, match="MLflow has no anchor of this run"):
         read_anchors(SimpleNamespace(key="another"), place)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="MLflow of this run cannot be read"):
+    with pytest.raises(ConfigError, match="MLflow experiment of this run cannot be read"):
         read_anchors(context, replace(place, uri="sqlite:////proc/none/all.db"))
 
 

@@ -45,11 +45,11 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "value", "words"),
     [
         ("HTTP_PROXY", "ftp://me:hidden@host", ["'ftp://host'", "http://host:port"]),
-        ("http_proxy", "http://host:port", ["no address of a proxy"]),
-        ("HTTPS_PROXY", "http://a host", ["no address of a proxy"]),
-        ("https_proxy", "http://", ["no address of a proxy"]),
-        ("ALL_PROXY", "socks4://host:1", ["no address of a proxy"]),
-        ("all_proxy", "http://[::", ["no address of a proxy", "unset all_proxy"]),
+        ("http_proxy", "http://host:port", ["not an address of a proxy"]),
+        ("HTTPS_PROXY", "http://a host", ["not an address of a proxy"]),
+        ("https_proxy", "http://", ["not an address of a proxy"]),
+        ("ALL_PROXY", "socks4://host:1", ["not an address of a proxy"]),
+        ("all_proxy", "http://[::", ["not an address of a proxy", "unset all_proxy"]),
         ("ROLLFLOW_HOME", "/etc/passwd", ["cannot be written", "set ROLLFLOW_HOME"]),
         ("ROLLFLOW_HOME", "/proc/home", ["cannot be written"]),
         ("ROLLFLOW_HOME", "/dev/null/home", ["cannot be written"]),
@@ -124,7 +124,7 @@ def test_removed_working_directory_is_refused(
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert "set it to an absolute path" in refused(capsys, "status")
+    assert "set ROLLFLOW_HOME to an absolute path" in refused(capsys, "status")
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +277,7 @@ except ConfigError as error:
     ended = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
     assert "PREFECT_CLIENT_MAX_RETRIES" in ended.stdout
     assert "max_retries Input should be a valid integer" in ended.stdout
-    assert "unset it" in ended.stdout
+    assert "unset the variable" in ended.stdout
 
 
 @pytest.mark.parametrize(("command", "code"), [("keys", 0), ("check no-such.toml", 2)])

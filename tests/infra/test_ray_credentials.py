@@ -136,11 +136,11 @@ def test_ray_lets_in_who_has_the_credentials(
     stranger = {"RAY_TLS_SERVER_CERT": f"{other}/machine.crt", "RAY_TLS_SERVER_KEY": f"{other}/machine.key"}
     assert deployment.ask(without_token).startswith(f"ConfigError: {named} asks for a token; set RAY_AUTH_MODE=token")
     other_token = without_token | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}
-    assert deployment.ask(other_token).startswith(f"ConfigError: {named} asks for another token")
-    assert "a head with TLS needs RAY_USE_TLS=1 and its certificates here" in deployment.ask(without_tls)
+    assert deployment.ask(other_token).startswith(f"ConfigError: {named} requires another token")
+    assert "for a head with TLS set RAY_USE_TLS=1 and the certificates on this machine" in deployment.ask(without_tls)
     for changed, words in (
-        (stranger, "or takes no certificate such as RAY_TLS_SERVER_CERT"),
-        ({"RAY_TLS_CA_CERT": f"{other}/ca.crt"}, "no TLS with that head"),
+        (stranger, "or accepts no certificate such as RAY_TLS_SERVER_CERT"),
+        ({"RAY_TLS_CA_CERT": f"{other}/ca.crt"}, "TLS with the Ray head failed"),
     ):
         said = deployment.ask(own | changed)
         assert said.startswith(f"ConfigError: {named} and RAY_USE_TLS = '1': "), said

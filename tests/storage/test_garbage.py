@@ -70,7 +70,7 @@ def test_unnamed_object_is_garbage_once_its_claim_is_superseded(run: LocalStore)
     RealScheduler(run, new.writer.claim)
     found = list_orphans(run, store_clock(run))
     assert [(orphan.path, orphan.size, orphan.why) for orphan in found] == [
-        (path, 4, "no entry names it, its writer was superseded") for path in sorted(left)
+        (path, 4, "no entry names the object, and its writer was superseded") for path in sorted(left)
     ]
     before = set(run.list())
     assert collect(run, found) == 12
@@ -106,7 +106,7 @@ def test_pruned_object_that_still_exists_is_garbage(run: LocalStore) -> None:
     }
     assert {orphan.path for orphan in found} == gone
     assert gone
-    assert {orphan.why for orphan in found} >= {"version 1 does not need its weights any more"}
+    assert {orphan.why for orphan in found} >= {"version 1 no longer needs its weights"}
     collect(run, found)
     assert audit(run, deep=True).violations == []
 
@@ -209,7 +209,7 @@ def test_unnamed_index_object_is_garbage_after_a_week(run: LocalStore) -> None:
         age(run, f"log_index/{name}.json", days)
     age(run, named, 100)
     assert [(o.path, o.why) for o in list_orphans(run, store_clock(run))] == [
-        ("log_index/ab.json", "no entry has it as its index")
+        ("log_index/ab.json", "no entry names this index")
     ]
     assert list_orphans(run, store_clock(run), 9 * DAY) == []
 
@@ -232,7 +232,7 @@ def test_damaged_log_has_no_garbage(run: LocalStore, segments: bool, monkeypatch
     if segments:
         assert [orphan.path for orphan in list_orphans(run, store_clock(run))] == sorted(left)
     else:
-        with pytest.raises(Corrupt, match="garbage cannot be identified, because the log does not fold: log/"):
+        with pytest.raises(Corrupt, match="garbage cannot be identified, because the run's log is damaged:  log/"):
             list_orphans(run, store_clock(run))
 
 
@@ -259,7 +259,7 @@ def test_log_with_a_misplaced_entry_has_no_garbage(run: LocalStore, follows: boo
     if follows:
         assert [orphan.path for orphan in list_orphans(run, at)] != []
     else:
-        with pytest.raises(Corrupt, match=f"does not fold: {entry_path(n)}"):
+        with pytest.raises(Corrupt, match=f"is damaged:  {entry_path(n)}"):
             list_orphans(run, at)
 
 
@@ -333,8 +333,8 @@ def test_unfinished_writes_are_garbage_after_a_week(run: LocalStore) -> None:
         os.utime(scratch / name, (then, then))
     found = list_orphans(run, store_clock(run))
     assert [(o.path, o.size, o.why) for o in found] == [
-        (".tmp/a", 4, "its writer never ended it"),
-        (".tmp/c", 4, "its writer never ended it"),
+        (".tmp/a", 4, "its writer never finished writing it"),
+        (".tmp/c", 4, "its writer never finished writing it"),
     ]
     assert [o.path for o in list_orphans(run, store_clock(run), 30 * DAY)] == [".tmp/c"]
     assert sweep(run) == 8
@@ -349,7 +349,7 @@ def test_abandoned_upload_is_removed_and_a_live_one_completes(monkeypatch: pytes
         empty, elsewhere = begun(run, "empty", 0), begun(other, "a")
         grow_old(stale, elsewhere)
         found = list(list_abandoned(run, store_clock(run)))
-        assert [(o.path, o.size, o.why) for o in found] == [("stale", PART, "its writer never ended it")]
+        assert [(o.path, o.size, o.why) for o in found] == [("stale", PART, "its writer never finished writing it")]
         assert sweep(run) == PART
         assert set(uploads()) == {live, empty, elsewhere}
         ended(run, "live", live)

@@ -63,8 +63,8 @@ def test_fates_names_each_fate_of_a_dispatch(store: MemoryStore) -> None:
     assert list(found) == [stale, again, third]
     assert [type(fate) for fate in found.values()] == [Discarded, Quarantined, Consumed]
     assert [str(fate) for fate in found.values()] == [
-        "discarded when batch 2 was formed: stale, started under version 2, 5 response tokens",
-        "in batch 2, which was quarantined; issued again",
+        "discarded as stale when batch 2 was formed; started under version 2; 5 response tokens",
+        "in batch 2, which was quarantined; the prompt was issued again",
         "trained into version 3",
     ]
     [fate] = list_fates(log, gone.prompt).values()
@@ -160,7 +160,7 @@ def test_find_version_finds_every_version(store: MemoryStore, prune: bool) -> No
     for version in range(21):
         assert find_version(log, version).entry == published(store, version)
     for version in (-1, 21):
-        with pytest.raises(Missing, match=f"has no version {version}, the newest is 20"):
+        with pytest.raises(Missing, match=f"has no version {version}; its newest version is 20"):
             find_version(log, version)
 
 

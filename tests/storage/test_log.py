@@ -115,7 +115,7 @@ def test_check_raises_for_a_deposed_role(store: MemoryStore) -> None:
     learner.check()
     Learner(store, supervisor.claim)
     assert learner.valid()  # valid in the entries that the learner has read
-    with pytest.raises(Deposed, match="this run has another learner now"):
+    with pytest.raises(Deposed, match="the run has another learner now"):
         learner.check()
     assert not learner.valid()
     supervisor.check()  # no other process has claimed this role
@@ -129,7 +129,7 @@ def test_deposed_role_cannot_append(store: MemoryStore) -> None:
     another = Scheduler(store, supervisor.writer.claim)
     scheduler.dispatch(0)
     scheduler.dispatch(0)
-    with pytest.raises(Deposed, match="this one stops"):
+    with pytest.raises(Deposed, match="this learner stops"):
         scheduler.commit()
     assert not scheduler.writer.valid()
     another.commit()
@@ -372,7 +372,7 @@ def test_missing_entry_without_a_segment_stops_all_readers(store: MemoryStore) -
     for path in (*store.list("log_snapshots"), *store.list("log_segments")):
         store.delete(path)
     store.delete(entry_path(5))
-    with pytest.raises(Corrupt, match=r"log/0000000005.json is missing, log/0000000006.json is there"):
+    with pytest.raises(Corrupt, match=r"log/0000000005.json is missing, but log/0000000006.json exists"):
         Log(store)
 
 
@@ -531,7 +531,7 @@ def test_writer_without_the_role_cannot_append(store: MemoryStore) -> None:
     create_run(store)
     log = Log(store)
     supervisor = log.claim("supervisor")
-    with pytest.raises(EntryRefused, match="a supervisor does not append run-created"):
+    with pytest.raises(EntryRefused, match="a supervisor must not append an entry of kind run-created"):
         supervisor.append(lambda state, _: RunCreated("x", {}, "", 1))
     with pytest.raises(Deposed):
         Writer(log, "learner", 0).append(lambda state, _: BatchVoided(0, 0, "never claimed"))
@@ -554,7 +554,7 @@ def test_repair_restores_entries_from_segments(store: MemoryStore) -> None:
     store.delete(entry_path(9))
     found = plan_repairs(store)
     assert [cure.n for cure in found] == [5, 9]
-    assert all("restore it from its segment" in str(cure) for cure in found)
+    assert all("restore the entry from its segment" in str(cure) for cure in found)
     repair(store, found)
     assert entries(store) == whole
     assert plan_repairs(store) == []
@@ -587,7 +587,7 @@ def test_damage_without_an_intact_copy_cannot_be_repaired(store: MemoryStore) ->
     for path in (*store.list("log_snapshots"), *store.list("log_segments")):
         store.delete(path)
     store.put(entry_path(5), flipped(store.get(entry_path(5))))
-    with pytest.raises(Corrupt, match=r"0000000005.json .* entries follow it: it cannot be repaired"):
+    with pytest.raises(Corrupt, match=r"0000000005.json .* entries follow it: the log cannot be repaired"):
         plan_repairs(store)
 
 

@@ -209,7 +209,7 @@ def test_waiters_wait_as_long_as_the_fetch_may_take(
 ) -> None:
     monkeypatch.setattr(cache_of_a_node, "WAIT_SECONDS", 0.0)
     assert answered(start(processes, half_filler, cache, "s3://one"))
-    with pytest.raises(Unreachable, match="waited 0 s for another process of this node to fetch 1"):
+    with pytest.raises(Unreachable, match="waited 0 s for another process on this node to fetch 1"):
         hold(cache)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(NodeCache(cache, "s3://one", patience=300.0).hold, "1", fill, whole)
@@ -246,9 +246,11 @@ def test_each_node_has_its_own_cache_folder(tmp_path: Path, monkeypatch: pytest.
     assert node_cache().is_relative_to(own)
     assert own.stat().st_mode & 0o777 == 0o700
     own.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"ROLLFLOW_HOME: .* is not this user's alone; set it"):
+    with pytest.raises(
+        ConfigError, match=r"ROLLFLOW_HOME is not set, and .* belongs to other users, too; set ROLLFLOW_HOME"
+    ):
         node_cache()
     own.rmdir()
     own.symlink_to(tmp_path / "home")
-    with pytest.raises(ConfigError, match="not this user's alone"):
+    with pytest.raises(ConfigError, match="belongs to other users, too"):
         node_cache()

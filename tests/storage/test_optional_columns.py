@@ -88,14 +88,14 @@ def file_with(name: str, values: Any, kind: pa.DataType | None = None) -> pa.Buf
     ],
 )
 def test_unknown_column_is_corrupt(name: str, values: list[Any], kind: pa.DataType) -> None:
-    with pytest.raises(Corrupt, match="columns are not those of trajectory schema 1"):
+    with pytest.raises(Corrupt, match="columns are not the columns of trajectory schema 1"):
         TrajectoryBatch.from_bytes(file_with(name, values, kind))
 
 
 def test_column_that_is_stored_twice_is_corrupt() -> None:
     table = TrajectoryBatch.from_bytes(file_with("turn_starts", [[1], None])).table
     twice = table.append_column(table.schema.field("turn_starts"), table["turn_starts"])
-    with pytest.raises(Corrupt, match="columns are not those of trajectory schema 1"):
+    with pytest.raises(Corrupt, match="columns are not the columns of trajectory schema 1"):
         TrajectoryBatch.from_bytes(TrajectoryBatch(twice).to_bytes())
 
 
@@ -111,7 +111,7 @@ def test_column_that_is_stored_twice_is_corrupt() -> None:
     ],
 )
 def test_null_inside_of_a_value_is_corrupt(name: str, values: list[Any]) -> None:
-    with pytest.raises(Corrupt, match="a column holds nulls"):
+    with pytest.raises(Corrupt, match="a column of the batch contains null values"):
         TrajectoryBatch.from_bytes(file_with(name, values))
 
 

@@ -62,7 +62,7 @@ def test_version_is_found_as_published(run: ObjectStore) -> None:
         assert [len(other.read(stored)) for stored in found.objects] == [stored.size for stored in found.objects]
     assert (other.newest(), other.retention) == (2, policies.retention)
     for version in (-1, 3):
-        with pytest.raises(Missing, match=f"has no version {version}, the newest is 2"):
+        with pytest.raises(Missing, match=f"has no version {version}; its newest version is 2"):
             other.find(version)
 
 
@@ -90,7 +90,7 @@ def test_version_of_a_voided_batch_is_refused(run: ObjectStore) -> None:
     policies.newest()
     run.delete(file_of(batches, 0).path)
     batches.void(writer, 0, "gone")
-    with pytest.raises(EntryRefused, match="version 1 was not trained on its batch"):
+    with pytest.raises(EntryRefused, match="version 1 names another batch than the one it must be trained on"):
         publish(policies, learner, 1)
     assert policies.newest() == 0
 
@@ -268,7 +268,7 @@ def test_altered_weights_are_refused(run: ObjectStore, tmp_path: Path) -> None:
     ways = policies.read, lambda stored: policies.file(stored, Path(tempfile.mkdtemp(dir=tmp_path)))
     for read in ways:
         run.put(stored.path, b"other")
-        with pytest.raises(Corrupt, match="is not what its entry committed"):
+        with pytest.raises(Corrupt, match="does not contain what its entry committed"):
             read(stored)
         run.delete(stored.path)
         with pytest.raises(Corrupt, match="is missing"):

@@ -168,43 +168,55 @@ def prune(*objects: tuple[int, str]) -> Change:
     return with_body("pruned", lambda rich, body: {"objects": objects})
 
 
-NEVER = "that can be pruned"
+NEVER = "to prune"
 REFUSALS: dict[str, tuple[Change, str]] = {
     # roles
-    "a learner commits": (by("learner", "batch-committed"), "a learner does not append batch-committed"),
-    "a supervisor voids": (by("supervisor", "batch-voided"), "a supervisor does not append batch-voided"),
-    "a scheduler publishes": (by("scheduler", "version-published"), "a scheduler does not append version-published"),
-    "a scheduler prunes": (by("scheduler", "pruned"), "a scheduler does not append pruned"),
-    "a creator claims": (claimed("creator", lambda rich: None), "a creator does not append claimed"),
-    "a scheduler creates": (lambda rich: ("scheduler", 0, {**rich.model.created}), "does not append run-created"),
+    "a learner commits": (
+        by("learner", "batch-committed"),
+        "a learner must not append an entry of kind batch-committed",
+    ),
+    "a supervisor voids": (
+        by("supervisor", "batch-voided"),
+        "a supervisor must not append an entry of kind batch-voided",
+    ),
+    "a scheduler publishes": (
+        by("scheduler", "version-published"),
+        "a scheduler must not append an entry of kind version-published",
+    ),
+    "a scheduler prunes": (by("scheduler", "pruned"), "a scheduler must not append an entry of kind pruned"),
+    "a creator claims": (claimed("creator", lambda rich: None), "a creator must not append an entry of kind claimed"),
+    "a scheduler creates": (
+        lambda rich: ("scheduler", 0, {**rich.model.created}),
+        "must not append an entry of kind run-created",
+    ),
     "a run is created again": (lambda rich: ("creator", 0, {**rich.model.created}), "a run can be created only once"),
     # claims
-    "a claim of the entry before": (claimed("supervisor", lambda rich: None, -1), "a claim must name itself"),
-    "a claim of the entry behind": (claimed("supervisor", lambda rich: None, 1), "a claim must name itself"),
+    "a claim of the entry before": (claimed("supervisor", lambda rich: None, -1), "a claim must name its own entry"),
+    "a claim of the entry behind": (claimed("supervisor", lambda rich: None, 1), "a claim must name its own entry"),
     "a supervisor under one": (claimed("supervisor", lambda rich: rich.newest), "claimed under the newest supervisor"),
     "under an old supervisor": (
         claimed("scheduler", lambda rich: rich.old),
-        "newest supervisor: a supervisor",
+        "newest supervisor \(a supervisor",
     ),
     "under none": (claimed("learner", lambda rich: None), "a learner must be claimed under the newest supervisor"),
     "a role of before": (
         by("scheduler", "batch-committed", "supervisor"),
         r"another scheduler now \(scheduler, process 0",
     ),
-    "another role's claim": (by("learner", "pruned", "scheduler"), r"another learner now \(.*\); this one stops"),
+    "another role's claim": (by("learner", "pruned", "scheduler"), r"another learner now \(.*\); this learner stops"),
     # batches
     "a batch too far": (batch(lambda body: {"number": 10}), "batch 10 cannot be formed now"),
     "a batch that waits": (batch(lambda body: {"number": 8}), "batch 8 cannot be formed now"),
     "a batch that was trained on": (batch(lambda body: {"number": 5}), "batch 5 cannot be formed now"),
     "a batch of nothing": (batch(lambda body: {"groups": [], "rows": 0}), "batch 7 has no group"),
-    "a row too many": (batch(lambda body: {"rows": 7}), "batch 7 has 7 rows for its groups"),
+    "a row too many": (batch(lambda body: {"rows": 7}), "batch 7 has 7 rows; 2 groups of 3 responses need 6"),
     "a row too few": (batch(lambda body: {"rows": 5}), "batch 7 has 5 rows"),
     "a group too many": (batch(lambda body: {"groups": body["groups"] * 2}), "batch 7 has 6 rows"),
-    "a prompt is passed over": (issued(lambda one, two: [one + 2, two]), "is not the next one of source 0"),
-    "a prompt is issued twice": (issued(lambda one, two: [one, two, two]), "is not the next one of source 1"),
-    "a prompt is issued again": (issued(lambda one, two: [one - 2, two]), "is not the next one of source 0"),
+    "a prompt is passed over": (issued(lambda one, two: [one + 2, two]), "is not the next prompt of source 0"),
+    "a prompt is issued twice": (issued(lambda one, two: [one, two, two]), "is not the next prompt of source 1"),
+    "a prompt is issued again": (issued(lambda one, two: [one - 2, two]), "is not the next prompt of source 0"),
     "a prompt is not issued": (issued(lambda one, two: [one]), r"attempt=0\) is not open"),
-    "a prompt below zero": (issued(lambda one, two: [-2]), "is not the next one of source 0"),
+    "a prompt below zero": (issued(lambda one, two: [-2]), "is not the next prompt of source 0"),
     "given up twice": (given_up(lambda *key: [[*key], [*key]]), "is not open"),
     "another attempt given up": (given_up(lambda prompt, _: [[prompt, 9]]), r"attempt=9\) is not open"),
     "trained and given up": (batch(lambda body: {"discards": [[body["groups"][0][:2], "stale", 0, 5]]}), "is not open"),
@@ -219,20 +231,20 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "tokens of before the start": (group(3, -1), "tokens of versions that do not exist"),
     "tokens of the future": (group(3, 1), "tokens of versions that do not exist"),
     # voids
-    "a void of another entry": (void(6, lambda rich: 1), "batch 6 was trained on or formed again"),
-    "a void of what was trained on": (void(5, of(5)), "batch 5 was trained on or formed again"),
-    "a void of a hole": (void(7, of(6)), "batch 7 was trained on or formed again"),
+    "a void of another entry": (void(6, lambda rich: 1), "batch 6 cannot be voided: it was trained on or formed again"),
+    "a void of what was trained on": (void(5, of(5)), "batch 5 cannot be voided: it was trained on or formed again"),
+    "a void of a hole": (void(7, of(6)), "batch 7 cannot be voided: it was trained on or formed again"),
     # versions
     "a version too far": (publish(number=9), "version 9 cannot follow version 6"),
     "a version again": (publish(number=6), "version 6 cannot follow version 6"),
     "a version without weights": (publish(weights=[]), "version 7 has no weights"),
-    "of another batch": (publish(batch_entry=1), "version 7 was not trained on its batch"),
-    "of no batch": (publish(batch_entry=None), "version 7 was not trained on its batch"),
+    "of another batch": (publish(batch_entry=1), "version 7 names another batch than the one"),
+    "of no batch": (publish(batch_entry=None), "version 7 names another batch than the one"),
     # retention: alpha raises keep_last from 1 to 3; every fourth version is kept, and every second has state
-    "the newest weights": (prune((6, "weights")), "the weights of version 6 must stay"),
-    "the newest state": (prune((6, "state")), "the state of version 6 must stay"),
-    "weights within alpha": (prune((4, "weights")), "version 4 must stay"),
-    "the weights of a base": (prune((2, "weights")), "version 2 must stay"),
+    "the newest weights": (prune((6, "weights")), "the weights of version 6 must not be pruned"),
+    "the newest state": (prune((6, "state")), "the state of version 6 must not be pruned"),
+    "weights within alpha": (prune((4, "weights")), "version 4 must not be pruned"),
+    "the weights of a base": (prune((2, "weights")), "version 2 must not be pruned"),
     "never published": (prune((7, "weights")), f"version 7 has no weights {NEVER}"),
     "no such version": (prune((-1, "state")), f"version -1 has no state {NEVER}"),
     "never stored": (prune((5, "state")), f"version 5 has no state {NEVER}"),
@@ -275,10 +287,10 @@ def refused(rich: Rich, change: Change) -> EntryRefused:
     [
         ({"n": 30}, "entry 30 cannot follow entry"),
         ({"n": 3}, "entry 3 cannot follow entry"),
-        ({"prev": "0" * 64}, "names a hash"),
-        ({"version": 7}, r"its version and next batch are \(7, 9\), expected"),
-        ({"batch": 8}, r"its version and next batch are \(6, 8\), expected"),
-        ({"claim": 1}, "a claim must name itself"),
+        ({"prev": "0" * 64}, "names another hash"),
+        ({"version": 7}, r"the entry names \(version, next batch\) = \(7, 9\), but"),
+        ({"batch": 8}, r"the entry names \(version, next batch\) = \(6, 8\), but"),
+        ({"claim": 1}, "a claim must name its own entry"),
     ],
 )
 def test_misplaced_entry_is_refused(rich: Rich, change: dict[str, Any], why: str) -> None:
@@ -303,9 +315,9 @@ def created(config: dict[str, Any], sources: int = 1) -> RunState:
 
 
 def test_log_begins_with_a_creation_with_sources() -> None:
-    with pytest.raises(EntryRefused, match="the first entry of a log is the run's creation"):
+    with pytest.raises(EntryRefused, match="the first entry of a log must create the run"):
         decided(RunState(), ("supervisor", 0, {"kind": "claimed"}))
-    with pytest.raises(EntryRefused, match="a run needs prompt sources"):
+    with pytest.raises(EntryRefused, match="a run needs at least one prompt source"):
         created(CREATION, sources=0)
     state = created(CREATION, sources=2)
     assert (state.n, state.run_id, state.alpha, state.group_size) == (0, "test", 1.5, 4)
@@ -315,7 +327,7 @@ def test_log_begins_with_a_creation_with_sources() -> None:
 @pytest.mark.parametrize("role", ["scheduler", "learner"])
 @pytest.mark.parametrize("under", [None, -1, 0])
 def test_role_cannot_be_claimed_without_a_supervisor(role: Role, under: int | None) -> None:
-    with pytest.raises(Deposed, match="newest supervisor: none"):
+    with pytest.raises(Deposed, match="newest supervisor \(none\)"):
         decided(created(CREATION), (role, 1, {"kind": "claimed", "under": under}))
 
 
@@ -332,16 +344,16 @@ def test_version_0_has_no_batch_and_version_1_has_one(rich: Rich) -> None:
     state = decided(state, ("learner", 2, {"kind": "claimed", "under": 1}))
     version = {"kind": "version-published", "number": 0, "batch_entry": None, "weights": weights}
     stateless, version = version, version | {"state": weights}
-    with pytest.raises(EntryRefused, match="version 0 cannot name a batch"):
+    with pytest.raises(EntryRefused, match="version 0 must not name a batch"):
         decided(state, ("learner", 2, version | {"batch_entry": 0}))
     with pytest.raises(EntryRefused, match="version 1 cannot follow version -1"):
         decided(state, ("learner", 2, version | {"number": 1}))
-    with pytest.raises(EntryRefused, match="version 0 needs the learner's state"):
+    with pytest.raises(EntryRefused, match="version 0 must store the learner's state"):
         decided(state, ("learner", 2, stateless))
     state = decided(state, ("learner", 2, version))
     assert state.held == {0: {"weights": 3, "state": 3}}
     for entry in (None, 3):
-        with pytest.raises(EntryRefused, match="version 1 was not trained on its batch"):
+        with pytest.raises(EntryRefused, match="version 1 names another batch than the one"):
             decided(state, ("learner", 2, version | {"number": 1, "batch_entry": entry}))
 
 

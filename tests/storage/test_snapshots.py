@@ -112,9 +112,9 @@ def test_snapshot_of_another_fold_is_ignored(store: Counting) -> None:
     (newest,) = store.list("log_snapshots")
     tree = open_sealed(store.get(newest))
     assert tree["fold"] == FOLD
-    with pytest.raises(ValueError, match="another version of the fold"):
+    with pytest.raises(ValueError, match="another version of the rules"):
         snapshots.from_bytes(seal_tree(tree | {"fold": FOLD + 1}))
-    with pytest.raises(ValueError, match="it was altered"):
+    with pytest.raises(ValueError, match="the object was altered"):
         snapshots.from_bytes(json.dumps(tree).encode())
 
 

@@ -88,7 +88,7 @@ def test_file_without_an_entry_is_no_batch(run: ObjectStore) -> None:
 def test_entry_of_another_kind_commits_no_batch(run: ObjectStore) -> None:
     batches, writer = ready(run)
     for n in (0, writer.claim, writer.claim + 1):
-        with pytest.raises(Corrupt, match=f"entry {n} of .* commits no batch"):
+        with pytest.raises(Corrupt, match=f"entry {n} of .* does not commit a batch"):
             batches.committed(n)
 
 
@@ -112,7 +112,7 @@ def test_damaged_batch_error_names_the_file(run: ObjectStore, damage: Callable[[
     batches.commit(writer, staged())
     file = file_of(batches, 0)
     run.put(file.path, damage(run.get(file.path)))
-    with pytest.raises(Corrupt, match=f"{file.path} is not what was committed"):
+    with pytest.raises(Corrupt, match=f"{file.path} does not contain what was committed"):
         batches.read(file)
     run.delete(file.path)
     with pytest.raises(Corrupt, match=f"{file.path} is missing"):
@@ -138,12 +138,12 @@ REWARD = SCHEMA.get_field_index("reward")
         (arrow_file(GOOD).to_pybytes()[:-20], "not a readable Arrow file"),  # the footer is cut off
         (arrow_file(pa.table({"x": [1]})), "trajectory schema none is not 1"),
         (arrow_file(GOOD.replace_schema_metadata({b"rollflow.schema": b"2"})), "trajectory schema 2 is not 1"),
-        (arrow_file(GOOD.drop_columns("reward")), "columns are not those of trajectory schema 1"),
+        (arrow_file(GOOD.drop_columns("reward")), "columns are not the columns of trajectory schema 1"),
         (
             arrow_file(GOOD.set_column(REWARD, "reward", GOOD["reward"].cast(pa.float64()))),
-            "columns are not those of trajectory schema 1",
+            "columns are not the columns of trajectory schema 1",
         ),
-        (arrow_file(GOOD.set_column(REWARD, SCHEMA.field(REWARD), pa.nulls(4, pa.float32()))), "holds nulls"),
+        (arrow_file(GOOD.set_column(REWARD, SCHEMA.field(REWARD), pa.nulls(4, pa.float32()))), "contains null values"),
     ],
 )
 def test_foreign_file_is_corrupt(data: bytes | pa.Buffer, message: str) -> None:
@@ -370,5 +370,5 @@ def test_a_cursor_by_hand() -> None:
     assert cursor.upcoming == (6, 3)
     assert [index for index in range(9) if cursor.covers(index)] == [0, 1, 2, 4]
     assert not Cursor().covers(0)
-    with pytest.raises(ValueError, match="a cursor of 2 sources has filtered counts of 1"):
+    with pytest.raises(ValueError, match="the cursor counts issued prompts of 2 sources and filtered prompts of 1"):
         Cursor((3, 1), (0,))

@@ -180,7 +180,7 @@ def test_create_that_cannot_be_checked_is_unreachable(
         raise OSError(told, "it failed")
 
     monkeypatch.setattr(local_backend.os, "link", linking)
-    with pytest.raises(Unreachable, match=r"it is not known whether .*a/record was written"):
+    with pytest.raises(Unreachable, match=r"it is unknown whether .*a/record was written"):
         local.create("a/record", b"x")
 
 
@@ -216,7 +216,7 @@ def test_put_that_cannot_be_checked_is_unreachable(local: LocalStore, monkeypatc
     with monkeypatch.context() as patch:
         lost_answers(patch, "replace")
         unreadable(patch, local.local_path("a/object"))
-        with pytest.raises(Unreachable, match=r"it is not known whether .*a/object was written"):
+        with pytest.raises(Unreachable, match=r"it is unknown whether .*a/object was written"):
             local.put("a/object", b"new")
     assert local.get("a/object") == b"new"
 

@@ -172,7 +172,7 @@ async def nobody_there(channel: RayChannel) -> None:
             while True:
                 await actor.ping.remote(0.1)
     ray_channel.GRACE_SECONDS = 1.0
-    with pytest.raises(Unreachable, match="no channel actor lived to take batch 7 within 2 s"):
+    with pytest.raises(Unreachable, match="no channel actor existed to take batch 7 within 2 s"):
         await channel.put(7, b"", 1)
 
 

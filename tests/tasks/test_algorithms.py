@@ -220,7 +220,7 @@ def test_scale_that_does_not_fit_the_baseline_is_refused(baseline: str, scale: s
 
 @pytest.mark.parametrize("key", ["gamma", "gae_lambda"])
 def test_critic_keys_are_refused_without_a_critic(key: str) -> None:
-    with pytest.raises(ValidationError, match=f"advantage.{key} = 0.5: it changes nothing without a critic"):
+    with pytest.raises(ValidationError, match=f"advantage.{key} = 0.5: this key has no effect without a critic"):
         Advantage.model_validate({key: 0.5})
     assert getattr(Advantage.model_validate({key: 0.5, "baseline": "critic", "scale": "none"}), key) == 0.5
 

@@ -95,5 +95,5 @@ def test_blank_model_is_tested_once_after_its_load(folder: Path, monkeypatch: py
 def test_unusable_head_is_refused_after_the_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, other = begun(folder), begun(folder, blank=True)
     monkeypatch.setattr("rollflow.tasks.policies.head.NEAR", {torch.float32: -1.0})
-    with pytest.raises(ConfigError, match=r"^policy.path: the head of a .* cannot be run on its own"):
+    with pytest.raises(ConfigError, match=r"^policy.path: the output layer of a .* cannot be run on its own"):
         other.load(*saved(made))

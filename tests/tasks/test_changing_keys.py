@@ -139,8 +139,8 @@ def copy_of(run: RunContext, folder: Path) -> RunContext:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("seed=1", "seed = 1: it cannot change"),
-        ("versions=1", "versions = 1: version 2 is published; choose 2 or more"),
+        ("seed=1", "seed = 1: the key cannot change"),
+        ("versions=1", "versions = 1: version 2 is already published; choose 2 or more"),
         ("versions=many", "versions = 'many' is not of type 'integer'"),
         ("learning_rate=1", "learning_rate = 1: there is no such key"),
         ("versions", "is not of the form key=value"),

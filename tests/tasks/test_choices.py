@@ -260,7 +260,7 @@ def test_filter_that_keeps_nothing_fails_with_advice() -> None:
         ran(choices={"filter": FilterConfig(min_mean=1.0, max_consecutive=20)})
     why = find_first_cause(caught.value)
     assert isinstance(why, ConfigError)  # not a restart, because a restarted run would also filter the next 20 groups
-    assert "removed 20 groups in a row (the last: mean reward at or below 1); widen it" in str(why)
+    assert "removed 20 groups in a row (the last group: mean reward at or below 1); widen the filter" in str(why)
 
 
 def test_response_age_counts_from_its_oldest_token() -> None:

@@ -77,7 +77,7 @@ def test_drawn_sums_stay_within_and_reach_their_bounds() -> None:
 
 
 def test_source_without_training_questions_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"evaluation\.prompts: the 210 held-out sums leave nothing to train on"):
+    with pytest.raises(ConfigError, match=r"evaluation\.prompts: after 210 held-out sums nothing is left to train on"):
         ColumnSumsSource(SMALL, 0, 300, HeldOut()).training(0)
 
 

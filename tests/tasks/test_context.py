@@ -42,7 +42,7 @@ def test_context_is_the_length_that_all_support(config: dict[str, Any], length: 
 
 @pytest.mark.parametrize("config", [{}, {"max_position_embeddings": None}, {"text_config": {"hidden_size": 8}}])
 def test_config_without_a_context_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"names no context length .*; write max_position_embeddings there"):
+    with pytest.raises(ConfigError, match=r"names no context length .*; write max_position_embeddings into it"):
         context_length(config)
 
 
@@ -72,7 +72,7 @@ def test_probe_covers_windows_and_scaled_positions(config: dict[str, Any], lengt
 
 @pytest.mark.parametrize("value", [0, -4, 0.5, 1e30, "8", True, [8]])
 def test_window_that_is_not_a_length_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"sliding_window = .*; write a whole number above 0 there, or null"):
+    with pytest.raises(ConfigError, match=r"sliding_window = .*; write a whole number above 0, or null"):
         check_window(LONG | {"text_config": {"sliding_window": value}})
 
 

@@ -153,7 +153,7 @@ def test_nonfinite_loss_leaves_the_critic_unchanged(folder: Path) -> None:
     with torch.no_grad():
         made.critic.model.head.bias.fill_(1e30)
     before = {name: p.detach().clone() for name, p in made.critic.model.named_parameters()}
-    why = r"version 2 is not trained: .* of batch 1 is (inf|nan); start another run .* lower train\."
+    why = r"version 2 is not trained, because .* of batch 1 is (inf|nan); start another run .* lower train\."
     with pytest.raises(NotFinite, match=why):
         made.step(batch(1), 1)
     assert all(torch.equal(p.detach(), before[name]) for name, p in made.critic.model.named_parameters())

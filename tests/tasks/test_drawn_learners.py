@@ -17,18 +17,9 @@ from pydantic import ValidationError
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import CriticConfig, DeepSpeedTrain, Lora, ReferenceConfig, TorchTrain, TrainConfig
-from rollflow.tasks.objectives.config import (
-    Advantage,
-    BinaryTv,
-    Clip,
-    Correction,
-    Kimi,
-    PartsObjective,
-    Penalties,
-    PolicyGradient,
-    Ratio,
-)
+from rollflow.tasks.objectives.config import Advantage, Correction, PartsObjective, Penalties
 from rollflow.tasks.objectives.presets import PRESETS
+from rollflow.tasks.objectives.surrogate_config import BinaryTv, Clip, Kimi, PolicyGradient, Ratio
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
 from tests.contracts.test_learners import batch, saved

@@ -64,9 +64,9 @@ async def test_new_owner_takes_the_engine_over(ray_node: None) -> None:
     await second.resume()
     new = await second.generate(GenerationRequest("same-id", (3,), 10, seed=2))
     assert new.versions == (4,) * 10
-    with pytest.raises(EngineFailed, match="taken this engine over"):
+    with pytest.raises(EngineFailed, match="taken over this engine"):
         await asyncio.wait_for(old, HANG_SECONDS)
-    with pytest.raises(EngineFailed, match="taken this engine over"):
+    with pytest.raises(EngineFailed, match="taken over this engine"):
         await first.suspend("continue")
     await first.close()  # the first client does not own the engine, so it must not close the engine
     assert (await second.stats()).running == 0

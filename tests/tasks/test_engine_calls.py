@@ -121,7 +121,7 @@ def test_unreadable_answer_ends_every_wait() -> None:
     async def main() -> None:
         called = await Called().begun()
         vars(called.actor)["collect"] = unreadable
-        with pytest.raises(EngineFailed, match="engine: collect: ValueError"):
+        with pytest.raises(EngineFailed, match="the results of engine could not be collected: ValueError"):
             await asyncio.wait_for(called.asked("a", seed=1), 100.0)
 
     async def unreadable(owner: str) -> None:

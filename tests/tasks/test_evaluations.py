@@ -264,7 +264,7 @@ def test_damaged_evaluation_is_repeated_and_hides_no_other(damaged: str) -> None
     run = MemoryStore(uuid4().hex)
     good = Evaluation(0, 0.5, 0.5, 8, 3.0, True)
     store_evaluation(run, good)
-    store_skipped(run, EvaluationSkipped(2, "its weights are gone"))
+    store_skipped(run, EvaluationSkipped(2, "the weights of this version are gone"))
     run.put(evaluation_path(1), damaged.encode())
     run.put(skipped_path(1), damaged.encode())
     assert [is_evaluated(run, version) for version in range(4)] == [True, False, True, False]
@@ -339,7 +339,9 @@ def test_version_without_weights_is_skipped_with_a_reason() -> None:
     beside = Beside(gone=(2,))
     pipeline = ran(beside)
     assert [each.version for each in read_evaluations(pipeline.store)] == [0, 4, 6]
-    assert read_skipped(pipeline.store) == [EvaluationSkipped(2, "its weights are gone: version 2 is missing")]
+    assert read_skipped(pipeline.store) == [
+        EvaluationSkipped(2, "the weights of this version are gone: version 2 is missing")
+    ]
 
 
 def test_weights_are_kept_until_their_evaluation_is_stored() -> None:

@@ -58,8 +58,8 @@ def whole(folder: Path, dtype: str = "float32", **given: Any) -> Any:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({}, r"train\.ranks = 1: .*; choose that, or sharded = false"),
-        ({"ranks": 2, "lora": {}}, r"train\.lora\.rank = 16: .*; take \[train\.lora\] away, or set sharded = false"),
+        ({}, r"train\.ranks = 1: .* 2 or more, or set sharded = false"),
+        ({"ranks": 2, "lora": {}}, r"train\.lora\.rank = 16: .*; remove \[train\.lora\], or set sharded = false"),
         (
             {"ranks": 2, "objective": {"kind": "ppo"}, "critic": {"model": "head"}},
             r"train\.critic\.model = 'head': .*; choose \"own\"",
@@ -218,7 +218,7 @@ def test_rank_without_rows_takes_part(folder: Path) -> None:
     ("sent", "sentence"),
     [
         (signal.SIGKILL, r"^rank 1 of 2 was killed by SIGKILL"),
-        pytest.param(signal.SIGSTOP, r"^rank 1 of 2 did not come to the others within 20 s", marks=SOAK),
+        pytest.param(signal.SIGSTOP, r"^rank 1 of 2 did not reach the other ranks within 20 s", marks=SOAK),
     ],
     ids=["killed", "stopped"],
 )

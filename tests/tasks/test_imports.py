@@ -86,20 +86,20 @@ def test_annotated_function_is_imported_with_its_options() -> None:
     [
         ("nowhere.parts:good", "there is no module nowhere on this machine; install its package, or put the folder"),
         ("own.nowhere:good", "there is no module own.nowhere on this machine"),
-        ("own.parts:missing", "the module own.parts has no missing; name something that it has"),
-        ("own.broken:good", "importing own.broken failed with ZeroDivisionError: division by zero; correct it"),
-        ("own.needy:good", "No module named 'a_library_that_is_not_there'; install that"),
+        ("own.parts:missing", "the module own.parts has no missing; name something that the module has"),
+        ("own.broken:good", "importing own.broken failed with ZeroDivisionError: division by zero; correct the module"),
+        ("own.needy:good", "No module named 'a_library_that_is_not_there'; install the missing module"),
         (
             "own.parts:bare",
-            "it is no function that is annotated to return rollflow's Score; write `-> Score`, with "
+            "the path does not name a function that is annotated to return rollflow's Score; write `-> Score`, with "
             "`from rollflow.tasks.scorers.base import Score`",
         ),
-        ("own.parts:Thing", "it is no function that is annotated"),
-        ("own.parts:unreadable", "it is no function that is annotated"),
-        ("own.parts:several", "it yields; write one that returns its Score"),
-        ("own.parts:other", "it is no function that is annotated to return rollflow's Score"),
-        ("own.parts:made", "its module failed with RuntimeError: not today; correct it"),
-        ("own.script:good", "importing own.script failed with SystemExit: 0; correct it"),
+        ("own.parts:Thing", "the path does not name a function that is annotated"),
+        ("own.parts:unreadable", "the path does not name a function that is annotated"),
+        ("own.parts:several", "the function yields; write a function that returns its Score"),
+        ("own.parts:other", "the path does not name a function that is annotated to return rollflow's Score"),
+        ("own.parts:made", "the module failed with RuntimeError: not today; correct the module"),
+        ("own.script:good", "importing own.script failed with SystemExit: 0; correct the module"),
     ],
 )
 def test_missing_part_is_reported_in_one_sentence(path: str, words: str) -> None:
@@ -126,9 +126,9 @@ def test_options_too_long_for_a_worker_are_refused() -> None:
 
 @pytest.mark.parametrize("path", ["os:system", "builtins:exec", "builtins:eval", "subprocess:run", "pickle:loads"])
 def test_forged_config_cannot_call_other_functions(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"it is no function that is annotated"):
+    with pytest.raises(ConfigError, match=r"the path does not name a function that is annotated"):
         imported_function("reward", reward(path), Score)
-    with pytest.raises(ConfigError, match=r"it is no class that derives from rollflow's RewardBase"):
+    with pytest.raises(ConfigError, match=r"the path does not name a class that derives from rollflow's RewardBase"):
         imported_class("reward", reward(path), RewardBase)
 
 
@@ -223,11 +223,11 @@ def test_class_that_meets_its_contract_is_created() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Mute", "it has no answer; write one, as reward's contract says"),
-        ("Deaf", r"its answer takes other arguments than \(question\): too many positional arguments"),
-        ("Hasty", "its wait cannot be awaited; write `async def wait`"),
-        ("Another", "it made a Good of its options; let it make one of its own"),
-        ("Ending", "Ending failed with SystemExit: 0; give it options that it takes"),
+        ("Mute", "the class has no method answer; write one, as reward's contract says"),
+        ("Deaf", r"the method answer does not take the arguments \(question\): too many positional arguments"),
+        ("Hasty", "the method wait cannot be awaited; write `async def wait`"),
+        ("Another", "the class created a Good instead of an object of its own; change the class"),
+        ("Ending", "Ending failed with SystemExit: 0; give options that the part accepts"),
     ],
 )
 def test_class_with_wrong_methods_is_refused_before_a_call(name: str, words: str) -> None:

@@ -57,7 +57,7 @@ def assert_nothing_changes(made: TorchLearner, batch: TrajectoryBatch, why: str)
 def test_nonfinite_batch_changes_nothing(column: str, name: str, value: float, minibatches: int) -> None:
     """A nonfinite batch changes nothing, even if a valid minibatch comes first."""
     made = learner_of(model_of("llama"), minibatches=minibatches)
-    why = f"^version 6 is not trained: {name} of batch 5 is {value}; fix the "
+    why = f"^version 6 is not trained, because {name} of batch 5 is {value}; fix the "
     assert_nothing_changes(made, with_last(two_groups(), column, value), why)
 
 
@@ -86,8 +86,10 @@ def test_nonfinite_loss_or_gradient_is_not_applied(loss: Callable[[Tensor], Tens
     made.step(two_groups(), 4)
     before = saved(made)
     made.objective = Broken()
-    cure = "start another run from the policy that `rollflow export` writes, and a lower train.learning_rate$"
-    with pytest.raises(NotFinite, match=rf"^version 6 is not trained: {figure} of batch 5 is -?(nan|inf); {cure}"):
+    cure = "start another run from the policy that `rollflow export` writes and a lower train.learning_rate$"
+    with pytest.raises(
+        NotFinite, match=rf"^version 6 is not trained, because {figure} of batch 5 is -?(nan|inf); {cure}"
+    ):
         made.step(two_groups(), 5)
     assert saved(made) == before
     assert made.first_nonfinite() is None

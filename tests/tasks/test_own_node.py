@@ -73,7 +73,7 @@ def merged(context: RunContext, folder: Path) -> Path:
 def test_policy_without_weights_is_refused(home: Path) -> None:
     prepare_small(home, versions=1)
     (home / "policy/model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"policy\.path = '.*/policy' has no weights as safetensors; save them there"):
+    with pytest.raises(ConfigError, match=r"policy\.path = '.*/policy' has no weights in safetensors format; save"):
         prepare_small(home, "another", versions=1)
 
 
@@ -81,7 +81,7 @@ def test_abandoned_attempts_policy_is_not_used(home: Path) -> None:
     """Files of an attempt that ended during its upload are not mixed with the run's policy."""
     before = attach_run(str(home / "home/store/runs/small"))
     before.store.put("policy/chat_template.jinja", b"another policy's")
-    with pytest.raises(ConfigError, match=r"run id 'small': .*chat_template\.jinja\); choose another with --run-id"):
+    with pytest.raises(ConfigError, match=r"run id 'small': .*chat_template\.jinja\); choose another id with --run-id"):
         prepare_small(home, versions=1)
 
 
@@ -112,7 +112,7 @@ async def test_engine_fails_alone_if_its_node_lacks_the_weights() -> None:
     await actor.attach("me")
     for call in (actor.fetch(0, Away()), actor.update("me", 0, Away())):
         with pytest.raises(
-            EngineFailed, match=r"version 0 is not available on this node: model\.safetensors is not what was"
+            EngineFailed, match=r"version 0 is not available to this engine's node: model\.safetensors is not what was"
         ):
             await call
 

@@ -76,11 +76,20 @@ def test_early_imports_only_on_a_private_cluster() -> None:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"env": {"HF_TOKEN": "hf_x"}}, r"cluster.env.HF_TOKEN = '...': a run keeps its config: set a secret on the"),
-        ({"env": {"AWS_SECRET_ACCESS_KEY": "x"}}, "cluster.env.AWS_SECRET_ACCESS_KEY = '...': a run keeps its config"),
-        ({"env": {"a b": "1"}}, "cluster.env.a b = '...': it is no name of a variable; correct it"),
-        ({"runtime_env": {"env_vars": {"A": "1"}}}, "cluster.runtime_env.env_vars = '...': give them as cluster.env"),
-        ({"runtime_env": {"pip": ["-i https://me:pw@index"]}}, "cluster.runtime_env = '...': an address in it has a"),
+        (
+            {"env": {"HF_TOKEN": "hf_x"}},
+            r"cluster.env.HF_TOKEN = '...': a run stores its config, so this secret would be stored",
+        ),
+        ({"env": {"AWS_SECRET_ACCESS_KEY": "x"}}, "cluster.env.AWS_SECRET_ACCESS_KEY = '...': a run stores its config"),
+        ({"env": {"a b": "1"}}, "cluster.env.a b = '...': this is not a valid name of an environment variable"),
+        (
+            {"runtime_env": {"env_vars": {"A": "1"}}},
+            "cluster.runtime_env.env_vars = '...': set the actors' environment variables in cluster.env",
+        ),
+        (
+            {"runtime_env": {"pip": ["-i https://me:pw@index"]}},
+            "cluster.runtime_env = '...': an address in runtime_env contains a",
+        ),
         (
             {"placement": {"strategy": "stack"}},
             r"cluster.placement.strategy = 'stack' is not one of \['spread', 'pack'",
@@ -103,10 +112,10 @@ def test_variables_without_secrets_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"runtime_env": {"pip": 3}}, r"cluster.runtime_env = \{'pip': 3\}: .*; correct it"),
+        ({"runtime_env": {"pip": 3}}, r"cluster.runtime_env = \{'pip': 3\}: .*; correct the value"),
         (
             {"placement": {"engine": {"labels": {"a b": "c"}}}},
-            r"cluster.placement.engine.labels = \{'a b': 'c'\}: Invalid label key name `a b`.*; correct it",
+            r"cluster.placement.engine.labels = \{'a b': 'c'\}: Invalid label key name `a b`.*; correct the value",
         ),
         (
             {"placement": {"reward": {"resource": "GPU"}}},
@@ -125,7 +134,9 @@ def test_placement_of_a_private_cluster_is_refused(key: str, value: object, tmp_
     own = {"labels": {"ray.io/accelerator-type": "H100"}, "resource": "accelerator_type:H100"}
     check_private_placement(parse_config({"cluster": {"placement": {"engine": own}}}))
     placed = {"cluster": {"placement": {"engine": {key: value}}}}
-    with pytest.raises(ConfigError, match=f"cluster.placement.engine.{key} = .*: no node of a private cluster has it"):
+    with pytest.raises(
+        ConfigError, match=f"cluster.placement.engine.{key} = .*: the node of a private cluster has neither"
+    ):
         preflight.check_addresses(parse_config(placed), str(tmp_path))
 
 
@@ -134,9 +145,11 @@ def test_missing_cluster_resources_are_noted() -> None:
     placed = {"engine": {"labels": FAST}, "scheduler": {"resource": "rollout"}}
     assert list(note_placement(config(placement=placed), [node])) == []
     [labels] = note_placement(config(placement={"engine": {"labels": {"zone": "b"}}}), [node])
-    assert labels.startswith("cluster.placement.engine: none of the 1 nodes has zone=b; the actors wait until one")
+    assert labels.startswith("cluster.placement.engine: none of the 1 nodes has zone=b; the actors of this role wait")
     [cpus] = note_placement(config(placement={"reserve_cpus": True}), [node])
-    assert cpus.startswith("cluster.placement.reserve_cpus = true: the run's actors use 5 CPUs, and the cluster has 2;")
+    assert cpus.startswith(
+        "cluster.placement.reserve_cpus = true: the run's actors need 5 CPUs, and the cluster has 2, "
+    )
 
 
 def test_recipe_may_set_every_placement_key(tmp_path: Path) -> None:

@@ -67,13 +67,19 @@ def with_value(name: str, value: float) -> Callable[[Tensors], Tensors]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda w: {k: v for k, v in w.items() if k != DOWN}, f"LlamaForCausalLM lacks {DOWN}; "),
-        (lambda w: {k: v for k, v in w.items() if k != "lm_head.weight"}, "LlamaForCausalLM lacks lm_head.weight; "),
-        (lambda w: {f"module.{k}": v for k, v in w.items()}, "has no place for module.lm_head.weight, "),
-        (lambda w: {**w, "extra.weight": torch.ones(2)}, "has no place for extra.weight; "),
+        (
+            lambda w: {k: v for k, v in w.items() if k != DOWN},
+            f"do not fit LlamaForCausalLM: missing tensors: {DOWN}; ",
+        ),
+        (
+            lambda w: {k: v for k, v in w.items() if k != "lm_head.weight"},
+            "do not fit LlamaForCausalLM: missing tensors: lm_head.weight; ",
+        ),
+        (lambda w: {f"module.{k}": v for k, v in w.items()}, "unknown tensors: module.lm_head.weight, "),
+        (lambda w: {**w, "extra.weight": torch.ones(2)}, "unknown tensors: extra.weight; "),
         (lambda w: {**w, DOWN: w[DOWN][:, 1:].clone()}, f"{DOWN} (64, 63) instead of (64, 64); "),
-        (with_value(DOWN, float("nan")), f"NaN or infinite values in {DOWN}; "),
-        (with_value("lm_head.weight", float("-inf")), "NaN or infinite values in lm_head.weight; "),
+        (with_value(DOWN, float("nan")), f"the tensors {DOWN} contain NaN or infinite values; "),
+        (with_value("lm_head.weight", float("-inf")), "the tensors lm_head.weight contain NaN or infinite values; "),
     ],
     ids=["missing tensor", "missing head", "prefixed names", "unused", "shape", "nan", "inf"],
 )
@@ -88,7 +94,7 @@ def test_tensors_that_do_not_match_the_model_are_refused(
 def test_value_beyond_the_trained_type_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     change_tensors(folder, lambda w: {**w, DOWN: torch.full_like(w[DOWN], 1e39, dtype=torch.float64)})
-    with pytest.raises(ConfigError, match=f"NaN or infinite values in {DOWN}"):
+    with pytest.raises(ConfigError, match=f"the tensors {DOWN} contain NaN or infinite values"):
         check_tensors(folder, "float32")
 
 
@@ -121,19 +127,19 @@ def test_wrong_index_is_refused(tmp_path: Path) -> None:
             check_tensors(folder, "float32")
 
     write_index(folder, {"weight_map": {k: v for k, v in index["weight_map"].items() if k != name}})
-    refused(f"is wrong about {name}")
+    refused(f"is wrong about the tensors {name}")
     write_index(folder, {"weight_map": {**index["weight_map"], "x": "a.safetensors"}})
-    refused("is wrong about x")
+    refused("is wrong about the tensors x")
     write_index(folder, {"weight_map": {**index["weight_map"], "x": "c.safetensors"}})
-    refused("weights c.safetensors are not there")
+    refused("weight files c.safetensors are missing")
     write_index(folder, {"weight_map": [1]})
-    refused("is no index of tensors")
+    refused("is not a valid index of tensors")
     write_index(folder, index)
     save_file({**b, name: a[name] + 1}, folder / "b.safetensors", metadata={"format": "pt"})
     refused(f"{name} is in a.safetensors and in b.safetensors")
     save_file(b, folder / "b.safetensors", metadata={"format": "pt"})
     save_file({"x": torch.ones(1)}, folder / "other.safetensors")
-    refused("other.safetensors is none of its weights")
+    refused("other.safetensors does not belong to the policy's weights")
 
 
 def test_weights_in_another_tools_format_are_skipped(tmp_path: Path) -> None:
@@ -156,7 +162,7 @@ def test_truncated_file_is_refused(tmp_path: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     for size in (len(whole) - 1, 100, 0):
         (folder / "model.safetensors").write_bytes(whole[:size])
-        assert "model.safetensors is truncated or no safetensors file" in refusal(folder)
+        assert "model.safetensors is truncated or not a safetensors file" in refusal(folder)
 
 
 def test_tied_tensors_must_be_equal(tmp_path: Path) -> None:
@@ -165,13 +171,13 @@ def test_tied_tensors_must_be_equal(tmp_path: Path) -> None:
     change_tensors(folder, lambda w: {**w, "lm_head.weight": w["model.embed_tokens.weight"].clone()})
     check_tensors(folder, "float32")
     change_tensors(folder, with_value("lm_head.weight", 7.0))
-    assert "ties lm_head.weight to model.embed_tokens.weight, and their values differ" in refusal(folder)
+    assert "ties lm_head.weight to model.embed_tokens.weight, but their values differ" in refusal(folder)
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     change_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
-    assert "its weights are quantized" in refusal(folder)
+    assert "weights are quantized" in refusal(folder)
 
 
 def test_weights_that_give_nan_logits_are_refused(tmp_path: Path) -> None:
@@ -235,20 +241,23 @@ def test_version_0_equals_the_folder(tmp_path: Path, kind: str, dtype: str) -> N
 def test_token_without_a_row_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     rows = make_tokenizer(folder, plain=["What is"]) - 1
-    assert f"its tokenizer has the token 'What is' ({rows}), its model {rows} rows" in refusal(folder)
+    assert (
+        f"the token 'What is' of the policy's tokenizer has id {rows}, but the model has only {rows} embedding rows"
+        in refusal(folder)
+    )
 
 
 def test_end_token_without_a_row_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     change_json(folder / "generation_config.json", eos_token_id=[END, 5000])
-    assert "its end token 5000 is none of the model's" in refusal(folder)
+    assert "end token 5000 is outside of the model's" in refusal(folder)
 
 
 @pytest.mark.parametrize("value", [-1, "x", 1.5, True, [END, None]])
 def test_invalid_end_token_id_is_refused(tmp_path: Path, value: object) -> None:
     folder = make_folder(tmp_path / "policy")
     change_json(folder / "generation_config.json", eos_token_id=value)
-    assert "policy.path: its eos_token_id" in refusal(folder)
+    assert "policy.path: the policy's eos_token_id" in refusal(folder)
 
 
 def test_end_tokens_are_the_union_of_all_places(tmp_path: Path) -> None:
@@ -303,7 +312,7 @@ def test_prompt_with_an_end_or_two_starts_is_refused(tmp_path: Path) -> None:
 def test_context_is_found_under_every_name(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy", "gpt2")
     assert PolicyTokenizer(folder).context == CONTEXT
-    assert "the transformers engine cannot run a gpt2" in refusal(folder)
+    assert "the transformers engine cannot run a model of type gpt2" in refusal(folder)
     config = recipe_of(folder)
     vllm = parse_engine(config, "vllm")
     assert len(preflight(vllm).probe) == 32
@@ -338,7 +347,9 @@ def test_templates_that_lose_words_are_refused(tmp_path: Path, template: str, wo
 
 def test_system_message_without_chat_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy", tokenizer={"template": CHAT})
-    assert "prompts.0.system = 'Be kind.': it is not used without chat = true" in refusal(folder, system="Be kind.")
+    assert "prompts.0.system = 'Be kind.': the system message is not used without chat = true" in refusal(
+        folder, system="Be kind."
+    )
 
 
 def test_clock_of_a_template_shows_the_runs_start(tmp_path: Path) -> None:

@@ -224,7 +224,9 @@ def test_sums_with_other_questions_are_refused(tmp_path: Path, monkeypatch: pyte
     context = prepare_small(tmp_path, versions=1, prompts=[source], reward=reward)
     assert asked(context)
     monkeypatch.setattr("rollflow.tasks.prompts.column_sums.PLACES", ("units", "tens", "hundreds", "thousands"))
-    with pytest.raises(ConfigError, match=r"prompts\.kind = 'column-sums': this rollflow asks other questions"):
+    with pytest.raises(
+        ConfigError, match=r"prompts\.kind = 'column-sums': this version of rollflow asks other questions"
+    ):
         asked(context)
 
 

@@ -56,7 +56,7 @@ GOOD = b'{"question": "1 + 1", "answer": "2"}\n'
         (b'{"answer": "1"}', "it has no question; give it one"),
         (b'{"question": 7, "answer": "1"}', "question is a number (7); give text"),
         (b'{"question": " \\n", "answer": "1"}', "question is empty; ask something"),
-        (b'{"question": "1", "answer": " "}', "answer is empty, and nothing equals it"),
+        (b'{"question": "1", "answer": " "}', "the answer is empty, and reward.kind"),
         (b'{"question": "1", "answer": "\\ud800"}', "answer holds half of a surrogate pair"),
         (b'{"question": "\\udc00", "answer": "1"}', "question holds half of a surrogate pair"),
         (b'{"question": "1", "answer": "2", "answer": "3"}', "a key is repeated (answer); keep one"),
@@ -107,14 +107,16 @@ def test_scorable_rows_are_read(content: bytes, answers: list[str], tmp_path: Pa
 def test_tag_in_an_answer_is_refused_under_tags(tmp_path: Path) -> None:
     (file := tmp_path / "rows.jsonl").write_text('{"question": "1", "answer": "a</answer>b"}\n')
     read_files(config_of(file), read_file)
-    with pytest.raises(ConfigError, match="line 1: answer holds a tag"):
+    with pytest.raises(ConfigError, match="line 1: the answer contains a tag"):
         read_files(config_of(file, {"kind": "exact", "answer": "tag"}), read_file)
 
 
 def test_rows_without_a_family_are_refused(tmp_path: Path) -> None:
     """Without a family the scorer would fail on every response, and every response would score 0."""
     (file := tmp_path / "rows.jsonl").write_bytes(GOOD)
-    with pytest.raises(ConfigError, match=r"line 1: it has no family that .* set reward.kind = \"exact\""):
+    with pytest.raises(
+        ConfigError, match=r"line 1: the question's family .* has no scorer .* set reward.kind = \"exact\""
+    ):
         read_files(config_of(file, {"kind": "reasoning-gym"}), read_file)
     file.write_text('{"question": "1 + 1", "answer": "2", "family": "chain_sum", "metadata": {}}\n')
     read_files(config_of(file, {"kind": "reasoning-gym"}), read_file)
@@ -125,7 +127,7 @@ WORKED = [{"question": f"{n} + 1?", "answer": f"{n} and 1.\n#### {n + 1}"} for n
 
 def test_worked_solutions_are_scored_after_their_mark(tmp_path: Path) -> None:
     file = written(tmp_path, WORKED)
-    with pytest.raises(ConfigError, match=r"every answer holds '####'.* set prompts\.answer_after"):
+    with pytest.raises(ConfigError, match=r"every answer contains '####'.* set prompts\.answer_after"):
         read_files(config_of(file), read_file)
     config = config_of(file, answer_after="####")
     [rows] = read_files(config, read_file).values()
@@ -154,14 +156,14 @@ def test_long_prompts_are_refused_and_counted(tmp_path: Path, tokenizer: PolicyT
     config = config_of(written(tmp_path, sums(40, 50)))
     with pytest.raises(ConfigError) as refused:
         fitted(config, tokenizer)
-    assert "line 41: its prompt is too long (502 tokens, and the context leaves room for 112)" in str(refused.value)
+    assert "line 41: the prompt is too long (502 tokens, and the context leaves room for 112)" in str(refused.value)
     assert str(refused.value).endswith('or set prompts.too_long = "drop" (2 such lines)')
 
 
 def test_long_prompts_are_dropped(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     config = config_of(written(tmp_path, sums(40, 50)), too_long="drop")
     prompts, notes = fitted(config, tokenizer)
-    assert notes == [f"prompts.path = {str(tmp_path / 'rows.jsonl')!r}: 2 of 60 lines are too long, and dropped"]
+    assert notes == [f"prompts.path = {str(tmp_path / 'rows.jsonl')!r}: 2 of 60 lines are too long, and are dropped"]
     asked = {prompts.prompt(index).text for index in range(200)} | {prompt.text for prompt in prompts.held_out()}
     assert asked == {row["question"] for row in sums(40, 50) if len(row["question"]) < 100}
 
@@ -173,13 +175,13 @@ def test_chat_template_counts_in_the_length(tmp_path: Path) -> None:
     (recipe := tmp_path / "data").mkdir()
     file = written(recipe, sums())
     fitted(config_of(file), PolicyTokenizer(tmp_path))
-    with pytest.raises(ConfigError, match=r"line 1: its prompt is too long \(1\d\d tokens, .* \(60 such lines\)"):
+    with pytest.raises(ConfigError, match=r"line 1: the prompt is too long \(1\d\d tokens, .* \(60 such lines\)"):
         fitted(config_of(file, chat=True), PolicyTokenizer(tmp_path))
 
 
 def test_file_of_only_long_prompts_is_refused(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     config = config_of(written(tmp_path, sums(*range(30), count=30)), too_long="drop")
-    with pytest.raises(ConfigError, match=r"line 1: its prompt is too long .* \(30 such lines\)"):
+    with pytest.raises(ConfigError, match=r"line 1: the prompt is too long .* \(30 such lines\)"):
         fitted(config, tokenizer)
 
 
@@ -187,8 +189,8 @@ def test_unreachable_answers_are_named(tmp_path: Path, tokenizer: PolicyTokenize
     """A response has at most 16 tokens."""
     rows = [*sums(), {"question": "Count.", "answer": "1 2 3 4 5 6 7 8 9 10"}]
     _, [note] = fitted(config_of(written(tmp_path, rows)), tokenizer)
-    assert 'tokens equals 1 of 61 answers (line 61: "1 2 3' in note
-    with pytest.raises(ConfigError, match=r"equals 2 of 2 answers \(line 1: .* raise engine.max_new_tokens"):
+    assert 'tokens can equal 1 of 61 answers (line 61: "1 2 3' in note
+    with pytest.raises(ConfigError, match=r"can equal 2 of 2 answers \(line 1: .* raise engine.max_new_tokens"):
         fitted(config_of(written(tmp_path, rows[-1:] * 2)), tokenizer)
 
 
@@ -212,11 +214,11 @@ def test_long_prompts_of_a_family_are_counted(too_long: str, tokenizer: PolicyTo
     tree = {"prompts": [source], "engine": {"max_new_tokens": 48}, "policy": COLD, "evaluation": {"prompts": 64}}
     prompts = open_prompts(config := parse_config(tree), tokenizer, read_file)
     if too_long == "refuse":
-        with pytest.raises(ConfigError, match=r"prompts\.0: of its first 320 prompts, \d+ are too long"):
+        with pytest.raises(ConfigError, match=r"prompts\.0: \d+ of the first 320 prompts are too long"):
             probe_sources(config, prompts, tokenizer)
         return
     [note] = probe_sources(config, prompts, tokenizer)
-    assert note.endswith("others replace them")
+    assert note.endswith("other prompts replace them")
     found = [prompts.prompt(index) for index in range(300)]
     assert max(len(prompt.tokens) for prompt in found) <= 80
     assert 0 < len(prompts.held_out()) < 64

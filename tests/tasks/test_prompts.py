@@ -30,7 +30,7 @@ def sums(**changes: object) -> ReasoningGymPrompts:
 
 def test_nothing_left_to_train_on_is_said() -> None:
     made = order(sums(), held_out=200)
-    with pytest.raises(ConfigError, match=r"evaluation\.prompts: the \d+ held-out prompts leave nothing"):
+    with pytest.raises(ConfigError, match=r"evaluation\.prompts: after \d+ held-out prompts nothing"):
         [made.prompt(i) for i in range(100)]
 
 
@@ -78,5 +78,5 @@ def test_bad_line_is_named(tmp_path: Path) -> None:
 
 
 def test_too_long_prompt_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"prompts\.0: a prompt of \d+ tokens is longer"):
+    with pytest.raises(ConfigError, match=r"prompts\.0: a prompt has \d+ tokens, and the context leaves room"):
         order(sums(), longest=10).prompt(0)

@@ -56,7 +56,7 @@ def test_wrong_engine_is_closed_and_its_requests_move() -> None:
         made = await asyncio.gather(*running)
         assert all(m.generation.ending in (StopReason.STOP, StopReason.LENGTH) for m in made)
         assert list(proxy.failed) == [1]
-        assert "differ from the learner's by 0.5 nats" in proxy.failed[1]
+        assert "differ from the learner's log-probs by 0.5 nats" in proxy.failed[1]
         assert proxy.version == 1
 
     run_virtual(main())
@@ -70,7 +70,10 @@ def test_waiting_requests_fail_without_a_good_engine() -> None:
         await proxy.update(0, Path(), PROBE, "continue")
         running = [asyncio.create_task(proxy.generate(request(i))) for i in range(6)]
         await asyncio.sleep(1.0)
-        with pytest.raises(EngineFailed, match=r"no engine is left: .*its weights are not the published ones"):
+        with pytest.raises(
+            EngineFailed,
+            match=r"no engine is left to run requests: .*the engine's weights are not the published weights",
+        ):
             await proxy.update(1, Path(), PROBE, "continue")
         for outcome in await asyncio.gather(*running, return_exceptions=True):
             assert isinstance(outcome, EngineFailed)
@@ -275,7 +278,7 @@ def test_requests_wait_for_an_engine_to_join() -> None:
         assert proxy.failed == {}
 
         second.kill()
-        with pytest.raises(EngineFailed, match="no engine is left: the timed engine was killed"):
+        with pytest.raises(EngineFailed, match="no engine is left to run requests: the timed engine was killed"):
             await proxy.generate(request(7))
         assert asyncio.get_running_loop().time() > 10.0
 
@@ -288,7 +291,7 @@ def test_engine_with_wrong_weights_does_not_join() -> None:
         await proxy.update(0, Path(), PROBE, "continue")
         running = asyncio.create_task(proxy.generate(request(0)))
         await asyncio.sleep(1.0)
-        with pytest.raises(EngineFailed, match="not the published ones"):
+        with pytest.raises(EngineFailed, match="not the published weights"):
             await proxy.join(0, Probed(0))
         assert proxy.failed == {}
         assert (await running).version == 0

@@ -91,7 +91,7 @@ def test_update_raises_when_the_last_engine_fails() -> None:
         alone = Noting()
         alone.fails.add("update")
         proxy = InferenceProxy([alone], 4)
-        with pytest.raises(EngineFailed, match=r"^no engine is left: no update$"):
+        with pytest.raises(EngineFailed, match=r"^no engine is left to run requests: no update$"):
             await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
         waits = InferenceProxy([Noting()], 4, replacement_seconds=5.0)
         waits._queue.live[0].engine.fails.add("update")  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ def test_first_requests_fail_if_no_engine_loads_weights() -> None:
         task = asking(proxy, "a")
         await asyncio.sleep(1.0)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
-        with pytest.raises(EngineFailed, match=r"^no engine is left: no fetch$"):
+        with pytest.raises(EngineFailed, match=r"^no engine is left to run requests: no fetch$"):
             await task
         assert clock() == 6.0
 
@@ -172,7 +172,7 @@ def test_engine_that_died_while_borrowed_is_reported() -> None:
         with pytest.raises(EngineFailed, match="the timed engine was killed"):
             await killed(proxy)
         assert list(proxy.failed.values()) == ["the timed engine was killed"]
-        with pytest.raises(EngineFailed, match="fewer than two are alive"):
+        with pytest.raises(EngineFailed, match="fewer than two engines are alive"):
             async with proxy.borrow_engine():
                 pass
 

@@ -213,7 +213,7 @@ def test_unstarted_request_gets_the_version_at_its_end() -> None:
     async def main() -> None:
         proxy = InferenceProxy([Refusing()], 4)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
-        with pytest.raises(EngineFailed, match="no engine is left: refused"):
+        with pytest.raises(EngineFailed, match="no engine is left to run requests: refused"):
             await proxy.generate(request("a"))
         assert (proxy.running, proxy.restarted) == (0, 1)
 

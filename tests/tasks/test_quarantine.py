@@ -37,7 +37,7 @@ from tests.tasks.test_restore import breaking, consumed, hashes, moment, restore
 from tests.tasks.test_scheduler import stopped
 
 Prepare = Callable[..., RunContext]
-WHY = "version 4 is not trained: a log-prob of batch 3 is -inf"
+WHY = "version 4 is not trained, because a log-prob of batch 3 is -inf"
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_nonfinite_version_is_trained_on_the_next_batch(
         train_small(context)
     [void] = of_kind(context.store, BatchVoided)
     assert isinstance(void.body, BatchVoided)
-    assert void.body.why.startswith("version 4 is not published: ")
+    assert void.body.why.startswith("version 4 is not published, because ")
     assert_trained_on_another(context, whole, void.body.why)
 
 
@@ -185,7 +185,7 @@ def test_minibatches_before_a_nonfinite_one_are_undone(
     with monkeypatch.context() as patch:
         patch.setattr(TorchLearner, "step", step)
         train_small(context)
-    assert_trained_on_another(context, whole, "version 4 is not trained: loss of batch 3 is nan")
+    assert_trained_on_another(context, whole, "version 4 is not trained, because loss of batch 3 is nan")
 
 
 def test_always_nonfinite_batch_stops_the_run(small: Prepare) -> None:
@@ -193,7 +193,9 @@ def test_always_nonfinite_batch_stops_the_run(small: Prepare) -> None:
     context = small()
     with pytest.raises(Halt):
         LearnerActor(context, channel=Poisoned(context, makings=99, dies=True)).run()
-    with pytest.raises(NotFinite, match=rf"^batch 3 was quarantined {MAKINGS} times: {WHY}; fix the engine") as stop:
+    with pytest.raises(
+        NotFinite, match=rf"^batch 3 was quarantined {MAKINGS} times, the last time: {WHY}; fix the engine"
+    ) as stop:
         LearnerActor(context, channel=Poisoned(context, makings=99)).run()
     assert len(str(stop.value).splitlines()) == 1
     assert len(of_kind(context.store, BatchVoided)) == context.log.state.not_finite == MAKINGS

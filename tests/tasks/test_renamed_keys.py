@@ -142,7 +142,7 @@ def test_recipe_with_an_earlier_key_is_refused(
     for command in (["check", str(file)], ["check", str(plain)], ["sweep", str(plain), "--seeds", "2"]):
         assert main([*command, *(["--set", f"{old}={json.dumps(value)}"] if str(plain) in command else [])]) == 2
         said = capsys.readouterr().err
-        assert said == f"rollflow: {old} = {value!r}: the key is called {new} now; rename it\n"
+        assert said == f"rollflow: {old} = {value!r}: the key was renamed to {new}; write that name\n"
 
 
 def test_recipe_with_a_removed_key_is_refused(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_recipe_with_an_earlier_value_is_refused(key: str, old: str, new: str, t
     recipe.touch()
     with pytest.raises(ConfigError) as refused:
         load_recipe(recipe, [f"{key}={old}"])
-    assert str(refused.value) == f"{key} = '{old}': the value is \"{new}\" now; write that"
+    assert str(refused.value) == f"{key} = '{old}': the value was renamed to \"{new}\"; write that value"
 
 
 @pytest.mark.parametrize(("old", "new", "value"), HARDWARE_RENAMED)
@@ -166,7 +166,7 @@ def test_hardware_file_with_an_earlier_key_is_refused(old: str, new: str, value:
     section, _, name = old.rpartition(".")
     file = tmp_path / "hardware.toml"
     file.write_text(f"[{section}]\n{name} = {value}\n")
-    with pytest.raises(ConfigError, match=f"{old} = {value}: the key is called {new} now; rename it"):
+    with pytest.raises(ConfigError, match=f"{old} = {value}: the key was renamed to {new}; write that name"):
         load_hardware(file)
 
 
@@ -176,7 +176,11 @@ def test_refusal_names_all_that_is_wrong(tmp_path: Path) -> None:
         parse_config({"rollout": {"depth": 0, "tail_after": 3, "attempts": 0}, "verions": 3})
     text = str(refused.value)
     assert text.startswith("5 keys must change:")
-    for part in ("rollout.depth = 0: the key is", "rollout.max_inflight_groups = 0 is", "rollout.tail_after = 3: the"):
+    for part in (
+        "rollout.depth = 0: the key was renamed",
+        "rollout.max_inflight_groups = 0 is",
+        "rollout.tail_after = 3: the",
+    ):
         assert part in text
     assert "did you mean versions?" in text
     assert "rollout.attempts = 0 is less" in text
@@ -184,7 +188,7 @@ def test_refusal_names_all_that_is_wrong(tmp_path: Path) -> None:
 
 def test_flow_parameters_with_an_earlier_key_are_refused() -> None:
     with pytest.raises(
-        ValidationError, match=r"rollout\.depth = 3: the key is called rollout\.max_inflight_groups now"
+        ValidationError, match=r"rollout\.depth = 3: the key was renamed to rollout\.max_inflight_groups"
     ):
         RunConfig.model_validate({"rollout": {"depth": 3}})
 
@@ -277,7 +281,7 @@ def test_change_entry_gets_names_of_today(key: str, value: object, shown: tuple[
 
 
 def test_earlier_key_is_refused_in_a_change(earlier: RunContext) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.depth = 9: the key is called rollout\.max_inflight_groups now"):
+    with pytest.raises(ConfigError, match=r"rollout\.depth = 9: the key was renamed to rollout\.max_inflight_groups"):
         record_change(earlier, ["rollout.depth=9"])
 
 

@@ -171,7 +171,9 @@ def test_differing_replay_uses_the_published_weights(small: Prepare) -> None:
     assert "differs" in how.sentence()
     assert hashes(learner)["weights/model.safetensors"] == weights.sha256
     flip(context, weights)
-    with pytest.raises(Corrupt, match="its replay gives other weights; was it trained on another kind of machine"):
+    with pytest.raises(
+        Corrupt, match="a replay of the version gives other weights; the replay may need the kind of machine"
+    ):
         restored(context, 3, heal=True)
 
 
@@ -182,7 +184,7 @@ def test_replay_needs_the_committed_batch(small: Prepare) -> None:
     assert entry is not None
     file = context.batches.committed(entry).file
     flip(context, file)
-    with pytest.raises(Corrupt, match=rf"{file.path} is not what was committed"):
+    with pytest.raises(Corrupt, match=rf"{file.path} does not contain what was committed"):
         restored(context, 2)
     context.store.delete(file.path)
     with pytest.raises(Corrupt, match=rf"{file.path} is missing"):
@@ -215,7 +217,9 @@ def test_deposed_learner_stops_and_names_its_successor(small: Prepare) -> None:
 
     first = LearnerActor(context, channel=Followed(context))
     for _ in range(2):  # a second call raises the same
-        with pytest.raises(Deposed, match=r"another learner now \(the second one, process 7 on elsewhere\); this one"):
+        with pytest.raises(
+            Deposed, match=r"another learner now \(the second one, process 7 on elsewhere\); this learner"
+        ):
             first.run()
     assert context.policies.newest() == 2
     assert len(list(context.store.list("policies/00000003"))) > 0
@@ -252,7 +256,7 @@ def test_deposed_learner_stops_at_a_timed_out_lease(small: Prepare) -> None:
             raise TimeoutError(f"waited for batch {number}")
 
     first = LearnerActor(context, channel=Late(context))
-    with pytest.raises(Deposed, match="this run has another learner now"):
+    with pytest.raises(Deposed, match="the run has another learner now"):
         first.run()
     assert waited == [2, 2]
     assert context.policies.newest() == 4
@@ -371,7 +375,7 @@ def test_nonfinite_version_stores_nothing(
     before = objects(context)
     with monkeypatch.context() as patch:
         patch.setattr(TorchLearner, "step", breaking(where, value))
-        why = "version 3 is not published: .* NaN or an infinity; start another run .* lower train"
+        why = "version 3 is not published, because .* NaN or an infinity; start another run .* lower train"
         with pytest.raises(NotFinite, match=why):
             train_small(context, 3)
     assert objects(context) == before
@@ -402,7 +406,7 @@ def test_nonfinite_policy_is_not_published_as_version_0(small: Prepare) -> None:
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][255, 0] = float("nan")
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(NotFinite, match=r"version 0 is not published: model\.embed_tokens\.weight has a NaN"):
+    with pytest.raises(NotFinite, match=r"version 0 is not published, because model\.embed_tokens\.weight has a NaN"):
         train_small(context, 1)
     assert list(context.store.list("policies")) == []
 

@@ -157,7 +157,9 @@ def test_kept_group_ends_a_row_of_filtered_ones() -> None:
             scored(scheduler, prompt, reward)
         assert len(scheduler.buffer) == 1
         for count in (3, 4):
-            with pytest.raises(RollflowError, match=rf"removed {count} groups in a row .the last: mean reward at or "):
+            with pytest.raises(
+                RollflowError, match=rf"removed {count} groups in a row .the last group: mean reward at or "
+            ):
                 scored(scheduler, 2 + count, 0.0)
         assert scheduler.counts.filtered == {"mean reward at or below 0": 6}
 

@@ -115,10 +115,10 @@ def assert_gathered_file_by_file(made: MultiRankLearner) -> None:
 
 def test_options_that_the_section_sets_are_refused() -> None:
     for options in ({"gradient_clipping": 2.0}, {"zero_optimization": {"stage": 3}}):
-        with pytest.raises(ValidationError, match=r"train\.options\..*: take it away; set train\."):
+        with pytest.raises(ValidationError, match=r"train\.options\..*: remove this key; set train\."):
             DeepSpeedTrain(options=options)
     assert DeepSpeedTrain(options={"zero_optimization": {"reduce_bucket_size": 1000}}).zero == 2
-    with pytest.raises(ValidationError, match=r"train\.offload = 'all': .*; choose that, or \"optimizer\""):
+    with pytest.raises(ValidationError, match=r"train\.offload = 'all': .*; set zero = 3, or choose \"optimizer\""):
         DeepSpeedTrain(offload="all")
 
 
@@ -177,7 +177,7 @@ def test_idle_rank_takes_part_and_stopped_rank_is_named(folder: Path) -> None:
         made.step(one_with_signal(version), version)
     assert farthest(tensors(made), tensors(torch_one)) < NEAR
     os.kill(rank_of(made), signal.SIGSTOP)
-    with pytest.raises(RankFailed, match=r"^rank 1 of 2 did not come to the others within 30 s"):
+    with pytest.raises(RankFailed, match=r"^rank 1 of 2 did not reach the other ranks within 30 s"):
         made.step(one_with_signal(10), 10)
 
 
@@ -316,5 +316,7 @@ def test_state_of_two_ranks_continues_on_any_number(folder: Path, zero: int) -> 
 
 def test_missing_deepspeed_is_refused_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.tasks.learners.multi_rank.rank_process.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^train.kind = deepspeed: DeepSpeed is not installed here; install it"):
+    with pytest.raises(
+        ConfigError, match=r"^train.kind = deepspeed: DeepSpeed is not installed on this machine; install it"
+    ):
         begun(folder, DeepSpeedTrain())

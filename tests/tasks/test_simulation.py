@@ -236,7 +236,7 @@ def test_timeline_shows_what_ran() -> None:
 
 
 def test_mismatched_hardware_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there are engines 0 to 1"):
+    with pytest.raises(ConfigError, match="the simulation has engines 0 to 1"):
         simulate(recipe(), hardware(faults={"deaths": [{"at_seconds": 1.0, "engine": 7}]}))
     with pytest.raises(ConfigError, match=r"learner.colocated = True: at async_ratio = 1"):
         simulate(recipe(), hardware(learner={"colocated": True}))

@@ -204,7 +204,7 @@ def test_store_that_a_rank_does_not_share_is_refused(
     """With a store that a rank does not share, a log entry would name a file that other processes cannot find."""
     ended.append(made := in_parts(folder))
     made.step(batch(0), 0)
-    with pytest.raises(ConfigError, match=r"rank 1 stored policies/.* set store\.uri to one that all machines"):
+    with pytest.raises(ConfigError, match=r"rank 1 stored policies/.* set store\.uri to a store that all machines"):
         stored(made, *policies_in(Elsewhere(tmp_path)))
 
 
@@ -231,7 +231,7 @@ def test_rank_that_dies_while_storing_is_named(
     files, third = made.weights(), list(made._own.sizes())[2]
     assert isinstance(files, GatheredFiles)
     killed = Timer(KILL_SECONDS, lambda: os.kill(made._others._started[2].process.pid, signal.SIGKILL))
-    store, sentence = Stopped(tmp_path), r"rank 2 of 3 did not come to the others within"
+    store, sentence = Stopped(tmp_path), r"rank 2 of 3 did not reach the other ranks within"
     if sent == signal.SIGKILL:
         killed.start()
         store, sentence = Slow(tmp_path), "rank 2 of 3 was killed by SIGKILL"

@@ -209,7 +209,9 @@ def test_source_with_other_questions_is_refused(tmp_path: Path, monkeypatch: pyt
     context = prepare(parse_config(small(tmp_path)), "letters")
     context.prompts()
     monkeypatch.setattr(own.LetterCounts, "_drawn", lambda self, *place: own.Question(str(place), "1", {"answer": "1"}))
-    with pytest.raises(ConfigError, match=r"prompts\.path = .* it asks other questions than when the run began"):
+    with pytest.raises(
+        ConfigError, match=r"prompts\.path = .* the source asks other questions than when the run began"
+    ):
         context.prompts()
 
 
@@ -219,7 +221,7 @@ def test_changed_sources_prompts_are_not_audited(tmp_path: Path, monkeypatch: py
     assert expected_of(context).is_thorough
     monkeypatch.setattr("rollflow.tasks.run.user_code.code_of", lambda key, part: "another file")
     expected = expected_of(context)
-    assert "prompts.0.path: its file has changed since the run began" in expected.unchecked
+    assert "prompts.0.path: the file has changed since the run's start" in expected.unchecked
     assert expected.prompts is None
 
 
@@ -248,7 +250,7 @@ def test_hash_of_user_code_is_recorded(
     assert changed_code(config, created.own_code) == ["reward"]
     monkeypatch.setattr(run, "drive", lambda context: 0)
     assert main(["resume", context_of(store_uri(config), "first").uri]) == 0
-    assert "reward.path: its file has changed since the run began" in capsys.readouterr().err
+    assert "reward.path: the file has changed since the run's start" in capsys.readouterr().err
     contexts = [context_of(store_uri(config), "first"), prepare(config, "second")]
     differs = diff_configs(read_compared(contexts))["reward.path, its file"]
     assert [len(set(differs)), len(differs[0])] == [2, 12]

@@ -182,7 +182,7 @@ def test_last_token_comes_only_with_the_end(folder: Path, end: int) -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("logprobs", "why"), [(None, "AttributeError"), ((-1.0,), "2 tokens and 1 log-probs")])
+@pytest.mark.parametrize(("logprobs", "why"), [(None, "AttributeError"), ((-1.0,), "2 tokens but 1 log-probs")])
 def test_unreadable_output_fails_the_engine(folder: Path, logprobs: tuple[float, ...] | None, why: str) -> None:
     """Unreadable output is no error of the caller, and earlier tokens are known, so another engine can continue."""
 
@@ -215,7 +215,7 @@ def test_unsendable_request_is_not_kept(folder: Path) -> None:
 def test_repeated_id_is_refused_while_it_runs(folder: Path) -> None:
     async def main() -> None:
         running = await Running(folder).begun()
-        with pytest.raises(ValueError, match="a is already being generated"):
+        with pytest.raises(ValueError, match="request a is already running"):
             await running.engine.generate(GenerationRequest("a", (3,), 8))
         running.core.tell([output(running.id, (2,), (-1.0,), STOP)], "1")
         assert (await running.task).tokens == (501, 502, 503, 2)
@@ -365,7 +365,7 @@ class Script:
         if one.cancelled:
             assert one.task.cancelled()
         elif one.ending == "failed":
-            with pytest.raises(EngineFailed, match="vLLM ended a response with the reason error"):
+            with pytest.raises(EngineFailed, match="vLLM ended a response for the unexpected reason error"):
                 await one.task
         else:
             assert await one.task == Generation(one.id, said(one), one.ending or StopReason.STOP)

@@ -52,10 +52,16 @@ class Outputs:
         if plot is not None:
             plots = (plot,) if plot.suffix else tuple(plot.with_suffix(ending) for ending in PLOTS)
             if plots[0].suffix not in PLOTS:
-                raise ConfigError(f"--plot {str(plot)!r}: give a name that ends in .png or .html, or in none for both")
+                raise ConfigError(
+                    f"--plot {str(plot)!r}: the name must end in .png or .html, or have no suffix for both; give "
+                    "such a name"
+                )
         for path in (*plots, *([json] if json else [])):
             if not path.parent.is_dir():
-                raise ConfigError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}; make it")
+                raise ConfigError(
+                    f"{str(path)!r} cannot be written, because the folder {str(path.parent)!r} does not exist; "
+                    "create the folder"
+                )
         return cls(plots, json)
 
 

@@ -26,7 +26,10 @@ def check_gpus(ranks: int) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # do not start CUDA: ranks are forked
     found = torch.cuda.device_count()
     if 0 < found < ranks:
-        raise ConfigError(f"train.ranks = {ranks}: each needs a GPU, and this machine has {found}; set it to {found}")
+        raise ConfigError(
+            f"train.ranks = {ranks}: each rank needs a GPU, and this machine has {found} GPUs; set "
+            f"train.ranks = {found}"
+        )
 
 
 def take_gpu(rank: int) -> None:

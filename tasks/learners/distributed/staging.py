@@ -74,8 +74,8 @@ class Staging:
     def _wait_stored(self, to: int, place: Place) -> StoredObject:
         stored = self._wait_answer(to, place)
         if not place.store.exists(stored.path):
-            cure = "set store.uri to one that all machines of the run see (s3://, or a folder that they share)"
-            raise ConfigError(f"rank {to} stored {stored.path}, and the first rank does not find it there; {cure}")
+            cure = "set store.uri to a store that all machines of the run can reach (s3://, or a shared folder)"
+            raise ConfigError(f"rank {to} stored {stored.path}, but the first rank does not find that object; {cure}")
         return stored
 
     def _wait_answer(self, to: int, place: Place) -> StoredObject:
@@ -87,7 +87,10 @@ class Staging:
             if store.check([waits]) and (now := store.get(waits)) != said:
                 said, since = now, time.monotonic()
             if time.monotonic() - since > self._ranks.seconds:
-                raise RankLost(f"rank {to} reported nothing about {place.path} for {self._ranks.seconds:g} s", to)
+                raise RankLost(
+                    f"rank {to} reported nothing about {place.path} for {self._ranks.seconds:g} s (train.rank_seconds)",
+                    to,
+                )
             time.sleep(POLL_SECONDS)
         found = json.loads(store.get(answer))
         for key in (answer, waits):

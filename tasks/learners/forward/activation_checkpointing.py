@@ -33,5 +33,8 @@ def find_layers(decoder: nn.Module, key: str) -> nn.ModuleList:
     lists = {name: found for name, found in decoder.named_modules() if isinstance(found, nn.ModuleList)}
     outer = [found for name, found in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
     if not outer:
-        raise ConfigError(f"{key} = true: no layers were found in a {type(decoder).__name__}; set it to false")
+        raise ConfigError(
+            f"{key} = true: the policy's decoder, a {type(decoder).__name__}, has no layers that can be "
+            f"recomputed; set {key} = false"
+        )
     return max(outer, key=len)

@@ -151,9 +151,9 @@ class LoraPolicy(TrainedPolicy):
             self._warned = True
             share = 100 * math.sqrt(lost / added)
             log.warning(
-                "policy.dtype = 'bfloat16' with [train.lora]: rounding changes the published weights by %.0f%% of what "
-                "the adapter adds to them (root mean square); its own weights keep the rest for later versions. "
-                "policy.dtype = 'float32' loses nothing",
+                "policy.dtype = 'bfloat16' with [train.lora]: rounding changes the published weights by %.0f%% "
+                "(root mean square) of what the adapter adds to them; the adapter's own weights are not "
+                "rounded, so later versions lose nothing. policy.dtype = 'float32' avoids the rounding",
                 share,
             )
 
@@ -230,7 +230,8 @@ def _choose_layers(linear: Sequence[str], config: Lora) -> list[str]:
     if lost := [target for target in targets if not chosen[target]] or ([] if linear else ["all"]):
         known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
         raise ConfigError(
-            f"train.lora.targets = {lost}: the policy's decoder has no such linear layer; choose of these: {known}"
+            f"train.lora.targets = {lost}: the policy's decoder has no linear layer of such a name; choose "
+            f"among these layers: {known}"
         )
     return sorted({name for names in chosen.values() for name in names})
 

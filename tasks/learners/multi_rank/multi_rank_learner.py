@@ -294,7 +294,7 @@ class OtherRanks:
         with self._failing:
             if self._failed is None:
                 self._failed = RankFailed(
-                    f"{self._find_fault(error)} while {when}; all ranks end, and begin again from storage"
+                    f"{self._find_fault(error)} while {when}; all ranks end and restart from storage"
                 )
                 self.end()
             return self._failed
@@ -311,7 +311,10 @@ class OtherRanks:
         silent = getattr(error, "rank", None)
         alive = [rank for rank, how in ended.items() if how is None] if silent is None else [silent]
         if self._ranks and (late := self._ranks.find_late() or alive):
-            return f"{self._name_rank(late[0])} did not come to the others within {self._config.rank_seconds:g} s"
+            return (
+                f"{self._name_rank(late[0])} did not reach the other ranks within {self._config.rank_seconds:g} "
+                "s (train.rank_seconds)"
+            )
         return str(error).partition("\n")[0]
 
     def end(self) -> None:

@@ -85,7 +85,7 @@ class OrderCount:
         """Wait until the rank has executed `count` orders; raise `RankLost` if this takes longer than `seconds`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._count >= count, seconds):
-                raise RankLost(f"{count} orders were not executed within {seconds:g} s")
+                raise RankLost(f"the rank did not execute {count} orders within {seconds:g} s")
 
 
 def learner_of(config: RankedTrain) -> type[TorchLearner]:
@@ -93,7 +93,7 @@ def learner_of(config: RankedTrain) -> type[TorchLearner]:
     if isinstance(config, DeepSpeedTrain):
         if find_spec("deepspeed") is None:
             cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.kind = "torch"'
-            raise ConfigError(f"train.kind = deepspeed: DeepSpeed is not installed here; {cure}")
+            raise ConfigError(f"train.kind = deepspeed: DeepSpeed is not installed on this machine; {cure}")
         from rollflow.tasks.learners.sharding.deepspeed_learner import DeepSpeedLearner
 
         return DeepSpeedLearner

@@ -20,8 +20,8 @@ def check_batch(data: BatchRows, version: int) -> None:
         wrong = values[~np.isfinite(values)]
         if len(wrong):
             raise NotFinite(
-                f"version {version + 1} is not trained: {name} of batch {version} is {wrong[0]}; "
-                f"fix the {maker}, and {AGAIN}"
+                f"version {version + 1} is not trained, because {name} of batch {version} is {wrong[0]}; fix the "
+                f"{maker}, and {AGAIN}"
             )
 
 
@@ -29,8 +29,10 @@ def check_figures(figures: Mapping[str, float], version: int, key: str = "train.
     """Raise `NotFinite` if a figure of an update is not finite; call this function before the optimizer step."""
     for name, value in figures.items():
         if not np.isfinite(value):
-            cure = f"{AGAIN}, and a lower {key}"
-            raise NotFinite(f"version {version + 1} is not trained: {name} of batch {version} is {value}; {cure}")
+            cure = f"{AGAIN} and a lower {key}"
+            raise NotFinite(
+                f"version {version + 1} is not trained, because {name} of batch {version} is {value}; {cure}"
+            )
 
 
 def all_finite(tensor: Tensor) -> bool:

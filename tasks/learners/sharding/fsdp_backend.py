@@ -147,8 +147,8 @@ class FsdpTensors(ShardingBackend):
         """Shard the parameters of a module that are not sharded yet."""
         given = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
         if len(types := {parameter.dtype for parameter in given}) > 1:
-            why = f"a {type(module).__name__} has parameters of several types"
-            raise ConfigError(f"train.sharded = true: {why}; set it to false")
+            why = f"the policy's {type(module).__name__} has parameters of several data types"
+            raise ConfigError(f"train.sharded = true: {why}; set train.sharded = false")
         policy = MixedPrecisionPolicy(next(iter(types), None), torch.float32, cast_forward_inputs=False)
         for parameter in given if self.wide else ():
             parameter.data = parameter.data.float()

@@ -31,7 +31,7 @@ def test_repeated_sample_is_a_duplicate(run: MemoryStore, samples: tuple[int, ..
 
     path = rebatched(run, 3, again)
     assert found(run) == {("duplicate", path)}
-    assert f"has a sample more than once (sample: times): {told}" in audit(run).violations[0].what
+    assert f"has the same sample more than once; number of copies by sample:  {told}" in audit(run).violations[0].what
 
 
 @pytest.mark.parametrize("sample", [-1, 4])
@@ -95,7 +95,9 @@ def test_single_stale_trajectory_is_found(run: MemoryStore) -> None:
     """The file shows the stale trajectory; the entry does not."""
     path = rebatched(run, 5, lambda groups: [of_first(groups[0], started_version=1), groups[1]])
     assert found(run) == {("lineage", path), ("stale", path)}
-    assert "batch 5 has a trajectory of staleness 4, async_ratio is 3" in {v.what for v in audit(run).violations}
+    assert "batch 5 has a trajectory of staleness 4, more than async_ratio = 3" in {
+        v.what for v in audit(run).violations
+    }
 
 
 def test_wrong_start_in_file_and_entry_is_found(run: MemoryStore) -> None:
@@ -149,7 +151,7 @@ def test_late_trajectory_without_tokens_is_stale(run: MemoryStore) -> None:
     late = {"started_version": 3, "loss_mask": (False, False, False)}
     path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **late)])
     assert found(run) == {("lineage", path), ("stale", path)}
-    assert "a trajectory was started under version 3, the newest at its commit was 2" in {
+    assert "a trajectory was started under version 3, but version 2 was the newest when its batch was committed" in {
         v.what for v in audit(run).violations
     }
 

@@ -78,10 +78,10 @@ def test_segment_with_another_entry_repairs_nothing(store: MemoryStore) -> None:
 
 def test_each_missing_entry_is_named(run: MemoryStore) -> None:
     run.delete(entry_path(5))
-    what = "log/0000000005.json missing, log/0000000006.json is there"
+    what = "log/0000000005.json is missing, but log/0000000006.json exists"
     assert [violation.what for violation in audit(run).violations] == [what]
     run.delete(entry_path(6))
-    what = "log/0000000005.json to log/0000000006.json missing, log/0000000007.json is there"
+    what = "log/0000000005.json to log/0000000006.json is missing, but log/0000000007.json exists"
     assert [violation.what for violation in audit(run).violations] == [what]
 
 
@@ -89,7 +89,7 @@ def test_several_missing_entries_are_one_gap(run: MemoryStore) -> None:
     for n in (5, 6, 7):
         run.delete(entry_path(n))
     assert found(run) == {("gap", entry_path(5))}
-    what = "log/0000000005.json to log/0000000007.json missing, log/0000000008.json is there"
+    what = "log/0000000005.json to log/0000000007.json is missing, but log/0000000008.json exists"
     assert audit(run).violations[0].what == what
 
 
@@ -135,7 +135,7 @@ def test_newest_entry_with_a_wrong_hash_is_found(run: MemoryStore) -> None:
     n = len(read(run)) - 1
     resealed(run, n, prev="0" * 64)
     assert found(run) == {("altered", entry_path(n))}
-    assert audit(run).violations[0].what == f"entry {n} names a hash that is not that of entry {n - 1}"
+    assert audit(run).violations[0].what == f"entry {n} names another hash of entry {n - 1} than that entry has"
 
 
 def test_entry_altered_with_its_link_is_found(run: MemoryStore) -> None:
@@ -291,7 +291,7 @@ def test_config_without_extra_responses_is_one_violation(run: MemoryStore, rollo
     changed_config(run, rollout=rollout)
     assert found(run) == {("lineage", entry_path(0))}
     [violation] = audit(run).violations
-    assert violation.what.startswith("its config says rollout")
+    assert violation.what.startswith("the entry's config has rollout")
 
 
 @pytest.mark.parametrize("pin", [{"kept": "prompts/0"}, {"kept": 7, "size": 1, "sha256": ""}], ids=str)

@@ -26,7 +26,7 @@ def test_prompt_that_stays_open_is_listed(store: MemoryStore, alpha: float) -> N
     actors = hold_back(store, alpha, explained + 1)
     assert audit(store, deep=True).overdue == []
     actors.train()
-    line = f"prompt 0 is open since batch 1 of {explained + 2}"
+    line = f"prompt 0 has had no fate since batch 1; the next batch is {explained + 2}"
     for deep in (True, False):
         report = audit(store, deep=deep)
         assert (report.overdue, report.violations) == ([line], [])

@@ -151,8 +151,10 @@ def test_first_few_refused_entries_are_named(run: MemoryStore, monkeypatch: pyte
     n = published(run, 1).n
     rewritten(run, [one for one in read(run) if one.n != n])
     violations = audit(run).violations
-    named = [violation for violation in violations if violation.what.startswith("it is refused by the log's rules")]
-    [last] = [violation for violation in violations if "refused entries, of which 3 are named" in violation.what]
+    named = [
+        violation for violation in violations if violation.what.startswith("the entry is refused by the log's rules")
+    ]
+    [last] = [violation for violation in violations if "entries are refused, of which 3 are listed" in violation.what]
     assert [violation.kind for violation in named] == [
         "stale",
         "gap",
@@ -162,7 +164,7 @@ def test_first_few_refused_entries_are_named(run: MemoryStore, monkeypatch: pyte
     assert (last.kind, last.where) == ("lineage", entry_path(len(read(run)) - 1))
     count = int(last.what.split()[3])
     monkeypatch.setattr("rollflow.storage.audit.tolerant_fold.MOST", count)
-    refused = [violation.what for violation in audit(run).violations if "refused entries" in violation.what]
+    refused = [violation.what for violation in audit(run).violations if "entries are refused" in violation.what]
     assert (count > 3, refused) == (True, [])  # all refused entries are named
     elsewhere = {(violation.kind, violation.where) for violation in violations if violation.where[:4] != "log/"}
     assert elsewhere == {("stale", file_of(run, 2))}  # the entry is stale, too, and pruned objects are not missing

@@ -90,7 +90,7 @@ def test_long_run_is_counted_by_version_ranges() -> None:
 
 
 def test_audit_without_a_run_is_refused(store: MemoryStore) -> None:
-    with pytest.raises(Missing, match="there is no run at memory://"):
+    with pytest.raises(Missing, match="there is no run in memory://"):
         audit(store)
 
 
@@ -113,8 +113,8 @@ def test_edited_alpha_is_found(run: MemoryStore) -> None:
     assert found(run) == {("altered", entry_path(0))}
     whats = [violation.what for violation in audit(run).violations]
     assert whats == [
-        "the config does not match its recorded hash",
-        "entry 1 names a hash that is not that of entry 0: this one",
+        "the entry's config does not match the entry's hash of the config",
+        "entry 1 names another hash for this entry",
     ]
 
 
@@ -148,7 +148,7 @@ def test_missing_prepared_object_is_found(store: MemoryStore) -> None:
     store.delete(kept.path)
     store.put(policy.path, b"[]")
     assert found(store) == {("missing", kept.path), ("altered", policy.path)}
-    assert audit(store).violations[0].what == "it is missing, entry 0 names it"
+    assert audit(store).violations[0].what == "the object is missing, but entry 0 names it"
 
 
 # --- objects of versions ---------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_newest_witness_of_a_truncated_log_is_named(store: MemoryStore) -> None:
         store.delete(entry_path(n))
     assert found(store) == {("gap", entry_path(6))}
     assert audit(store).violations[0].what == (
-        f"the log ends with entry 5, {seen[-1]} was made when there was an entry 15"
+        f"the log ends with entry 5, but {seen[-1]} was made when the log had entry 15"
     )
 
 

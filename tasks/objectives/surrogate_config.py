@@ -1,0 +1,107 @@
+"""The sections `ratio` and `surrogate` of `[train.objective]`: the policy gradient's loss of a token.
+
+The formulas are in `ratios.py` and `surrogates.py`. A is the advantage, pi the trained policy, and mu the policy of
+`ratio.to`. This module imports only pydantic.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rollflow.tasks.objectives.presets import UNBOUNDED
+from rollflow.tasks.runtime.sections import Section, refuse
+
+Level = Literal["token", "sequence", "geometric"]
+HEAVIEST = 1e6  # largest allowed weight; a larger weight would only overflow
+Range = tuple[Annotated[float, Field(ge=0, le=UNBOUNDED)], Annotated[float, Field(ge=0, le=UNBOUNDED)]]
+
+
+class Ratio(Section):
+    """The ratio of the trained policy to an older one, in the surrogate. See `ratios.py`."""
+
+    to: Literal["behaviour", "proximal"] = Field(
+        "behaviour",
+        description="policy in the ratio's denominator. behaviour: the policy that sampled the tokens; proximal: "
+        "the learner before this version's first update",
+    )
+    level: Level = Field(
+        "token",
+        description="what gets a ratio: each token; each response, as the product of its tokens' ratios; or each "
+        "response, as their geometric mean",
+    )
+
+
+class Clip(Section):
+    """PPO's clip of the ratio."""
+
+    kind: Literal["clip"] = Field(
+        "clip", description="PPO's loss: the smaller of A x ratio and A x clipped ratio, with advantage A"
+    )
+    low: float = Field(0.2, gt=0, le=1, description="amount by which a ratio may be below 1 before PPO clips it")
+    high: float = Field(
+        0.28, gt=0, le=UNBOUNDED, description="amount by which a ratio may be above 1 before PPO clips it"
+    )
+    dual: float | None = Field(
+        None,
+        gt=1,
+        le=UNBOUNDED,
+        description="largest ratio with which a token of negative advantage counts in the loss; default: no limit",
+    )
+
+
+class PolicyGradient(Section):
+    """The log-prob times the advantage, weighted by the clamped ratio without its gradient."""
+
+    kind: Literal["policy-gradient"] = Field(
+        "policy-gradient",
+        description="REINFORCE: weight x A log pi, where A is the advantage and the weight is the clamped ratio",
+    )
+    positive: Range = Field(
+        (1.0, 1.0),
+        description="range to which the ratio is clamped for a positive advantage; [1, 1]: every weight is 1",
+    )
+    negative: Range = Field(
+        (1.0, 1.0),
+        description="range to which the ratio is clamped for an advantage of 0 or less; [1, 1]: every weight is 1",
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        for name in ("positive", "negative"):
+            low, high = getattr(self, name)
+            if low > high:
+                refuse(f"train.objective.surrogate.{name}", [low, high], "write the smaller bound first")
+        return self
+
+    @property
+    def weighs(self) -> bool:
+        """True if the ratio has an effect on the loss."""
+        return any(low != high for low, high in (self.positive, self.negative))
+
+
+class BinaryTv(Section):
+    """The ratio times the advantage, for tokens whose probability has not moved too far."""
+
+    kind: Literal["binary-tv"] = Field(
+        "binary-tv",
+        description="advantage times ratio, while pi - mu is within bounds; mu is the probability of the token "
+        "under the policy of `ratio.to`",
+    )
+    low: float = Field(
+        0.2, gt=0, le=UNBOUNDED, description="lower bound: a token with negative advantage counts while pi - mu >= -low"
+    )
+    high: float = Field(
+        0.2, gt=0, le=UNBOUNDED, description="upper bound: a token with positive advantage counts while pi - mu <= high"
+    )
+
+
+class Kimi(Section):
+    """The advantage times the log-prob, minus a squared log-ratio."""
+
+    kind: Literal["kimi"] = Field("kimi", description="A log pi - tau/2 (log ratio)^2, with advantage A")
+    tau: float = Field(0.1, gt=0, le=HEAVIEST, description="tau: the weight of the squared log-ratio")
+
+
+Surrogate = Annotated[Clip | PolicyGradient | BinaryTv | Kimi, Field(discriminator="kind")]
