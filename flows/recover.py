@@ -34,7 +34,7 @@ def recover(flow_run_id: str) -> str | None:
         if time.monotonic() > limit:
             raise Unreachable(
                 f"waited {START_SECONDS:g} s for a Prefect runner to start flow run {successor.flow_run}; check "
-                "that `rollflow up` or `rollflow serve` runs"
+                "that `rollflow serve` runs"
             )
         time.sleep(POLL_SECONDS)
     successor.notes.flush()
