@@ -103,7 +103,7 @@ class Nightly(Section):
 
     @field_validator("timezone")
     @classmethod
-    def _known(cls, name: str) -> str:
+    def _check_zone(cls, name: str) -> str:
         try:
             ZoneInfo(name)
         except (KeyError, OSError, ValueError):
@@ -255,7 +255,7 @@ def _prune(context: RunContext, versions: Path, name: str, keep: int, registry: 
 
     The newest `keep` nights and those with an alias are kept.
     """
-    store, aliased = context.uri.rpartition("/runs/")[0], registry.aliased()
+    store, aliased = context.uri.rpartition("/runs/")[0], registry.list_aliases()
     nights = sorted(one.run_id for one in list_runs(store) if _is_night(one.run_id, name))
     for run_id in nights[:-keep]:
         if run_id not in aliased:

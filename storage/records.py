@@ -184,7 +184,7 @@ class TrajectoryGroup:
     @property
     def newest_version(self) -> int:
         """The newest version that sampled a token of the group; `started_version` if no token was sampled."""
-        newest = Int32s.joined([Int32s.of(t.versions) for t in self.trajectories]).array.max(initial=-1)
+        newest = Int32s.concatenate([Int32s.of(t.versions) for t in self.trajectories]).array.max(initial=-1)
         return max(int(newest), self.started_version)
 
     @property

@@ -55,7 +55,7 @@ class TokenArray(Sequence[Number]):
         return cls(_packer(1, cls.code)(number) * count)
 
     @classmethod
-    def joined(cls, parts: Iterable[TokenArray[Number]]) -> Self:
+    def concatenate(cls, parts: Iterable[TokenArray[Number]]) -> Self:
         """Concatenate arrays."""
         return cls(b"".join([part.data for part in parts]))
 
@@ -160,7 +160,7 @@ class TokenSets:
     def of(cls, sets: Iterable[Iterable[int]]) -> TokenSets:
         """Convert sequences of token ids."""
         arrays = [Int32s.of(tokens) for tokens in sets]
-        return cls(Int32s.of([len(tokens) for tokens in arrays]), Int32s.joined(arrays))
+        return cls(Int32s.of([len(tokens) for tokens in arrays]), Int32s.concatenate(arrays))
 
     def __len__(self) -> int:
         return len(self.counts)

@@ -71,12 +71,12 @@ class TrajectoryStore:
         entry = writer.append(body, attached)
         return entry, self.store.local_path(attached.path) or pa.py_buffer(b"".join(attached.data))
 
-    def waiting(self, number: int) -> CommittedBatch | None:
+    def find_waiting(self, number: int) -> CommittedBatch | None:
         """Read new log entries, and return batch `number` if it is committed and not trained on, else None."""
         self.log.follow()
         return self.log.state.waiting.get(number)
 
-    def committed(self, entry: int) -> BatchCommitted:
+    def read_commit(self, entry: int) -> BatchCommitted:
         """Return the batch that entry `entry` committed.
 
         Raises:
@@ -95,7 +95,7 @@ class TrajectoryStore:
         Raises:
             Corrupt: entry `entry` commits no batch.
         """
-        batch = self.committed(entry)
+        batch = self.read_commit(entry)
         found = [*batch.discards]
         with contextlib.suppress(Corrupt):
             for n in range(entry - 1, -1 if self.log.state.voids else entry - 1, -1):
@@ -124,7 +124,7 @@ class TrajectoryStore:
 
         Any role that may void can repeat the call. A batch that was trained on or formed again meanwhile stays.
         """
-        waiting = self.waiting(number)
+        waiting = self.find_waiting(number)
         if waiting is None or self._is_whole(waiting.file):
             return False
         return self._append(writer, BatchVoided(number, waiting.entry, why))

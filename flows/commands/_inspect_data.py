@@ -48,7 +48,7 @@ def run_value(context: RunContext) -> dict[str, Any]:
 
 def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]:
     """Return a version, its parent and batch, and which of its objects are still stored."""
-    batch = context.batches.committed(version.batch_entry).number if version.batch_entry is not None else None
+    batch = context.batches.read_commit(version.batch_entry).number if version.batch_entry is not None else None
     stored = {one.path: context.store.exists(one.path) for one in version.objects}
     config = context.recorded_at(version.number)
     recorded = {"config_entry": config.entry, "config_sha256": config.sha256}
@@ -114,10 +114,10 @@ def trajectories_of(
 
 def batch_of(context: RunContext, fate: Consumed | AwaitingTraining) -> BatchCommitted:
     if isinstance(fate, AwaitingTraining):
-        return context.batches.committed(context.log.state.waiting[fate.batch].entry)
+        return context.batches.read_commit(context.log.state.waiting[fate.batch].entry)
     entry = context.policies.find(fate.version).batch_entry
     assert entry is not None, "only version 0 has no batch"
-    return context.batches.committed(entry)
+    return context.batches.read_commit(entry)
 
 
 def groups_of(context: RunContext, file: StoredObject) -> list[TrajectoryGroup]:

@@ -83,7 +83,7 @@ def read_recorded(context: RunContext) -> list[RecordedVersion]:
 def _read_version(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> RecordedVersion:
     assert after.batch_entry is not None, "only version 0 has no batch"
     update = read_update(context.store, after.number)
-    file = context.batches.committed(after.batch_entry).file
+    file = context.batches.read_commit(after.batch_entry).file
     table = TrajectoryBatch.from_bytes(context.batches.read(file)).table
     return RecordedVersion(
         version=after.number,

@@ -147,7 +147,7 @@ def _print_quarantined(context: RunContext, console: Console) -> None:
         return  # without quarantined batches, the log need not be read
     for record in iterate_written(context.log, 0, state.n):
         if isinstance(body := record.entry.body, BatchVoided):
-            file = context.batches.committed(body.entry).file.path
+            file = context.batches.read_commit(body.entry).file.path
             why = body.why if file in body.why else f"{file}: {body.why}"
             console.print(f"  batch {body.number}: {why}", soft_wrap=True)
 
@@ -201,7 +201,7 @@ def _add_batch_rows(context: RunContext, entry: int, table: Table) -> None:
     """Add rows for the batch: its groups, its tokens by version, and the prompts issued and discarded while the batch
     was formed.
     """
-    batch = context.batches.committed(entry)
+    batch = context.batches.read_commit(entry)
     groups = f"{len(batch.groups)} groups: {_format_keys([group.key for group in batch.groups])}"
     table.add_row("batch", f"{batch.number} (entry {entry}), {groups}")
     table.add_row("tokens by", _count_tokens(context, batch))

@@ -86,14 +86,14 @@ class RestartHistory:
         """Return the times at which the role was restarted. Times that a stepped clock puts outside the window are left
         out.
         """
-        ages = [self._wall() - at for at in self._spent(role).times]
+        ages = [self._wall() - at for at in self._find_past(role).times]
         return [self._clock() - max(0.0, age) for age in ages if abs(age) < self._window]
 
     def attempt(self, role: str) -> int:
         """Return how often the role had been restarted."""
-        return self._spent(role).attempt
+        return self._find_past(role).attempt
 
-    def _spent(self, role: str) -> PastRestarts:
+    def _find_past(self, role: str) -> PastRestarts:
         if not self._waited:
             self._waited = True
             self._read.wait(WAIT_SECONDS)

@@ -66,7 +66,7 @@ class RunWatch:
             self._check_request()
 
     def _until(self, reached: Callable[[], bool]) -> None:
-        while not (reached() or self._stages.ended("rollout", "train")):
+        while not (reached() or self._stages.have_ended("rollout", "train")):
             self._stages.look()
             if time.monotonic() - self._told > TELL_SECONDS:
                 self._told = time.monotonic()

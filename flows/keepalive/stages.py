@@ -317,14 +317,14 @@ class Stages:
         placed = actor_options(config, "scheduler", 0.0)
         start_channel(hasty.store, config.capacity, newest, Lease.of(self.context), placed)
 
-    def ended(self, *roles: str) -> bool:
+    def have_ended(self, *roles: str) -> bool:
         """Return whether these stages have completed."""
         return all(self.all[role].completed for role in roles)
 
     def end(self) -> None:
         """End the reward stage, then every actor, after the rollout and train stages have ended."""
         limit = time.monotonic() + END_SECONDS
-        while not self.ended(*ACTORS):
+        while not self.have_ended(*ACTORS):
             if time.monotonic() > limit:
                 states = {stage.role: stage.state for stage in self.all.values()}
                 raise RestartsExhausted(f"waited {END_SECONDS:g} s for the stages to end; their states: {states}")

@@ -169,7 +169,7 @@ def _sample_responses(context: RunContext, version: PolicyVersion) -> dict[str, 
     """Sample responses from the batch that a version was trained on."""
     if version.batch_entry is None:
         return {}
-    file = context.batches.committed(version.batch_entry).file
+    file = context.batches.read_commit(version.batch_entry).file
     groups = TrajectoryBatch.from_bytes(context.batches.read(file)).groups()
     every = [(group, sample) for group in groups for sample in group.trajectories][:: max(1, len(groups) // 8)]
     rows = every[:SAMPLES]

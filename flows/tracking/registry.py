@@ -72,9 +72,9 @@ class Registry:
                 if error.error_code not in NOT_THERE:
                     raise
                 return None
-        return self._registered(found)
+        return self._read_version(found)
 
-    def aliased(self) -> set[str]:
+    def list_aliases(self) -> set[str]:
         """Return the runs of all versions that have an alias, including the user's own aliases."""
         with self._translate_errors():
             numbers = set(self._client.get_registered_model(self._model).aliases.values())
@@ -109,7 +109,7 @@ class Registry:
         every = self._client.search_model_versions(f"name='{self._model}'")
         return [version for version in every if version.tags.get("run") == run_id]
 
-    def _registered(self, found: ModelVersion) -> RegisteredVersion:
+    def _read_version(self, found: ModelVersion) -> RegisteredVersion:
         try:
             score = EvaluationScore(float(found.tags["accuracy"]), int(found.tags["responses"]))
             return RegisteredVersion(found.version, found.tags["run"], score)

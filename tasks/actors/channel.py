@@ -57,7 +57,7 @@ class StoredBatches:
         return await asyncio.to_thread(self._entry, number)
 
     def _entry(self, number: int) -> int | None:
-        waiting = self._store.waiting(number)
+        waiting = self._store.find_waiting(number)
         return None if waiting is None else waiting.entry
 
     async def read(self, number: int) -> Any:
@@ -65,7 +65,7 @@ class StoredBatches:
         return ray.put(await asyncio.to_thread(self._read, number))
 
     def _read(self, number: int) -> pa.Buffer:
-        waiting = self._store.waiting(number)
+        waiting = self._store.find_waiting(number)
         if waiting is None:
             raise Missing(f"batch {number} is no longer waiting")
         return self._store.read(waiting.file)
@@ -112,7 +112,7 @@ class ChannelActor:
         """Wait for a version, as `Channel.wait_version` does."""
         return await self.channel.wait_version(after, deadline)
 
-    async def waiting(self) -> int:
+    async def count_waiting(self) -> int:
         """Return the number of batches that are not acknowledged."""
         return self.channel.waiting
 
@@ -150,9 +150,9 @@ class RayChannel:
         """Wait for a version, as `Channel.wait_version` does."""
         return int(await self._wait(lambda a, left: a.wait_version.remote(after, left), deadline, "tell the version"))
 
-    async def waiting(self) -> int:
+    async def count_waiting(self) -> int:
         """Return the number of batches that are not acknowledged."""
-        return int(await self._wait(lambda a, _: a.waiting.remote(), 0, "count its batches"))
+        return int(await self._wait(lambda a, _: a.count_waiting.remote(), 0, "count its batches"))
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
         """Lease a batch, as `Channel.lease` does, and block the calling thread meanwhile.

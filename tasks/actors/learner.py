@@ -174,7 +174,7 @@ class LearnerActor:
     def _train_next(self, number: int) -> None:
         waited = time.monotonic()
         batch, entry = self._next_batch(number)
-        metrics = compute_batch_metrics(batch, self.batches.committed(entry), self.batches.discards(entry), number)
+        metrics = compute_batch_metrics(batch, self.batches.read_commit(entry), self.batches.discards(entry), number)
         metrics |= count_domain_groups(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
         with self.meter.busy():
             self._train(number, batch, entry, metrics)
@@ -265,7 +265,7 @@ class LearnerActor:
         for attempt in range(MAKINGS):
             try:
                 data = self._lease(number, afresh=attempt > 0)
-                waiting = self.batches.waiting(number)
+                waiting = self.batches.find_waiting(number)
                 if waiting is None:
                     continue  # the batch was voided a moment ago; the next lease waits until the batch is formed again
                 verify(waiting.file, data)
@@ -364,7 +364,7 @@ class LearnerActor:
         self._spans.record_version(version, "train step", step, publish)
         self._spans.record_version(version, "publish", publish)
         self._spans.record_version(version, "version", wait + step + publish)
-        for group in self.batches.committed(batch_entry).groups:
+        for group in self.batches.read_commit(batch_entry).groups:
             self._spans.record_prompt(group.key, "train", step + publish, **{"rollflow.version": version})
 
     def _note_published(self, version: int) -> None:

@@ -64,13 +64,13 @@ class TokenSpan:
         return TokenSpan(self.tokens + later.tokens, self.logprobs + later.logprobs, self.versions + later.versions)
 
     @classmethod
-    def joined(cls, stretches: Iterable[TokenSpan]) -> TokenSpan:
+    def concatenate(cls, stretches: Iterable[TokenSpan]) -> TokenSpan:
         """Concatenate parts."""
         stretches = list(stretches)
         return cls(
-            Int32s.joined([stretch.tokens for stretch in stretches]),
-            Float32s.joined([stretch.logprobs for stretch in stretches]),
-            Int32s.joined([stretch.versions for stretch in stretches]),
+            Int32s.concatenate([stretch.tokens for stretch in stretches]),
+            Float32s.concatenate([stretch.logprobs for stretch in stretches]),
+            Int32s.concatenate([stretch.versions for stretch in stretches]),
         )
 
 

@@ -174,7 +174,7 @@ class VllmEngine:
             finally:
                 if self._llm is not None and not self._llm.errored:
                     del self._running[request.id]
-        return Generation(request.id, prefix + response.made(), ending, response.cached)
+        return Generation(request.id, prefix + response.read_span(), ending, response.cached)
 
     def _derive_seed(self, request: GenerationRequest) -> int | None:
         """Return the seed for vLLM. A prefix changes the seed, so that random numbers of the prefix are not reused."""
@@ -233,7 +233,7 @@ class VllmEngine:
     def progress(self, have: Mapping[str, int]) -> dict[str, TokenSpan]:
         running = [(id, *self._running[id], since) for id, since in have.items() if id in self._running]
         return {
-            id: prefix.after(since) + response.made(max(0, since - len(prefix)))
+            id: prefix.after(since) + response.read_span(max(0, since - len(prefix)))
             for id, prefix, response, since in running
             if not response.complete  # `generate` returns a complete response
         }

@@ -79,7 +79,7 @@ class Response:
             stats.time_to_first_tokens_iter.append(stats.iteration_timestamp - self.request.arrival_time)
         self._stepped = timestamp
 
-    def made(self, since: int = 0) -> TokenSpan:
+    def read_span(self, since: int = 0) -> TokenSpan:
         """Return the response's tokens from index `since` on."""
         tokens, logprobs = self._tokens[since:], self._logprobs[since:]
         end = since + len(tokens)
@@ -87,7 +87,7 @@ class Response:
         ends = [*(start for _, start in starts[1:]), end]
         # `strict=False`, because before the first token there is an end but no start.
         spans = [Int32s.same(version, stop - start) for (version, start), stop in zip(starts, ends, strict=False)]
-        return TokenSpan(Int32s.of(tokens), Float32s.of(logprobs), Int32s.joined(spans))
+        return TokenSpan(Int32s.of(tokens), Float32s.of(logprobs), Int32s.concatenate(spans))
 
     @property
     def stopped(self) -> bool:

@@ -79,7 +79,7 @@ class ColumnSumsPrompts(PromptBase):
     max_digits: int = Field(4, le=6, description="largest number of digits of a term")
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         for name in ("terms", "digits"):
             least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if least > most:

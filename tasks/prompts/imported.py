@@ -47,7 +47,7 @@ class ImportedSource:
         for question in found:
             self._check(f"held_out({count})", question)
         if len({self._excluded.identity(question) for question in found}) < len(found):
-            raise self._refused(f"held_out({count})", "asks a question twice; hold out distinct ones")
+            raise self._refusal(f"held_out({count})", "asks a question twice; hold out distinct ones")
         return found
 
     def _find_allowed(self, stream: str, ask: Callable[[int], Question], position: int) -> Question:
@@ -56,27 +56,27 @@ class ImportedSource:
             call, question = f"{stream}({place})", build_part(KEY, self._config, partial(ask, place))
             self._check(call, question)
             if question.text in self._held:
-                raise self._refused(call, "asks a question that is held out; leave those out of what is trained on")
+                raise self._refusal(call, "asks a question that is held out; leave those out of what is trained on")
             if question not in self._excluded:
                 return question
-        raise self._refused(f"{stream}({position})", "asks what is held out; leave that out of what is trained on")
+        raise self._refusal(f"{stream}({position})", "asks what is held out; leave that out of what is trained on")
 
     def _check(self, call: str, question: object) -> None:
         if not isinstance(question, Question):
-            raise self._refused(call, f"gave a {type(question).__name__}; give rollflow's Question")
+            raise self._refusal(call, f"gave a {type(question).__name__}; give rollflow's Question")
         for name, text in (("text", question.text), ("answer", question.answer), ("key", question.key)):
             if not isinstance(text, str) or not _is_utf8(text):
-                raise self._refused(call, f"has the {name} {text!r}; give a str that UTF-8 can say")
+                raise self._refusal(call, f"has the {name} {text!r}; give a str that UTF-8 can say")
         if not question.text.strip():
-            raise self._refused(call, "asks nothing; give a text that is not empty")
+            raise self._refusal(call, "asks nothing; give a text that is not empty")
         try:
             json.dumps(dict(question.reference))
         except (TypeError, ValueError) as error:
-            raise self._refused(
+            raise self._refusal(
                 call, f"has a reference that is no JSON ({error}); it goes to another process"
             ) from None
 
-    def _refused(self, call: str, why: str) -> ConfigError:
+    def _refusal(self, call: str, why: str) -> ConfigError:
         return ConfigError(f"{KEY}.path = {self._config.path!r}: {call} {why}")
 
 

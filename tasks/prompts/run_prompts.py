@@ -65,9 +65,9 @@ class RunPrompts:
 
     def prompt(self, index: int) -> Prompt:
         """Return the training prompt at `index`."""
-        return self.asked(index)[0]
+        return self.find(index)[0]
 
-    def asked(self, index: int) -> tuple[Prompt, Question]:
+    def find(self, index: int) -> tuple[Prompt, Question]:
         """Return the training prompt at `index`, and the prompt's question."""
         position, which = divmod(index, len(self.sources))
         return self._first_fit(which, f"{index:08d}", index, self.sources[which].training, position)

@@ -195,7 +195,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         """Check the rules that concern several sections, and report all violations together."""
-        rules = self._batches, self._policy, self._rollout, self._places, self._judged, self._trainable
+        rules = self._batches, self._policy, self._rollout, self._places, self._check_scorer, self._trainable
         refuse_all(refused for rule in rules for refused in rule())
         return self
 
@@ -261,7 +261,7 @@ class RunConfig(Section):
             )
             yield refusal("tracking.uri", f"{place.scheme}://...@{place.hostname}", cure)
 
-    def _judged(self) -> Refusals:
+    def _check_scorer(self) -> Refusals:
         """Check that the verifier can score the responses to every source, instead of always returning 0."""
         kinds = {source.kind for source in self.prompts}
         if isinstance(self.reward, ReasoningGymReward):

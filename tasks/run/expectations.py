@@ -87,7 +87,7 @@ def _open_prompts(context: RunContext) -> ExpectedPrompts:
     _check_own_sources(context)
 
     def ask(index: int) -> tuple[Prompt, bool]:
-        prompt, question = prompts.asked(index)
+        prompt, question = prompts.find(index)
         return prompt, prompts.is_held_out(index % len(prompts.sources), question)
 
     return ExpectedPrompts(

@@ -159,7 +159,7 @@ def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learne
     """
     version = policies.find(number)
     assert version.batch_entry is not None, "version 0 was not trained on a batch"
-    batch = batches.committed(version.batch_entry)
+    batch = batches.read_commit(version.batch_entry)
     learner.step(TrajectoryBatch.from_bytes(batches.read(batch.file)), number - 1)
     return ReplayedVersion(version, batch, _differences(version, learner))
 

@@ -61,7 +61,7 @@ class Warnings(logging.Handler):
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
             self.attach()
-        with self._locked():
+        with self._lock():
             for who, rank, text in _receive():
                 self._keep_text(f"{who}: {text}", rank)
         return [warned for _, warned in list(self._kept)]
@@ -79,7 +79,7 @@ class Warnings(logging.Handler):
         self._keep_text(_format_record(record))
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[None]:
         """Hold the handler's lock, as `logging` does while it calls `emit`."""
         self.acquire()
         try:

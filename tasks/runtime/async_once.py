@@ -18,16 +18,16 @@ class AsyncOnce(Generic[Made]):
 
     async def get(self) -> Made:
         """Wait for the value and return it; raise the error if computing it failed."""
-        if self._task is None or self._failed(self._task):
+        if self._task is None or self._has_failed(self._task):
             self._task = asyncio.create_task(self._make())
         return await asyncio.shield(self._task)
 
     @property
     def found(self) -> Made | None:
         """The value, or None if it is not computed yet."""
-        there = self._task is not None and self._task.done() and not self._failed(self._task)
+        there = self._task is not None and self._task.done() and not self._has_failed(self._task)
         return self._task.result() if there and self._task is not None else None
 
     @staticmethod
-    def _failed(task: asyncio.Task[Made]) -> bool:
+    def _has_failed(task: asyncio.Task[Made]) -> bool:
         return task.done() and (task.cancelled() or task.exception() is not None)

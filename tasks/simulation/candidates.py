@@ -34,7 +34,7 @@ class SimulationBudget:
     final_versions: int
     final_trajectories: int
 
-    def screening(self, config: RunConfig) -> int:
+    def count_screening(self, config: RunConfig) -> int:
         """Return the number of versions in the window of a first simulation."""
         return max(self.screen_versions, _versions(config, self.screen_trajectories))
 

@@ -47,8 +47,8 @@ class TimedEvaluations:
         self.done: list[Evaluation] = []
         means = EvaluationPorts(
             wanted=lambda version: version > 0 and config.evaluates(version),
-            evaluated=self._evaluated,
-            engine=self._borrowed,
+            evaluated=self._is_evaluated,
+            engine=self._borrow,
             fetch=self._fetch,
             evaluator=Evaluator(held, settings.samples, settings.temperature, engine.max_new_tokens, rewards.score),
             keep=self._keep,
@@ -77,7 +77,7 @@ class TimedEvaluations:
         return engine.usage.tokens - before
 
     @asynccontextmanager
-    async def _borrowed(self) -> AsyncIterator[Engine]:
+    async def _borrow(self) -> AsyncIterator[Engine]:
         async with self._proxy.borrow_engine() as engine:
             assert isinstance(engine, TimedEngine)
             self._lent = engine, engine.usage.tokens
@@ -86,7 +86,7 @@ class TimedEvaluations:
             finally:
                 self._spent, self._lent = self.spent, None
 
-    async def _evaluated(self, version: int) -> bool:
+    async def _is_evaluated(self, version: int) -> bool:
         return False
 
     async def _fetch(self, version: int) -> tuple[Path, WeightsProbe]:

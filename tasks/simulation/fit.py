@@ -96,7 +96,7 @@ def train_seconds(versions: Sequence[RecordedVersion], *, alone: bool) -> list[f
 def correlation_of(versions: Sequence[RecordedVersion]) -> float:
     """Compute rho, the correlation of the lengths' normal scores within a prompt, from the variance within groups."""
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
-    groups: Floats = np.concatenate([_numbered(v.groups_R) + 1e6 * i for i, v in enumerate(versions)])
+    groups: Floats = np.concatenate([_number_groups(v.groups_R) + 1e6 * i for i, v in enumerate(versions)])
     scores = normal_scores(tokens)
     _, index = np.unique(groups, return_inverse=True)
     sizes = np.bincount(index)
@@ -117,5 +117,5 @@ def normal_scores(values: Floats) -> Floats:
     return found
 
 
-def _numbered(groups: Sequence[int]) -> Floats:
+def _number_groups(groups: Sequence[int]) -> Floats:
     return np.unique(np.asarray(groups), return_inverse=True)[1].astype(float)

@@ -339,7 +339,7 @@ class _Search:
         return len(self._known) >= self._budget.simulations - FINALISTS
 
     def _screen(self, candidate: Candidate) -> CandidateOutcome:
-        return self._simulate(candidate, _warm_up(candidate.async_ratio) + self._budget.screening(self._config))
+        return self._simulate(candidate, _warm_up(candidate.async_ratio) + self._budget.count_screening(self._config))
 
     def _simulate(self, candidate: Candidate, versions: int) -> CandidateOutcome:
         """Simulate a candidate for a number of versions, once."""
@@ -358,7 +358,7 @@ class _Search:
     def _bounds(self, candidate: Candidate) -> Bounds:
         """Compute the bounds of Proposition 2 for the lengths of a first simulation."""
         config, hardware = candidate.config(self._config, self._hardware), candidate.hardware(self._hardware)
-        lengths = self._population(_warm_up(0.0) + self._budget.screening(config))
+        lengths = self._population(_warm_up(0.0) + self._budget.count_screening(config))
         return bounds_of(work_of(config, hardware, lengths, hardware.speeds(config)))
 
     def _population(self, versions: int) -> list[int]:

@@ -73,12 +73,12 @@ def cost_of(outcome: CandidateOutcome, prices: Prices, config: RunConfig, hardwa
     engine_gpus = candidate.engines * hardware.engines.gpus_per_engine
     generating, training = engine_gpus * _busy(idle.engines), candidate.learner_gpus * _busy(idle.learner)
     if candidate.colocated:
-        groups = [_Machines.holding(0, prices.rollout), _Machines.holding(candidate.learner_gpus, prices.train)]
+        groups = [_Machines.for_gpus(0, prices.rollout), _Machines.for_gpus(candidate.learner_gpus, prices.train)]
         busy = [0.0, generating + training]
     else:
         groups = [
-            _Machines.holding(engine_gpus, prices.rollout),
-            _Machines.holding(candidate.learner_gpus, prices.train),
+            _Machines.for_gpus(engine_gpus, prices.rollout),
+            _Machines.for_gpus(candidate.learner_gpus, prices.train),
         ]
         busy = [generating, training]
     hour = sum(group.hour for group in groups) + prices.rest_hour
@@ -103,7 +103,7 @@ class _Machines:
     price: MachinePrice
 
     @classmethod
-    def holding(cls, gpus: float, price: MachinePrice) -> _Machines:
+    def for_gpus(cls, gpus: float, price: MachinePrice) -> _Machines:
         """Compute the number of machines that together have at least `gpus` GPUs."""
         return cls(math.ceil(round(gpus / price.gpus, 9)), price)
 

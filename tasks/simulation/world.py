@@ -137,7 +137,7 @@ class SimulatedRun:
             SimulatedPrompts(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack
         )
         self.scheduler = self.scheduler_type(build_limits(config), ports, self.proxy, ResumePoint())
-        hooks = VersionCallbacks(self._published, self._updated)
+        hooks = VersionCallbacks(self._note_published, self._note_updated)
         self.sync = WeightSync(self.proxy, self, config.engine.on_weight_update, hooks)
         self.learner = TimedLearner(self.hardware, self.engine.tokens_per_tick, self.channel, self.records)
         lends = takes_engines(config, self.hardware)
@@ -191,12 +191,12 @@ class SimulatedRun:
         self._fetched = asyncio.get_running_loop().time()
         return Path(), WeightsProbe((), (), 0.0)
 
-    def _published(self, version: int) -> None:
+    def _note_published(self, version: int) -> None:
         self.scheduler.note_published(version)
         if self.evaluations is not None:
             self.evaluations.note_published(version)
 
-    def _updated(self, version: int) -> None:
+    def _note_updated(self, version: int) -> None:
         self.records.updates.append(Span(self._fetched, asyncio.get_running_loop().time(), version))
         self.scheduler.wake()
 

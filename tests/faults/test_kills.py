@@ -128,7 +128,7 @@ def sampled(run: Path, versions: int) -> tuple[list[list[str]], list[object]]:
     found = [policies.find(version) for version in range(versions + 1)]
     weights = [[stored.sha256 for stored in version.weights] for version in found]
     assert len({tuple(hashes) for hashes in weights}) > versions / 2, "most versions learned nothing"
-    files = [batches.committed(version.batch_entry).file for version in found if version.batch_entry is not None]
+    files = [batches.read_commit(version.batch_entry).file for version in found if version.batch_entry is not None]
     tables = [TrajectoryBatch.from_bytes(batches.read(file)).table for file in files]
     return weights, [table.drop(["generation_seconds", "reward_seconds"]).to_pylist() for table in tables]
 

@@ -305,7 +305,7 @@ def test_audit_continues_after_the_last_audit(copy: RunContext, capsys: pytest.C
         f"read 0 entries and 0 bytes of objects, from entry {entries} on, because an earlier audit found nothing wrong"
         in second
     )
-    file = copy.batches.committed(copy.policies.find(1).batch_entry or 0).file.path
+    file = copy.batches.read_commit(copy.policies.find(1).batch_entry or 0).file.path
     copy.store.put(file, b"not what it was")
     deep = shown(capsys, "audit", copy.uri, "--deep", code=1)
     assert f"read {entries} entries" in deep

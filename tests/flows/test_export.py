@@ -164,7 +164,7 @@ def test_export_and_evaluation_work_without_prompt_files(
     file.unlink()
     command(capsys, "small", 3, tmp_path / "new", code=0)
     assert {one.name for one in (tmp_path / "new").iterdir()} == FILES
-    [discarded] = context.batches.committed(context.policies.find(3).batch_entry or 0).discards
+    [discarded] = context.batches.read_commit(context.policies.find(3).batch_entry or 0).discards
     assert main(["inspect", "small", f"{discarded.key.prompt}.{discarded.key.attempt}"]) == 0
     shown = capsys.readouterr().out
     assert "discarded" in shown

@@ -62,7 +62,7 @@ def test_inspect_prints_json(trained: RunContext, capsys: pytest.CaptureFixture[
     assert (version["batch"], version["metrics"]) == (1, published.metrics)
     entry = published.batch_entry
     assert entry is not None
-    prompt, attempt = trained.batches.committed(entry).groups[0].key.prompt, 0
+    prompt, attempt = trained.batches.read_commit(entry).groups[0].key.prompt, 0
     group = told(capsys, "inspect", "small", f"{prompt}.{attempt}")
     assert [one["sample"] for one in group["trajectories"]] == [0, 1, 2, 3]
     one = told(capsys, "inspect", "small", f"{prompt}.{attempt}.3")["trajectories"]

@@ -212,7 +212,7 @@ def commit(log: Log, scheduler: Writer, number: int) -> BatchCommitted:
     prompts = (2 * number, 2 * number + 1)
     staged = StagedBatch(number, tuple(group(number, prompt) for prompt in prompts), prompts)
     store = TrajectoryStore(log)
-    return store.committed(store.commit(scheduler, staged)[0].n)
+    return store.read_commit(store.commit(scheduler, staged)[0].n)
 
 
 def publish(log: Log, learner: Writer, version: int, batch: BatchCommitted | None) -> float:

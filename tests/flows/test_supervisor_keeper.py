@@ -266,7 +266,7 @@ class Watched:
     def __init__(self, context: RunContext, *looks: Exception | None) -> None:
         self.context, self._looks = context, list(looks)
 
-    def ended(self, *_: str) -> bool:
+    def have_ended(self, *_: str) -> bool:
         return not self._looks
 
     def look(self) -> None:

@@ -28,7 +28,7 @@ def test_one_of_two_learners_publishes(run: ObjectStore) -> None:
     """Two learners race for every version: exactly one publishes it, and the entry names that learner's objects."""
     batches, scheduler = ready(run)
     for version in range(1, 21):
-        batches.waiting(version - 1)
+        batches.find_waiting(version - 1)
         batches.commit(scheduler, staged(version - 1, version - 1))
         losses: list[int] = []
 
@@ -45,7 +45,7 @@ def test_one_of_two_learners_publishes(run: ObjectStore) -> None:
         found = policies.find(version)
         assert found.claim not in losses
         assert policies.read(found.weights[0]) == f"{version} by {found.claim}".encode()
-        waited = batches.committed(found.batch_entry or 0)
+        waited = batches.read_commit(found.batch_entry or 0)
         assert waited.number == version - 1
 
 
@@ -131,7 +131,7 @@ def test_prune_keeps_exactly_the_needed_objects(rules: dict[str, int], versions:
     (batches, scheduler), (policies, learner) = scheduling(run), learning(run)
     for latest in range(versions):
         if latest:
-            batches.waiting(latest - 1)
+            batches.find_waiting(latest - 1)
             batches.commit(scheduler, staged(latest - 1, latest - 1))
         publish(policies, learner)
         policies.prune(learner)

@@ -239,7 +239,7 @@ class Run(RuleBasedStateMachine):
     def learn(self, times: int, afresh: bool) -> None:
         """Let the learner lease its batch, and train on the batch or void it, with each call repeated `times` times."""
         number, learner = self.version, self.learner
-        waiting = learner.batches.waiting(number)
+        waiting = learner.batches.find_waiting(number)
         try:
             for _ in range(times):
                 leased = self.runner.run(self.channel.lease(number, 0, afresh=afresh))
@@ -252,7 +252,7 @@ class Run(RuleBasedStateMachine):
         except Corrupt as error:
             voided = [learner.batches.void(learner.writer, number, str(error)) for _ in range(times)]
             assert voided == [True, False, False][:times]
-            assert learner.batches.waiting(number) is None
+            assert learner.batches.find_waiting(number) is None
             return
         assert leased == stored == self.committed[waiting.entry]
         learner.publish(number + 1, waiting.entry)

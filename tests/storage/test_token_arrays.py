@@ -33,7 +33,7 @@ def test_array_reads_like_a_tuple(row: tuple[type[TokenArray[Any]], list[Any]], 
     assert (len(flat), tuple(flat), flat == plain, plain == flat) == (len(plain), plain, True, True)
     assert flat[cut] == plain[cut]
     assert isinstance(flat[cut], kind)
-    assert flat + plain == plain + flat == kind.joined([flat, flat]) == plain + plain
+    assert flat + plain == plain + flat == kind.concatenate([flat, flat]) == plain + plain
     assert hash(flat) == hash(plain)
     assert kind.of(flat) is flat
     assert pickle.loads(pickle.dumps(flat)) == copy.deepcopy(flat) == flat  # noqa: S301  made right here
@@ -85,7 +85,7 @@ def test_index_may_be_a_numpy_integer() -> None:
 
 def test_slice_does_not_pickle_the_whole_array() -> None:
     whole = Int32s.same(1, 100_000)
-    for piece in (whole[5:7], whole[::50_000], Int32s.joined([whole[:1], whole[-1:]])):
+    for piece in (whole[5:7], whole[::50_000], Int32s.concatenate([whole[:1], whole[-1:]])):
         assert len(pickle.dumps(piece)) < 200
         assert sys.getsizeof(piece.data) < 200
 

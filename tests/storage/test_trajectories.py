@@ -41,7 +41,7 @@ def test_batch_is_read_as_committed(run: ObjectStore) -> None:
     entry, data = batches.commit(writer, staged())
     body, other = entry.body, TrajectoryStore(Log(run))
     assert isinstance(body, BatchCommitted)
-    assert other.committed(entry.n) == body
+    assert other.read_commit(entry.n) == body
     assert other.read(body.file).equals(content(data))
     assert tuple(TrajectoryBatch.from_bytes(other.read(body.file)).groups()) == staged().groups
     assert (body.issued, body.discards, body.rows) == ((0, 1, 2), staged().discards, 4)
@@ -49,7 +49,7 @@ def test_batch_is_read_as_committed(run: ObjectStore) -> None:
         (GroupKey(0, 0), 0, 0, 4),
         (GroupKey(1, 0), 0, 0, 4),
     ]
-    waiting = other.waiting(0)
+    waiting = other.find_waiting(0)
     assert waiting is not None
     assert (waiting.entry, waiting.file, waiting.groups) == (entry.n, body.file, body.groups)
     state = other.log.state
@@ -77,19 +77,19 @@ def test_file_without_an_entry_is_no_batch(run: ObjectStore) -> None:
     """After a kill between the two writes there is no batch, and the next commit succeeds."""
     first, writer = ready(run)
     run.put(f"trajectories/00000000-{writer.claim}-0a1b2c3d.arrow", b"half a fi")
-    assert first.waiting(0) is None
+    assert first.find_waiting(0) is None
     assert first.log.state.next_batch == 0
     second, other = scheduling(run)
     entry, _ = second.commit(other, staged())
-    assert first.waiting(0) == second.waiting(0)
-    assert second.committed(entry.n).number == 0
+    assert first.find_waiting(0) == second.find_waiting(0)
+    assert second.read_commit(entry.n).number == 0
 
 
 def test_entry_of_another_kind_commits_no_batch(run: ObjectStore) -> None:
     batches, writer = ready(run)
     for n in (0, writer.claim, writer.claim + 1):
         with pytest.raises(Corrupt, match=f"entry {n} of .* does not commit a batch"):
-            batches.committed(n)
+            batches.read_commit(n)
 
 
 def test_stale_groups_are_refused_before_anything_is_written(run: ObjectStore) -> None:
@@ -103,7 +103,7 @@ def test_stale_groups_are_refused_before_anything_is_written(run: ObjectStore) -
         batches.commit(writer, stale)
     assert list(run.list("trajectories")) == files
     batches.commit(writer, fresh)
-    assert batches.waiting(2) is not None
+    assert batches.find_waiting(2) is not None
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[:-9], lambda d: d + b"x", lambda d: bytes([d[0] ^ 1]) + d[1:]])
@@ -184,14 +184,14 @@ def test_a_voided_batch_is_formed_again(run: ObjectStore) -> None:
     assert not other.void(learner, 0, "again")
     assert not first.void(scheduler, 0, "and again")
     assert [found.body for found in of_kind(run, BatchVoided)] == [BatchVoided(0, entry.n, "too short")]
-    assert first.waiting(0) is None
+    assert first.find_waiting(0) is None
     with pytest.raises(EntryRefused, match=r"attempt=0\) is not open"):
         first.commit(scheduler, replace(staged(), issued=(), discards=()))  # a voided batch stays voided
     second, data = first.commit(scheduler, staged(attempt=1))
     assert second.n > entry.n
     assert other.read(file_of(other, 0)).equals(content(data))
-    assert other.committed(entry.n).groups[0].key == GroupKey(0, 0)
-    assert other.committed(second.n).groups[0].key == GroupKey(0, 1)
+    assert other.read_commit(entry.n).groups[0].key == GroupKey(0, 0)
+    assert other.read_commit(second.n).groups[0].key == GroupKey(0, 1)
 
 
 def test_rejected_batch_is_voided_although_intact(run: ObjectStore) -> None:
@@ -204,8 +204,8 @@ def test_rejected_batch_is_voided_although_intact(run: ObjectStore) -> None:
     assert void.body == BatchVoided(0, entry.n, "a log-prob is -inf", "not-finite")
     second, _ = batches.commit(writer, staged(attempt=1))
     assert not batches.reject(learner, 0, entry.n, "the one before")
-    assert batches.committed(second.n).groups[0].key == GroupKey(0, 1)
-    assert run.exists(batches.committed(entry.n).file.path)
+    assert batches.read_commit(second.n).groups[0].key == GroupKey(0, 1)
+    assert run.exists(batches.read_commit(entry.n).file.path)
 
 
 def test_state_counts_the_redraws_of_a_prompt(memory: MemoryStore) -> None:
@@ -219,7 +219,7 @@ def test_state_counts_the_redraws_of_a_prompt(memory: MemoryStore) -> None:
 
     for attempt in range(2):
         entry, _ = batches.commit(writer, staged(attempt=attempt))
-        prompts = [group.prompt for group in batches.committed(entry.n).groups]
+        prompts = [group.prompt for group in batches.read_commit(entry.n).groups]
         batches.reject(learner, 0, entry.n, "nan")
         assert known() == (dict.fromkeys(prompts, attempt + 1), attempt + 1)
     entry, _ = batches.commit(writer, staged(attempt=2))
@@ -232,7 +232,7 @@ def test_state_counts_the_redraws_of_a_prompt(memory: MemoryStore) -> None:
     assert known() == ({}, 0)
     entry, _ = batches.commit(writer, staged(1, 1))
     batches.reject(learner, 1, entry.n, "nan")
-    assert list(known()[0].values()) == [1] * len(batches.committed(entry.n).groups)
+    assert list(known()[0].values()) == [1] * len(batches.read_commit(entry.n).groups)
     gone = tuple(Discard(GroupKey(prompt, 1), DiscardReason.FILTERED, 0, 5) for prompt in known()[0])
     others = staged(2, 1)
     batches.commit(writer, replace(others, number=1, discards=(*gone, *others.discards)))
@@ -286,7 +286,7 @@ def test_deposed_role_voids_nothing(run: ObjectStore) -> None:
     run.delete(file_of(batches, 0).path)
     with pytest.raises(Deposed):
         batches.void(writer, 0, "gone")
-    assert batches.waiting(0) is not None
+    assert batches.find_waiting(0) is not None
 
 
 def test_trained_batch_is_not_voided(run: ObjectStore) -> None:

@@ -39,11 +39,11 @@ from rollflow.storage.trajectories import TrajectoryStore
 run = open_store(sys.argv[1])
 log = Log(run)
 batches, policies, writer = TrajectoryStore(log), PolicyStore(log), Writer(log, "scheduler", int(sys.argv[2]))
-version, waiting = policies.find(0), batches.waiting(0)
+version, waiting = policies.find(0), batches.find_waiting(0)
 calls = {
     "read": lambda: batches.read(waiting.file),
     "void": lambda: batches.void(writer, 0, "cannot be read"),
-    "entry": lambda: batches.committed(waiting.entry),
+    "entry": lambda: batches.read_commit(waiting.entry),
     "log": lambda: Log(run).state,
     "weights": lambda: policies.read(version.weights[0]),
     "folder": lambda: PolicyStore(log).weights_folder(version, Path(sys.argv[1]) / "cache"),
@@ -123,7 +123,7 @@ def test_unreadable_file_is_unreachable_not_corrupt(
             case "open":
                 trouble.setattr("builtins.open", failing(code))
                 trouble.setattr("io.open", failing(code))
-                calls = [lambda: batches.committed(0), lambda: Log(run), lambda: policies.read(version.weights[0])]
+                calls = [lambda: batches.read_commit(0), lambda: Log(run), lambda: policies.read(version.weights[0])]
             case "pyarrow":
                 trouble.setattr(pa, "memory_map", failing(code))
                 calls = [lambda: batches.read(file), lambda: batches.void(writer, 0, "cannot be read")]

@@ -88,7 +88,7 @@ def train(run: ObjectStore, versions: int, *, prune: bool = False) -> tuple[Poli
     """Publish this many more versions, including version 0, with new roles, each on its own batch."""
     (batches, scheduler), (policies, learner) = scheduling(run), learning(run)
     for number in range(policies.newest() + 1, policies.newest() + 1 + versions):
-        if number and batches.waiting(number - 1) is None:
+        if number and batches.find_waiting(number - 1) is None:
             batches.commit(scheduler, staged(number - 1, number - 1))
         policies.newest()
         publish(policies, learner, number)
@@ -106,6 +106,6 @@ def ready(run: ObjectStore, async_ratio: float = 0.0, sources: int = 1) -> tuple
 
 def file_of(batches: TrajectoryStore, number: int) -> StoredObject:
     """Return the file of a waiting batch."""
-    waiting = batches.waiting(number)
+    waiting = batches.find_waiting(number)
     assert waiting is not None
     return waiting.file

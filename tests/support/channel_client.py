@@ -77,7 +77,7 @@ async def ordinary(channel: RayChannel, scheduler: Scheduler) -> None:
     news = asyncio.create_task(channel.wait_version(0, HANG_SECONDS))
     await blocking(channel.finish, 0, 1)
     assert await news == 1
-    assert await channel.waiting() == 1
+    assert await channel.count_waiting() == 1
     with pytest.raises(TimeoutError, match=r"waited 0\.2 s for batch 7"):
         await blocking(channel.lease, 7, 0.2)
     first, second = await blocking(channel.lease, 1, HANG_SECONDS), await blocking(channel.lease, 1, HANG_SECONDS)
@@ -97,7 +97,7 @@ async def answered_by_the_next(channel: RayChannel, scheduler: Scheduler) -> Non
     assert not any(one.done() for one in waiting)
     kill_process()
     take_its_place(scheduler.store, 1)
-    assert await channel.waiting() == 0
+    assert await channel.count_waiting() == 0
     _, third = scheduler.commit(2)
     assert await lease == third  # this batch is read from the store, because its put was lost
     for number in range(1, 5):

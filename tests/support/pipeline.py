@@ -59,12 +59,12 @@ class StoredBatches:
 
     async def entry(self, number: int) -> int | None:
         """Return the entry of a batch."""
-        waiting = self.batches.waiting(number)
+        waiting = self.batches.find_waiting(number)
         return None if waiting is None else waiting.entry
 
     async def read(self, number: int) -> object:
         """Read a batch."""
-        waiting = self.batches.waiting(number)
+        waiting = self.batches.find_waiting(number)
         if waiting is None:
             raise Missing(f"batch {number} is no longer waiting")
         return self.batches.read(waiting.file)
@@ -246,7 +246,7 @@ class Pipeline:
         entry, committed = TrajectoryStore(self.scheduling.log).commit(self.scheduling, staged)
         data = pa.py_buffer(committed.read_bytes()) if isinstance(committed, Path) else committed
         if (harm := self._harm(staged.number)) and harm != "not finite":
-            damaged(self.store, self.batches.committed(entry.n).file, harm)
+            damaged(self.store, self.batches.read_commit(entry.n).file, harm)
         await self.channel.put(staged.number, data, PATIENCE_SECONDS, entry.n)
 
     async def _learn(self) -> None:
@@ -265,7 +265,7 @@ class Pipeline:
         while True:
             try:
                 leased = await self.channel.lease(number, PATIENCE_SECONDS)
-                waiting = self.batches.waiting(number)
+                waiting = self.batches.find_waiting(number)
                 assert waiting is not None, "the channel handed out what was voided"
                 stored = self.batches.read(waiting.file)
             except Corrupt as error:

@@ -72,7 +72,7 @@ class StoreFeed:
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
         """Return the committed batch."""
         self.await_version(number)
-        waiting = self.batches.waiting(number)
+        waiting = self.batches.find_waiting(number)
         if waiting is None:
             self.batches.commit(self.writer, batch(self.context, number, ahead=self.ahead))
             waiting = self.log.state.waiting[number]

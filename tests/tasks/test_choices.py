@@ -55,7 +55,7 @@ def ran(**kwargs: Any) -> tuple[Pipeline, float]:
 def commits(pipeline: Pipeline) -> list[BatchCommitted]:
     """List the trained batches in order."""
     entries = [pipeline.policies.find(version).batch_entry for version in range(1, pipeline.versions + 1)]
-    return [pipeline.batches.committed(entry) for entry in entries if entry is not None]
+    return [pipeline.batches.read_commit(entry) for entry in entries if entry is not None]
 
 
 def batches(pipeline: Pipeline) -> list[TrajectoryBatch]:

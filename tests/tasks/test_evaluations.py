@@ -124,7 +124,7 @@ def test_evaluations_do_not_change_training_at_alpha_zero() -> None:
     def trained(beside: Beside | None, engines: int) -> list[bytes]:
         pipeline = ran(beside, async_ratio=0.0, engines=engines)
         found = [pipeline.policies.find(version).batch_entry for version in range(1, LAST + 1)]
-        files = [pipeline.batches.committed(entry).file for entry in found if entry is not None]
+        files = [pipeline.batches.read_commit(entry).file for entry in found if entry is not None]
         return [pipeline.batches.read(file).to_pybytes() for file in files]
 
     assert trained(Beside(), 1) == trained(None, 1)

@@ -217,7 +217,7 @@ def trained(store: MemoryStore) -> list[tuple[TrainedGroup, ...]]:
     """List the trained prompts, version by version."""
     log = Log(store)
     entries = [PolicyStore(log).find(version).batch_entry for version in range(1, log.state.version + 1)]
-    return [TrajectoryStore(log).committed(entry).groups for entry in entries if entry is not None]
+    return [TrajectoryStore(log).read_commit(entry).groups for entry in entries if entry is not None]
 
 
 def finished(pipeline: Pipeline) -> AuditReport:

@@ -65,7 +65,7 @@ class Poisoned(StoreFeed):
         voids = self.context.log.state.voids
         if self.dies and voids and number == self.poisoned:
             raise Halt
-        if number == self.poisoned and self.batches.waiting(number) is None and voids < self.makings:
+        if number == self.poisoned and self.batches.find_waiting(number) is None and voids < self.makings:
             staged = batch(self.context, number, ahead=self.ahead)
             first = staged.groups[0].trajectories[-1]  # type: ignore[union-attr]
             bad = replace(first, logprobs=(*first.logprobs[:-1], -math.inf))
@@ -81,7 +81,7 @@ def assert_trained_on_another(context: RunContext, whole: RunContext, why: str) 
     assert isinstance(void.body, BatchVoided)
     assert (void.body.number, void.body.why, void.body.cause, void.role) == (3, why, "not-finite", "learner")
     assert describe_entry(void) == f"batch 3 voided (entry {void.body.entry}): {why}"
-    assert context.store.exists(context.batches.committed(void.body.entry).file.path)
+    assert context.store.exists(context.batches.read_commit(void.body.entry).file.path)
     assert consumed(context, 4) == [GroupKey(6, 1), GroupKey(7, 1)]
     assert hashes(restored(context, 6)[0]) == hashes(restored(whole, 6)[0])
     learner, _ = restored(context, 3)
@@ -258,4 +258,4 @@ def test_nonfinite_rows_are_sampled_with_another_seed(alpha: float, stops: Colle
 def groups_of(pipeline: Pipeline, version: int) -> Sequence[TrainedGroup]:
     entry = pipeline.policies.find(version).batch_entry
     assert entry is not None
-    return pipeline.batches.committed(entry).groups
+    return pipeline.batches.read_commit(entry).groups

@@ -182,7 +182,7 @@ def test_replay_needs_the_committed_batch(small: Prepare) -> None:
     train_small(context, 2)
     entry = context.policies.find(2).batch_entry
     assert entry is not None
-    file = context.batches.committed(entry).file
+    file = context.batches.read_commit(entry).file
     flip(context, file)
     with pytest.raises(Corrupt, match=rf"{file.path} does not contain what was committed"):
         restored(context, 2)
@@ -319,7 +319,7 @@ def test_batch_voided_by_another_is_not_published(
 def consumed(context: RunContext, version: int) -> list[GroupKey]:
     entry = context.policies.find(version).batch_entry
     assert entry is not None
-    return [group.key for group in context.batches.committed(entry).groups]
+    return [group.key for group in context.batches.read_commit(entry).groups]
 
 
 def test_damaged_copy_in_the_channel_is_read_again(small: Prepare) -> None:

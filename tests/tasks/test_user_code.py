@@ -120,7 +120,7 @@ class RolledFeed(StoreFeed):
 
 def batches(context: RunContext) -> list[TrajectoryBatch]:
     found = [context.policies.find(version).batch_entry for version in range(1, VERSIONS + 1)]
-    files = [context.batches.committed(entry).file for entry in found if entry is not None]
+    files = [context.batches.read_commit(entry).file for entry in found if entry is not None]
     return [TrajectoryBatch.from_bytes(context.batches.read(file)) for file in files]
 
 
