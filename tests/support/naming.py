@@ -1,8 +1,7 @@
 """Finds names and first lines that break the rules of CONTRIBUTING's "Names and prose". The check reads only source
 code.
 
-python -m tests.support.naming            print the faults beyond `naming_debt.txt`; `make lint` runs this
-python -m tests.support.naming --write    rewrite `naming_debt.txt`, which counts known faults; they may only shrink
+python -m tests.support.naming    print the faults; `make lint` runs this
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOUSES = ("flows", "tasks", "storage")
-DEBT = Path(__file__).with_name("naming_debt.txt")
 LONGEST_TEST = 60
 
 
@@ -30,7 +28,7 @@ PARTICIPLES = _words("""
     here told understood without written alike everywhere together behind beside whole idle
 """)
 # Words that end with -ed or -ing and are verbs or nouns.
-VERBS = _words("embed feed need proceed seed shed speed spread string bring ping")
+VERBS = _words("embed feed need training proceed seed shed speed spread string bring ping")
 NOT_IMPERATIVE = _words("""
     a an the this that these those what who which whether how why when where if it its he she they their there here of
     for from in on by with without at to into as one some any each every all both no none not whoever whatever same only
@@ -88,26 +86,6 @@ def is_imperative(word: str) -> bool:
     return not word.endswith("s") or word in ENDS_WITH_S
 
 
-def count_faults(faults: Iterable[str]) -> Counter[str]:
-    """Count faults by rule and file, so that a new name for a function with a known fault is no new fault."""
-    return Counter(" ".join(fault.split()[:2]) for fault in faults)
-
-
-def read_debt() -> Counter[str]:
-    """Read the number of known faults per rule and file, which still have to be fixed."""
-    lines = [line.rsplit(" ", 1) for line in DEBT.read_text().splitlines()]
-    return Counter({key: int(count) for key, count in lines})
-
-
-def new_faults() -> list[str]:
-    """List the faults of each rule and file with more faults than `naming_debt.txt` says."""
-    faults = list(find_faults())
-    beyond = count_faults(faults) - read_debt()
-    return [fault for fault in faults if " ".join(fault.split()[:2]) in beyond]
-
-
 if __name__ == "__main__":
-    if "--write" in sys.argv:
-        DEBT.write_text("".join(f"{key} {count}\n" for key, count in sorted(count_faults(find_faults()).items())))
-    elif wrong := new_faults():
-        sys.exit("\n".join([*wrong, "More naming faults than tests/support/naming_debt.txt allows; see CONTRIBUTING."]))
+    if wrong := list(find_faults()):
+        sys.exit("\n".join([*wrong, "These names or first lines break the rules of CONTRIBUTING.md."]))
