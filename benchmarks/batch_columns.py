@@ -22,7 +22,7 @@ from functools import partial
 
 import pyarrow as pa
 
-from benchmarks.data_plane import groups, seconds, touch
+from benchmarks.data_plane import Work, groups, seconds, touch
 from benchmarks.report import Row, arguments, publish
 from rollflow.storage.batch import TrajectoryBatch, pack_group
 from rollflow.storage.records import Branch, Outcome, Trajectory, TrajectoryGroup
@@ -66,7 +66,7 @@ def flat(one: Trajectory) -> Trajectory:
 
 def write(made: Sequence[TrajectoryGroup]) -> int:
     """Pack, join and encode a batch; return its size in bytes."""
-    return TrajectoryBatch.from_groups([pack_group(group) for group in made]).to_bytes().size
+    return len(memoryview(TrajectoryBatch.from_groups([pack_group(group) for group in made]).to_bytes()))
 
 
 def read(data: pa.Buffer) -> None:
@@ -84,7 +84,7 @@ def rows(size: int, turns: int) -> list[Row]:
         for name, change in CASES.items()
     }
     files = {name: TrajectoryBatch.from_groups(batch).to_bytes() for name, batch in made.items()}
-    work = {
+    work: dict[str, dict[str, Work]] = {
         "write": {name: partial(write, batch) for name, batch in made.items()},
         "read": {name: partial(read, data) for name, data in files.items()},
     }

@@ -26,6 +26,7 @@ from benchmarks.gpu_models import (
     policy_folder,
 )
 from benchmarks.gpu_rows import NO_GPU, Row, check_at_most, check_that, guard, target_at_most
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.base import split_buffers
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import TransformersEngineConfig
@@ -43,7 +44,10 @@ def make_requests(count: int, vocabulary: int, prompt: int, tokens: int) -> list
     """Create requests with different prompts and different seeds."""
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(2, vocabulary, (count, prompt), generator=draw).tolist()
-    return [GenerationRequest(f"r{n}", given[: prompt - n % 8], tokens, seed=n) for n, given in enumerate(prompts)]
+    return [
+        GenerationRequest(f"r{n}", ModelInput.of(given[: prompt - n % 8]), tokens, seed=n)
+        for n, given in enumerate(prompts)
+    ]
 
 
 async def start_engine(folder: Path, dtype: str, device: str, slots: int = 256) -> TransformersEngine:
@@ -130,7 +134,7 @@ async def _three_times(
 
 def _gap(learner: TorchLearner, request: GenerationRequest, made: Generation) -> torch.Tensor:
     """Return the differences of a response's log-probs, (T,) in nats."""
-    theirs = learner.logprobs([*request.prompt, *made.tokens])[len(request.prompt) - 1 :]
+    theirs = learner.logprobs([*request.prompt.tokens, *made.tokens])[request.prompt.length - 1 :]
     return (torch.tensor(list(made.logprobs)) - torch.tensor(theirs)).abs()
 
 

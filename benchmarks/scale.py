@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.report import Row, arguments, at_most, publish
 from rollflow.storage.batch import TrajectoryBatch, pack_group
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import GroupKey, PackedGroup, StopReason, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
@@ -101,7 +102,9 @@ def bare(engines: int, trajectories: int) -> float:
         async def slot(engine: TimedEngine, number: int) -> None:
             for turn in range(trajectories // (engines * SLOTS)):
                 seed = number * 1000 + turn
-                request = GenerationRequest(f"{seed}", (seed // GROUP,), section.max_new_tokens, seed=seed)
+                request = GenerationRequest(
+                    f"{seed}", ModelInput.of((seed // GROUP,)), section.max_new_tokens, seed=seed
+                )
                 made = await engine.generate(request)
                 await rewards.score(ScoreRequest(made.tokens, {"accuracy": 0.5}))
 
@@ -136,7 +139,7 @@ def wire(turns: int) -> float:
     took, tokens = 0.0, 0
     for _ in range(turns):
         lengths = [min(8000, round(400 * math.exp(drawn.gauss(0, 1)))) + 1 for _ in range(ON_WIRE)]
-        requests = [GenerationRequest(f"{i}", (1,) * 64, 8000, seed=i) for i in range(ON_WIRE)]
+        requests = [GenerationRequest(f"{i}", ModelInput.of((1,) * 64), 8000, seed=i) for i in range(ON_WIRE)]
         made = [
             Generation(f"{i}", TokenSpan.of(range(n), (-1.5,) * n, (3,) * n), StopReason.STOP)
             for i, n in enumerate(lengths)

@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.report import Row, arguments, at_most, publish
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Prompt, StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.storage.trajectories import StagedBatch
@@ -128,7 +129,7 @@ async def scheduler_of(
         slots=count,
     )
     tokens = Int32s.same(5, PROMPT)
-    ports = SchedulerPorts(lambda index: Prompt(f"p{index}", index, "d", "", tokens), judged, commit)
+    ports = SchedulerPorts(lambda index: Prompt(f"p{index}", index, "d", "", ModelInput.of(tokens)), judged, commit)
     return RolloutScheduler(limits, ports, proxy, ResumePoint())
 
 

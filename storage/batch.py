@@ -20,6 +20,7 @@ import pyarrow as pa
 from rollflow.storage import optional_columns
 from rollflow.storage.arrow_rows import count_rows, join_rows, parts_of
 from rollflow.storage.errors import Corrupt
+from rollflow.storage.model_input import PlacedPart
 from rollflow.storage.records import FinishedGroup, GroupKey, PackedGroup, StopReason, Trajectory, TrajectoryGroup
 
 SCHEMA_VERSION = 1
@@ -132,6 +133,12 @@ class TrajectoryBatch:
     def episodes(self) -> int:
         """The number of episodes: an episode counts once, no matter how many branches it has."""
         return len(self) - sum(self.branches)
+
+    @property
+    def foreign_parts(self) -> list[tuple[PlacedPart, ...]]:
+        """The parts of each row that are no tokens."""
+        column = self.optional("foreign_parts")
+        return [()] * len(self) if column is None else optional_columns.read_parts(column)
 
     def groups(self) -> list[TrajectoryGroup]:
         """Return the groups as records. This method copies all data, so only tools and tests use it."""

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
@@ -16,9 +17,11 @@ import pyarrow as pa
 
 from rollflow.storage.arrow_rows import build_offsets
 from rollflow.storage.errors import Corrupt
+from rollflow.storage.model_input import ForeignPart, PlacedPart
 from rollflow.storage.records import Branch, Outcome, Trajectory
 from rollflow.storage.token_arrays import Int16s, Int32s, TokenArray, TokenSets
 
+FOREIGN = pa.struct([("position", pa.int32()), ("length", pa.int32()), ("kind", pa.utf8()), ("sha256", pa.utf8())])
 COLUMNS = (
     pa.field("reward_parts", pa.map_(pa.utf8(), pa.float64())),
     pa.field("outcome", pa.dictionary(pa.int8(), pa.utf8())),
@@ -26,6 +29,7 @@ COLUMNS = (
     pa.field("branch", pa.struct([("parent", pa.int32()), ("position", pa.int32())])),
     pa.field("routed_experts", pa.list_(pa.int16())),
     pa.field("kept_tokens", pa.list_(pa.list_(pa.int32()))),
+    pa.field("foreign_parts", pa.list_(FOREIGN)),
 )
 NAMES = tuple(field.name for field in COLUMNS)
 NUMBERS: dict[pa.DataType, type[TokenArray[Any]]] = {pa.int16(): Int16s, pa.int32(): Int32s}
@@ -96,6 +100,15 @@ def read_outcome(name: str) -> Outcome:
         raise Corrupt(f"a trajectory has the outcome {name!r}; expected one of {[*map(str, Outcome)]}") from None
 
 
+def read_parts(column: pa.Array) -> list[tuple[PlacedPart, ...]]:
+    """Return the foreign parts of each row."""
+    return [_read_placed(row or ()) for row in column.to_pylist()]
+
+
+def _read_placed(found: Iterable[Mapping[str, Any]]) -> tuple[PlacedPart, ...]:
+    return tuple(PlacedPart(one["position"], ForeignPart(one["kind"], one["sha256"], one["length"])) for one in found)
+
+
 _READERS: dict[str, Callable[[Any], Any]] = {
     "reward_parts": dict,
     "outcome": read_outcome,
@@ -103,6 +116,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "branch": lambda found: Branch(**found),
     "routed_experts": Int16s.of,
     "kept_tokens": TokenSets.of,
+    "foreign_parts": _read_placed,
 }
 
 
@@ -114,6 +128,8 @@ def _build(kind: pa.DataType, rows: Sequence[Any]) -> pa.Array:
         return pa.array([None if row is None else row._asdict() for row in rows], kind)
     if not pa.types.is_list(kind):
         return pa.array(rows, kind)
+    if kind.value_type == FOREIGN:
+        return pa.array([None if row is None else list(map(_write_part, row)) for row in rows], kind)
     if kind.value_type in NUMBERS:
         arrays = [_NO_NUMBERS if row is None else NUMBERS[kind.value_type].of(row) for row in rows]
         return _lists(kind, rows, _array(kind.value_type, arrays))
@@ -122,6 +138,10 @@ def _build(kind: pa.DataType, rows: Sequence[Any]) -> pa.Array:
     tokens = _array(kind.value_type.value_type, [row.tokens for row in sets])
     inner = pa.Array.from_buffers(kind.value_type, len(counts), [None, build_offsets(counts)], children=[tokens])
     return _lists(kind, rows, inner)
+
+
+def _write_part(placed: PlacedPart) -> dict[str, Any]:
+    return {"position": placed.position, **asdict(placed.part)}
 
 
 _NO_NUMBERS, _NO_SETS = Int32s(), TokenSets(Int32s(), Int32s())

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
+from rollflow.storage.model_input import ModelInput, PlacedPart
 from rollflow.storage.token_arrays import Bools, Int32s, TokenSets
 
 
@@ -110,14 +111,22 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. `index` is its position in the run's order; `reference` is what the verifier needs (JSON)."""
+    """One prompt. `index` is its position in the run's order; `reference` is what the verifier needs (JSON).
+
+    `input` is what the policy reads, and `text` what a person reads.
+    """
 
     id: str
     index: int
     domain: str
     text: str
-    tokens: Sequence[int]
+    input: ModelInput
     reference: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> Int32s:
+        """The prompt's tokens. Raises `ConfigError` if the prompt is not tokens alone."""
+        return self.input.tokens
 
 
 class Branch(NamedTuple):
@@ -138,7 +147,8 @@ class Trajectory:
 
     A field that is None was not recorded. `turn_starts` has the position of each turn's first sampled token.
     `routed_experts` has the same number of experts (layers x experts per token) for each of the T tokens, -1 if an
-    expert is unknown. `kept_tokens` has T sets: the tokens that the sampler chose token t from (top-k, top-p); the set
+    expert is unknown. `foreign_parts` has the parts that are no tokens; `tokens[t]` is `NO_TOKEN` at their positions.
+    `kept_tokens` has T sets: the tokens that the sampler chose token t from (top-k, top-p); the set
     is empty if the sampler chose from all tokens, or the policy did not sample token t.
     """
 
@@ -159,6 +169,12 @@ class Trajectory:
     branch: Branch | None = None
     routed_experts: Sequence[int] | None = None
     kept_tokens: TokenSets | None = None
+    foreign_parts: tuple[PlacedPart, ...] | None = None
+
+    @property
+    def input(self) -> ModelInput:
+        """What the policy read: the prompt, and the response with what the environment added."""
+        return ModelInput.from_flat(Int32s.of(self.tokens), self.foreign_parts or ())
 
     @property
     def response_tokens(self) -> int:

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from rollflow.storage.audit.expected import BatchLimits
 from rollflow.storage.audit.report import ViolationKind
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.model_input import PlacedPart
 from rollflow.storage.records import Prompt, StopReason
 from rollflow.storage.token_arrays import ANY_TOKEN
 
@@ -53,6 +54,7 @@ class _Table:
     logprobs_T: Array
     versions_T: Array
     endings: list[str]
+    placed_R: list[tuple[PlacedPart, ...]]  # parts of the row that are no tokens
 
     @classmethod
     def of(cls, batch: TrajectoryBatch, prompts: Mapping[int, Prompt] | None) -> _Table:
@@ -66,9 +68,10 @@ class _Table:
             begins = np.append(chosen, len(mask))[place]
             given = np.minimum(begins - first, length)
         else:
-            given = np.array([len(prompts[one].tokens) for one in index.tolist()], dtype=np.int64)
+            given = np.array([prompts[one].input.length for one in index.tolist()], dtype=np.int64)
         tokens, logprobs, versions = (_flat(batch, name) for name in ("tokens", "logprobs", "versions"))
-        return cls(index, length, first, given, row, tokens, mask, logprobs, versions, table["ending"].to_pylist())
+        endings, placed = table["ending"].to_pylist(), batch.foreign_parts
+        return cls(index, length, first, given, row, tokens, mask, logprobs, versions, endings, placed)
 
     @property
     def response_T(self) -> Array:
@@ -81,6 +84,19 @@ class _Table:
         """Return the tokens of a row."""
         tokens: Array = self.tokens_T[self.first_R[row] : self.first_R[row] + self.length_R[row]]
         return tokens
+
+    def placed(self, row: int, end: int) -> tuple[PlacedPart, ...]:
+        """Return the foreign parts of a row that begin before position `end`."""
+        return tuple(placed for placed in self.placed_R[row] if placed.position < end)
+
+    @property
+    def foreign_T(self) -> Array:
+        """A mask of the positions of foreign parts."""
+        mask = np.zeros(len(self.row_T), bool)
+        for first, row in zip(self.first_R.tolist(), self.placed_R, strict=True):
+            for position, part in row:
+                mask[first + position : first + position + part.length] = True
+        return mask
 
 
 def check_rows(batch: TrajectoryBatch, asked: ExpectedRows) -> Iterator[Found]:
@@ -118,7 +134,9 @@ def _check_prompts(
                 f"a row of prompt {index} names the id and domain {name}, but the prompt has "
                 f"{(prompt.id, prompt.domain)}",
             )
-        elif not np.array_equal(table.row(row)[: len(prompt.tokens)], np.asarray(prompt.tokens)):
+        elif not np.array_equal(table.row(row)[: prompt.input.length], prompt.input.flat.array) or (
+            table.placed(row, prompt.input.length) != prompt.input.placed
+        ):
             reported.add(index)
             other = _name_other_prompt(table.row(row), asked.held_out)
             yield "lineage", f"a row of prompt {index} begins with {other} instead of the tokens of that prompt"
@@ -139,7 +157,8 @@ def _name_other_prompt(tokens_T: Array, held_out: Mapping[tuple[int, ...], str])
 def _check_tokens(table: _Table, asked: ExpectedRows) -> Iterator[Found]:
     """Check that tokens are in the vocabulary, and that only tokens of the policy have a log-prob and a version."""
     most = asked.vocabulary
-    if table.tokens_T.size and (table.tokens_T.min() < 0 or table.tokens_T.max() >= most):
+    tokens = table.tokens_T[~table.foreign_T]
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= most):
         yield "lineage", f"a row has a token outside of the policy's vocabulary of {most} tokens"
     given_T = ~table.mask_T
     if (table.logprobs_T[given_T] != 0.0).any() or (table.versions_T[given_T] != -1).any():

@@ -17,6 +17,8 @@ import pyarrow.compute as pc
 
 from rollflow.storage.audit.report import ViolationKind
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.model_input import NO_TOKEN
+from rollflow.storage.optional_columns import read_parts
 from rollflow.storage.records import GroupKey, Outcome
 
 Found = tuple[ViolationKind, str]
@@ -156,6 +158,22 @@ def _check_kept(rows: _Rows, column: pa.Array) -> Iterator[Found]:
         yield "lineage", f"a kept token lies outside of the policy's vocabulary, which has {rows.vocabulary} tokens"
 
 
+def _check_foreign(rows: _Rows, column: pa.Array) -> Iterator[Found]:
+    """Check that foreign parts follow each other in their row, and that `NO_TOKEN` stands where they do."""
+    for row, placed in enumerate(read_parts(column)):
+        tokens, mask = rows.tokens_T[rows.span(row)], rows.mask_T[rows.span(row)]
+        name, end = rows.name(row), 0
+        for position, part in placed:
+            stop = position + part.length
+            what = f"the {part.kind} of {part.length} positions at position {position} of trajectory {name}"
+            if not (end <= position < stop <= len(tokens)):
+                yield "altered", f"{what} overlaps another part or the end, {len(tokens)}"
+                break
+            if mask[position:stop].any() or (tokens[position:stop] != NO_TOKEN).any():
+                yield "lineage", f"{what} has tokens of its own"
+            end = stop
+
+
 CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
     "reward_parts": _check_parts,
     "outcome": _check_outcomes,
@@ -163,6 +181,7 @@ CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
     "branch": _check_branches,
     "routed_experts": _check_experts,
     "kept_tokens": _check_kept,
+    "foreign_parts": _check_foreign,
 }
 
 

@@ -114,7 +114,7 @@ class EngineActor:
         try:
             generation = await self._engine.generate(request)
             tokens = len(generation.made) - len(request.prefix)
-            self._meter.count_prefill(len(request.prompt) + len(request.prefix), generation.cached)
+            self._meter.count_prefill(request.prompt.length + len(request.prefix), generation.cached)
             self._finished.append(generation)
             del self._have[request.id]
         except Exception as error:  # noqa: BLE001 - the error of a request is raised at its caller

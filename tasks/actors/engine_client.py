@@ -129,7 +129,6 @@ class RayEngine:
         self.check()
         if request.id in self._calls:
             raise ValueError(f"request {request.id} is already running")
-        Int32s.of(request.prompt)  # raises for an invalid prompt, so that only its caller gets the error
         loop = asyncio.get_running_loop()
         if not self._outbox:
             loop.call_soon(self._flush)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise, starmap
 from typing import TypeAlias
 
+from rollflow.storage.model_input import ForeignPart, ModelInput, PlacedPart
 from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
@@ -22,8 +23,10 @@ ENDINGS = tuple(StopReason)
 # ids_N, tokens_T (int32), logprobs_T (float32), versions_T (int32), lengths_N
 PackedPartials: TypeAlias = tuple[list[str], bytes, bytes, bytes, list[int]]
 Settings: TypeAlias = tuple[int, float, int | None, tuple[str, ...]]  # max_new_tokens, temperature, seed, stop
-# ids_N, prompts_T (int32), lengths_N, settings_N, prefixes of the few requests with a prefix
-PackedRequests: TypeAlias = tuple[list[str], bytes, list[int], list[Settings], PackedPartials]
+PackedParts: TypeAlias = list[tuple[int, str, str, int]]  # (position, kind, sha256, length) of each foreign part
+# ids_N, flat prompts_T (int32), lengths_N, settings_N, prefixes of the few requests with a prefix, parts of the few
+# requests with foreign parts
+PackedRequests: TypeAlias = tuple[list[str], bytes, list[int], list[Settings], PackedPartials, dict[str, PackedParts]]
 # tokens of each generation, index into ENDINGS_N, cached_N
 PackedGenerations: TypeAlias = tuple[PackedPartials, bytes, list[int]]
 # the result of `collect`: finished generations, failed requests, new tokens of running requests
@@ -31,23 +34,37 @@ Collected: TypeAlias = tuple[PackedGenerations, list[tuple[str, Exception]], Pac
 
 
 def pack_requests(requests: Sequence[GenerationRequest]) -> PackedRequests:
+    prompts = [request.prompt.flat for request in requests]
     return (
         [request.id for request in requests],
-        b"".join([Int32s.of(request.prompt).data for request in requests]),
-        [len(request.prompt) for request in requests],
+        b"".join([prompt.data for prompt in prompts]),
+        list(map(len, prompts)),
         [(request.max_new_tokens, request.temperature, request.seed, request.stop) for request in requests],
         pack_partials({request.id: request.prefix for request in requests if request.prefix}),
+        {request.id: parts for request in requests if (parts := _pack_parts(request.prompt))},
     )
 
 
 def unpack_requests(packed: PackedRequests) -> list[GenerationRequest]:
-    ids, prompts_T, lengths_N, settings_N, packed_prefixes = packed
-    prompts, prefixes = Int32s(prompts_T), unpack_partials(packed_prefixes)
-    rows = zip(ids, _build_slices(lengths_N), settings_N, strict=True)
+    ids, prompts_T, lengths_N, settings_N, packed_prefixes, parts = packed
+    flat, prefixes = Int32s(prompts_T), unpack_partials(packed_prefixes)
+    prompts = [ModelInput.of(flat[cut]) for cut in _build_slices(lengths_N)]
+    if parts:
+        foreign = (_unpack_parts(parts.get(id, [])) for id in ids)
+        prompts = [ModelInput.from_flat(prompt.flat, placed) for prompt, placed in zip(prompts, foreign, strict=True)]
+    rows = zip(ids, prompts, settings_N, strict=True)
     return [
-        GenerationRequest(id, prompts[cut], longest, temperature, seed, prefixes.get(id, TokenSpan()), stop)
-        for id, cut, (longest, temperature, seed, stop) in rows
+        GenerationRequest(id, prompt, longest, temperature, seed, prefixes.get(id, TokenSpan()), stop)
+        for id, prompt, (longest, temperature, seed, stop) in rows
     ]
+
+
+def _pack_parts(prompt: ModelInput) -> PackedParts:
+    return [(position, part.kind, part.sha256, part.length) for position, part in prompt.placed]
+
+
+def _unpack_parts(parts: PackedParts) -> list[PlacedPart]:
+    return [PlacedPart(position, ForeignPart(kind, sha256, length)) for position, kind, sha256, length in parts]
 
 
 def pack_partials(partials: Mapping[str, TokenSpan]) -> PackedPartials:

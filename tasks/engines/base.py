@@ -12,6 +12,7 @@ Guarantees, each tested once for all engines in `tests/contracts/test_engines.py
 - `abort` ends a request immediately: the request's `generate` returns the tokens so far, with the ending `ABORTED`.
 - A response ends with `STOP` at the token that completes one of the request's stop strings. The stop string stays in
   the response, and may have begun in the prefix.
+- An engine that cannot read a part of a prompt refuses the request with a `ConfigError` that names the part.
 - A request with a `prefix` continues after the prefix: the tokens of the prefix stay as they were sampled.
 - A dead engine raises `EngineFailed` from every call, including calls that already wait. Only `progress` still works: a
   dead engine's `progress` returns the tokens of running requests, so that another engine can continue the requests.
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
 
@@ -86,7 +88,7 @@ class GenerationRequest:
     """
 
     id: str
-    prompt: Sequence[int]  # tokens; a flat array needs no conversion
+    prompt: ModelInput
     max_new_tokens: int
     temperature: float = 1.0
     seed: int | None = None

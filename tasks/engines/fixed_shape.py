@@ -91,7 +91,7 @@ class RunningRow:
 
     @property
     def prefilling(self) -> bool:
-        return self.fed < len(self.request.prompt) or self.pending > 1
+        return self.fed < self.request.prompt.length or self.pending > 1
 
     def take(self, token: int, logprob: float, version: int) -> int:
         """Append the next token of the prefix, or `token` after the prefix, and return the appended token.
@@ -115,7 +115,7 @@ class RunningRow:
 
     def take_first(self, count: int) -> TokenSpan:
         """Return the row's first `count` tokens."""
-        start = len(self.request.prompt)
+        start = self.request.prompt.length
         known = self.known[start : start + count]
         return TokenSpan.of(known, self.logprobs[:count], self.versions[:count])
 
@@ -206,15 +206,16 @@ class FixedShapeSampler:
         return bool(self._queue) or any(group.taken for group in self._list_groups())
 
     def add(self, request: GenerationRequest) -> RunningRow:
-        needed = len(request.prompt) + request.max_new_tokens
-        if not request.prompt or needed > self._context:
+        prompt = request.prompt.read_tokens("the transformers engine")
+        needed = len(prompt) + request.max_new_tokens
+        if not prompt or needed > self._context:
             raise ValueError(
                 f"request {request.id} needs {needed} tokens for its prompt and its response; the policy takes "
                 f"prompts of at least one token, and {self._context} tokens in all"
             )
         generator = torch.Generator().manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
         draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
-        row = RunningRow(request, list(request.prompt), draws, watch_stops(request.stop, self._folder))
+        row = RunningRow(request, list(prompt), draws, watch_stops(request.stop, self._folder))
         self._queue.append(row)
         return row
 
@@ -285,7 +286,7 @@ class FixedShapeSampler:
     def _compute_span(self, request: GenerationRequest) -> int:
         """Compute the number of keys for prompt and response, including the padding of the last prefill chunk."""
         chunk = self._shape.C
-        needed = -(-(len(request.prompt) + request.max_new_tokens) // chunk) * chunk
+        needed = -(-(request.prompt.length + request.max_new_tokens) // chunk) * chunk
         span = SMALLEST_SPAN
         while span < needed:
             span *= 2

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.runnable import CPU_BLOCK_TOKENS, check_head_size, cpu_kv_cache
@@ -154,10 +153,10 @@ class VllmEngine:
         self.check()
         if request.id in self._running:
             raise ValueError(f"request {request.id} is already running")
-        prefix = request.prefix
+        prefix, prompt = request.prefix, request.prompt.read_tokens("the vLLM engine")
         with self._translate_death():
             response = self._responses.new(
-                Int32s.of(request.prompt) + prefix.tokens,
+                prompt + prefix.tokens,
                 request.max_new_tokens - len(prefix),
                 request.temperature,
                 self._derive_seed(request),

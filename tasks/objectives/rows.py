@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.model_input import refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,14 @@ class BatchRows:
 
     @classmethod
     def of(cls, batch: TrajectoryBatch) -> BatchRows:
-        """Read a batch's columns as flat arrays."""
+        """Read a batch's columns as flat arrays.
+
+        Raises:
+            ConfigError: a row has a part that is no tokens.
+        """
+        for placed in batch.foreign_parts if batch.optional("foreign_parts") is not None else ():
+            if placed:
+                raise refuse("the learner", placed[0])
         table = batch.table
         tokens = _column(table, "tokens")
         offsets = np.concatenate([[0], np.cumsum(_view(tokens.value_lengths()))]).astype(np.int64)

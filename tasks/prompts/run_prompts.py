@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Prompt
 from rollflow.tasks.prompts import build_source
 from rollflow.tasks.prompts.base import Encoder, Question, Reader
@@ -150,8 +151,8 @@ class RunPrompts:
     def _build_prompt(self, which: int, name: str, index: int, question: Question) -> Prompt:
         config, domain = self.configs[which], self.configs[which].domain
         assert self._encode is not None, "the prompts were opened without an encoder"
-        tokens = tuple(self._encode(question.text, config.chat, config.system))
-        return Prompt(f"{domain}/{name}", index, domain, question.text, tokens, question.reference)
+        read = ModelInput.of(self._encode(question.text, config.chat, config.system))
+        return Prompt(f"{domain}/{name}", index, domain, question.text, read, question.reference)
 
     def _first_fit(
         self, which: int, name: str, index: int, ask: Callable[[int], Question], position: int
@@ -178,11 +179,11 @@ class RunPrompts:
             log.warning("prompts.%d: a prompt is too long for the policy's context; another prompt replaces it", which)
 
     def _fits(self, prompt: Prompt) -> bool:
-        return 0 < len(prompt.tokens) <= self._longest
+        return 0 < prompt.input.length <= self._longest
 
     def _build_too_long_error(self, which: int, prompt: Prompt) -> ConfigError:
         return ConfigError(
-            f"prompts.{which}: a prompt has {len(prompt.tokens)} tokens, and the context leaves room for "
+            f"prompts.{which}: a prompt has {prompt.input.length} tokens, and the context leaves room for "
             f"only {self._longest}; lower engine.max_new_tokens, choose a policy with a larger context, or "
             "choose shorter prompts"
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Outcome, Prompt, StopReason, Trajectory
 from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
@@ -30,7 +31,7 @@ class Turn:
     """A request for one generation: its number in the episode (from 0), its context, and its token limit."""
 
     number: int
-    prompt: Int32s
+    prompt: ModelInput
     max_new_tokens: int
 
 
@@ -136,11 +137,11 @@ class PlayedEpisode:
 
     def trajectory(self, sample: int, started_version: int, score: Score) -> Trajectory:
         """Build the trajectory for training."""
-        prompt, made, given = Int32s.of(self.prompt.tokens), self.made, len(self.prompt.tokens)
+        prompt, made, given = self.prompt.input, self.made, self.prompt.input.length
         return Trajectory(
             sample=sample,
             started_version=started_version,
-            tokens=prompt + made.tokens,
+            tokens=prompt.flat + made.tokens,
             loss_mask=Bools(bytes(given) + self.mask),
             logprobs=Float32s.same(0.0, given) + made.logprobs,
             versions=Int32s.same(-1, given) + made.versions,
@@ -151,6 +152,7 @@ class PlayedEpisode:
             reward_seconds=asyncio.get_running_loop().time() - self.at,
             reward_parts=dict(score.parts) or None,
             outcome=score.outcome,
+            foreign_parts=prompt.placed or None,
         )
 
     def started_version(self, staleness_from: str) -> int:
@@ -184,8 +186,7 @@ class PlayedEpisode:
         return None
 
     def _build_turn(self) -> Turn:
-        given = Int32s.of(self.prompt.tokens)
-        return Turn(self.turns, given + self.response if self.made else given, self.room)
+        return Turn(self.turns, self.prompt.input.followed_by(self.response), self.room)
 
     def _append_generation(self, started: VersionedGeneration) -> None:
         generation = started.generation

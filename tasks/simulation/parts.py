@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from rollflow.storage.channel import Channel
 from rollflow.storage.errors import EngineFailed, Stale
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Prompt
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.timed import TimedEngine
@@ -36,7 +37,7 @@ class SimulatedPrompts:
         if draw.random() < self._reward.agreeing:
             accuracy = float(draw.random() < accuracy)
         domain = f"source-{index % self._sources}"
-        return Prompt(f"p{index}", index, domain, "", self.tokens(index), {"accuracy": accuracy})
+        return Prompt(f"p{index}", index, domain, "", ModelInput.of(self.tokens(index)), {"accuracy": accuracy})
 
     @staticmethod
     def tokens(index: int) -> tuple[int, ...]:

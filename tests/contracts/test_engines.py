@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import pytest_asyncio
 import ray
 
-from rollflow.storage.errors import EngineFailed
+from rollflow.storage.errors import ConfigError, EngineFailed
+from rollflow.storage.model_input import ForeignPart, ModelInput
 from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors.engine_client import RayEngine
@@ -57,7 +59,9 @@ class Case:
     def request(self, max_new_tokens: int = 8, *, temperature: float = 1.0) -> GenerationRequest:
         self.ids += 1
         prompt = (3 + self.ids % 50, 7, 11)
-        return GenerationRequest(f"request-{self.ids}", prompt, max_new_tokens, temperature, seed=self.ids)
+        return GenerationRequest(
+            f"request-{self.ids}", ModelInput.of(prompt), max_new_tokens, temperature, seed=self.ids
+        )
 
     def weights(self, version: int) -> Path:
         """Return the weights of a version; even and odd versions have different weights."""
@@ -123,6 +127,23 @@ def check(generation: Generation) -> None:
     assert all(logprob <= 0 for logprob in generation.logprobs)
 
 
+async def test_foreign_part_is_refused_alone(case: Case) -> None:
+    """An engine that reads tokens alone names the part in one sentence, and other requests go on."""
+    mixed = ModelInput.from_parts([Int32s.of((3, 7)), ForeignPart("image", "5e" * 32, 4), Int32s.of((11,))])
+    request = case.request()
+    refused, generation = await asyncio.gather(
+        case.engine.generate(replace(case.request(), prompt=mixed)),
+        case.engine.generate(request),
+        return_exceptions=True,
+    )
+    assert isinstance(refused, ConfigError)
+    assert re.fullmatch(
+        r"the \w+ engine reads tokens alone, but .* kind 'image' at position 2 \(.*\); .*", str(refused)
+    )
+    assert isinstance(generation, Generation)
+    check(generation)
+
+
 async def test_generation_has_the_version_in_use(case: Case) -> None:
     requests = [case.request(LONG if i == 0 else 4 + i) for i in range(20)]
     generations = await asyncio.gather(*map(case.engine.generate, requests))
@@ -144,8 +165,8 @@ async def test_logprobs_are_of_the_sampling_distribution(case: Case, temperature
     request = case.request(40, temperature=temperature)
     generation = await case.engine.generate(request)
     weights = case.weights(case.engine.version)
-    expected = reference_logprobs(weights, request.prompt + generation.tokens, temperature)
-    assert generation.logprobs == pytest.approx(expected[len(request.prompt) - 1 :], abs=1e-4)
+    expected = reference_logprobs(weights, request.prompt.tokens + generation.tokens, temperature)
+    assert generation.logprobs == pytest.approx(expected[request.prompt.length - 1 :], abs=1e-4)
 
 
 async def test_temperature_zero_is_greedy(case: Case) -> None:
@@ -154,9 +175,9 @@ async def test_temperature_zero_is_greedy(case: Case) -> None:
     requests = [case.request(12, temperature=0.0) for _ in range(3)]
     weights = case.weights(case.engine.version)
     for request, generation in zip(requests, await asyncio.gather(*map(case.engine.generate, requests)), strict=True):
-        assert list(generation.tokens) == greedy_tokens(weights, request.prompt, len(generation.tokens))
-        expected = reference_logprobs(weights, request.prompt + generation.tokens)
-        assert generation.logprobs == pytest.approx(expected[len(request.prompt) - 1 :], abs=1e-4)
+        assert list(generation.tokens) == greedy_tokens(weights, request.prompt.tokens, len(generation.tokens))
+        expected = reference_logprobs(weights, request.prompt.tokens + generation.tokens)
+        assert generation.logprobs == pytest.approx(expected[request.prompt.length - 1 :], abs=1e-4)
 
 
 async def test_probe_logprobs_agree_with_the_model(case: Case) -> None:
@@ -213,7 +234,7 @@ async def test_tokens_after_an_update_use_only_the_new_weights(case: Case) -> No
         new = generation.versions.count(version)
         if new:
             spanning += 1
-            expected = reference_logprobs(case.weights(version), request.prompt + generation.tokens)
+            expected = reference_logprobs(case.weights(version), request.prompt.tokens + generation.tokens)
             assert generation.logprobs[-new:] == pytest.approx(expected[-new:], abs=1e-4)
     assert spanning, "no response went on after the update"
 
@@ -293,8 +314,8 @@ async def test_answer_continues_from_its_prefix(case: Case) -> None:
         assert set(generation.versions[cut:]) == {now}
         assert generation.ending is StopReason.STOP or len(generation.tokens) == request.max_new_tokens
         if case.has_model:
-            expected = reference_logprobs(case.weights(now), request.prompt + generation.tokens)
-            assert generation.logprobs[cut:] == pytest.approx(expected[len(request.prompt) - 1 + cut :], abs=1e-4)
+            expected = reference_logprobs(case.weights(now), request.prompt.tokens + generation.tokens)
+            assert generation.logprobs[cut:] == pytest.approx(expected[request.prompt.length - 1 + cut :], abs=1e-4)
         else:
             assert generation.tokens == whole.tokens
 

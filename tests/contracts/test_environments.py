@@ -13,6 +13,7 @@ import pytest
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
 from rollflow.storage.log.entries import BatchCommitted
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Prompt, StopReason, Trajectory
 from rollflow.storage.token_arrays import Int32s
@@ -31,7 +32,7 @@ CASES: dict[str, EnvironmentConfig] = {
     "single-turn": SingleTurnEnvironment(),
     "import": ImportEnvironment(path="letters.environments:SecondThought", options={"hint": [32, 33]}),
 }
-PROMPT = Prompt("p", 0, "test", "How many?", (1, 2, 3), {"answer": "1"})
+PROMPT = Prompt("p", 0, "test", "How many?", ModelInput.of((1, 2, 3)), {"answer": "1"})
 
 
 @pytest.fixture(params=CASES.values(), ids=CASES)

@@ -14,18 +14,23 @@ from hypothesis import strategies as st
 from rollflow.storage import optional_columns
 from rollflow.storage.batch import SCHEMA, TrajectoryBatch, pack_group
 from rollflow.storage.errors import Corrupt
+from rollflow.storage.model_input import ForeignPart, PlacedPart
 from rollflow.storage.records import Branch, Outcome, Trajectory, TrajectoryGroup
 from rollflow.storage.token_arrays import Int16s, TokenSets
 from tests.support.batches import group
 
+TEXT = st.text(max_size=5)
 INT16, INT32 = st.integers(-(1 << 15), (1 << 15) - 1), st.integers(-(1 << 31), (1 << 31) - 1)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "reward_parts": st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3),
+    "reward_parts": st.dictionaries(TEXT, st.floats(allow_nan=False), max_size=3),
     "outcome": st.sampled_from(Outcome),
     "turn_starts": st.lists(INT32, max_size=4).map(tuple),
     "branch": st.builds(Branch, INT32, INT32),
     "routed_experts": st.lists(INT16, max_size=6).map(Int16s.of),
     "kept_tokens": st.lists(st.lists(INT32, max_size=3), max_size=4).map(TokenSets.of),
+    "foreign_parts": st.lists(st.builds(PlacedPart, INT32, st.builds(ForeignPart, TEXT, TEXT, INT32)), max_size=2).map(
+        tuple
+    ),
 }
 ROW = st.fixed_dictionaries({}, optional=VALUES)
 BARE = (group(0), group(1), group(2))
@@ -108,6 +113,7 @@ def test_column_that_is_stored_twice_is_corrupt() -> None:
         ("routed_experts", [None, [None]]),
         ("kept_tokens", [[[1, None]], None]),
         ("kept_tokens", [[[1], None], None]),
+        ("foreign_parts", [None, [{"position": 0, "length": 1, "kind": None, "sha256": ""}]]),
     ],
 )
 def test_null_inside_of_a_value_is_corrupt(name: str, values: list[Any]) -> None:

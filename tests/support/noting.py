@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import EngineFailed
+from rollflow.storage.model_input import ModelInput
 from rollflow.tasks.engines.base import GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
@@ -64,7 +65,7 @@ class Noting(TimedEngine):
 
 def request(name: str, seed: int = 1) -> GenerationRequest:
     """Build a request for 40 tokens, which take four seconds."""
-    return GenerationRequest(name, (1, 2), 40, seed=seed)
+    return GenerationRequest(name, ModelInput.of((1, 2)), 40, seed=seed)
 
 
 def asking(proxy: InferenceProxy, name: str, asked: RequestOptions | None = None) -> asyncio.Task[VersionedGeneration]:

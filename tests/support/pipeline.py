@@ -23,6 +23,7 @@ from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchVoided, VersionPublished, entry_path
 from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import CommittedBatch, RunState
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Prompt, StoredObject
@@ -315,4 +316,6 @@ def damaged(store: ObjectStore, file: StoredObject, how: Damage) -> None:
 
 def prompt_at(index: int) -> Prompt:
     """Build an artificial prompt."""
-    return Prompt(f"p{index}", index, "test", f"question {index}", (1, 2, 3 + index % 7), {"answer": "1"})
+    return Prompt(
+        f"p{index}", index, "test", f"question {index}", ModelInput.of((1, 2, 3 + index % 7)), {"answer": "1"}
+    )

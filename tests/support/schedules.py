@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rollflow.storage.errors import EngineFailed
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import GroupKey, Prompt, StopReason, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
@@ -229,7 +230,7 @@ class Life:
         return number >= self.case.batches or version >= number - self.case.async_ratio
 
     def _prompt(self, index: int) -> Prompt:
-        return Prompt(f"p{index}", index, "", "", (index,))
+        return Prompt(f"p{index}", index, "", "", ModelInput.of((index,)))
 
     async def _score(self, request: ScoreRequest) -> Score:
         number = sum(request.tokens)

@@ -17,6 +17,7 @@ from rollflow.storage.audit.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import BatchCommitted
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 from rollflow.tasks.actors.rollout import find_first_cause
@@ -332,7 +333,7 @@ async def asked(engines: Sequence[Seen], routing: Routing, groups: int, size: in
     await proxy.update(0, Path(), NO_PROBE, "continue")
 
     async def one(group: int, sample: int) -> None:
-        request = GenerationRequest(f"{group}.{sample}", (group,), 64, seed=group * 100 + sample)
+        request = GenerationRequest(f"{group}.{sample}", ModelInput.of((group,)), 64, seed=group * 100 + sample)
         await proxy.generate(request, RequestOptions(group, group))
 
     await asyncio.gather(*(one(group, sample) for group in range(groups) for sample in range(size)))

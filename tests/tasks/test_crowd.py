@@ -12,6 +12,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
@@ -117,7 +118,7 @@ class Crowd:
         self.tasks[len(self.tasks)] = asyncio.create_task(coroutine)
 
     async def one(self, name: str, priority: int) -> StopReason:
-        request = GenerationRequest(f"r{name}", (1,), 12, seed=priority)
+        request = GenerationRequest(f"r{name}", ModelInput.of((1,)), 12, seed=priority)
         asked = RequestOptions(priority, priority)
         return StopReason((await self.proxy.generate(request, asked)).generation.ending)
 

@@ -13,7 +13,9 @@ import pytest
 import ray
 
 from rollflow.storage.errors import EngineFailed
+from rollflow.storage.model_input import ForeignPart, ModelInput
 from rollflow.storage.records import StopReason
+from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.actors.wire import (
     pack_generations,
@@ -37,8 +39,12 @@ TIMED = TimedEngineConfig(median_tokens=1000, sigma=0.0, seconds_per_token=0.01,
 
 def test_packed_messages_arrive_unchanged() -> None:
     prefix = TokenSpan.of((4, 5), (-0.5, -1e-9), (0, 3))
-    stops = GenerationRequest("b", (9,), 4, 1.0, None, prefix, ("\n", "end"))
-    requests = [GenerationRequest("a", (1, 2), 3, 0.7, 5), stops]
+    stops = GenerationRequest("b", ModelInput.of((9,)), 4, 1.0, None, prefix, ("\n", "end"))
+    requests = [GenerationRequest("a", ModelInput.of((1, 2)), 3, 0.7, 5), stops]
+    assert unpack_requests(pack_requests(requests)) == requests
+    image = ForeignPart("image", "5e" * 32, 4)
+    mixed = ModelInput.from_parts([Int32s.of((1,)), image, image, Int32s.of((2, 3))])
+    requests.insert(1, GenerationRequest("c", mixed, 3))
     assert unpack_requests(pack_requests(requests)) == requests
     generations = [
         Generation("a", TokenSpan.of((1, 2), (-0.1, -1e-9), (0, 1)), StopReason.STOP, 3),
@@ -56,13 +62,13 @@ async def test_new_owner_takes_the_engine_over(ray_node: None) -> None:
     """As after the death of the first owner's process, this owner's requests end, and their ids are free again."""
     first = RayEngine.spawn(TIMED, None)
     await first.start()
-    old = asyncio.create_task(first.generate(GenerationRequest("same-id", (3,), 1000, seed=1)))
+    old = asyncio.create_task(first.generate(GenerationRequest("same-id", ModelInput.of((3,)), 1000, seed=1)))
     await soon(lambda: any(first.progress({"same-id": 0}).values()))
     second = RayEngine(first.actor)
     await second.suspend("restart")
     await second.update(4, Here())  # the timed engine reads no weights
     await second.resume()
-    new = await second.generate(GenerationRequest("same-id", (3,), 10, seed=2))
+    new = await second.generate(GenerationRequest("same-id", ModelInput.of((3,)), 10, seed=2))
     assert new.versions == (4,) * 10
     with pytest.raises(EngineFailed, match="taken over this engine"):
         await asyncio.wait_for(old, HANG_SECONDS)
@@ -70,7 +76,7 @@ async def test_new_owner_takes_the_engine_over(ray_node: None) -> None:
         await first.suspend("continue")
     await first.close()  # the first client does not own the engine, so it must not close the engine
     assert (await second.stats()).running == 0
-    assert (await second.generate(GenerationRequest("x", (3,), 1))).versions == (4,)
+    assert (await second.generate(GenerationRequest("x", ModelInput.of((3,)), 1))).versions == (4,)
     await second.close()
 
 
@@ -93,7 +99,7 @@ async def test_dead_engine_is_restarted_within_its_actor(ray_node: None) -> None
     proxy = InferenceProxy([], 4, replacement_seconds=HANG_SECONDS)
     await proxy.join(0, new)
     await proxy.update(5, Here(), WeightsProbe((), (), 0.1), "continue")
-    assert (await proxy.generate(GenerationRequest("x", (3,), 1))).generation.versions == (5,)
+    assert (await proxy.generate(GenerationRequest("x", ModelInput.of((3,)), 1))).generation.versions == (5,)
     await new.close()
     with pytest.raises(EngineFailed, match="closed"):
         await actor.health.remote()
@@ -123,7 +129,7 @@ async def serving(*silent_seconds: float) -> tuple[list[RayEngine], InferencePro
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 async def test_requests_of_a_dead_or_stuck_actor_continue_elsewhere(ray_node: None, blow: signal.Signals) -> None:
     engines, proxy = await serving(HANG_SECONDS if blow == signal.SIGKILL else 4.0, HANG_SECONDS)
-    requests = [GenerationRequest(f"r{i}", (3,), 300, seed=i) for i in range(8)]
+    requests = [GenerationRequest(f"r{i}", ModelInput.of((3,)), 300, seed=i) for i in range(8)]
     running = [asyncio.create_task(proxy.generate(request)) for request in requests]
     ids = dict.fromkeys((request.id for request in requests), 0)
     await soon(lambda: [len(partial) > 10 for partial in engines[0].progress(ids).values()] == [True] * 4)
@@ -147,7 +153,7 @@ async def test_engine_without_new_tokens_fails(ray_node: None) -> None:
     engine = RayEngine(RayEngine.spawn(hanging, None).actor, name="engine-0", silent_seconds=3.0)
     await engine.start()
     await engine.suspend("continue")
-    waiting = asyncio.create_task(engine.generate(GenerationRequest("a", (3,), 10)))
+    waiting = asyncio.create_task(engine.generate(GenerationRequest("a", ModelInput.of((3,)), 10)))
     await asyncio.sleep(3.5)
     assert not waiting.done()  # a suspended engine is not stuck
     await engine.resume()
@@ -162,7 +168,7 @@ async def test_busy_time_counts_only_running_requests(ray_node: None) -> None:
     await engine.start()
     await asyncio.sleep(0.3)
     assert (await engine.stats()).busy_seconds == 0
-    task = asyncio.create_task(engine.generate(GenerationRequest("a", (3,), 300, seed=1)))
+    task = asyncio.create_task(engine.generate(GenerationRequest("a", ModelInput.of((3,)), 300, seed=1)))
     await soon(lambda: any(engine.progress({"a": 0}).values()))
     await engine.suspend("continue")
     suspended = await engine.stats()
@@ -186,8 +192,8 @@ async def test_bad_request_fails_alone_and_restart_is_harmless(ray_node: None, t
     await engine.update(0, Here(make_weights(tmp_path / "0", seed=0)))
     before = await engine.logprobs(range(3, 20))
     good, bad = await asyncio.gather(
-        engine.generate(GenerationRequest("good", (3,), 4)),
-        engine.generate(GenerationRequest("bad", (), 4)),
+        engine.generate(GenerationRequest("good", ModelInput.of((3,)), 4)),
+        engine.generate(GenerationRequest("bad", ModelInput.of(()), 4)),
         return_exceptions=True,
     )
     assert isinstance(bad, ValueError)
@@ -201,7 +207,7 @@ async def test_bad_request_fails_alone_and_restart_is_harmless(ray_node: None, t
 async def test_timed_response_depends_only_on_its_seed() -> None:
     config = TimedEngineConfig(median_tokens=16, sigma=1.0, seconds_per_token=0.0001)
     engines = [TimedEngine(config), TimedEngine(config)]
-    requests = [GenerationRequest(f"r{i}", (3,), 64, seed=i) for i in range(200)]
+    requests = [GenerationRequest(f"r{i}", ModelInput.of((3,)), 64, seed=i) for i in range(200)]
     one = await asyncio.gather(*map(engines[0].generate, requests))
     two = await asyncio.gather(*map(engines[1].generate, reversed(requests)))
     assert one == two[::-1]
@@ -215,7 +221,7 @@ async def test_timed_response_depends_only_on_its_seed() -> None:
 async def test_new_owner_of_an_actor_may_replace_the_old_one(ray_node: None) -> None:
     """Scheduler and engine may restart together, and the new scheduler may find the new engine by itself."""
     engines, proxy = await serving(HANG_SECONDS)
-    running = asyncio.create_task(proxy.generate(GenerationRequest("a", (3,), 500, seed=1)))
+    running = asyncio.create_task(proxy.generate(GenerationRequest("a", ModelInput.of((3,)), 500, seed=1)))
     await soon(lambda: any(engines[0].progress({"a": 0}).values()))
     await proxy.join(0, RayEngine(engines[0].actor))
     made = await asyncio.wait_for(running, HANG_SECONDS)
@@ -237,7 +243,7 @@ async def test_instant_responses_end_on_the_actors_event_loop(ray_node: None) ->
     await engine.suspend("continue")
     await engine.update(0, Here())
     await engine.resume()
-    requests = [GenerationRequest(f"r{i}", (3,), 4, seed=i) for i in range(40)]
+    requests = [GenerationRequest(f"r{i}", ModelInput.of((3,)), 4, seed=i) for i in range(40)]
     made = await asyncio.gather(*(engine.generate(request) for request in requests))
     assert [one.id for one in made] == [request.id for request in requests]
 
@@ -254,8 +260,9 @@ class Deaf:
 async def test_unsendable_request_fails_without_a_wait() -> None:
     engine = RayEngine(Deaf())
     with pytest.raises(TypeError, match="Int32s"):  # an invalid prompt is an error of its caller only
-        await engine.generate(GenerationRequest("a", ("no token",), 3))  # type: ignore[arg-type]
-    engine.check()
+        ModelInput.of(("no token",))  # type: ignore[arg-type]
     odd = TokenSpan((1,), (-0.5,), (0,))  # type: ignore[arg-type]
     with pytest.raises(EngineFailed, match="submit: AttributeError"):
-        await asyncio.wait_for(engine.generate(GenerationRequest("b", (1,), 3, prefix=odd)), HANG_SECONDS)
+        await asyncio.wait_for(
+            engine.generate(GenerationRequest("b", ModelInput.of((1,)), 3, prefix=odd)), HANG_SECONDS
+        )

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.errors import EngineFailed
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import StopReason
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
@@ -57,13 +58,13 @@ class Called:
 
     def asked(self, id: str, seed: int, tokens: int = 100) -> asyncio.Task[Generation]:
         """Start a response."""
-        return asyncio.create_task(self.engine.generate(GenerationRequest(id, (3,), tokens, seed=seed)))
+        return asyncio.create_task(self.engine.generate(GenerationRequest(id, ModelInput.of((3,)), tokens, seed=seed)))
 
 
 async def whole(seed: int, tokens: int = 100) -> Generation:
     """Return the response that this seed gives on an undisturbed engine."""
     engine = TimedEngine(TIMED.model_copy(update={"seconds_per_token": 0.0}))
-    return await engine.generate(GenerationRequest("", (3,), tokens, seed=seed))
+    return await engine.generate(GenerationRequest("", ModelInput.of((3,)), tokens, seed=seed))
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.001, 1.0])
@@ -137,7 +138,7 @@ def test_dead_engine_is_freed_after_the_handover() -> None:
         dead, other = Called(), Called()
         proxy = InferenceProxy([dead.engine, other.engine], 4, replacement_seconds=100.0)
         await proxy.update(0, HERE, WeightsProbe((), (), 0.1), "continue")
-        requests = [GenerationRequest(f"r{seed}", (3,), 100, seed=seed) for seed in range(6)]
+        requests = [GenerationRequest(f"r{seed}", ModelInput.of((3,)), 100, seed=seed) for seed in range(6)]
         running = [asyncio.create_task(proxy.generate(request)) for request in requests]
         await asyncio.sleep(0.6)
         engine = weakref.ref(dead.engine)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from rollflow.flows.keepalive.restarts import RestartBudget
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import Corrupt, EngineFailed
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.engines.base import Engine, GenerationRequest
@@ -180,7 +181,7 @@ def test_single_engine_is_never_lent() -> None:
         with pytest.raises(EngineFailed, match="no engine can be borrowed"):
             async with proxy.borrow_engine():
                 pass
-        assert (await proxy.generate(GenerationRequest("r", (1, 2), 8, seed=1))).version == 0
+        assert (await proxy.generate(GenerationRequest("r", ModelInput.of((1, 2)), 8, seed=1))).version == 0
 
     run_virtual(main())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import StopReason
 from rollflow.tasks.engines import fixed_shape
 from rollflow.tasks.engines.base import Generation, GenerationRequest
@@ -15,7 +16,7 @@ from tests.support.tiny_policy import make_policy, make_weights
 
 REQUESTS = [
     # prompts shorter and longer than a chunk (64), and equal to one; spans of 64, 128 and 256 keys
-    GenerationRequest(f"r{n}", tuple(3 + (7 * n + 3 * k) % 300 for k in range(length)), 6, 1.0, seed=n)
+    GenerationRequest(f"r{n}", ModelInput.of(tuple(3 + (7 * n + 3 * k) % 300 for k in range(length))), 6, 1.0, seed=n)
     for n, length in enumerate((1, 20, 63, 64, 65, 128, 150))
 ]
 

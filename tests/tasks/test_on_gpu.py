@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollflow.storage.model_input import ModelInput
 from rollflow.tasks.engines import fixed_shape
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.fixed_shape import FixedShapeSampler
@@ -41,13 +42,13 @@ def sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FixedShapeSample
 
 
 def test_prefill_of_the_transformers_engine_stays_on_its_device(sampler: FixedShapeSampler) -> None:
-    sampler.add(GenerationRequest("r", tuple(range(3, 40)), 5))
+    sampler.add(GenerationRequest("r", ModelInput.of(tuple(range(3, 40))), 5))
     with pytest.raises(RuntimeError, match=r"item\(\) cannot be called on meta|Cannot copy out of meta"):
         sampler.step(0)
 
 
 def test_decode_of_the_transformers_engine_stays_on_its_device(sampler: FixedShapeSampler) -> None:
-    row = sampler.add(GenerationRequest("r", tuple(range(3, 40)), 5))
+    row = sampler.add(GenerationRequest("r", ModelInput.of(tuple(range(3, 40))), 5))
     row.fed, row.known = 37, [*row.known, 3]
     with pytest.raises(RuntimeError, match=r"item\(\) cannot be called on meta|Cannot copy out of meta"):
         sampler.step(0)

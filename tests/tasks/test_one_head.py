@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.base import split_buffers
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.config import TransformersEngineConfig
@@ -45,7 +46,7 @@ async def test_engine_records_the_models_own_log_probs(name: str, tmp_path: Path
     await engine.update(0, tmp_path / "weights")
     for temperature in (1.0, 0.5):
         for prompt in prompts:
-            made = await engine.generate(GenerationRequest("one", prompt, LENGTH, temperature, seed=3))
+            made = await engine.generate(GenerationRequest("one", ModelInput.of(prompt), LENGTH, temperature, seed=3))
             expected = by_the_model(model, [*prompt, *made.tokens], temperature)[len(prompt) - 1 :]
             torch.testing.assert_close(torch.tensor(list(made.logprobs)), expected, atol=1e-4, rtol=0)
     await engine.close()

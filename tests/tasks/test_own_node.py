@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rollflow.flows.locations import attach_run
 from rollflow.storage.errors import ConfigError, Corrupt, EngineFailed
+from rollflow.storage.model_input import ModelInput
 from rollflow.tasks.actors.engine import EngineActor
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines.base import GenerationRequest
@@ -174,7 +175,7 @@ def test_engines_generate_while_they_fetch_weights() -> None:
         proxy = InferenceProxy([slow, lacking], 4)
         await proxy.update(0, Path(), NO_PROBE, "continue")
         assert proxy.update_seconds == pytest.approx(CONFIG.update_seconds), "nobody stood still for it"
-        running = asyncio.create_task(proxy.generate(GenerationRequest("r", (1, 2), 50, seed=1)))
+        running = asyncio.create_task(proxy.generate(GenerationRequest("r", ModelInput.of((1, 2)), 50, seed=1)))
         await asyncio.sleep(0.2)
         await proxy.update(1, Path(), NO_PROBE, "continue")
         made = await running

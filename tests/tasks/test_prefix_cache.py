@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import VllmEngineConfig
@@ -59,7 +60,7 @@ async def test_old_versions_cache_is_never_read(tmp_path: Path) -> None:
 
 
 def request(prompt: Sequence[int], id: str, longest: int = 8, temperature: float = 1.0) -> GenerationRequest:
-    return GenerationRequest(id, tuple(prompt), longest, temperature)
+    return GenerationRequest(id, ModelInput.of(tuple(prompt)), longest, temperature)
 
 
 async def asked(engine: VllmEngine, prompts: Sequence[Sequence[int]], version: int) -> list[Generation]:

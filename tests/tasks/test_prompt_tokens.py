@@ -12,6 +12,7 @@ from rollflow.flows.preflight import preflight
 from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import RunCreated
+from rollflow.storage.model_input import ModelInput
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.fixed_shape import FixedShapeSampler
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
@@ -43,7 +44,7 @@ def test_recorded_runs_keep_their_context(tmp_path: Path) -> None:
     recorded = PolicyTokenizer(folder, single_start=False)
     assert recorded.context == CONTEXT
     sampler = FixedShapeSampler(folder, torch.float32, 1, recorded.stop_tokens)
-    sampler.add(GenerationRequest("longest", [7] * (CONTEXT - 8), 8, 1.0, 0))
+    sampler.add(GenerationRequest("longest", ModelInput.of([7] * (CONTEXT - 8)), 8, 1.0, 0))
 
 
 def test_chat_template_may_require_a_system_message(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.errors import EngineFailed
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import TimedEngineConfig
@@ -40,7 +41,7 @@ PROBE = WeightsProbe((1, 2, 3), (-1.0, -2.0), 0.01)
 
 
 def request(number: int) -> GenerationRequest:
-    return GenerationRequest(f"r{number}", (1, 2), 50, seed=number)
+    return GenerationRequest(f"r{number}", ModelInput.of((1, 2)), 50, seed=number)
 
 
 def test_wrong_engine_is_closed_and_its_requests_move() -> None:

@@ -24,6 +24,7 @@ from rollflow.storage.errors import EngineFailed, Stale
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, WrittenEntry
 from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed, GroupTooOld
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
@@ -408,7 +409,7 @@ def test_failed_request_is_resent_and_its_group_kept(attempts: int, fails: bool)
         rollout = GroupRollout(
             GroupKey(0, 0), GroupPorts(limits, proxy, score, generated, lambda *_: None), 4, 1, awaited=False
         )
-        running = asyncio.create_task(rollout.run(Prompt("p", 0, "", "", (1, 2))))
+        running = asyncio.create_task(rollout.run(Prompt("p", 0, "", "", ModelInput.of((1, 2)))))
         await ended.wait()
         engines[0].kill("killed by the test")
         await asyncio.sleep(2.5)

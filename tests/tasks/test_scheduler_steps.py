@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from rollflow.storage.errors import RollflowError
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import (
     Cursor,
     Discard,
@@ -46,7 +47,7 @@ async def scheduler_of(
     async def commit(staged: StagedBatch) -> None:
         pass
 
-    ports = SchedulerPorts(lambda index: Prompt("p", index, "", "", (1,)), score, commit)
+    ports = SchedulerPorts(lambda index: Prompt("p", index, "", "", ModelInput.of((1,))), score, commit)
     proxy = InferenceProxy([], 4)
     proxy.version = version
     return RolloutScheduler(limits, ports, proxy, resume or ResumePoint())

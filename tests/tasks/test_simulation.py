@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.errors import ConfigError, RollflowError
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Trajectory
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.base import GenerationRequest
@@ -56,6 +57,7 @@ def hardware(**sections: dict[str, Any]) -> Hardware:
     return Hardware.model_validate({name: parts.get(name, {}) | sections.get(name, {}) for name in parts | sections})
 
 
+ONE = ModelInput.of((1,))
 CONSTANT = {"median": 50.0, "sigma": 0.0, "cap": 100}
 
 
@@ -285,7 +287,7 @@ def test_timed_engine_shares_its_speed_as_calculated(
 
     async def one(engine: TimedEngine, number: int, at: int, tokens: int) -> float:
         await asyncio.sleep(at / 1000)
-        await engine.generate(GenerationRequest(f"r{number}", (1,), tokens, seed=number))
+        await engine.generate(GenerationRequest(f"r{number}", ONE, tokens, seed=number))
         return asyncio.get_running_loop().time()
 
     async def main() -> tuple[list[float], float]:
@@ -317,7 +319,7 @@ def test_update_repeats_the_prefill_of_running_requests() -> None:
         engine = TimedEngine(config)
         await engine.update(0, Path())
         began = asyncio.get_running_loop().time()
-        task = asyncio.create_task(engine.generate(GenerationRequest("a", (1,), 64, seed=1)))
+        task = asyncio.create_task(engine.generate(GenerationRequest("a", ONE, 64, seed=1)))
         await asyncio.sleep(2.0)  # one second of prefill, ten tokens
         await engine.suspend("continue")
         await engine.update(1, Path())
@@ -380,7 +382,7 @@ def test_cache_costs_match_a_token_by_token_model(
         began = asyncio.get_running_loop().time()
 
         async def one(number: int, length: int) -> float:
-            made = await engine.generate(GenerationRequest(f"{number}", (1,), length, seed=number))
+            made = await engine.generate(GenerationRequest(f"{number}", ONE, length, seed=number))
             assert len(made.tokens) == len(made.versions) == length
             held.append(engine._resident)
             return asyncio.get_running_loop().time() - began
@@ -413,7 +415,7 @@ def test_full_cache_preempts_the_last_request() -> None:
         await engine.update(0, Path())
         began = asyncio.get_running_loop().time()
         one, other = (
-            asyncio.create_task(engine.generate(GenerationRequest(f"{n}", (1,), 80, seed=n))) for n in range(2)
+            asyncio.create_task(engine.generate(GenerationRequest(f"{n}", ONE, 80, seed=n))) for n in range(2)
         )
         await one  # 50 tokens each in 5 s fill the cache; this one goes on alone
         assert asyncio.get_running_loop().time() - began == pytest.approx(8.0, abs=1e-4)
@@ -439,7 +441,7 @@ def test_update_delays_the_engine_by_recomputed_tokens() -> None:
         engine = TimedEngine(config)
         await engine.update(0, Path())
         began = asyncio.get_running_loop().time()
-        both = asyncio.gather(*(engine.generate(GenerationRequest(f"{n}", (1,), 80, seed=n)) for n in range(2)))
+        both = asyncio.gather(*(engine.generate(GenerationRequest(f"{n}", ONE, 80, seed=n)) for n in range(2)))
         await asyncio.sleep(2.0 + 4.0)  # two prompts, then 40 tokens each
         await engine.suspend("continue")
         await engine.update(1, Path())
@@ -456,7 +458,7 @@ def test_grain_shortens_arrays_but_not_time() -> None:
         engine = TimedEngine(
             TimedEngineConfig(median_tokens=1000, sigma=0.7, seconds_per_token=0.01, tokens_per_tick=grain)
         )
-        made = await engine.generate(GenerationRequest("a", (5,), 4000 // grain, seed=3))
+        made = await engine.generate(GenerationRequest("a", ModelInput.of((5,)), 4000 // grain, seed=3))
         return asyncio.get_running_loop().time(), len(made.tokens)
 
     (fine, tokens), (coarse, few) = run_virtual(took(1)), run_virtual(took(40))

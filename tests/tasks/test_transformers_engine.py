@@ -13,6 +13,7 @@ import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
 from rollflow.storage.errors import Corrupt
+from rollflow.storage.model_input import ModelInput
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.engines.transformers import TransformersEngine
@@ -21,7 +22,9 @@ from tests.support.waiting import soon
 
 REQUESTS = [
     # prompts shorter, longer than and equal to a prefill chunk (16); spans of 64 and 128 keys
-    GenerationRequest(f"r{i}", tuple(3 + (7 * i + 3 * k) % 300 for k in range(1 + 5 * i % 50)), 1 + i % 40, 1.0, seed=i)
+    GenerationRequest(
+        f"r{i}", ModelInput.of(tuple(3 + (7 * i + 3 * k) % 300 for k in range(1 + 5 * i % 50))), 1 + i % 40, 1.0, seed=i
+    )
     for i in range(90)
 ]
 
@@ -91,7 +94,7 @@ async def test_suspension_without_an_update_changes_nothing(engine: Transformers
 
 async def test_different_seeds_differ_and_no_seed_is_random(engine: TransformersEngine) -> None:
     def request(id: str, seed: int | None) -> GenerationRequest:
-        return GenerationRequest(id, (5, 6, 7), 30, 1.0, seed)
+        return GenerationRequest(id, ModelInput.of((5, 6, 7)), 30, 1.0, seed)
 
     a, b, c, d, e = await asyncio.gather(
         *(engine.generate(request(f"x{i}", seed)) for i, seed in enumerate([1, 1, 2, None, None]))
@@ -104,9 +107,9 @@ async def test_invalid_request_is_refused_and_others_continue(
     engine: TransformersEngine, folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="256 in all"):
-        await engine.generate(GenerationRequest("long", (3,) * 250, 10))
+        await engine.generate(GenerationRequest("long", ModelInput.of((3,) * 250), 10))
     with pytest.raises(ValueError, match="at least one"):
-        await engine.generate(GenerationRequest("empty", (), 10))
+        await engine.generate(GenerationRequest("empty", ModelInput.of(()), 10))
     tensors = load_file(folder / "1" / "model.safetensors")
     name = sorted(tensors)[-1]
     del tensors[name]

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from rollflow.storage.errors import ConfigError, EngineFailed
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import StopReason
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines.base import GenerationRequest, TokenSpan
@@ -130,7 +131,7 @@ async def test_death_of_vllms_process_reaches_its_actor(tmp_path: Path, ray_node
     """The actor's requests fail immediately with known tokens, and a new actor of the same name continues them."""
     policy, weights = make_policy(tmp_path / "policy"), make_weights(tmp_path / "0", seed=0)
     engine, processes = await _actor(policy, weights)
-    requests = [GenerationRequest(f"r{i}", (3 + i, 4, 5), 250) for i in range(32)]
+    requests = [GenerationRequest(f"r{i}", ModelInput.of((3 + i, 4, 5)), 250) for i in range(32)]
     running = [asyncio.create_task(engine.generate(request)) for request in requests]
     had = await _progress(engine, requests)
     core(processes[0]).kill()
@@ -151,7 +152,7 @@ async def test_death_of_vllms_process_reaches_its_actor(tmp_path: Path, ray_node
     for request, made in zip(resumed, await asyncio.gather(*map(engine.generate, resumed)), strict=True):
         assert made.tokens[: len(request.prefix)] == request.prefix.tokens
         assert made.ending is StopReason.STOP or len(made.tokens) == request.max_new_tokens
-        expected = reference_logprobs(weights, request.prompt + made.tokens)[2:]
+        expected = reference_logprobs(weights, request.prompt.tokens + made.tokens)[2:]
         assert made.logprobs == pytest.approx(expected, abs=1e-4)
 
     core(processes[0]).kill()  # idle
@@ -161,7 +162,7 @@ async def test_death_of_vllms_process_reaches_its_actor(tmp_path: Path, ray_node
     again = RayEngine(engine.actor)
     await again.update(0, Here(weights))
     made = await again.generate(requests[0])
-    expected = reference_logprobs(weights, requests[0].prompt + made.tokens)[2:]
+    expected = reference_logprobs(weights, requests[0].prompt.tokens + made.tokens)[2:]
     assert made.logprobs == pytest.approx(expected, abs=1e-4)
     processes = [processes[0], *processes[0].children(recursive=True)]
     assert len(processes) > 1

@@ -21,9 +21,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollflow.storage.errors import EngineFailed
+from rollflow.storage.errors import ConfigError, EngineFailed
+from rollflow.storage.model_input import ForeignPart, ModelInput
 from rollflow.storage.records import StopReason
-from rollflow.storage.token_arrays import Float32s
+from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine
@@ -36,6 +37,7 @@ STOP, LENGTH, ABORT, ERROR = range(4)  # vLLM's FinishReason
 ENDINGS = {STOP: StopReason.STOP, LENGTH: StopReason.LENGTH, ABORT: StopReason.ABORTED}
 PREFIX = TokenSpan.of((501, 502, 503), (-0.5, -0.25, -1.0), (0, 0, 1))
 VOCABULARY = 1000
+THREE, THREE_FOUR = ModelInput.of((3,)), ModelInput.of((3, 4))
 
 
 class Core:
@@ -121,7 +123,7 @@ class Running:
 
     async def begun(self, prefix: TokenSpan = PREFIX) -> Running:
         self.engine = engine_on(self.core, self.folder)
-        self.task = asyncio.create_task(self.engine.generate(GenerationRequest("a", (3,), 8, prefix=prefix)))
+        self.task = asyncio.create_task(self.engine.generate(GenerationRequest("a", THREE, 8, prefix=prefix)))
         while not self.core.sent:
             await asyncio.sleep(0)
         self.id = self.core.sent[0].request_id
@@ -205,9 +207,20 @@ def test_unsendable_request_is_not_kept(folder: Path) -> None:
         core.refuses = OverflowError("no such number")
         engine = engine_on(core, folder)
         with pytest.raises(OverflowError):
-            await engine.generate(GenerationRequest("a", (3,), 8))
+            await engine.generate(GenerationRequest("a", THREE, 8))
         assert not engine._running
         assert not engine._responses._running
+
+    run_virtual(main())
+
+
+def test_prompt_with_an_image_is_refused(folder: Path) -> None:
+    async def main() -> None:
+        core = Core()
+        mixed = (Int32s.of((3, 4)), ForeignPart("image", "5e" * 32, 2))
+        with pytest.raises(ConfigError, match=r"the vLLM engine reads tokens alone, .* 'image' at position 2"):
+            await engine_on(core, folder).generate(GenerationRequest("a", ModelInput(mixed), 8))
+        assert not core.sent
 
     run_virtual(main())
 
@@ -216,7 +229,7 @@ def test_repeated_id_is_refused_while_it_runs(folder: Path) -> None:
     async def main() -> None:
         running = await Running(folder).begun()
         with pytest.raises(ValueError, match="request a is already running"):
-            await running.engine.generate(GenerationRequest("a", (3,), 8))
+            await running.engine.generate(GenerationRequest("a", THREE, 8))
         running.core.tell([output(running.id, (2,), (-1.0,), STOP)], "1")
         assert (await running.task).tokens == (501, 502, 503, 2)
         assert running.empty
@@ -249,7 +262,7 @@ def test_finished_requests_leave_nothing_behind(folder: Path) -> None:
 async def fifty(core: Core, engine: VllmEngine, draw: random.Random, number: int) -> None:
     """Fifty requests: some end, others are aborted, cancelled, or cancelled before they are sent."""
     tasks = [
-        asyncio.create_task(engine.generate(GenerationRequest(f"{number}.{one}", (3,), 8, draw.choice((0.5, 1.0)))))
+        asyncio.create_task(engine.generate(GenerationRequest(f"{number}.{one}", THREE, 8, draw.choice((0.5, 1.0)))))
         for one in range(50)
     ]
     await asyncio.sleep(0)
@@ -326,7 +339,7 @@ class Script:
 
     async def ask(self, prefix: TokenSpan) -> None:
         id, before = f"r{len(self.asked)}", len(self.core.sent)
-        task = asyncio.create_task(self.engine.generate(GenerationRequest(id, (3, 4), 1000, prefix=prefix)))
+        task = asyncio.create_task(self.engine.generate(GenerationRequest(id, THREE_FOUR, 1000, prefix=prefix)))
         while len(self.core.sent) == before:
             await asyncio.sleep(0)
         parts = list(prefix.tokens), list(prefix.logprobs), list(prefix.versions)
@@ -412,6 +425,6 @@ def test_death_of_the_core_fails_callers_and_keeps_tokens(folder: Path, steps: l
                 await script.check_end(one)
         script.check_progress()
         with pytest.raises(EngineFailed):
-            await script.engine.generate(GenerationRequest("late", (3,), 8))
+            await script.engine.generate(GenerationRequest("late", THREE, 8))
 
     run_virtual(main())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import StopReason
 from rollflow.tasks.actors.run_engines import build_run_engine
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
@@ -67,11 +68,12 @@ def test_runs_engines_are_started_with_seeds(tmp_path: Path, rollout: RolloutCon
     context: Any = SimpleNamespace(config=config, policy_folder=folder, run_id="seeds")
     engine = build_run_engine(context, config.engine)
     assert isinstance(engine, VllmEngine)
-    assert engine._derive_seed(GenerationRequest("a", (3,), 8, seed=5)) == (5 if rollout.leaves_behind else None)
+    request = GenerationRequest("a", ModelInput.of((3,)), 8, seed=5)
+    assert engine._derive_seed(request) == (5 if rollout.leaves_behind else None)
 
 
 async def ask(engine: VllmEngine, prompt: tuple[int, ...], seed: int, prefix: TokenSpan = NOTHING) -> Generation:
-    return await engine.generate(GenerationRequest(f"{next(NUMBERS)}", prompt, 32, 1.0, seed, prefix))
+    return await engine.generate(GenerationRequest(f"{next(NUMBERS)}", ModelInput.of(prompt), 32, 1.0, seed, prefix))
 
 
 async def load(engine: VllmEngine, folder: Path, version: int) -> None:

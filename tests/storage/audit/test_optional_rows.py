@@ -11,6 +11,7 @@ import pytest
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.audit.optional_rows import CHECKS, check_optional
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.model_input import ForeignPart, PlacedPart
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.optional_columns import COLUMNS, NAMES
 from rollflow.storage.records import Branch, GroupKey, Outcome, Trajectory, TrajectoryGroup
@@ -25,6 +26,7 @@ CORRECT: dict[str, Any] = {
     "turn_starts": (1,),
     "routed_experts": Int16s.of([7, 300, 7, 300, -1, -1]),
     "kept_tokens": TokenSets.of([[], [9, 2], []]),
+    "foreign_parts": (),
 }
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"reward_parts": {"answer": float("nan")}}, "lineage", "a reward part of trajectory 8.0.0 is not finite"),
@@ -50,6 +52,47 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+def image(position: int, length: int = 1) -> PlacedPart:
+    return PlacedPart(position, ForeignPart("image", "5e" * 32, length))
+
+
+FAULTS += [
+    (
+        {"foreign_parts": (image(2, 2),)},
+        "altered",
+        "the image of 2 positions at position 2 of trajectory 8.0.0",
+    ),
+    (
+        {"foreign_parts": (image(-1),)},
+        "altered",
+        "the image of 1 positions at position -1 of trajectory 8.0.0",
+    ),
+    (
+        {"foreign_parts": (image(0, 0),)},
+        "altered",
+        "the image of 0 positions at position 0 of trajectory 8.0.0",
+    ),
+    ({"foreign_parts": (image(0), image(0)), "tokens": (-1, 2, 3)}, "altered", "overlaps another part or the end, 3"),
+    (
+        {"foreign_parts": (image(0),)},
+        "lineage",
+        "at position 0 of trajectory 8.0.0 has tokens of its own",
+    ),
+    (
+        {"foreign_parts": (image(1),), "tokens": (1, -1, 3)},
+        "lineage",
+        "at position 1 of trajectory 8.0.0 has tokens",
+    ),
+    ({"foreign_parts": (), "tokens": (-1, 2, 3)}, "lineage", "a row has a token outside of the policy's vocabulary"),
+]
+
+
+def test_image_in_a_prompt_is_clean(run: MemoryStore) -> None:
+    change = {"foreign_parts": (image(0),), "tokens": (-1, 2, 3)}
+    rebatched(run, 3, lambda groups: [of_first(groups[0], **change), groups[1]])
+    assert found(run) == set()
+
+
 @pytest.mark.parametrize("name", CORRECT)
 def test_correct_values_are_clean(run: MemoryStore, name: str) -> None:
     rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **{name: CORRECT[name]})])
@@ -64,7 +107,8 @@ def test_planted_fault_is_found(run: MemoryStore, change: dict[str, Any], kind: 
 
 
 def test_every_optional_column_is_checked() -> None:
-    assert {*CHECKS} == {*NAMES} == {name for change, *_ in FAULTS for name in change} | {"branch"}
+    planted = {name for change, *_ in FAULTS for name in change}
+    assert {*CHECKS} == {*NAMES} == (planted & {*NAMES}) | {"branch"}
 
 
 def test_repeated_reward_part_is_altered() -> None:

@@ -1,0 +1,113 @@
+"""Tests of model inputs: parts in order, their flat form, and readers of tokens alone."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.model_input import NO_TOKEN, ForeignPart, ModelInput, PlacedPart
+from rollflow.storage.records import Prompt, Trajectory
+from rollflow.storage.token_arrays import Int32s
+from tests.support.batches import group
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(Int32s.of)
+IMAGE = ForeignPart("image", "5e" * 32, 3)
+FOREIGN = st.builds(ForeignPart, st.sampled_from(["image", "sound"]), st.just("5e" * 32), st.integers(1, 4))
+PARTS = st.lists(st.one_of(TOKENS, FOREIGN), max_size=5)
+MIXED = ModelInput.from_parts([Int32s.of((5, 6)), IMAGE, Int32s.of((7,))])
+
+
+@given(PARTS)
+def test_flat_form_gives_the_same_input(parts: list[Int32s | ForeignPart]) -> None:
+    whole = ModelInput.from_parts(parts)
+    assert whole == ModelInput.from_flat(whole.flat, whole.placed) == ModelInput.from_parts(whole.parts)
+    assert hash(whole) == hash(ModelInput.from_flat(whole.flat, whole.placed))
+    assert pickle.loads(pickle.dumps(whole)) == whole  # noqa: S301  made right here
+    assert len(whole.flat) == whole.length == sum(one.length for one in map(ModelInput.from_parts, zip(parts)))
+    assert [part for _, part in whole.placed] == [part for part in parts if isinstance(part, ForeignPart)]
+    for position, part in whole.placed:
+        assert set(whole.flat[position : position + part.length]) == {NO_TOKEN}
+
+
+@given(PARTS, TOKENS)
+def test_more_tokens_are_joined_to_the_end(parts: list[Int32s | ForeignPart], more: Int32s) -> None:
+    assert ModelInput.from_parts(parts).followed_by(more) == ModelInput.from_parts([*parts, more])
+
+
+def test_tokens_alone_are_not_copied() -> None:
+    """An input of tokens costs one small object: its flat form is the array that it was created from."""
+    array = Int32s.of((1, 2))
+    whole = ModelInput.of(array)
+    assert whole.tokens is whole.flat is array
+    assert whole.placed == ()
+    assert sys.getsizeof(whole) + sys.getsizeof(whole.parts) <= 112
+    assert ModelInput.of(()) == ModelInput.from_parts([Int32s(), Int32s()]) == ModelInput(())
+    assert ModelInput.of(()).tokens == ModelInput.of(()).flat == ()
+
+
+def test_different_inputs_are_not_equal() -> None:
+    image = MIXED.parts[1]
+    assert isinstance(image, ForeignPart)
+    others = [
+        ModelInput.of(MIXED.flat),  # the same flat tokens without the image
+        ModelInput.from_parts([Int32s.of((5, 6)), replace(image, sha256="00" * 32), Int32s.of((7,))]),
+        ModelInput.from_parts([Int32s.of((5,)), image, Int32s.of((6, 7))]),
+    ]
+    assert len({MIXED, *others}) == 4
+
+
+def test_reader_of_tokens_refuses_a_foreign_part() -> None:
+    sentence = "the learner reads tokens alone, but the input has a part of the kind 'image' at position 2 "
+    with pytest.raises(ConfigError, match=sentence) as refused:
+        MIXED.read_tokens("the learner")
+    assert str(refused.value).endswith("(sha256 5e5e5e5e5e5e, 3 positions); use prompts of text")
+    with pytest.raises(ConfigError, match="'image' at position 2"):
+        _ = Prompt("p", 0, "d", "What is this?", MIXED).tokens
+
+
+@pytest.mark.parametrize("position", [-1, 4, 100])
+def test_flat_form_with_a_wrong_place_is_refused(position: int) -> None:
+    with pytest.raises(ValueError, match=f"a part of 3 positions does not fit at {position} of 6"):
+        ModelInput.from_flat(MIXED.flat, [PlacedPart(position, IMAGE)])
+    with pytest.raises(ValueError, match="does not fit at 4"):
+        ModelInput.from_flat(Int32s.same(0, 9), [PlacedPart(2, IMAGE), PlacedPart(4, IMAGE)])
+
+
+def with_image(of: Trajectory) -> Trajectory:
+    """Return a trajectory whose prompt has an image, and whose response has two tokens."""
+    given = MIXED.length
+    values: dict[str, Any] = {
+        "tokens": MIXED.flat + Int32s.of((8, 9)),
+        "loss_mask": (False,) * given + (True, True),
+        "logprobs": (0.0,) * given + (-0.5, -0.25),
+        "versions": (NO_TOKEN,) * given + (0, 0),
+    }
+    return replace(of, **values, foreign_parts=MIXED.placed)
+
+
+def test_stored_trajectory_keeps_its_input() -> None:
+    bare = group(0)
+    made = replace(bare, trajectories=(with_image(bare.trajectories[0]), bare.trajectories[1]))
+    batch = TrajectoryBatch.from_bytes(TrajectoryBatch.from_groups([made]).to_bytes())
+    assert batch.groups() == [made]
+    first, second = batch.groups()[0].trajectories
+    assert first.input == MIXED.followed_by(Int32s.of((8, 9)))
+    assert second.input == ModelInput.of(second.tokens)
+    assert batch.foreign_parts == [MIXED.placed, ()]
+
+
+def test_learner_refuses_a_batch_with_an_image() -> None:
+    from rollflow.tasks.objectives.rows import BatchRows
+
+    bare = group(0)
+    made = replace(bare, trajectories=(bare.trajectories[0], with_image(bare.trajectories[1])))
+    with pytest.raises(ConfigError, match=r"the learner reads tokens alone, .* kind 'image' at position 2"):
+        BatchRows.of(TrajectoryBatch.from_groups([made]))
