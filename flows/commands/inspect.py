@@ -290,13 +290,15 @@ def _show_trajectories(
 
 
 def _describe_optional(one: Trajectory) -> Iterator[tuple[str, str]]:
-    """Describe the reward parts, the outcome and the branch of a trajectory, where they were recorded."""
+    """Describe the reward parts, the outcome, the branch and the foreign parts of a trajectory, where recorded."""
     if one.reward_parts:
         yield "reward parts", _describe_parts(one)
     if one.outcome is not None:
         yield "outcome", one.outcome.value
     if one.branch is not None:
         yield "branch", f"of sample {one.branch.parent}, from token {one.branch.position} on"
+    for position, part in one.foreign_parts or ():
+        yield part.kind, f"at position {position}, {part.length} positions, sha256 {part.sha256[:12]}"
 
 
 def _describe_parts(one: Trajectory) -> str:
@@ -315,7 +317,7 @@ def _show_turns(context: RunContext, parts: Sequence[TurnPart]) -> Table:
         counts = ", ".join(f"{version}: {count}" for version, count in sorted(Counter(part.versions).items()))
         place = f"{part.start}-{part.start + len(part.tokens) - 1}"
         figures = (place, str(int(own)), counts, _describe_logprobs(part.logprobs) if own else "")
-        table.add_row(str(turn) if own else "", part.author, *figures, Text(context.tokenizer.decode(part.tokens)))
+        table.add_row(str(turn) if own else "", part.author, *figures, Text(context.tokenizer.decode(part.readable)))
     return table
 
 

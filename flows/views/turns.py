@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
+from rollflow.storage.model_input import NO_TOKEN
 from rollflow.storage.records import Trajectory
 
 Author = Literal["prompt", "policy", "environment"]
@@ -26,10 +27,15 @@ class TurnPart:
     logprobs: Sequence[float] = ()  # one log-probability for each token, in nats
     versions: Sequence[int] = ()
 
+    @property
+    def readable(self) -> list[int]:
+        """The tokens that have a text: all but the positions of foreign parts."""
+        return [token for token in self.tokens if token != NO_TOKEN]
+
     def value(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
         """Return the part as JSON values."""
         value: dict[str, Any] = {"by": self.author, "start": self.start, "tokens": len(self.tokens)}
-        value |= {"loss_mask": self.author == "policy", "text": decode(self.tokens)}
+        value |= {"loss_mask": self.author == "policy", "text": decode(self.readable)}
         if self.logprobs:
             mean, least = sum(self.logprobs) / len(self.logprobs), min(self.logprobs)
             value |= {"versions": dict(Counter(self.versions)), "logprob_mean": mean, "logprob_min": least}
@@ -53,5 +59,5 @@ def split_turns(trajectory: Trajectory) -> list[TurnPart]:
 
 
 def prompt_tokens(trajectory: Trajectory) -> Sequence[int]:
-    """Return the tokens of the trajectory's prompt."""
-    return next((part.tokens for part in split_turns(trajectory) if part.author == "prompt"), ())
+    """Return the tokens of the trajectory's prompt that have a text."""
+    return next((part.readable for part in split_turns(trajectory) if part.author == "prompt"), ())

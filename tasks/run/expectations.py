@@ -92,7 +92,7 @@ def _open_prompts(context: RunContext) -> ExpectedPrompts:
 
     return ExpectedPrompts(
         ask=ask,
-        held_out={tuple(prompt.tokens): prompt.id for prompt in prompts.held_out()},
+        held_out={tuple(prompt.input.flat): prompt.id for prompt in prompts.held_out()},
         vocabulary=read_vocabulary(context.policy_folder),
         stops=frozenset(stop_tokens(context.policy_folder)),
     )

@@ -31,6 +31,7 @@ class Head(RayHead):
 
 class Engine:
     async def work(self, folder):
+        from rollflow.storage.model_input import ModelInput
         from rollflow.tasks.engines import build_engine
         from rollflow.tasks.engines.base import GenerationRequest
         from rollflow.tasks.engines.config import VllmEngineConfig
@@ -43,7 +44,7 @@ class Engine:
         prompt = tuple(range(3, 43))  # longer than a block of the cache
         await engine.logprobs(prompt)
         for round in range(2):
-            asked = [GenerationRequest(f"{round}-{n}", prompt, 8, seed=n) for n in range(4)]
+            asked = [GenerationRequest(f"{round}-{n}", ModelInput.of(prompt), 8, seed=n) for n in range(4)]
             await asyncio.gather(*(engine.generate(one) for one in asked))
 
     async def close(self):

@@ -14,7 +14,8 @@ import pytest
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.inspect import _describe_optional
 from rollflow.flows.tracking.mlflow_payload import _sample_responses
-from rollflow.flows.views.turns import split_turns
+from rollflow.flows.views.turns import prompt_tokens, split_turns
+from rollflow.storage.model_input import NO_TOKEN, ForeignPart, PlacedPart
 from rollflow.storage.optional_columns import NAMES
 from rollflow.storage.records import Branch, Outcome, StopReason, Trajectory
 from rollflow.storage.token_arrays import Int16s, TokenSets
@@ -141,6 +142,15 @@ def test_inspect_prints_optional_values_as_json(run: RunContext, capsys: pytest.
     assert {"outcome", "reward_parts", "branch"} & {*first} == {"branch"} & {*second} == set()
     assert main(["inspect", "small", "2.0.1", "--json"]) == 0
     assert set(NAMES) & {*json.loads(capsys.readouterr().out)["trajectories"][0]} == set()
+
+
+def test_image_has_no_text_and_is_described() -> None:
+    image = PlacedPart(1, ForeignPart("image", "5e" * 32, 2))
+    one = replace(small_run.trajectory((4, NO_TOKEN, NO_TOKEN, 5), 3, 0, 0, Random(0), stop=3), foreign_parts=(image,))
+    prompt = split_turns(one)[0]
+    assert (prompt.readable, len(prompt.tokens)) == (prompt_tokens(one), 4) == ([4, 5], 4)
+    assert prompt.value(str)["text"] == "[4, 5]"
+    assert [*_describe_optional(one)] == [("image", "at position 1, 2 positions, sha256 5e5e5e5e5e5e")]
 
 
 def test_branch_is_described() -> None:

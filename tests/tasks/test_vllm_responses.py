@@ -142,7 +142,7 @@ def test_stop_string_ends_a_response_and_its_request(tmp_path: Path) -> None:
     async def main() -> None:
         core = Core()
         engine = engine_on(core, tmp_path)
-        asked = GenerationRequest("a", (3,), 8, prefix=prefix, stop=("never", letter(51) + letter(52) + letter(53)))
+        asked = GenerationRequest("a", THREE, 8, prefix=prefix, stop=("never", letter(51) + letter(52) + letter(53)))
         task = asyncio.create_task(engine.generate(asked))
         while not core.sent:
             await asyncio.sleep(0)
