@@ -85,7 +85,7 @@ class _Table:
         tokens: Array = self.tokens_T[self.first_R[row] : self.first_R[row] + self.length_R[row]]
         return tokens
 
-    def placed(self, row: int, end: int) -> tuple[PlacedPart, ...]:
+    def list_placed(self, row: int, end: int) -> tuple[PlacedPart, ...]:
         """Return the foreign parts of a row that begin before position `end`."""
         return tuple(placed for placed in self.placed_R[row] if placed.position < end)
 
@@ -135,7 +135,7 @@ def _check_prompts(
                 f"{(prompt.id, prompt.domain)}",
             )
         elif not np.array_equal(table.row(row)[: prompt.input.length], prompt.input.flat.array) or (
-            table.placed(row, prompt.input.length) != prompt.input.placed
+            table.list_placed(row, prompt.input.length) != prompt.input.placed
         ):
             reported.add(index)
             other = _name_other_prompt(table.row(row), asked.held_out)
