@@ -210,12 +210,11 @@ class TimedEngine:
 
     def _draw_run(self, request: GenerationRequest) -> _Run:
         """Draw the tokens of a response, after its prefix, and compute the work that the tokens need."""
-        config = self._config
-        draw = random.Random(request.id if request.seed is None else request.seed)
+        config, draw = self._config, random.Random(request.id if request.seed is None else request.seed)
         prompt = request.prompt.read_tokens("the timed engine")
         wanted, longest = self._lengths.draw(prompt, draw), request.max_new_tokens * config.tokens_per_tick
         ending = StopReason.STOP if wanted <= longest else StopReason.LENGTH
-        length = min(wanted, longest)
+        length: float = min(wanted, longest)
         tokens = Int32s.of(draw.randbytes(max(1, round(length / config.tokens_per_tick))))
         per_token = length * config.seconds_per_token / len(tokens)
         said = len(request.prefix)
