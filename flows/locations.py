@@ -26,9 +26,7 @@ def run_home() -> Path:
     try:
         return Path(given).expanduser().absolute()
     except (RuntimeError, FileNotFoundError) as error:
-        raise ConfigError(
-            f"ROLLFLOW_HOME = {given!r} names no folder ({error}); set ROLLFLOW_HOME to an absolute path"
-        ) from None
+        raise ConfigError(f"ROLLFLOW_HOME = {given!r} names no folder ({error}); set it to an absolute path") from None
 
 
 def default_store() -> str:
@@ -101,7 +99,10 @@ def newest_runs(store: str | None, count: int) -> list[RunContext]:
     """
     runs = list_runs(store)
     if not runs:
-        raise ConfigError(f"there is no run in {store or default_store()} yet; start a run with `rollflow run RECIPE`")
+        raise ConfigError(
+            f"there is no run in {store or default_store()} yet; start a run with `rollflow run RECIPE`, "
+            "or name a run of another store by its path or URI"
+        )
     return sorted(runs, key=_created_at)[-count:]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.commands.keys_page import keys_page
+from rollflow.flows.commands._keys_page import keys_page
 from rollflow.flows.commands.options import build_parser
 from rollflow.flows.config_keys import describe_keys, list_keys
 from rollflow.tasks.run.config import RunConfig

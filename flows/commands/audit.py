@@ -76,12 +76,14 @@ def repair_log(context: RunContext, *, agreed: bool, console: Console | None = N
     console = console or Console(highlight=False)
     found = plan_repairs(context.store)
     if not found:
-        console.print(f"the log of {context.uri} is whole", soft_wrap=True)
+        console.print(f"the log of {context.uri} is not damaged", soft_wrap=True)
         return True
     for step in found:
         console.print(str(step), soft_wrap=True)
     if not agreed:
-        console.print("nothing was changed: make sure that nothing works on the run, then add --yes to repair the log")
+        console.print(
+            "nothing was changed: make sure that no process works on the run, then add --yes to repair the log"
+        )
         return False
     repair(context.store, found)
     console.print(f"done; {context.uri} can be resumed", soft_wrap=True)

@@ -232,7 +232,7 @@ def _check_memory() -> Check:
     found = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"
     enough = memory.available >= LEAST_MEMORY
     return Check(
-        "memory", "ok" if enough else "note", found if enough else f"{found}; a run wants {LEAST_MEMORY // GIB} GiB"
+        "memory", "ok" if enough else "note", found if enough else f"{found}; a run needs {LEAST_MEMORY // GIB} GiB"
     )
 
 

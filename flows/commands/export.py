@@ -15,6 +15,8 @@ def command(options: argparse.Namespace) -> int:
     context = chosen_run(options)
     export(context, find_published(context, options.version), options.folder)
     dtype = context.config.policy.dtype
-    print(f"version {options.version} of run {context.run_id} is in {options.folder} ({dtype}); serve it as it was")
-    print(f"trained with: vllm serve {options.folder} --dtype {dtype}")
+    print(
+        f"version {options.version} of run {context.run_id} is in {options.folder} ({dtype}); serve it with that dtype:"
+    )
+    print(f"vllm serve {options.folder} --dtype {dtype}")
     return OK

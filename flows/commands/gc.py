@@ -53,7 +53,7 @@ def show_garbage(context: RunContext, older_than: str, dry_run: bool, console: C
     if not found:
         console.print(f"run {context.run_id}: nothing to collect that is older than {older_than}")
         return
-    console.print(_table(found))
+    console.print(_table(context.run_id, found))
     console.print(f"{len(found)} objects, {freed:,} bytes {'would be deleted (--dry-run)' if dry_run else 'deleted'}")
 
 
@@ -65,8 +65,8 @@ def parse_age(text: str) -> float:
     return float(match[1]) * SECONDS[match[2]]
 
 
-def _table(found: list[Orphan]) -> Table:
-    table = Table(title="orphans", title_justify="left")
+def _table(run_id: str, found: list[Orphan]) -> Table:
+    table = Table(title=f"objects that run {run_id} does not need", title_justify="left")
     table.add_column("object", overflow="fold")
     table.add_column("bytes", justify="right")
     table.add_column("age", justify="right")

@@ -25,10 +25,10 @@ def command(options: argparse.Namespace) -> int:
         with options.file.open("x", encoding="utf-8") as file:
             file.write(build_recipe(options.file.stem))
     except FileExistsError:
-        raise ConfigError(f"{str(options.file)!r} is there already; give another name") from None
+        raise ConfigError(f"{str(options.file)!r} exists already; give another name") from None
     except OSError as error:
         raise ConfigError(f"{str(options.file)!r} cannot be written: {error.strerror}; give another file") from None
-    print(f"{options.file}: change what you like; then `rollflow run {options.file}`")
+    print(f"{options.file} is written; change its keys, then start a run: `rollflow run {options.file}`")
     return OK
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from rollflow.flows.commands import OK
-from rollflow.flows.commands.keys_page import keys_page
+from rollflow.flows.commands._keys_page import keys_page
 from rollflow.flows.config_keys import describe_keys, key_values
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware

@@ -78,7 +78,7 @@ def _suggest_next_step(reason: str, uri: str) -> str:
     if ConfigError.__name__ in reason:
         change = f"rollflow resume {uri} --set KEY=VALUE"
         return f"unchanged, it would fail again: change what the error names ({change}), or start a new run"
-    return f"go on with: rollflow resume {uri}"
+    return f"continue the run with: rollflow resume {uri}"
 
 
 def _complete_summary(context: RunContext) -> dict[str, Any]:
@@ -130,8 +130,8 @@ def _report_stop(context: RunContext) -> int:
         context.store.put(STATUS, last.at_end("stopped").to_json().encode())
         report = show_audit(context.store, deep=False, expected=expected_of(context))
     except Unreachable as error:
-        print(f"stopped; {error}\nonce it does, go on with: rollflow resume {context.uri}")
+        print(f"stopped; {error}\nonce it does, continue the run with: rollflow resume {context.uri}")
         return INTERRUPTED
     state = "clean" if report.clean else f"{len(report.violations)} violations"
-    print(f"stopped at version {report.versions}; audit: {state}; go on with: rollflow resume {context.uri}")
+    print(f"stopped at version {report.versions}; audit: {state}; continue the run with: rollflow resume {context.uri}")
     return INTERRUPTED

@@ -125,7 +125,7 @@ def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:
     }
     for name, port in given.items():
         if not is_free(port):
-            raise ConfigError(f"--{name}-port {port}: something listens there already; give another port")
+            raise ConfigError(f"--{name}-port {port}: another process uses this port; give another one")
     if options.database is not None and options.database != read_addresses(run_home()).get("database"):
         if urlsplit(options.database).password:
             raise ConfigError(

@@ -69,7 +69,7 @@ def _show(options: argparse.Namespace) -> int:
         if found.age > SILENT_SECONDS and not status.ended and status.phase != "paused":
             print(
                 f"its last status is {format_duration(found.age)} old; "
-                f"if its processes are gone, continue it with: rollflow resume {found.context.uri}"
+                f"if its processes are gone, continue the run with: rollflow resume {found.context.uri}"
             )
     return OK
 

@@ -33,13 +33,13 @@ def end_run(context: RunContext, how: How, *, wait: bool) -> int:
     status = read_status(context)
     if status is None or status.ended or status.phase == "paused":
         phase = status.phase if status else "not started"
-        print(f"run {context.run_id} is not at work ({phase}); {_resume_hint(context)}")
+        print(f"run {context.run_id} is not running ({phase}); {_resume_hint(context)}")
         return OK
     request_stop(context.store, how)
     if not wait:
-        print(f"run {context.run_id} was told {WORDS[how]}; {_resume_hint(context)}")
+        print(f"run {context.run_id} was asked {WORDS[how]}; {_resume_hint(context)}")
         return OK
-    print(f"run {context.run_id} was told {WORDS[how]}; waiting for that", file=sys.stderr, flush=True)
+    print(f"run {context.run_id} was asked {WORDS[how]}; waiting", file=sys.stderr, flush=True)
     return _await_end(context, status)
 
 
@@ -63,4 +63,4 @@ def _await_end(context: RunContext, status: RunStatus) -> int:
 
 
 def _resume_hint(context: RunContext) -> str:
-    return f"go on with: rollflow resume {context.uri}"
+    return f"continue the run with: rollflow resume {context.uri}"

@@ -194,7 +194,7 @@ def test_sigterm_during_start_leaves_nothing(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 130, output
-    assert "stopped at version 0; audit: clean; go on with: rollflow resume" in output
+    assert "stopped at version 0; audit: clean; continue the run with: rollflow resume" in output
     until(lambda: not leftovers(tmp_path))
 
 

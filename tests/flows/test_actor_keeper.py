@@ -125,7 +125,9 @@ def test_keeper_recovers_from_deaths_errors_and_hangs(tmp_path: Path) -> None:
 
 
 def test_unwatched_actor_is_not_restarted(tmp_path: Path) -> None:
-    with pytest.raises(SupervisorGone, match=r"no supervisor has watched .* for 2 s .*; go on with: rollflow resume"):
+    with pytest.raises(
+        SupervisorGone, match=r"no supervisor has watched .* for 2 s .*; continue the run with: rollflow resume"
+    ):
         keep(tmp_path, "hang", patience=HANG_SECONDS, lease=2.0)
     assert RecoveryLog(open_store(str(tmp_path))).read() == []
 

@@ -25,7 +25,7 @@ def test_init_writes_a_valid_recipe(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "#: learning_rate = " in text
     (tmp_path / "all.toml").write_text(text.replace("#: ", ""))
     assert load_recipe(tmp_path / "all.toml") == RunConfig(name="mine")
-    assert "is there already" in refused(capsys, "init", str(recipe))
+    assert "exists already" in refused(capsys, "init", str(recipe))
     assert recipe.read_text() == text
     assert "cannot be written" in refused(capsys, "init", str(recipe / "below.toml"))
 

@@ -81,7 +81,7 @@ def test_repair_needs_consent(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["audit", "--repair", context.uri]) == 0
-    assert "is whole" in capsys.readouterr().out
+    assert "is not damaged" in capsys.readouterr().out
     path = entry_path(8)
     whole = context.store.get(path)
     context.store.put(path, whole[:-5])

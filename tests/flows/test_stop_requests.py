@@ -188,7 +188,10 @@ def test_stop_command_waits_for_the_end(
     tell(run, RunStatus("one", "stopped", 4, 9, seconds=2.0))
     command.join()
     assert codes == [0]
-    assert f"run one has ended at version 4 of 9; go on with: rollflow resume {run.uri}" in capsys.readouterr().out
+    assert (
+        f"run one has ended at version 4 of 9; continue the run with: rollflow resume {run.uri}"
+        in capsys.readouterr().out
+    )
 
 
 def test_stop_command_does_not_wait_for_a_paused_run(
@@ -198,13 +201,13 @@ def test_stop_command_does_not_wait_for_a_paused_run(
     command = threading.Timer(0.1, lambda: tell(run, RunStatus("one", "paused", 4, 9, seconds=1.0)))
     command.start()
     assert main(["stop", "one"]) == 0
-    assert "run one is paused at version 4 of 9; go on with" in capsys.readouterr().out
+    assert "run one is paused at version 4 of 9; continue the run with" in capsys.readouterr().out
 
 
 def test_stop_command_returns_at_once_with_no_wait(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop", "one", "--no-wait"]) == 0
     assert read_request(run.store) is not None
-    assert "run one was told to end at its next version" in capsys.readouterr().out
+    assert "run one was asked to end at its next version" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("phase", ["done", "failed", "stopped", "paused"])
@@ -212,7 +215,7 @@ def test_idle_run_gets_no_request(run: RunContext, capsys: pytest.CaptureFixture
     tell(run, RunStatus("one", phase, 4, 9))
     assert main(["stop", "one"]) == 0
     assert read_request(run.store) is None
-    assert f"run one is not at work ({phase})" in capsys.readouterr().out
+    assert f"run one is not running ({phase})" in capsys.readouterr().out
 
 
 def test_wait_for_a_silent_run_is_bounded(
