@@ -70,7 +70,7 @@ def _describe_stored(path: str, data: Data) -> StoredObject:
 
 
 def _store_policy(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> None:
-    """Write the policy's files, unless another command with the same run id has written different ones.
+    """Write the policy's files, unless another command with the same run id has written different files.
 
     The other command may still be running, or may have died while it wrote. This run must not get the weights or the
     chat template of the other command.

@@ -46,8 +46,8 @@ def served_files() -> list[Path]:
 
 
 def deploy_recipes(place: Path, what: Path) -> None:
-    """Serve the recipes of a folder, or a nightly file, from now on. Deploying the same folder or file again makes a
-    runner read it again.
+    """Serve the recipes of a folder, or a nightly file, from now on. If a folder or file is deployed again, the runner
+    reads the folder or file again.
     """
     with one_at_a_time(place / "deploying"):
         kept = [str(one) for one in _read_deployed(place) if one != what]

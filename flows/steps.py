@@ -130,8 +130,8 @@ def create_stand_in(client: SyncPrefectClient, name: str, key: str) -> UUID | No
     """Create a task run that represents another flow run, so that Prefect's page shows the other flow run below this
     one.
 
-    `run_deployment` creates the same kind of task run. Calls with the same `key` create only one task run. Outside a
-    flow run, the function returns None.
+    Prefect's `run_deployment` also creates a task run that stands for a flow run. Calls with the same `key` create only
+    one task run. Outside a flow run, the function returns None.
     """
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     if flow is None or flow.flow_run is None:

@@ -1,6 +1,6 @@
 """Converts trajectory groups to the raw bytes of Arrow columns, so that groups are joined by joining bytes.
 
-A group is packed as soon as it is complete, while other groups are still generated. So a commit only has to join bytes.
+A group is packed as soon as it is complete, while other groups are still generated. A commit only has to join bytes.
 For R rows each field of the schema gives one or two parts, in the schema's order:
 
 - a number field: one part with R values;

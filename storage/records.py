@@ -130,7 +130,8 @@ class Prompt:
 
 
 class Branch(NamedTuple):
-    """The origin of a trajectory that continues another one of its group: both begin with the same tokens."""
+    """The origin of a trajectory that continues another trajectory of its group; both trajectories begin with the same
+    tokens."""
 
     parent: int  # `sample` of the other trajectory
     position: int  # number of tokens that both trajectories begin with

@@ -1,8 +1,8 @@
 """Immutable arrays of numbers as raw bytes, in the layout that Arrow uses.
 
 A tuple of Python numbers takes 30 to 60 bytes per number, and every process that pickles it pays per number. A token
-array takes four bytes per token, and is sliced, joined and pickled as bytes. It can be read like any sequence of
-numbers.
+array takes four bytes per token, and is sliced, joined and pickled as bytes. A token array can be read like any
+sequence of numbers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The trajectory batches of a run. Batch b trains version b into version b + 1.
 
 A commit writes the Arrow file first, then the log entry that names it; without the entry there is no batch. An entry
-voids a batch if its file is damaged or holds a value that is not finite, and no version was trained on it. Then its
-groups are issued again and the batch is formed again. So several entries may commit the same batch number, and a batch
-is identified by its number and its entry. The file of a voided batch stays in storage.
+voids a batch if its file is damaged or holds a value that is not finite, and no version was trained on it. After a
+void, the batch's groups are issued again and the batch is formed again. Several entries may commit the same batch
+number, so a batch is identified by its number and its entry. The file of a voided batch stays in storage.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def _open_streams() -> None:
 
 
 def _escape_unprintable() -> None:
-    """Escape letters that the terminal's encoding lacks. This changes only this process, because services write to
-    files.
+    """Escape letters that the terminal's encoding lacks. The change affects only this process, because services write
+    to files.
     """
     os.environ.pop("PYTHONIOENCODING", None)
     for stream in (sys.stdout, sys.stderr):

@@ -56,7 +56,7 @@ def _section_lines(section: Section, path: str) -> Iterator[str]:
 
 
 def _to_toml(value: Any) -> str:
-    """Return a value in TOML. For all defaults, JSON has the same form: only non-empty tables differ, and no default is
-    one.
+    """Return a value in TOML. JSON and TOML write all defaults in the same form, because no default is a non-empty
+    table.
     """
     return json.dumps(value, ensure_ascii=False)

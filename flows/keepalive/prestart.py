@@ -16,7 +16,8 @@ from rollflow.tasks.run.context import RunContext
 
 
 def begin_actors(context: RunContext, address: str) -> list[Any]:
-    """Start the actors that do not exist yet, and find the others; the stages check the results of these starts.
+    """Start the actors that do not exist yet, and find the existing actors; the stages check whether the actors
+    started.
 
     The caller keeps the returned references: Ray prints the error of a call that nobody waits for.
 

@@ -147,7 +147,7 @@ def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
 
 
 def follows_another(flow_run: UUID) -> bool:
-    """Return whether a flow run was started after the crash of another one, and not by a user or a schedule.
+    """Return whether a flow run was started because another flow run crashed, and not by a user or a schedule.
 
     A user may retry a successor, or resume a paused one. In both cases the flow run runs a second time, whereas a
     recovery creates a new flow run.

@@ -1,8 +1,8 @@
 """Looks up an actor's process in Ray and in the kernel of the actor's node: whether the actor is created, its process
 id, its CPU time.
 
-No function of this module calls the actor. So no function waits for the actor's threads, or for the holder of the
-actor's interpreter lock.
+No function of this module calls the actor. No function of this module waits for the actor's threads, or for the holder
+of the actor's interpreter lock.
 """
 
 from __future__ import annotations

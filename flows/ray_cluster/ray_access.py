@@ -1,8 +1,8 @@
 """Checks whether a Ray cluster admits this machine (token, TLS, a node on it), before Ray is asked.
 
 Ray itself retries a refused call for a minute, and searches for a node of this machine for another minute. Ray's error
-then names neither the token nor the node. So this module asks the head once for the cluster's id and its nodes, with
-this process's credentials: `RAY_AUTH_MODE` and its token, `RAY_USE_TLS` and its certificates.
+then names neither the token nor the node. This module asks the head once for the cluster's id and its nodes, with this
+process's credentials: `RAY_AUTH_MODE` and its token, `RAY_USE_TLS` and its certificates.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The form that the Prefect UI shows for a flow's parameters: a JSON schema that the UI can show in full.
 
 The UI shows `anyOf` as buttons, one for each choice. The UI shows other unions (`oneOf`, a list of them) as raw JSON.
-The server checks the same schema, but for a failed `anyOf` it says only that no choice fits. So this schema contains
-each choice twice. The loose copy stands below `anyOf`, for the UI. The strict copy stands below `if` and `then`, which
-the UI ignores; the errors of the strict copy say what is wrong, and where.
+Prefect's server checks the form's schema, too, but for a failed `anyOf` the server says only that no choice fits. The
+form's schema therefore contains each choice twice. The loose copy stands below `anyOf`, for the UI. The strict copy
+stands below `if` and `then`, which the UI ignores; the errors of the strict copy say what is wrong, and where.
 
 - An optional value without a default is an empty field, and null if left empty.
 - The parts of an objective say "as in the preset" until the user opens one. The form fills in every default that it
@@ -152,7 +152,7 @@ class _Form:
         return base | {"anyOf": [none, *shown]}
 
     def _build_buttons(self, node: Schema) -> list[Schema]:
-        """Return the choices of a union, with those that have the same keys merged into one.
+        """Return the choices of a union; choices with the same keys are merged into one choice.
 
         The UI preselects the first choice that has most of a value's keys, so the choice with the fewest keys comes
         first.

@@ -1,8 +1,8 @@
 """`prefect.yaml`: deployments for a work pool of the user's own Prefect server, made from the same recipes.
 
-The names of these deployments end with the pool's name. With equal names, the runner of a stack, or of `rollflow serve`
-on the same server, would take flow runs of the same name away from the workers. A run on the pool starts its stages on
-the pool, too.
+The names of these deployments end with the pool's name. If the deployments of a work pool and of a stack had equal
+names, the stack's runner would take flow runs away from the pool's workers. A run on the pool starts its stages on the
+pool, too.
 
 A worker imports rollflow by its modules, so rollflow must be installed where workers run. No code is pulled. The file
 has one pull step, because without one `prefect deploy` adds its own, which takes every entrypoint for a file's.

@@ -7,8 +7,8 @@ Prefect's own server can block for a minute when several flows start at once:
   contains a cursor of the waiting connection, the loop waits until that connection is free.
 - The transaction that holds the lock waits for the loop.
 
-So a separate thread does all collections. If the collecting thread has to wait, the event loop continues, and the lock
-is released. A server on PostgreSQL does not need such a thread.
+A separate thread therefore does all garbage collections of the server. If the collecting thread has to wait, the event
+loop continues, and the lock is released. A server on PostgreSQL does not need such a thread.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ Guarantees:
   sent when the *thread* that forked ends.)
 - `restart()` ends the remaining processes of a service and restarts the service at its old address, with its stored
   data.
-- Nothing listens outside loopback, and no usage data is sent. But every user of a machine can reach its loopback, and a
-  Prefect server starts any code on request. So the server requires its own secret string. The processes that need the
-  string get it in their environment; the string is also kept in a file that only this user can read.
+- Nothing listens outside loopback, and no usage data is sent. Every user of a machine can reach the machine's loopback,
+  and a Prefect server starts any code on request. The private Prefect server therefore requires a secret string. The
+  processes that need the string get it in their environment; the string is also kept in a file that only this user can
+  read.
 
 Ctrl-C reaches only this process: each service has its own session.
 

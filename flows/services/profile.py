@@ -1,6 +1,6 @@
 """The user's own Prefect server: from `PREFECT_API_URL`, or from the active Prefect profile.
 
-This module does not import Prefect, because that import takes seconds.
+This module does not import Prefect, because importing Prefect takes seconds.
 """
 
 from __future__ import annotations

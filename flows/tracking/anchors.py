@@ -2,8 +2,7 @@
 artifact in Prefect.
 
 Anchors are written when a supervisor takes the run, after each block of versions, and at the end. An anchor vouches for
-its own entry and for all entries before. So a run that is killed between two anchors has older anchors, which stay
-valid.
+its own entry and for all entries before. A run that is killed between two anchors has older anchors, which stay valid.
 """
 
 from __future__ import annotations

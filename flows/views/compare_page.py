@@ -1,8 +1,8 @@
 """Writes the comparison of runs as one HTML file, which fetches nothing, runs no script, and works with a screen
 reader.
 
-Each chart is an SVG picture with a text that says the same in words. A curve has at most `SHOWN` points, each the mean
-of neighbouring versions, so the page stays small for long runs.
+Each chart is an SVG picture with a text that describes the chart in words. A curve has at most `SHOWN` points, each the
+mean of neighbouring versions, so the page stays small for long runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Rereads entry 0 and the newest entries that an earlier audit has read.
 
-A plain audit trusts the stored result of the earlier audit from which it continues. So it also checks that this
-result still matches the log: the rules in entry 0, and the hash chain of the last entries that the earlier audit read.
+A plain audit trusts the stored result of the earlier audit from which it continues. An audit that continues an earlier
+audit also checks that the earlier result still matches the log: the rules in entry 0, and the hash chain of the last
+entries that the earlier audit read.
 """
 
 from __future__ import annotations

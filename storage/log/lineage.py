@@ -76,7 +76,7 @@ Fate = Consumed | AwaitingTraining | Discarded | InFlight | Quarantined
 def list_fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
     """Return the fates of one prompt's dispatches, first to last, in the entries read so far.
 
-    This reads the log from entry 0 until the prompt's last fate is known.
+    The function reads the log from entry 0 until the prompt's last fate is known.
 
     Raises:
         Corrupt: an entry is missing or damaged.

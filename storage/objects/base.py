@@ -191,7 +191,8 @@ class ObjectStore(ABC):
 def first_missing(store: ObjectStore, path: Callable[[int], str], start: int = 0) -> int:
     """Return the first number from `start` on whose object does not exist; existing numbers must be contiguous.
 
-    The search doubles its strides, then bisects. So it lists nothing, and a long sequence takes few requests.
+    The search doubles its strides, then bisects. The search lists no folder, and needs few requests even for a long
+    sequence.
     """
     if not store.exists(path(start)):
         return start

@@ -1,9 +1,9 @@
 """A local folder as an object store: readers see whole files only, and exactly one of several racing creators succeeds.
 
 An object is written to a temporary file, which is synced and then gets the object's name in one step: `create` uses a
-hard link, which fails if the name exists; `put` uses a rename, which replaces the old file. Then the folder is synced,
-so a completed write survives a power cut. Temporary files lie in `.tmp`, which is not part of the store. A writer locks
-its temporary file; a file without a lock was left by a killed writer.
+hard link, which fails if the name exists; `put` uses a rename, which replaces the old file. After the link is made, the
+folder is synced, so a completed write survives a power cut. Temporary files lie in `.tmp`, which is not part of the
+store. A writer locks its temporary file; a file without a lock was left by a killed writer.
 
 A name is either an object or a folder of objects.
 """

@@ -1,8 +1,8 @@
 """An S3 bucket as an object store. Nothing is cached, and a write whose answer was lost is checked with a read.
 
 `create` is a conditional write (`If-None-Match: *`) that stores a unique token in the object's metadata. A write can
-succeed although its answer is lost; the repeated write is then refused, as if another process had been first. So a
-failed write reads the token back: the writer's own token means success, whatever the answer was. For `create` any
+succeed although its answer is lost; the repeated write is then refused, as if another process had been first. A failed
+write reads the writer's token back: the writer's own token means success, whatever the answer was. For `create` any
 other token means `Conflict`, even if the bytes are the same.
 
 The metadata also holds the sha256 of the bytes, and every read is checked against it. Bytes that do not match are read

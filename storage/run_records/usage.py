@@ -1,7 +1,7 @@
 """The CPU seconds of a run by role and process: one object for each observer, `usage/<writer>.json`.
 
-Several observers may measure the same process many times; the largest measurement counts. So the sum of a role stays
-right when a process or an observer is replaced. CPU time after the last measurement is not counted.
+Several observers may measure the same process many times; the largest measurement counts. The sum of a role's CPU time
+stays right when a process or an observer is replaced. CPU time after the last measurement is not counted.
 """
 
 from __future__ import annotations

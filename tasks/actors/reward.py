@@ -140,7 +140,8 @@ def start_reward(context: RunContext) -> Any:
 class RewardClient:
     """Scores single responses through the run's reward actor. Concurrent requests share a call; none waits for another.
 
-    Scoring has no side effects. So when the actor dies, the client asks the new actor for the missing scores.
+    Scoring has no side effects. When the reward actor dies, the client asks the new reward actor for the missing
+    scores.
     """
 
     def __init__(self, patience_seconds: float) -> None:

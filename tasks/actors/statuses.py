@@ -1,6 +1,6 @@
 """The statuses of a run's actors: one frozen type per actor, read by its stage's flow and by the supervisor.
 
-`progress` serves to detect a hang: an actor whose `progress` stays the same for too long is stuck. So `progress` has
+`progress` serves to detect a hang: an actor whose `progress` stays the same for too long is stuck. `progress` has
 exactly the fields that change only when work was done. `TICKING` names all other fields. A test checks that each field
 is either in `progress` or in `TICKING`.
 

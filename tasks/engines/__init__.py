@@ -20,7 +20,7 @@ def build_engine(
     """Build the engine that `config` names, without starting it.
 
     Args:
-        policy_folder: folder with the policy's `config.json`. It needs no weights, because the first update loads them.
+        policy_folder: folder with the policy's `config.json`. The first update loads the weights.
             None for a timed engine, which then reads each token of a stop string as a
                 code point.
         seeded: the engine must respect the seed of each request, even if that costs speed.

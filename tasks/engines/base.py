@@ -175,7 +175,7 @@ class Engine(Protocol):
         """
 
     def check(self) -> None:
-        """Raise `EngineFailed` if the engine is known to be dead. This method asks no other process."""
+        """Raise `EngineFailed` if the engine is known to be dead. The method `check` asks no other process."""
 
     def progress(self, have: Mapping[str, int]) -> dict[str, TokenSpan]:
         """Return the tokens of these requests from token `have[id]` on; omit requests that are not running.

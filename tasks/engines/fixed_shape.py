@@ -4,7 +4,7 @@ Guarantee: the tokens and log-probs of a request are a function of (prompt, max_
 weights, threads, card), bit for bit, whatever other requests run at the same time.
 
 Matrix kernels may round differently for different shapes, but in a fixed shape the result of a row does not depend on
-the other rows. So every forward pass has one of two shapes. Whether a token goes through one shape or the other depends
+the other rows. Every forward pass has one of two shapes. Whether a token goes through one shape or the other depends
 only on the token's own request:
 
     prefill  P x C   chunk k of a row's known tokens holds its positions [k C, (k+1) C); short chunks are padded

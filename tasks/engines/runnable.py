@@ -60,8 +60,8 @@ def cpu_kv_cache(folder: Path, context: int, dtype: str) -> int:
 def find_hindrance(config: Any) -> str | None:
     """Return why the transformers engine cannot run a policy with this config; None if it can.
 
-    The engine's attention state has one shape for all layers (`fixed_shape.py`). So the engine needs a policy with full
-    attention in every layer, and with the number of heads in its config.
+    The engine's attention state has one shape for all layers (`fixed_shape.py`). The transformers engine needs a policy
+    with full attention in every layer, and with the number of heads in the policy's config.
     """
     if getattr(config, "num_key_value_heads", None) is None:
         return "its config.json does not name num_key_value_heads"

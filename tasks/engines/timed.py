@@ -19,9 +19,9 @@ When the cache is full, the request that started last is preempted, as in vLLM: 
 of the queue and keeps its tokens.
 
 An update during a response costs the response `prefill_seconds` again, as in an engine that recomputes its attention
-state. So an update reduces the work of all requests once. `prefill_seconds_per_token` delays the whole engine for every
-token that enters the cache without being sampled by this engine: the tokens of a prompt or a prefix, and after an
-update all resident tokens.
+state. An update reduces the received work of every request once, by `prefill_seconds`. `prefill_seconds_per_token`
+delays the whole engine for every token that enters the cache without being sampled by this engine: the tokens of a
+prompt or a prefix, and after an update all resident tokens.
 
 With `tokens_per_tick` g, one simulated token stands for g real tokens. Lengths, work and time are computed for the real
 tokens; only the arrays are shorter.

@@ -6,7 +6,8 @@
 - **No stale head**: after every load the output head uses the new weights. On a CPU, vLLM multiplies by a packed copy
   of the head, and vLLM's reload of a *tied* embedding does not refresh this copy.
 - **No compilation at the first batch**: vLLM's computation of the sampled token's rank is disabled, because rollflow
-  does not use the rank. It would cost a C++ compilation at the first batch and a third of the sampler's time later.
+  does not use the rank. vLLM's compiled sampler would cost a C++ compilation at the first batch and a third of the
+  sampler's time later.
 
 With one device, the worker runs inside the EngineCore process. On a machine with few cores, this saves a process and a
 copy of each batch, which is worth more than vLLM's separate worker process.

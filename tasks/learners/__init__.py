@@ -1,8 +1,8 @@
 """Learners turn a trajectory batch into the next policy version: one contract (`base`), one file for each learner.
 
 `build_learner` chooses a learner and imports only that learner's module. Imports take most of the time of a learner's
-start, and a run whose learner died waits for them. So this module does not import torch; a process that only starts
-the learner's actor does not import torch either.
+start, and a run whose learner died waits for them. This module does not import torch, so a process that only starts the
+learner's actor does not import torch either.
 """
 
 from __future__ import annotations

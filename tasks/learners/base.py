@@ -10,12 +10,12 @@
   `weights/`, and names of state files do not.
 - `load` rejects files of another kind of learner or of another model: it raises `Corrupt` with one sentence, and the
   learner stays unchanged.
-- `load` reads one file after the other and keeps no file in memory. So the mapping that `load` gets may read a file
-  only when `load` asks for that file.
+- `load` reads one file after the other and keeps no file in memory. The mapping that `load` gets may read a file only
+  when `load` asks for that file.
 
 The content of a file is given as bytes, or as a sequence of buffers to be joined. The buffers of a file are views of
 the tensors. The buffers stay valid until the next `load`, or until the next `step` calls its `settle`. Before `step`
-calls `settle`, it changes no stored tensor. So a version can be stored while the next version is computed.
+calls `settle`, it changes no stored tensor. A version can be stored while the next version is computed.
 
 `tests/contracts/test_learners.py` tests each sentence of this docstring for all learners.
 """

@@ -75,7 +75,8 @@ class Updates:
         """Add up the gradient of a micro-batch's loss, and return the loss in float64.
 
         With a large vocabulary, head and loss run forward and backward for some tokens at a time, so that memory holds
-        only the logits of these tokens. Afterwards the decoder runs backward for all tokens of the micro-batch.
+        only the logits of these tokens. After the heads' backward passes, the decoder runs backward for all tokens of
+        the micro-batch.
         """
         inputs, (row, place) = micro.inputs(self.device, self.model.dtype), micro.where
         hidden_MH = self.token_logprobs.hidden(inputs, (send(row, self.device), send(place, self.device)))

@@ -2,7 +2,8 @@
 
 For each call, autograd builds the whole gradient and then adds it to `grad`, so it needs twice the memory of a
 gradient. At a vocabulary of 151,936 one gradient is larger than the logits of many tokens. This module builds only
-`PIECE_BYTES` of a gradient at a time. The gradients equal autograd's to the bit, because each element is the same sum.
+`PIECE_BYTES` of a gradient at a time. The gradients equal autograd's gradients to the bit, because each element is the
+sum of the same terms in the same order.
 
 Shapes: M positions, H hidden, V vocabulary.
 """

@@ -2,9 +2,9 @@
 
 Training is teacher forcing on "question" "answer<end>", with a loss on the answer only. Accuracy is measured on the
 held-out questions, as in the run's evaluation. Between two evaluations the accuracy may rise by twenty percentage
-points, and the exact rise depends on the machine's rounding. So training ends at the first evaluation at or above the
-target accuracy. Then a bisection interpolates between the weights of the two newest evaluations, until the accuracy is
-at the target.
+points, and the exact rise depends on the machine's rounding. The supervised training ends at the first evaluation at or
+above the target accuracy. After the training, a bisection interpolates between the weights of the two newest
+evaluations, until the accuracy is at the target.
 """
 
 from __future__ import annotations

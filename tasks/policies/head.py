@@ -49,8 +49,8 @@ class LMHead:
         """Find the head, and run the model on a few tokens. `judged` is False for a model that has no weights yet.
 
         Raises:
-            ConfigError: the model cannot be run this way; or, with `judged`, the head's log-probs differ from those of
-                the model's forward.
+            ConfigError: the decoder and the head of the model cannot be run separately; or, with `judged`, their
+            log-probs differ from the log-probs of the model's forward pass.
         """
         self._given = _FixedDecoder()
         try:

@@ -39,8 +39,8 @@ def split_words(text: str) -> list[str]:
 def unordered_key(text: str, answer: str) -> str:
     """Return a key of text and answer that ignores the order of words, numbers and signs within each line.
 
-    So `3 + 5 + 1` and `1 + 3 + 5` are the same question, but `5 - 3` and `3 - 5` are two questions, because their
-    answers differ. The order of lines counts, because lines may be the rows of a grid, and many grids have equal cells.
+    `3 + 5 + 1` and `1 + 3 + 5` are the same question, but `5 - 3` and `3 - 5` are two questions, because their answers
+    differ. The order of lines counts, because lines may be the rows of a grid, and many grids have equal cells.
     """
     lines = [" ".join(sorted(split_words(line))) for line in text.splitlines()]
     return "\n".join([*lines, normalise_text(answer)])

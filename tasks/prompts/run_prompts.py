@@ -159,7 +159,7 @@ class RunPrompts:
     ) -> tuple[Prompt, Question]:
         """Return the prompt at `position`; if this prompt is too long, return the prompt at a later position.
 
-        The later position is a function of `position` alone, so every process chooses the same one.
+        The later position is a function of `position` alone, so every process chooses the same later position.
         """
         for place in range(position, position + TRIES * LEAP, LEAP):
             question = ask(place)

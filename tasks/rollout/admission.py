@@ -1,13 +1,13 @@
 """Admission: decides by pure functions of the present state, `AdmissionInputs`, how many prompt groups may start now.
 
-Batch b trains version b. A group that started under version v is fresh enough for batch b if b <= v + alpha. So while
-the engines serve v, groups may start for the unformed batches below v + 1 + alpha. No generated token is wasted, as
+Batch b trains version b. A group that started under version v is fresh enough for batch b if b <= v + alpha. While the
+engines serve version v, groups may start for the unformed batches below v + 1 + alpha. No generated token is wasted, as
 long as groups end in about the order in which they started. A group that overtakes a slow group pushes the slow group
 into the next batch; `formation` decides whether the batch waits for the slow group.
 
-Staleness is a whole number. So the fractional part of alpha only starts groups that can replace slower groups of the
-same batch. The fractional part starts no group if batches wait for slow groups (`RolloutLimits.lead`). To run half a
-batch ahead with groups that are at most one version old, set alpha = 1 and ahead = 0.5.
+Staleness is a whole number. The fractional part of alpha only starts groups that can replace slower groups of the same
+batch. The fractional part starts no group if batches wait for slow groups (`RolloutLimits.lead`). To run half a batch
+ahead with groups that are at most one version old, set alpha = 1 and ahead = 0.5.
 
 Batches are formed in order, except that voided batches, which have to be formed again, come first. Later batches that
 exist already do not reduce the number of groups that may start for a voided batch.

@@ -1,9 +1,9 @@
 """The trajectory buffer: holds scored groups until their batch is formed. The buffer never waits.
 
 The groups with the oldest start version are taken first. Among equally old groups, awaited groups go first, because
-their prompts were preempted before. Among these, the order of the prompts decides. So at alpha = 0, where the buffer
-has exactly one batch, the choice does not depend on which group finished first. A group that is too old for the next
-batch is stale, because later batches need even newer groups.
+their prompts were preempted before. Among these, the order of the prompts decides. At alpha = 0, where the buffer has
+exactly one batch, the choice of the groups does not depend on which group finished first. A group that is too old for
+the next batch is stale, because later batches need even newer groups.
 """
 
 from __future__ import annotations

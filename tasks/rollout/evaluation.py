@@ -129,8 +129,8 @@ def read_skipped(run: ObjectStore) -> list[EvaluationSkipped]:
 def pass_at(k: int, responses: int, right: int) -> float:
     """Compute the chance that k of a prompt's responses, drawn without replacement, include a right response.
 
-    With n responses, c of them right, the chance is 1 - C(n - c, k) / C(n, k). This is an unbiased estimate of pass@k
-    (Chen et al. 2021, Evaluating large language models trained on code, eq. 1).
+    With n responses, c of them right, the chance is 1 - C(n - c, k) / C(n, k). The returned chance is an unbiased
+    estimate of pass@k (Chen et al. 2021, Evaluating large language models trained on code, eq. 1).
     """
     return 1 - math.comb(responses - right, k) / math.comb(responses, k)
 

@@ -72,9 +72,9 @@ class Formation:
     def _has_room_for_awaited(self, bound: float) -> bool:
         """Return whether the batch would take an awaited running group that started before `bound`.
 
-        More groups than the batch holds may have started before `bound`. So the awaited group with the smallest rank
-        decides: if the batch has no room for this group, it has no room for any other awaited group. The method runs
-        after every group that ends, so it does not search for this group if the group's version alone decides.
+        More groups than the batch holds may have started before `bound`. The awaited group with the smallest rank
+        decides: if the batch has no room for this group, the batch has no room for any other awaited group. The method
+        runs after every group that ends, so it does not search for this group if the group's version alone decides.
         """
         groups, version = self.limits.groups, self.starts.find_oldest_awaited(bound)
         if version is None or self.buffer.count_older(version) >= groups:

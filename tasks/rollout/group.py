@@ -180,7 +180,7 @@ class GroupRollout:
         return await self._count_response(episode)
 
     async def _count_response(self, episode: PlayedEpisode) -> bool:
-        """Count a response and return whether it is kept; after the G-th response, abort the others."""
+        """Count a response and return whether it is kept; after the G-th, abort the group's other responses."""
         self._tokens += episode.generated
         if episode.ending is StopReason.ABORTED or self._ended == self.ports.limits.group_size:
             self._surplus += episode.generated

@@ -7,9 +7,9 @@ starts right after an update has the most time until its batch is formed.
 A prompt that was preempted `RolloutLimits.awaited_after` times is *awaited*: a batch waits for the prompt's group. With
 tail batching (RollPacker, section 4) such a prompt first waits in the *tail* until the tail has N prompts. A *short*
 round issues N groups of other prompts, and the extra groups. Once N prompts wait in the tail, the next round is *long*:
-a long round issues these N prompts and no extra groups, and the batch waits for all N groups. So every prompt is
-trained on, and slow prompts are trained on together. The last round is always long, with the prompts in the tail and
-new prompts, because otherwise a run would omit its slowest prompts.
+a long round issues these N prompts and no extra groups, and the batch waits for all N groups. Every prompt is trained
+on, and slow prompts are trained on together. The last round is always long, with the prompts in the tail and new
+prompts, because otherwise a run would omit its slowest prompts.
 """
 
 from __future__ import annotations

@@ -56,10 +56,10 @@ class Slots:
     """The sequence of slots: of the first n slots, source s has n * share(s), to within one slot.
 
     Slot n goes to the source that would first fall too far behind its share. Sources that the slot would put too far
-    ahead of their shares are excluded. This rule is Tijdeman's solution of the chairman assignment problem (Discrete
-    Mathematics 32, 1980). The error of the rule is at most 1 - 1 / (2D - 2) slots, so it never reaches 1. Shares are
-    read as decimal fractions, as written in the config, so the sequence is exactly periodic, and in each period every
-    source has a whole number of slots.
+    ahead of their shares are excluded. The choice of the source is Tijdeman's solution of the chairman assignment
+    problem (Discrete Mathematics 32, 1980). The error of the rule is at most 1 - 1 / (2D - 2) slots, so it never
+    reaches 1. Shares are read as decimal fractions, as written in the config, so the sequence is exactly periodic, and
+    in each period every source has a whole number of slots.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:

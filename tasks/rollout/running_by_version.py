@@ -1,7 +1,7 @@
 """The running dispatches, indexed by the policy version under which they started.
 
-The scheduler queries this index after every group. There are few versions and many dispatches, so the frequent queries
-cost O(versions), not O(dispatches).
+The scheduler queries this index after every group. A run has few running versions and many dispatches, so the frequent
+queries cost O(versions), not O(dispatches).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The slot queue: decides which request runs on which engine, and when. There is one queue for all engines.
 
 - A request waits in the queue, not at an engine, until a serving engine has a free slot. The first engine with a free
-  slot gets the request. So an engine never gets more requests than it has slots.
+  slot gets the request. An engine never gets more requests than the engine has slots.
 - The request with the lowest priority number goes first; among equal priorities, the request that arrived first. A
   request that returns from a dead engine keeps its place in the order.
 - `least-work` routing chooses the engine that would finish first, by the engine's number of requests times its measured
   pace. `prefix` routing prefers an engine that already runs the same prompt and has a free slot.
-- While no engine lives, requests wait `replacement_seconds` for an engine to join. Then the requests fail with
-  `EngineFailed`.
+- While no engine lives, requests wait `replacement_seconds` for an engine to join. If no engine joins in this time, the
+  requests fail with `EngineFailed`.
 
 Choosing an engine costs O(log engines) per request, however many requests are in flight.
 """

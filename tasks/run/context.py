@@ -115,8 +115,9 @@ class RunContext:
     def key(self) -> str:
         """The run's unique name on a cluster or server: runs of the same name in two stores have different keys.
 
-        A store's address is not enough for a unique key, because two services may have a bucket of the same name. So
-        the time of creation is part of the key. A folder gives the same key through every link to the folder.
+        A store's address is not enough for a unique key, because two services may have a bucket of the same name. The
+        run's time of creation is therefore part of the key. A folder gives the same key through every link to the
+        folder.
         """
         local = self.store.local_path(entry_path(0))
         place = str(local.parent.parent.resolve()) if local else self.store.uri
@@ -266,8 +267,8 @@ class RunContext:
     def prompts(self) -> RunPrompts:
         """Open the run's prompts with the run's first config, and check that the prompts have not changed.
 
-        A prompt that is too long is replaced by another prompt. So the limit on a prompt's length follows from the
-        first config's `engine.max_new_tokens`, even if a later config changed the key.
+        A prompt that is too long is replaced by another prompt. The limit on a prompt's length follows from the first
+        config's `engine.max_new_tokens`, even if a later config changed the key.
 
         Raises:
             ConfigError: a package, or a file that the run did not keep, has changed since the run began.

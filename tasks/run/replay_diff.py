@@ -1,8 +1,8 @@
 """Measure how far a replayed version is from the published version: tensor by tensor, one file at a time.
 
-Rounding errors are small relative to the change by a train step, whatever the learning rate. But AdamW can enlarge the
-rounding errors of single elements whose gradients are nearly zero. So the L2 norms of all tensors of a kind are
-compared together:
+Rounding errors are small relative to the change that a train step makes to the weights, at any learning rate. AdamW can
+enlarge the rounding errors of single elements whose gradients are nearly zero. The L2 norms of all tensors of a kind
+are therefore compared together:
 
     |replayed - published| <= share * |published - parent|
 

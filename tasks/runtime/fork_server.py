@@ -1,11 +1,11 @@
 """A fork server for `multiprocessing` that is a copy of this process, so that nothing is imported a second time.
 
 Guarantees: the fork server ends with this process, however this process ends. If the fork server dies,
-`multiprocessing` itself starts another fork server: a new interpreter that imports the modules `otherwise`. Such a
-server starts more slowly, but gives the same results.
+`multiprocessing` itself starts another fork server: a new interpreter that imports the modules `otherwise`. A server
+without the preloaded modules starts processes more slowly, but with the same results.
 
-Fork the server right after the imports. Then no thread holds a lock for which the copy would wait. The threads that
-exist after the imports (of OpenBLAS and jemalloc) handle a fork themselves.
+Fork the server right after the imports. Without threads, no thread holds a lock for which the forked copy would wait.
+The threads that exist after the imports (of OpenBLAS and jemalloc) handle a fork themselves.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Imports user-defined parts by their import path, such as "my_package.rewards:score".
 
-A run records import paths in its config, and the run's processes read these paths from storage. So a path may name only
-two things: a function annotated to return the expected type, or a class derived from the part's contract. No other
+A run records import paths in its config, and the run's processes read these paths from storage. An import path may name
+only two things: a function annotated to return the expected type, or a class derived from the part's contract. No other
 function of an installed package can be called by writing its name into a config. A function that returns plain numbers
 is accepted as a scorer if its arguments have a scorer's names.
 
-Every process of a run imports the parts that it needs. So on every node of the cluster, the package of a part must be
+Every process of a run imports the parts that it needs. On every node of the cluster, the package of a part must be
 installed, or its folder must be in PYTHONPATH.
 """
 

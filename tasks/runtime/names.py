@@ -1,8 +1,8 @@
 """Names from outside that become parts of paths, addresses and queries: the characters they may consist of.
 
-A run id is plain ASCII, begins with a letter or a digit and contains no separator. So a path with a run id cannot lead
-out of a folder, and a run id is one word in a log line. A run id from outside is checked by `run_id`, and by the types
-in a deployment's form. This module imports only pydantic.
+A run id is plain ASCII, begins with a letter or a digit and contains no separator. A path with a run id cannot lead out
+of a folder, and a run id is one word in a log line. A run id from outside is checked by `run_id`, and by the types in a
+deployment's form. This module imports only pydantic.
 """
 
 from __future__ import annotations

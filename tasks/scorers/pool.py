@@ -2,7 +2,7 @@
 deadline.
 
 A worker that does not answer in time is killed and replaced; its response scores 0 with the outcome "timeout". A worker
-that dies is replaced, and its response is tried once more. So no verifier can block the pool.
+that dies is replaced, and its response is tried once more. No verifier can block the pool.
 
     queue --up to AHEAD_SECONDS of work--> worker --scores, in order--> their callers
       ^                                        |
@@ -31,9 +31,9 @@ SLOW_SECONDS = 1.0  # a score that takes longer delays no other response
 class RewardPool(WorkerPool):
     """The worker processes and their queue. See the module's docstring.
 
-    Each lane runs one worker process at a time. There are twice as many lanes as `workers`, and one turn for each of
-    the `workers`. A lane takes responses only while it has a turn, and passes the turn to another lane while its own
-    worker is slow. So more processes than `workers` are started only if a worker is slow.
+    Each lane runs one worker process at a time. The pool has twice as many lanes as `workers`, and as many turns as
+    `workers`. A lane takes responses only while it has a turn, and passes the turn to another lane while its own worker
+    is slow. More processes than `workers` are started only if a worker is slow.
     """
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
@@ -86,7 +86,7 @@ class RewardPool(WorkerPool):
         """Send the jobs in one write and read their scores one by one; requeue the jobs without a score at the end.
 
         If a job is slow, the jobs behind the slow job are requeued immediately, and the turn is passed to another lane.
-        In this case return the number of these jobs.
+        Return the number of the requeued jobs in this case, otherwise None.
         """
         started, handed_over = time.monotonic(), None
         try:

@@ -1,11 +1,11 @@
 """Calibrates the engines of a recorded run, by simulating the run until the simulation matches the record.
 
 If the number n of requests hardly changes during a run, its record does not show how long a token takes among n
-requests. But it shows how long short and long responses took, and how long the whole rollout took. These times are
-compared with a simulation of the same recipe. For a few values of the slowing c, seconds per token and prefill are set
-so that the line through lengths and times equals that of the record. The c with the closest times, by length and in
-all, is chosen. Both recorded and simulated times include the queue for a slot, so it does not matter when a response
-started.
+requests. The log shows how long short and long responses took, and how long the whole rollout took. The recorded times
+are compared with the times of a simulation of the same recipe. For a few values of the slowing c, seconds per token and
+prefill are set so that the line through lengths and times equals that of the record. The c with the closest times, by
+length and in all, is chosen. Recorded and simulated times both include the wait for a slot, so the comparison does not
+need the time at which a response started.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Times, shares and staleness are measured after a warm-up of `Figures.warm_up` versions. Counts, tokens and lengths are
 measured over the whole simulation. Trained lengths are compared with a *population*: the responses that the first
-prompts in order draw. The population has no filtered prompts, and as many responses as were trained on. So the
-population does not depend on the schedule.
+prompts in order draw. The population has no filtered prompts, and as many responses as were trained on. The population
+of responses does not depend on the schedule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The timeline: occupancy of engines and verifiers in equal bins of time; train steps and updates as spans.
 
 There are at most `BINS` bins. When more bins would be needed, neighbouring bins are merged, and bins are twice as long
-from then on. So the memory is bounded, however long the simulation runs.
+from then on. The memory of a timeline is bounded, however long the simulation runs.
 """
 
 from __future__ import annotations

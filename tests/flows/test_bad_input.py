@@ -52,7 +52,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("group_size=1", ["group_size = 1", 'baseline and scale of train.objective.advantage to "none"']),
         ("train.minibatches=3", ["train.minibatches = 3", "groups = 256"]),
         ("engine.kind=sglang", ["engine", "'sglang'", "'vllm', 'transformers', 'timed'"]),
-        ("policy.path=x", ["policy.path = '/", "/x': ", "one of the two"]),
+        ("policy.path=x", ["policy.path = '/", "/x': ", "but not both"]),
         ("train.lora.rank=0", ["train.lora.rank = 0", "less than or equal to the minimum of 0"]),
         ("train={objective = {kind = 'ppo'}, lora = {}}", ["train.critic.model = 'own'", 'choose "head"']),
         ("train={kind = 'deepspeed', lora = {}}", ["train.kind = 'deepspeed'", "remove [train.lora]"]),
@@ -334,7 +334,7 @@ def test_check_notes_skipped_checks(capsys: pytest.CaptureFixture[str], tmp_path
 def test_policy_with_an_invalid_config_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", model_type="qwen2", layer_types=["full_attention"] * 5)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder, '[engine]\nkind = "transformers"\n'))
-    assert "transformers cannot read its config.json (ValueError: `num_hidden_layers` (2) must be" in sentence
+    assert "transformers cannot read the policy's config.json (ValueError: `num_hidden_layers` (2) must be" in sentence
 
 
 def test_prompt_longer_than_the_context_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_check_opens_files_of_prompts(
     assert words in refused(capsys, "check", str(recipe))
     file.write_text("".join(f'{{"question": "{i}+1", "answer": {i + 1}}}\n' for i in range(30)))
     assert main(["check", str(recipe)]) == 0
-    assert "evaluation.prompts = 256: only 3 are held out" in capsys.readouterr().out
+    assert "evaluation.prompts = 256: only 3 prompts are held out" in capsys.readouterr().out
 
 
 def test_check_opens_policy_folder_and_output_places(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -420,7 +420,7 @@ def test_invalid_path_is_refused(path: str, capsys: pytest.CaptureFixture[str]) 
 def test_existing_run_id_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     describe(open_store(str(tmp_path / "home/store/runs/mine")), "mine")
     sentence = refused(capsys, "run", RECIPE, "--run-id", "mine")
-    assert sentence.startswith("run id 'mine' exists in ")
+    assert sentence.startswith("run id 'mine' already exists in ")
     assert "--run-id" in sentence
 
 
@@ -442,7 +442,9 @@ def test_folder_store_with_remote_nodes_is_refused() -> None:
     check_store_reach("/a/folder", "127.0.0.1:6379", ["127.0.0.1", "::1"])
     check_store_reach("/a/folder", "auto", ["192.0.2.7"])
     check_store_reach("s3://bucket/prefix", "127.0.0.1:6379", ["192.0.2.7"])
-    with pytest.raises(ConfigError, match=r"store\.uri = 'file:///a/folder': .* which 192\.0\.2\.7, 192\.0\.2\.8 of "):
+    with pytest.raises(
+        ConfigError, match=r"store\.uri = 'file:///a/folder' is .* which 192\.0\.2\.7, 192\.0\.2\.8 of "
+    ):
         check_store_reach("file:///a/folder", "127.0.0.1:6379", ["127.0.0.1", "192.0.2.8", "192.0.2.7"])
 
 
@@ -479,7 +481,7 @@ def test_unknown_prompts_are_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_missing_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "run 'nobody'" in refused(capsys, "audit", "nobody")
+    assert "there is no such run in" in refused(capsys, "audit", "nobody")
     assert "there is no run in" in refused(capsys, "status")
 
 

@@ -20,7 +20,8 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class LoadState:
-    """Load weights and state. Both map a file's name to the file's size in bytes; the files' contents are sent next.
+    """Load weights and state. The fields `weights` and `state` map a file's name to the file's size in bytes; the
+    files' contents are sent next.
 
     `width` is the result of the first rank's test of the model. All ranks use the same `width`, because all ranks must
     pack a batch into the same lines.

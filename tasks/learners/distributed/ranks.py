@@ -1,8 +1,8 @@
 """Ranks: processes that train one policy together, each on its part of every batch.
 
 Each rank has the whole model and takes the same steps on the same batch. Each rank runs its own lines of the batch, and
-the results of all ranks are added up. So gradients, losses and log-probs are those of the whole batch, however the
-lines are dealt to ranks. All ranks take the same optimizer step, and get the same bits.
+the results of all ranks are added up. Gradients, losses and log-probs are those of the whole batch, however the lines
+are dealt to ranks. All ranks take the same optimizer step, and get the same bits.
 
     rank 0:  own lines --> gradient --+             +--> clip, AdamW
     rank 1:  own lines --> gradient --+--> sum -----+--> clip, AdamW

@@ -1,9 +1,9 @@
 """A test that a model can run several responses behind one copy of their prompt (`objectives/shared_prefix.py`).
 
 To share prompts, a model must obey an attention mask and given positions. A sliding window, chunked attention or a
-recurrent state would ignore the mask or cover wrong tokens. So an architecture that declares a window, chunks or such a
-state does not share prompts. Any other architecture is tested: log-probs of two responses behind one prompt must equal
-the log-probs of each response on its own.
+recurrent state would ignore the mask or cover wrong tokens. A policy whose architecture declares a window, chunks or a
+recurrent state does not share prompts. Any other architecture is tested: log-probs of two responses behind one prompt
+must equal the log-probs of each response on its own.
 """
 
 from __future__ import annotations

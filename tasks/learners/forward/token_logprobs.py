@@ -85,8 +85,8 @@ class TokenLogprobs:
     def parts(self, row_M: Tensor, *, by_token: bool) -> list[slice]:
         """Split the M tokens into parts. `row_M` is the row of each token.
 
-        With `by_token`, no part exceeds a chunk. Otherwise a part has whole rows, and a row larger than a chunk is a
-        part of its own.
+        With `by_token`, no part exceeds a chunk. Without `split_rows` a part has whole rows, and a row larger than a
+        chunk is a part of its own.
         """
         return self._split_evenly(len(row_M)) if by_token else self._split_by_row(row_M)
 

@@ -1,8 +1,8 @@
 """Master weights: float32 weights behind a policy in a shorter type, or the policy's own weights.
 
 A bfloat16 weight has 8 significant bits. At a learning rate of 1e-6, 99 of 100 changes of a weight are smaller than
-half the weight's rounding step and would be lost. So the optimizer changes float32 masters (Micikevicius et al. 2018,
-Mixed precision training), and the policy's weights are the rounded masters:
+half the weight's rounding step and would be lost. The optimizer therefore changes float32 masters (Micikevicius et al.
+2018, Mixed precision training), and the policy's weights are the rounded masters:
 
     policy (bfloat16) --> forward, backward --> gradients, added up in float32 --> optimizer --> masters --> policy
 

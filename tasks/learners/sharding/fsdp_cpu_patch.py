@@ -5,7 +5,7 @@ the shards of several parameters side by side. The patch changes this on a CPU:
 
 - In a group of one parameter, the buffer *is* the parameter, padded at its end as FSDP pads a parameter. Embeddings are
   such a group, and the largest group: 100,000 tokens of 2,048 numbers in bfloat16 take 0.4 GB.
-- gloo's all-gather allocates a buffer of its own, but gloo's broadcast does not. So embeddings are broadcast.
+- gloo's all-gather allocates a buffer of its own, but gloo's broadcast does not. Embeddings are therefore broadcast.
 - FSDP keeps a layer's buffer until it has the next layer's buffer, because work on a GPU may still read the first one.
   On a CPU the layer's buffer is freed before the next buffer is allocated.
 

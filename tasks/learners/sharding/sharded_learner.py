@@ -142,7 +142,7 @@ class ShardedLearner(TorchLearner):
     def shard(self) -> None:
         """Shard the policy and the critic; the caller must call `take` next.
 
-        All ranks must call `shard` together. From then on, all ranks take part in all work.
+        All ranks must call `shard` together. After sharding, all ranks take part in every operation.
         """
         critic = ShardedCritic(self.model, self.config) if self.critic is not None else None
         self.begin_group()
