@@ -20,9 +20,8 @@ def build_engine(
     """Build the engine that `config` names, without starting it.
 
     Args:
-        policy_folder: folder with the policy's `config.json`. The first update loads the weights.
-            None for a timed engine, which then reads each token of a stop string as a
-                code point.
+        policy_folder: folder with the policy's `config.json`; the first update loads the weights. None for a timed
+            engine, which then reads each token of a stop string as a code point.
         seeded: the engine must respect the seed of each request, even if that costs speed.
         told_as: the name under which the engine's library reports its metrics to Ray; "" to report none.
     """
