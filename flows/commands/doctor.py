@@ -206,7 +206,9 @@ def _check_credentials() -> Check:
     return Check(
         "AWS credentials",
         "ok" if present else "note",
-        f"yes ({', '.join(present)})" if present else "none found; needed only for s3:// stores",
+        f"yes ({', '.join(present)})"
+        if present
+        else "none found here; needed only for s3:// stores, unless the machine has a role",
     )
 
 

@@ -70,7 +70,8 @@ class RunContext:
         except Missing:
             if self.store.exists("run.json"):  # the description of an older run, from before runs had a log
                 raise self._build_format_error(0, "") from None
-            raise ConfigError(f"run {self.uri!r}: there is no such run; check the run id and store.uri") from None
+            cure = "check the run id, or name its store (--store, ROLLFLOW_STORE)"
+            raise ConfigError(f"run {self.uri!r}: there is no such run; {cure}") from None
         except Corrupt:
             self.check_format()
             raise
