@@ -26,6 +26,7 @@ COMMAND = re.compile(r"\brollflow ([a-z]+)\b([^`\n|]*)")
 KEYS = {*list_keys(RunConfig), *(f"{side}.{key}" for side in ("rollout", "train") for key in ("gpus", "hour"))}
 SECTIONS = "|".join(sorted({key.partition(".")[0] for key in KEYS if "." in key}))
 KEY = re.compile(rf"(?<![\w/.\[-])(?:{SECTIONS})\.(?!json|png)[a-z_]+(?:\.[a-z_]+)*(?![\w/(]|\.[a-z])")
+UNTRIED = re.compile(r"(docker|helm|kubectl (?!kustomize )|aws|sudo|ray job)\b")  # no engine, cluster or cloud in tests
 TARGET = re.compile(r"\bmake ([a-z]+(?:-[a-z]+)*)\b")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -112,6 +113,16 @@ def test_scheduling_table_names_existing_keys() -> None:
     named = [key for row in rows for key in re.findall(r"`([\w.]+)`", row)]
     assert [key for key in named if not {key, f"rollout.{key}"} & KEYS] == []
     assert len(named) > 10
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "cluster").glob("*.md")), ids=lambda page: page.name)
+def test_untried_commands_are_marked(page: Path) -> None:
+    text = page.read_text()
+    lines = [
+        line for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE) for line in block.splitlines()
+    ]
+    assert [line for line in lines if UNTRIED.match(line) and "†" not in line] == []
+    assert " ".join(text.split()).count("A command with † was not run") == ("†" in text)
 
 
 def test_every_verb_is_described() -> None:
