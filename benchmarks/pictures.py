@@ -73,7 +73,7 @@ def load_runs(file: Path) -> list[StoredCurves]:
 ACTORS = {
     "engines": (156, 136, "vLLM, transformers"),
     "scheduler": (356, 136, "prompts to batches"),
-    "reward workers": (556, 136, "verifiers"),
+    "reward workers": (556, 136, "call the scorer"),
     "learner": (716, 130, "torch, DeepSpeed"),
 }
 LEFT, RIGHT = 156, 846  # edges of the boxes in a layer
