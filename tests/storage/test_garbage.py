@@ -232,7 +232,7 @@ def test_damaged_log_has_no_garbage(run: LocalStore, segments: bool, monkeypatch
     if segments:
         assert [orphan.path for orphan in list_orphans(run, store_clock(run))] == sorted(left)
     else:
-        with pytest.raises(Corrupt, match="garbage cannot be identified, because the run's log is damaged:  log/"):
+        with pytest.raises(Corrupt, match="garbage cannot be identified, because the run's log is damaged: log/"):
             list_orphans(run, store_clock(run))
 
 
@@ -259,7 +259,7 @@ def test_log_with_a_misplaced_entry_has_no_garbage(run: LocalStore, follows: boo
     if follows:
         assert [orphan.path for orphan in list_orphans(run, at)] != []
     else:
-        with pytest.raises(Corrupt, match=f"is damaged:  {entry_path(n)}"):
+        with pytest.raises(Corrupt, match=f"is damaged: {entry_path(n)}"):
             list_orphans(run, at)
 
 

@@ -129,7 +129,7 @@ def test_deposed_role_cannot_append(store: MemoryStore) -> None:
     another = Scheduler(store, supervisor.writer.claim)
     scheduler.dispatch(0)
     scheduler.dispatch(0)
-    with pytest.raises(Deposed, match="this learner stops"):
+    with pytest.raises(Deposed, match="this scheduler stops"):
         scheduler.commit()
     assert not scheduler.writer.valid()
     another.commit()

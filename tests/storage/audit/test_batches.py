@@ -19,7 +19,7 @@ def test_group_with_one_of_four_samples_is_missing(run: MemoryStore) -> None:
     path = rebatched(run, 3, lambda groups: [replace(groups[0], trajectories=groups[0].trajectories[:1]), groups[1]])
     assert found(run) == {("missing", path)}
     report = audit(run)
-    assert "has 1 of 4 samples: [0]" in report.violations[0].what
+    assert "has 1 of 4 samples; sample numbers: [0]" in report.violations[0].what
     assert report.trajectories == (VERSIONS - 1) * 2 * G  # trajectories of a faulty batch are not counted
 
 
@@ -31,7 +31,7 @@ def test_repeated_sample_is_a_duplicate(run: MemoryStore, samples: tuple[int, ..
 
     path = rebatched(run, 3, again)
     assert found(run) == {("duplicate", path)}
-    assert f"has the same sample more than once; number of copies by sample:  {told}" in audit(run).violations[0].what
+    assert f"has the same sample more than once; number of copies by sample: {told}" in audit(run).violations[0].what
 
 
 @pytest.mark.parametrize("sample", [-1, 4])

@@ -173,7 +173,7 @@ def test_lost_entry_0_stops_the_audit(run: MemoryStore) -> None:
     with pytest.raises(Corrupt, match=r"log/0000000000.json is not an entry"):
         audit(run)
     run.delete(entry_path(0))
-    with pytest.raises(Corrupt, match=r"log/0000000000.json missing"):
+    with pytest.raises(Corrupt, match=r"log/0000000000.json is missing"):
         audit(run)
 
 
