@@ -4,13 +4,13 @@ A part is an array of tokens, or a *foreign part*: something else, such as an im
 foreign part takes a number of positions in the policy's context. The engines and learners of this release
 read tokens alone, and refuse an input with a foreign part.
 
-An input is stored and sent in its flat form: one number for each of T positions, with `NO_TOKEN` at the positions of
-foreign parts, and the foreign parts with their places. The flat form of tokens is the token array itself.
+An input is held, stored and sent in its flat form: one number for each of T positions, with `NO_TOKEN` at the positions
+of foreign parts, and the foreign parts with their places. The flat form of tokens is the token array itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -41,12 +41,10 @@ Part: TypeAlias = Int32s | ForeignPart
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """An immutable list of parts, in order. Create it by `of`, `from_parts` or `from_flat`.
+    """An immutable list of parts, in order, held in its flat form. Equal inputs have equal parts."""
 
-    Token parts are not empty, and two of them never follow each other. So equal inputs have equal parts.
-    """
-
-    parts: tuple[Part, ...]
+    flat: Int32s  # (T,) tokens, with `NO_TOKEN` at each position of a foreign part
+    placed: tuple[PlacedPart, ...] = ()  # foreign parts with their places, in order
 
     @classmethod
     def of(cls, tokens: Iterable[int]) -> ModelInput:
@@ -55,43 +53,48 @@ class ModelInput:
         Raises:
             TypeError: an item is no token id.
         """
-        array = Int32s.of(tokens)
-        return cls((array,)) if array.data else cls(())
+        return cls(Int32s.of(tokens))
 
     @classmethod
     def from_parts(cls, parts: Iterable[Part]) -> ModelInput:
-        """Create an input from any parts: join token parts that follow each other, and leave out empty ones."""
-        found = list[Part]()
+        """Create an input from its parts. Token parts that follow each other become one part."""
+        arrays, placed, position = list[Int32s](), list[PlacedPart](), 0
         for part in parts:
             if isinstance(part, ForeignPart):
-                found.append(part)
-            elif found and isinstance(found[-1], Int32s):
-                found[-1] += part
-            elif part:
-                found.append(part)
-        return cls(tuple(found))
+                placed.append(PlacedPart(position, part))
+                arrays.append(Int32s.same(NO_TOKEN, part.length))
+            else:
+                arrays.append(part)
+            position += len(arrays[-1])
+        return cls(Int32s.concatenate(arrays), tuple(placed))
 
     @classmethod
-    def from_flat(cls, flat: Int32s, placed: Sequence[PlacedPart] = ()) -> ModelInput:
-        """Create an input from its flat form.
+    def from_flat(cls, flat: Int32s, placed: Iterable[PlacedPart]) -> ModelInput:
+        """Create an input from a flat form that another process wrote.
 
         Raises:
             ValueError: a foreign part overlaps the one before it, or reaches beyond the end.
         """
-        if not placed:
-            return cls.of(flat)
-        parts, end = list[Part](), 0
+        placed, end = tuple(placed), 0
         for position, part in placed:
             if not end <= position <= len(flat) - part.length:
                 raise ValueError(f"a part of {part.length} positions does not fit at {position} of {len(flat)}")
-            parts += [flat[end:position], part]
             end = position + part.length
-        return cls.from_parts([*parts, flat[end:]])
+        return cls(flat, placed)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts, in order. Token parts are not empty, and two of them never follow each other."""
+        found, end = list[Part](), 0
+        for position, part in self.placed:
+            found += [self.flat[end:position], part]
+            end = position + part.length
+        return tuple(part for part in (*found, self.flat[end:]) if isinstance(part, ForeignPart) or part)
 
     @property
     def length(self) -> int:
         """T, the number of positions in the policy's context."""
-        return sum(part.length if isinstance(part, ForeignPart) else len(part) for part in self.parts)
+        return len(self.flat)
 
     @property
     def tokens(self) -> Int32s:
@@ -104,36 +107,13 @@ class ModelInput:
         Raises:
             ConfigError: the input has a foreign part; the message names the reader and the part.
         """
-        if not self.parts:
-            return Int32s()
-        first = self.parts[0]
-        if len(self.parts) == 1 and isinstance(first, Int32s):
-            return first
-        raise refuse(reader, self.placed[0])
-
-    @property
-    def flat(self) -> Int32s:
-        """(T,) The tokens, with `NO_TOKEN` at each position of a foreign part."""
-        if len(self.parts) == 1 and isinstance(self.parts[0], Int32s):
-            return self.parts[0]
-        parts = (p if isinstance(p, Int32s) else Int32s.same(NO_TOKEN, p.length) for p in self.parts)
-        return Int32s.concatenate(parts)
-
-    @property
-    def placed(self) -> tuple[PlacedPart, ...]:
-        """The foreign parts with their places, in order."""
-        found, position = list[PlacedPart](), 0
-        for part in self.parts:
-            if isinstance(part, ForeignPart):
-                found.append(PlacedPart(position, part))
-                position += part.length
-            else:
-                position += len(part)
-        return tuple(found)
+        if self.placed:
+            raise refuse(reader, self.placed[0])
+        return self.flat
 
     def followed_by(self, tokens: Int32s) -> ModelInput:
         """Return this input with more tokens at its end."""
-        return ModelInput.from_parts([*self.parts, tokens]) if tokens else self
+        return ModelInput(self.flat + tokens, self.placed) if tokens else self
 
 
 def refuse(reader: str, placed: PlacedPart) -> ConfigError:

@@ -41,17 +41,15 @@ def pack_requests(requests: Sequence[GenerationRequest]) -> PackedRequests:
         list(map(len, prompts)),
         [(request.max_new_tokens, request.temperature, request.seed, request.stop) for request in requests],
         pack_partials({request.id: request.prefix for request in requests if request.prefix}),
-        {request.id: parts for request in requests if (parts := _pack_parts(request.prompt))},
+        {request.id: _pack_parts(request.prompt.placed) for request in requests if request.prompt.placed},
     )
 
 
 def unpack_requests(packed: PackedRequests) -> list[GenerationRequest]:
     ids, prompts_T, lengths_N, settings_N, packed_prefixes, parts = packed
     flat, prefixes = Int32s(prompts_T), unpack_partials(packed_prefixes)
-    prompts = [ModelInput.of(flat[cut]) for cut in _build_slices(lengths_N)]
-    if parts:
-        foreign = (_unpack_parts(parts.get(id, [])) for id in ids)
-        prompts = [ModelInput.from_flat(prompt.flat, placed) for prompt, placed in zip(prompts, foreign, strict=True)]
+    placed = {id: _unpack_parts(some) for id, some in parts.items()}
+    prompts = [ModelInput(flat[cut], placed.get(id, ())) for id, cut in zip(ids, _build_slices(lengths_N), strict=True)]
     rows = zip(ids, prompts, settings_N, strict=True)
     return [
         GenerationRequest(id, prompt, longest, temperature, seed, prefixes.get(id, TokenSpan()), stop)
@@ -59,12 +57,12 @@ def unpack_requests(packed: PackedRequests) -> list[GenerationRequest]:
     ]
 
 
-def _pack_parts(prompt: ModelInput) -> PackedParts:
-    return [(position, part.kind, part.sha256, part.length) for position, part in prompt.placed]
+def _pack_parts(placed: Iterable[PlacedPart]) -> PackedParts:
+    return [(position, part.kind, part.sha256, part.length) for position, part in placed]
 
 
-def _unpack_parts(parts: PackedParts) -> list[PlacedPart]:
-    return [PlacedPart(position, ForeignPart(kind, sha256, length)) for position, kind, sha256, length in parts]
+def _unpack_parts(parts: PackedParts) -> tuple[PlacedPart, ...]:
+    return tuple(PlacedPart(position, ForeignPart(kind, sha256, length)) for position, kind, sha256, length in parts)
 
 
 def pack_partials(partials: Mapping[str, TokenSpan]) -> PackedPartials:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ MIXED = ModelInput.from_parts([Int32s.of((5, 6)), IMAGE, Int32s.of((7,))])
 def test_flat_form_gives_the_same_input(parts: list[Int32s | ForeignPart]) -> None:
     whole = ModelInput.from_parts(parts)
     assert whole == ModelInput.from_flat(whole.flat, whole.placed) == ModelInput.from_parts(whole.parts)
+    assert [part for part in whole.parts if isinstance(part, ForeignPart)] == [part for _, part in whole.placed]
+    assert all(isinstance(one, ForeignPart) or isinstance(other, ForeignPart) for one, other in pairwise(whole.parts))
     assert hash(whole) == hash(ModelInput.from_flat(whole.flat, whole.placed))
     assert pickle.loads(pickle.dumps(whole)) == whole  # noqa: S301  made right here
     assert len(whole.flat) == whole.length == sum(one.length for one in map(ModelInput.from_parts, zip(parts)))
@@ -47,10 +50,10 @@ def test_tokens_alone_are_not_copied() -> None:
     array = Int32s.of((1, 2))
     whole = ModelInput.of(array)
     assert whole.tokens is whole.flat is array
-    assert whole.placed == ()
-    assert sys.getsizeof(whole) + sys.getsizeof(whole.parts) <= 112
-    assert ModelInput.of(()) == ModelInput.from_parts([Int32s(), Int32s()]) == ModelInput(())
-    assert ModelInput.of(()).tokens == ModelInput.of(()).flat == ()
+    assert (whole.placed, whole.parts) == ((), (array,))
+    assert sys.getsizeof(whole) <= 48
+    assert ModelInput.of(()) == ModelInput.from_parts([Int32s(), Int32s()])
+    assert ModelInput.of(()).parts == ModelInput.of(()).tokens == ()
 
 
 def test_different_inputs_are_not_equal() -> None:

@@ -219,7 +219,7 @@ def test_prompt_with_an_image_is_refused(folder: Path) -> None:
         core = Core()
         mixed = (Int32s.of((3, 4)), ForeignPart("image", "5e" * 32, 2))
         with pytest.raises(ConfigError, match=r"the vLLM engine reads tokens alone, .* 'image' at position 2"):
-            await engine_on(core, folder).generate(GenerationRequest("a", ModelInput(mixed), 8))
+            await engine_on(core, folder).generate(GenerationRequest("a", ModelInput.from_parts(mixed), 8))
         assert not core.sent
 
     run_virtual(main())
