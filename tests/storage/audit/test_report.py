@@ -75,7 +75,7 @@ def test_printed_table_shows_the_report(run: MemoryStore, capsys: pytest.Capture
     run.delete(file_of(run, 3))
     print_report(audit(run), dict.fromkeys(DOMAINS, 0.5))
     shown = capsys.readouterr().out
-    assert "run test: 6 versions, 40 trajectories" in shown
+    assert "run test: 6 versions, 40 trained trajectories" in shown
     assert "missing trajectories/00000003-" in shown.replace("\n", " ")
 
 
