@@ -141,10 +141,10 @@ class Branch(NamedTuple):
 class Trajectory:
     """One finished episode over T tokens.
 
-    `loss_mask[t]` is true if the policy sampled token t. Then `logprobs[t]` (nats) is the log-probability of the token
-    under the distribution it was sampled from, and `versions[t]` the policy version that sampled it. For other tokens
-    `logprobs[t]` is 0.0 and `versions[t]` is -1. Staleness counts from `started_version`. In a run the four sequences
-    are token arrays.
+    `loss_mask[t]` is true if the policy sampled token t. For a sampled token t, `logprobs[t]` (nats) is the
+    log-probability of the token under the distribution it was sampled from, and `versions[t]` the policy version that
+    sampled it. For other tokens `logprobs[t]` is 0.0 and `versions[t]` is -1. Staleness counts from `started_version`.
+    In a run the four sequences are token arrays.
 
     A field that is None was not recorded. `turn_starts` has the position of each turn's first sampled token.
     `routed_experts` has the same number of experts (layers x experts per token) for each of the T tokens, -1 if an

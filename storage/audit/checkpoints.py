@@ -102,7 +102,7 @@ def list_snapshots(run: ObjectStore) -> list[Witness]:
 def is_sound(run: ObjectStore, witness: Witness) -> bool:
     """Return whether a witness is undamaged; a damaged witness proves nothing."""
     if not witness.path.startswith(SNAPSHOTS):
-        return True  # `find_newest` has already read and parsed this result
+        return True  # `find_newest` has already read and parsed this audit's result
     try:
         state = from_bytes(run.get(witness.path))
     except UNREADABLE:

@@ -1,7 +1,7 @@
 """Placement of a run's actors on a Ray cluster: their nodes, the resources they reserve, and their environment.
 
-- Without `cluster.placement` an actor reserves its GPUs and almost no CPU. So the actor runs on a node with a CPU, and
-  never on a host that joined the cluster without CPUs, such as the supervisor's host.
+- Without `cluster.placement` an actor reserves its GPUs and almost no CPU. The actor therefore runs on a node with a
+  CPU, and never on a host that joined the cluster without CPUs, such as the supervisor's host.
 - With `reserve_cpus` an actor reserves the CPUs that the actor's threads use, so no other actor gets these CPUs.
 - A role with labels or a custom resource runs only on nodes with these labels or this resource.
 - Engines are placed on the nodes in turn ("spread", so that the loss of a node loses few engines), or packed by Ray.

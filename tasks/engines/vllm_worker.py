@@ -2,7 +2,7 @@
 
 - **No orphans**: when the process that owns the engine dies, for whatever reason, the EngineCore process and its
   workers end within about `POLL_SECONDS`. The executors in this module start a watchdog in EngineCore before a model is
-  loaded. So an owner that is killed during the start leaves no process behind, either.
+  loaded. An owner that is killed during the start leaves no process behind, either.
 - **No stale head**: after every load the output head uses the new weights. On a CPU, vLLM multiplies by a packed copy
   of the head, and vLLM's reload of a *tied* embedding does not refresh this copy.
 - **No compilation at the first batch**: vLLM's computation of the sampled token's rank is disabled, because rollflow

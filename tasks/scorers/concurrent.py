@@ -1,4 +1,5 @@
-"""The pool for verifiers that score several responses at a time: asynchronous ones, and those that take several.
+"""The pool for verifiers that score several responses at a time: asynchronous verifiers, and verifiers that take a list
+of responses.
 
     queue --up to `at_once` responses--> worker --numbered scores, in any order--> their callers
       ^                                    |

@@ -1,6 +1,7 @@
 """A worker process of a scorer: JSON lines in, JSON lines out.
 
-The worker first writes a line that says that it is ready, or why it cannot be. Then its verifier decides:
+The worker first writes a line that says that it is ready, or why it cannot be. The kind of the verifier decides what
+the worker reads and writes next:
 
 - A verifier for one response gets one request a line. The worker writes one score a line, in the order of the requests.
 - A verifier for several responses gets a list of numbered requests a line. The worker writes one line per score, with

@@ -136,8 +136,8 @@ REWARD = SCHEMA.get_field_index("reward")
         (b"", "not a readable Arrow file"),
         (b"PAR1 something else", "not a readable Arrow file"),
         (arrow_file(GOOD).to_pybytes()[:-20], "not a readable Arrow file"),  # the footer is cut off
-        (arrow_file(pa.table({"x": [1]})), "trajectory schema none is not 1"),
-        (arrow_file(GOOD.replace_schema_metadata({b"rollflow.schema": b"2"})), "trajectory schema 2 is not 1"),
+        (arrow_file(pa.table({"x": [1]})), "trajectory schema none, and this version"),
+        (arrow_file(GOOD.replace_schema_metadata({b"rollflow.schema": b"2"})), "trajectory schema 2, and this version"),
         (arrow_file(GOOD.drop_columns("reward")), "columns are not the columns of trajectory schema 1"),
         (
             arrow_file(GOOD.set_column(REWARD, "reward", GOOD["reward"].cast(pa.float64()))),
