@@ -6,7 +6,14 @@ import ast
 
 import pytest
 
-from tests.support.naming import check_function, find_faults, is_imperative, is_participle
+from tests.support.naming import (
+    LONGEST_DESCRIPTION,
+    check_descriptions,
+    check_function,
+    find_faults,
+    is_imperative,
+    is_participle,
+)
 
 
 def test_names_and_first_lines_follow_the_rules() -> None:
@@ -39,3 +46,10 @@ def test_a_property_may_be_a_noun() -> None:
     assert list(check_function("a.py", "A.kept", node)) == []
     node.decorator_list = []
     assert list(check_function("a.py", "A.kept", node)) == ["participle a.py A.kept", "first-word a.py A.kept"]
+
+
+@pytest.mark.parametrize("text", ["it is not used", "These keys", "a" * (LONGEST_DESCRIPTION + 1)])
+def test_unclear_descriptions_of_keys_are_found(text: str) -> None:
+    (fault,) = check_descriptions("a.py", ast.parse(f"Field(1, description={text!r})"))
+    assert " a.py " in fault
+    assert not list(check_descriptions("a.py", ast.parse("Field(1, description='number of engines')")))

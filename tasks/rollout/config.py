@@ -134,8 +134,7 @@ class EvaluationConfig(Section):
     )
     engine: Literal["auto", "lent", "own", "transformers"] = Field(
         "auto",
-        description="engine that evaluates during training. lent: one of the run's engines, for as long as the "
-        "evaluation takes; own: an additional engine of the same kind; transformers: an additional "
-        "transformers engine on a CPU; auto: lent if engine.replicas is 2 or more, otherwise own; a "
-        "vLLM run on a CPU then uses transformers if that engine can run the policy",
+        description="engine that evaluates during training. lent: one of the run's engines; own: an additional engine "
+        "like [engine]; transformers: an additional transformers engine on a CPU; auto: lent with 2 or more replicas, "
+        "else own, or transformers on a CPU",
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HOUSES = ("flows", "tasks", "storage")
 LONGEST_TEST = 60
+LONGEST_DESCRIPTION = 250  # characters of a key's description
 
 
 def _words(text: str) -> frozenset[str]:
@@ -29,6 +30,7 @@ PARTICIPLES = _words("""
 """)
 # Words that end with -ed or -ing and are verbs or nouns.
 VERBS = _words("embed feed need training proceed seed shed speed spread string bring ping")
+PRONOUNS = _words("it its they them their this that these those there then")
 NOT_IMPERATIVE = _words("""
     a an the this that these those what who which whether how why when where if it its he she they their there here of
     for from in on by with without at to into as one some any each every all both no none not whoever whatever same only
@@ -44,6 +46,7 @@ def find_faults() -> Iterator[str]:
         for file in sorted((ROOT / house).rglob("*.py")):
             tree = ast.parse(file.read_text())
             names.update(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+            yield from check_descriptions(file.relative_to(ROOT).as_posix(), tree)
             for path, node in walk_functions(tree):
                 yield from check_function(file.relative_to(ROOT).as_posix(), path, node)
     yield from (f"class-twice {name}" for name, count in names.items() if count > 1)
@@ -71,6 +74,21 @@ def check_function(file: str, path: str, node: ast.FunctionDef | ast.AsyncFuncti
     first = re.match(r"[A-Za-z]+", ast.get_docstring(node) or "")
     if first and not is_imperative(first.group()):
         yield f"first-word {file} {path}"
+
+
+def check_descriptions(file: str, tree: ast.AST) -> Iterator[str]:
+    """Yield the descriptions of keys and options that are too long, or that begin with a pronoun."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg in ("description", "help")
+            and isinstance(node.value, ast.Constant)
+        ):
+            text = str(node.value.value)
+            if len(text) > LONGEST_DESCRIPTION:
+                yield f"long-description {file} {text[:40]}"
+            if text.partition(" ")[0].lower() in PRONOUNS:
+                yield f"pronoun {file} {text[:40]}"
 
 
 def is_participle(name: str) -> bool:

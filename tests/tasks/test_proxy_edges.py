@@ -29,7 +29,7 @@ def test_probe_names_the_worst_difference(found: list[float] | None, worst: str 
     if worst is None:
         probe.check(found)
         return
-    with pytest.raises(EngineFailed, match=rf"by {worst} nats \(allowed: 0.25\)"):
+    with pytest.raises(EngineFailed, match=rf"by {worst} nats \(allowed: 0.25 nats\)"):
         probe.check(found)
 
 

@@ -64,7 +64,6 @@ SOUND: Mapping[str, dict[str, Any]] = {
     "tail batching": {"async_ratio": 2.0, "sigma": 2.0, "choices": {"tail_batching": True, **DROP}},
     "several sources": {"shares": (2.0, 1.0, 1.0), "async_ratio": 2.0},
     "in the order of their start": {"async_ratio": 2.0, "choices": {"batch_order": "started"}},
-    "whole batches": {"choices": {"mode": "batch"}},
     "several turns": {"environment": TwoTurns(), "async_ratio": 2.0},
     "several turns, dropped": {"environment": TwoTurns(), "sigma": 2.0, "choices": DROP},
     "engines that die": {"engines": 2, "async_ratio": 2.0, "engine_deaths": [(0.2, 0), (0.5, 1), (0.9, 0)]},
