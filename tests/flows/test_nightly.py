@@ -180,7 +180,7 @@ def test_few_answers_promote_no_version(plan: Nightly, new: int, old: int, promo
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('timezone = "Nowhere/Land"', "timezone = 'Nowhere/Land': no such time zone"),
+        ('timezone = "Nowhere/Land"', "timezone = 'Nowhere/Land': there is no such time zone"),
         ('cron = "every night"', "cron = 'every night': "),
         ("keep = 0", "keep = 0 is less"),
         ("hour = 3", "did you mean hours?"),

@@ -102,7 +102,7 @@ def test_rows_average_neighbouring_engines() -> None:
         ),
         ("[responses]\ncorrelation = 2", ["responses.correlation = 2", "greater than the maximum of 1"]),
         ("[engines]\nspeeds = [1.0, -1.0]", ["engines.speeds = [1.0, -1.0]", "above 0"]),
-        ("[learner]\ncolocated = true", ["learner.colocated = True", "async_ratio = 2", "async_ratio=0"]),
+        ("[learner]\ncolocated = true", ["learner.colocated = True", "async_ratio = 2", "async_ratio = 0"]),
         ("[faults]\ndeaths = [{ at_seconds = 1, engine = 9 }]", ["faults.deaths.engine = 9", "engines 0 to 0"]),
         ("engines = = 1", ["not valid TOML", "correct that line"]),
     ],
@@ -119,7 +119,7 @@ def test_bad_hardware_file_is_one_sentence(
 def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
     assert "'nowhere.toml' cannot be read" in refused(capsys, "plan", RECIPE, "--hardware", "nowhere.toml")
     assert "must end in .png or .html" in refused(capsys, "plan", RECIPE, "--hardware", str(file), "--plot", "a.svg")
-    assert "there is no folder" in refused(
+    assert "does not exist; create the folder" in refused(
         capsys, "plan", RECIPE, "--hardware", str(file), "--json", str(tmp_path / "no" / "x.json")
     )
     with pytest.raises(SystemExit):
