@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import sys
 from dataclasses import replace
@@ -114,3 +115,52 @@ def test_learner_refuses_a_batch_with_an_image() -> None:
     made = replace(bare, trajectories=(bare.trajectories[0], with_image(bare.trajectories[1])))
     with pytest.raises(ConfigError, match=r"the learner reads tokens alone, .* kind 'image' at position 2"):
         BatchRows.of(TrajectoryBatch.from_groups([made]))
+
+
+def test_episode_gives_the_engine_and_the_row_its_image() -> None:
+    from rollflow.storage.records import StopReason
+    from rollflow.tasks.engines.base import Generation, TokenSpan
+    from rollflow.tasks.environments.single_turn import SINGLE_TURN
+    from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
+    from rollflow.tasks.rollout.proxy import VersionedGeneration
+    from rollflow.tasks.scorers.base import Score, ScoreRequest
+
+    asked = list[ModelInput]()
+
+    async def ask(turn: Turn) -> VersionedGeneration:
+        asked.append(turn.prompt)
+        return VersionedGeneration(Generation("r", TokenSpan.of((8, 9), (-0.5, -0.25), (0, 0)), StopReason.STOP), 0)
+
+    async def want(episode: PlayedEpisode) -> bool:
+        return True
+
+    async def score(request: ScoreRequest) -> Score:
+        return Score(1.0)
+
+    async def play() -> Trajectory:
+        episode = PlayedEpisode(Prompt("p", 0, "d", "What is this?", MIXED), 9, ask, want, score)
+        found = await episode.play(SINGLE_TURN)
+        assert found is not None
+        assert episode._build_turn().prompt == MIXED.followed_by(Int32s.of((8, 9)))
+        return episode.trajectory(0, 0, found)
+
+    one = asyncio.run(play())
+    assert asked == [MIXED]
+    assert one.input == MIXED.followed_by(Int32s.of((8, 9)))
+    assert (one.foreign_parts, one.response_tokens, len(one.loss_mask)) == (MIXED.placed, 2, MIXED.length + 2)
+
+
+def test_audit_finds_a_row_with_another_image() -> None:
+    from rollflow.storage.audit.answers import ExpectedRows, check_rows
+
+    bare = group(0)
+    made = replace(bare, trajectories=tuple(map(with_image, bare.trajectories)))
+    batch = TrajectoryBatch.from_groups([made])
+    other = ModelInput.from_parts([Int32s.of((5, 6)), replace(IMAGE, sha256="00" * 32), Int32s.of((7,))])
+    same, swapped, absent = (
+        list(check_rows(batch, ExpectedRows(prompts={0: Prompt("p0", 0, "test", "", asked)})))
+        for asked in (MIXED, other, ModelInput.of(MIXED.flat))
+    )
+    assert same == []
+    assert [kind for kind, _ in swapped] == [kind for kind, _ in absent] == ["lineage"]
+    assert "a row of prompt 0 begins with other tokens" in swapped[0][1]
