@@ -253,7 +253,7 @@ def channel(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
 
     from rollflow.tasks.actors.channel import start_channel
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=uuid.uuid4().hex)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=uuid.uuid4().hex)
     loop = asyncio.Runner()  # one loop for all calls, because creating a loop takes a millisecond
     try:
         run = LocalStore(folder / uuid.uuid4().hex)

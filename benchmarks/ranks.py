@@ -93,6 +93,8 @@ def _ratios(case: str, what: str, slow: Sequence[Step], fast: Sequence[Step], ta
 
 def agreement(case: str, folder: Path, found: Mapping[Key, list[Step]]) -> Iterator[Row]:
     """Return the largest differences between any two sides; gradients are compared by AdamW's first moments."""
+    if len(found) < 2:
+        return
     pairs = [pair for one, other in combinations(found, 2) for pair in zip(found[one], found[other], strict=True)]
     written = [load_file(folder / f"{name}-{ranks}.weights") for name, ranks in found]
     apart = {

@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=2 * VERSIONS)
     parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     with engine_actors() as actors:
         found = rows(*asyncio.run(by_turns(options.versions, range(options.turns), actors)))
     publish(found, "The simulator against the wall clock, on timed engines in Ray actors", options.json)

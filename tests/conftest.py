@@ -44,7 +44,9 @@ def ray_node() -> Iterator[None]:
     """One Ray node for all tests of this process that kill no node; each ends the actors that it starts."""
     import ray
 
-    ray.init(num_cpus=2, namespace="tests", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        "local", num_cpus=2, namespace="tests", include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     yield
     ray.shutdown()
 

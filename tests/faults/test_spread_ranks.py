@@ -170,7 +170,7 @@ from rollflow.storage.errors import Unreachable
 from rollflow.tasks.actors import ranks
 from rollflow.tasks.run.config import RunConfig
 
-ray.init(num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+ray.init("local", num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
 
 class Owner:

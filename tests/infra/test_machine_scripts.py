@@ -257,7 +257,7 @@ def test_gpu_demand_reaches_the_alarms(tmp_path: Path) -> None:
     """The program runs as under systemd, on its own Ray node; the alarms use these metric names."""
     code = """
         import datetime, runpy, sys, time, boto3, ray
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 
         @ray.remote(num_cpus=0)
         class Idle:
