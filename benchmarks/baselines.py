@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
+from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Discard, Prompt, TrajectoryGroup
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.rollout.admission import AdmissionInputs
@@ -174,12 +174,20 @@ class WholeGroupRollout(GroupRollout):
 
     async def run(self, prompt: Prompt) -> TrajectoryGroup | Discard:
         """Run the group as `GroupRollout` does, while the group holds its slots."""
-        hold = functools.partial(self._queue.hold, self.key, self.responses, self.key.prompt)
         try:
-            await self._ask_until_answered(WHOLE, hold)
+            await self._hold_slots()
             return await super().run(prompt)
         finally:
             self._queue.release_group(self.key)
+
+    async def _hold_slots(self) -> None:
+        """Wait for slots for all requests, unless the dispatch is given up first."""
+        while self._reason is None:
+            try:
+                await self._queue.hold(self.key, self.responses, self.key.prompt)
+                return
+            except EngineFailed:
+                self._count_failure(WHOLE)
 
     async def _close_episode(self, episode: PlayedEpisode) -> bool:
         if self.unanswered == 1:  # this episode is the group's last one

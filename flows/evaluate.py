@@ -17,6 +17,7 @@ from rollflow.tasks.environments import build_environment
 from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, read_evaluation, store_evaluation
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.episode_ports import build_ports
 from rollflow.tasks.runtime.names import RunPlace
 from rollflow.tasks.scorers import build_scorer
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
@@ -72,4 +73,5 @@ def build_evaluator(context: RunContext, scorer: Scorer, note: Callable[[], None
 
     settings, longest = context.config.evaluation, context.config.engine.max_new_tokens
     held, environment = context.prompts().held_out(), build_environment(context.config.environment)
-    return Evaluator(held, settings.samples, settings.temperature, longest, score, environment)
+    ports = build_ports(context.config, context.tokenizer)
+    return Evaluator(held, settings.samples, settings.temperature, longest, score, environment, ports=ports)

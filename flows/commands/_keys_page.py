@@ -62,6 +62,8 @@ def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: A
     """Yield a section under the heading that it has in a recipe; the heading of a section with several kinds names the
     kind.
     """
+    if get_origin(info.annotation) is dict:
+        path = f"{path}.NAME"
     heading = f"`[[{path}]]`" if get_origin(info.annotation) is tuple else f"`[{path}]`"
     kind = _fixed_kind(section)
     yield from (f"### {heading} with `kind = {json.dumps(kind)}`" if kind else f"### {heading}", "")

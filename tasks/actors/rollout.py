@@ -53,6 +53,7 @@ from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.run.context import RunContext, claim
+from rollflow.tasks.run.episode_ports import build_ports
 from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.async_once import AsyncOnce
@@ -147,6 +148,7 @@ class RolloutActor:
             self.reward.score,
             self._commit,
             environment=environment,
+            environment_ports=build_ports(self.config, self.context.tokenizer),
             vocabulary=vocabulary,
             spans=self._spans,
         )
@@ -158,6 +160,7 @@ class RolloutActor:
         settings, longest = self.config.evaluation, self.config.engine.max_new_tokens
         environment = build_environment(self.config.environment)
         held, vocabulary = self.prompts.held_out(), read_vocabulary(self.context.policy_folder)
+        ports = build_ports(self.config, self.context.tokenizer)
         means = EvaluationPorts(
             wanted=self.context.evaluates,
             evaluated=lambda version: asyncio.to_thread(is_evaluated, self.context.store, version),
@@ -166,7 +169,7 @@ class RolloutActor:
             else self._borrow_own_engine,
             fetch=self.feed.fetch_kept,
             evaluator=Evaluator(
-                held, settings.samples, settings.temperature, longest, self._score, environment, vocabulary
+                held, settings.samples, settings.temperature, longest, self._score, environment, vocabulary, ports
             ),
             keep=lambda found: asyncio.to_thread(self._store_result, found),
             slots=self.config.engine.max_concurrent_requests,

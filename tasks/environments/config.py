@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rollflow.tasks.runtime.sections import Imported, Section
+from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section
 
 EPISODES = {"kind": "the trajectories in the log are its episodes"}
 
@@ -22,12 +22,24 @@ class SingleTurnEnvironment(Section):
     )
 
 
+class ImportTool(Imported):
+    """A tool of a user-defined environment."""
+
+    seconds: float = Field(
+        30.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for one call; after that the call has failed"
+    )
+
+
 class ImportEnvironment(Imported):
     """A user-defined environment."""
 
     fixed: ClassVar[Mapping[str, str]] = EPISODES
 
     kind: Literal["import"] = Field("import", description="your own environment: a class that derives from Environment")
+    tools: dict[str, ImportTool] = Field(
+        default_factory=dict,
+        description="tools by name: your asynchronous functions, annotated to return a ToolResult",
+    )
 
 
 EnvironmentConfig = Annotated[SingleTurnEnvironment | ImportEnvironment, Field(discriminator="kind")]

@@ -39,6 +39,25 @@ class ChatTemplate:
         """Return the prompt of a question as text."""
         return cast(str, _attempt(system, lambda: self._apply(_build_messages(text, system), tokenize=False)))
 
+    def render_after_answer(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text that follows an answer: the end of its turn, these messages, and the begin of a new answer.
+
+        Raises:
+            ConfigError: the template rejects the messages, or does not show answers as they are.
+        """
+        try:
+            rendered = self._render_conversation(None, messages)
+        except ConfigError:  # some templates require a system message
+            rendered = self._render_conversation(SYSTEM, messages)
+        _, found, after = rendered.partition(ANSWER)
+        if not found:
+            raise ConfigError(f"{_CHAT}: the policy's chat template leaves answers out of the prompt; {_NO_CHAT}")
+        return after
+
+    def _render_conversation(self, system: str | None, messages: Sequence[Mapping[str, str]]) -> str:
+        conversation = [*_build_messages(QUESTION, system), {"role": "assistant", "content": ANSWER}, *messages]
+        return cast(str, _attempt(None, lambda: self._apply(conversation, tokenize=False)))
+
     def check(self, system: str | None) -> None:
         """Reject a template that leaves out the system message or the question, or that is not deterministic.
 

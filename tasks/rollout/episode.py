@@ -1,14 +1,14 @@
 """An episode in progress: implements `Episode` for the environment, and collects tokens and the reward.
 
 The owner of an episode passes three functions. `ask` requests a generation. `closed` is called when no more tokens will
-be generated, and returns whether the episode is wanted. `score` computes the reward.
+be generated, and returns whether the episode is wanted. `scorer` computes the reward.
 """
 
 from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from rollflow.storage.records import Outcome, Prompt, StopReason, Trajectory
 from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 
@@ -28,11 +29,12 @@ CHOSEN = b"\1"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request for one generation: its number in the episode (from 0), its context, and its token limit."""
+    """A request for one generation: its number in the episode (from 0), its context, token limit and stop strings."""
 
     number: int
     prompt: ModelInput
     max_new_tokens: int
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -50,8 +52,9 @@ class PlayedEpisode:
     longest: int  # most tokens of the response
     ask: Callable[[Turn], Awaitable[VersionedGeneration | None]]
     closed: Callable[[PlayedEpisode], Awaitable[bool]]
-    score: Callable[[ScoreRequest], Awaitable[Score]]
+    scorer: Callable[[ScoreRequest], Awaitable[Score]]
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
+    ports: EnvironmentPorts = NO_PORTS
     made: TokenSpan = NOTHING
     mask: bytes = b""  # one byte per token: 1 if the policy generated it, 0 if the environment added it
     turns: int = 0
@@ -76,13 +79,14 @@ class PlayedEpisode:
         """Number of tokens that the response may still get."""
         return self.longest - len(self.made)
 
-    async def generate(self) -> Generation | None:
+    async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
         """Let the policy continue the response, as `Episode` says."""
         if self.wanted is not None or self.room <= 0:
             return None
+        turn = self._build_turn((stop,) if isinstance(stop, str) else tuple(stop), max_tokens)
         self._asked = True
         try:
-            started = None if self._gone else await self.ask(self._build_turn())
+            started = None if self._gone else await self.ask(turn)
             if started is not None:
                 self._append_generation(started)
                 if self.ending is not StopReason.ABORTED and not self._gone:
@@ -102,14 +106,19 @@ class PlayedEpisode:
         self.made, self.mask = self.made + added, self.mask + bytes(count)
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
-        """Score tokens with the run's verifier, as `Episode` says."""
+        """Score tokens with the run's scorer, as `Episode` says."""
         self._asked = True
         try:
             if not await self._close():
                 return None
-            return await self.score(ScoreRequest(self._check_tokens(tokens), self.prompt.reference))
+            return await self.score(tokens)
         finally:
             self._asked = False
+
+    async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
+        """Score tokens with the run's scorer, as `Episode` says."""
+        wanted = self.prompt.reference if reference is None else reference
+        return await self.scorer(ScoreRequest(self._check_tokens(tokens), wanted))
 
     def let_go(self) -> None:
         """Stop an episode that is no longer wanted.
@@ -185,8 +194,13 @@ class PlayedEpisode:
         await self.abandon()
         return None
 
-    def _build_turn(self) -> Turn:
-        return Turn(self.turns, self.prompt.input.followed_by(self.response), self.room)
+    def _build_turn(self, stop: tuple[str, ...], max_tokens: int | None) -> Turn:
+        if "" in stop:
+            raise ValueError("a stop string is empty")
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}, and a generation has at least one token")
+        longest = self.room if max_tokens is None else min(max_tokens, self.room)
+        return Turn(self.turns, self.prompt.input.followed_by(self.response), longest, stop)
 
     def _append_generation(self, started: VersionedGeneration) -> None:
         generation = started.generation

@@ -31,6 +31,7 @@ from rollflow.storage.records import Prompt
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.tasks.engines.base import Engine, GenerationRequest
 from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.proxy import InferenceProxy, VersionedGeneration, WeightsProbe
@@ -155,6 +156,7 @@ class Evaluator:
     score: Callable[[ScoreRequest], Awaitable[Score]]
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
+    ports: EnvironmentPorts = NO_PORTS
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
         """Evaluate every prompt; the caller keeps the engines at `version` meanwhile."""
@@ -182,10 +184,11 @@ class Evaluator:
                 max_new_tokens=turn.max_new_tokens,
                 temperature=self.temperature,
                 seed=prompt.index * self.samples + sample,
+                stop=turn.stop,
             )
             return await proxy.generate(request)
 
-        episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _want_every, self.score, self.vocabulary)
+        episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _want_every, self.score, self.vocabulary, self.ports)
         score = await episode.play(self.environment)
         assert score is not None, "every episode of an evaluation is wanted"
         return score, tuple(version for version in episode.made.versions if version >= 0)

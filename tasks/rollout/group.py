@@ -1,6 +1,6 @@
 """One dispatch: takes a prompt to a scored group, or to the reason why there is none.
 
-    prompt --> G (+ extra) x ( queue --> engine --> verifier )  --> TrajectoryGroup
+    prompt --> G (+ extra) x ( queue --> engine --> scorer )  --> TrajectoryGroup
                = an episode, run by the environment         `-----> Discard: it was given up
 
 - The episodes of a dispatch run independently. A response is scored as soon as it ends.
@@ -20,13 +20,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Discard, DiscardReason, GroupKey, Prompt, StopReason, Trajectory, TrajectoryGroup
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.limits import RolloutLimits
@@ -34,8 +34,6 @@ from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration
 from rollflow.tasks.runtime.spans import Spans
 from rollflow.tasks.scorers.base import Score, ScoreRequest
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,7 @@ class GroupPorts:
     started: Callable[[GroupRollout, int], None]  # called when `started_version` becomes known or changes
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
+    environment_ports: EnvironmentPorts = NO_PORTS
     spans: PromptSpans = field(default_factory=lambda: PromptSpans(Spans()))
 
 
@@ -120,7 +119,13 @@ class GroupRollout:
         ask = functools.partial(self._generate_turn, sample)
         ports = self.ports
         episode = PlayedEpisode(
-            prompt, ports.limits.max_new_tokens, ask, self._close_episode, ports.score, ports.vocabulary
+            prompt,
+            ports.limits.max_new_tokens,
+            ask,
+            self._close_episode,
+            ports.score,
+            ports.vocabulary,
+            ports.environment_ports,
         )
         if self._reason is not None:
             await episode.abandon()
@@ -138,33 +143,25 @@ class GroupRollout:
 
     async def _generate_turn(self, sample: int, turn: Turn) -> VersionedGeneration | None:
         """Generate one turn of an episode; note the version of the first turn, from which staleness is counted."""
-        limits = self.ports.limits
+        limits, proxy = self.ports.limits, self.ports.proxy
         on_start = None if turn.number else functools.partial(self._note_start, sample)
         asked = RequestOptions(self.key.prompt, self.key, on_start)
         self._turns[sample] = turn.number
-
-        def generate() -> Awaitable[VersionedGeneration]:
-            request = GenerationRequest(
-                id=self._build_id(sample),
-                prompt=turn.prompt,
-                max_new_tokens=turn.max_new_tokens,
-                temperature=limits.temperature,
-                seed=sample_seed(limits.seed, self.key.prompt, sample, turn.number, self.redraws),
-            )
-            return self.ports.proxy.generate(request, asked)
-
-        return await self._ask_until_answered(sample, generate)
-
-    async def _ask_until_answered(self, sample: int, ask: Callable[[], Awaitable[T]]) -> T | None:
-        """Call `ask` until an engine answers; return None if the dispatch was given up first."""
+        seed = sample_seed(limits.seed, self.key.prompt, sample, turn.number, self.redraws)
         while self._reason is None:
+            id = self._build_id(sample)
+            request = GenerationRequest(id, turn.prompt, turn.max_new_tokens, limits.temperature, seed, stop=turn.stop)
             try:
-                return await ask()
+                return await proxy.generate(request, asked)
             except EngineFailed:
-                self._tries[sample] += 1
-                if self.ports.proxy.version < 0 or self._tries[sample] == self.ports.limits.attempts:
-                    raise
+                self._count_failure(sample)
         return None
+
+    def _count_failure(self, sample: int) -> None:
+        """Count a failed try of a request; raise the error that is being handled after the last try."""
+        self._tries[sample] += 1
+        if self.ports.proxy.version < 0 or self._tries[sample] == self.ports.limits.attempts:
+            raise
 
     def _note_start(self, sample: int, version: int) -> None:
         self._starts[sample] = version

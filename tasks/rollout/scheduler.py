@@ -35,6 +35,7 @@ from rollflow.storage.records import Cursor, Discard, DiscardReason, FinishedGro
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout import admission
 from rollflow.tasks.rollout.admission import AdmissionDecision, AdmissionInputs, BatchesToForm
@@ -90,6 +91,7 @@ class SchedulerPorts:
     commit: Callable[[StagedBatch], Awaitable[None]]
     pack: Callable[[TrajectoryGroup], FinishedGroup] = pack_group
     environment: Environment = SINGLE_TURN
+    environment_ports: EnvironmentPorts = NO_PORTS
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     spans: Spans = field(default_factory=Spans)
 
@@ -118,6 +120,7 @@ class RolloutScheduler:
             self._note_start,
             ports.environment,
             ports.vocabulary,
+            ports.environment_ports,
             self._spans,
         )
         self._running: dict[GroupKey, GroupRollout] = {}  # running groups, in the order of their start

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.config import ImportEnvironment
+from rollflow.tasks.environments.tools import build_toolbox
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.config import ImportObjective
 from rollflow.tasks.prompts.config import ImportPrompts
@@ -31,6 +32,7 @@ def check_own_parts(config: RunConfig) -> None:
         build_objective(config.train.objective)
     if isinstance(config.environment, ImportEnvironment):
         build_environment(config.environment)
+        build_toolbox(config.environment.tools)
     for source in config.prompts:
         if isinstance(source, ImportPrompts):
             _check_source(source, config)
@@ -43,7 +45,10 @@ def own_code(config: RunConfig) -> dict[str, str]:
     """
     sections = {"reward": config.reward, "train.objective": config.train.objective, "environment": config.environment}
     sources = {f"prompts.{number}": source for number, source in enumerate(config.prompts)}
-    return {key: code_of(key, part) for key, part in {**sections, **sources}.items() if isinstance(part, Imported)}
+    tools = config.environment.tools if isinstance(config.environment, ImportEnvironment) else {}
+    named = {f"environment.tools.{name}": tool for name, tool in tools.items()}
+    parts = {**sections, **sources, **named}
+    return {key: code_of(key, part) for key, part in parts.items() if isinstance(part, Imported)}
 
 
 def changed_code(config: RunConfig, before: Mapping[str, str]) -> list[str]:

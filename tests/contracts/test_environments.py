@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,12 +15,18 @@ from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import Prompt, StopReason, Trajectory
+from rollflow.storage.records import Outcome, Prompt, StopReason, Trajectory
 from rollflow.storage.token_arrays import Int32s
-from rollflow.tasks.engines.base import Generation, TokenSpan
+from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
+from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.engines.stop_strings import watch_stops
+from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.base import Environment, Episode
-from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment, SingleTurnEnvironment
+from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment, ImportTool, SingleTurnEnvironment
+from rollflow.tasks.environments.ports import EnvironmentPorts
+from rollflow.tasks.environments.tools import ToolResult, build_toolbox
+from rollflow.tasks.policies.renderer import PolicyRenderer
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score
 from tests.support.log_runs import read
@@ -31,6 +37,9 @@ from tests.tasks.test_scheduler import trained
 CASES: dict[str, EnvironmentConfig] = {
     "single-turn": SingleTurnEnvironment(),
     "import": ImportEnvironment(path="letters.environments:SecondThought", options={"hint": [32, 33]}),
+    "tool": ImportEnvironment(
+        path="letters.environments:AskTool", tools={"count": ImportTool(path="letters.tools:count")}
+    ),
 }
 PROMPT = Prompt("p", 0, "test", "How many?", ModelInput.of((1, 2, 3)), {"answer": "1"})
 
@@ -39,6 +48,24 @@ PROMPT = Prompt("p", 0, "test", "How many?", ModelInput.of((1, 2, 3)), {"answer"
 def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Environment:
     put_in_reach(monkeypatch, FOLDER)
     return build_environment(request.param)
+
+
+class CodePoints:
+    """A tokenizer whose tokens are code points."""
+
+    def encode_response(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    def decode_response(self, tokens: Sequence[int], special: bool = True) -> str:
+        return self.decode(tokens)
+
+
+def ports_of(config: EnvironmentConfig) -> EnvironmentPorts:
+    tools = config.tools if isinstance(config, ImportEnvironment) else {}
+    return EnvironmentPorts(CodePoints(), PolicyRenderer(CodePoints(), ()), build_toolbox(tools))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -50,17 +77,18 @@ class Scripted:
     prompt: Prompt = PROMPT
     response: tuple[int, ...] = ()
     asked: list[str] = field(default_factory=list)
+    ports: EnvironmentPorts = field(default_factory=lambda: ports_of(CASES["tool"]))
 
     @property
     def room(self) -> int:
         return self.longest - len(self.response)
 
-    async def generate(self) -> Generation | None:
+    async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
         self.asked.append("generate")
         await asyncio.sleep(0)
         if self.asked.count("generate") > self.turns or self.room <= 0:
             return None
-        tokens = tuple(range(100, 100 + min(5, self.room)))
+        tokens = tuple(map(ord, "<b:b>"[: min(self.room, max_tokens or 5)]))
         self.response += tokens
         return Generation("", TokenSpan.of(tokens, (-1.0,) * len(tokens), (0,) * len(tokens)), StopReason.STOP)
 
@@ -68,6 +96,9 @@ class Scripted:
         assert len(tokens) <= self.room
         self.asked.append("add")
         self.response += tuple(tokens)
+
+    async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
+        return Score(float(sum(tokens) % 7), "scored")
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
         self.asked.append("judge")
@@ -114,7 +145,10 @@ async def test_concurrent_episodes_do_not_affect_each_other(environment: Environ
 
 
 def test_run_with_the_environment_audits_clean(environment: Environment) -> None:
-    pipeline = Pipeline(MemoryStore("environment"), versions=4, async_ratio=1.0, environment=environment)
+    ports = ports_of(CASES["tool"])
+    pipeline = Pipeline(
+        MemoryStore("environment"), versions=4, async_ratio=1.0, environment=environment, environment_ports=ports
+    )
     run_virtual(pipeline.run())
     report = audit(pipeline.store)
     assert report.clean, report.violations
@@ -211,11 +245,152 @@ def test_episode_is_interrupted_between_two_turns() -> None:
     assert surplus == [pipeline.groups * first.response_tokens] * 2
 
 
+class Speaking(TimedEngine):
+    """A timed engine that says one text in the first turn and another text behind `told`, up to a stop string."""
+
+    def __init__(self, first: str, told: str, then: str) -> None:
+        super().__init__(TimedEngineConfig(max_concurrent_requests=8, sigma=0.0, max_new_tokens=64))
+        self._texts = first, told, then
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        await super().generate(replace(request, max_new_tokens=1))
+        first, told, then = self._texts
+        is_told = told in "".join(map(chr, list(request.prompt.flat)[3:]))
+        tokens = [ord(letter) for letter in (then if is_told else first)][: request.max_new_tokens]
+        end = watch_stops(request.stop, None).find_end(tokens)
+        said = TokenSpan.of(tokens[:end], [-1.0] * len(tokens[:end]), [self.version] * len(tokens[:end]))
+        return Generation(request.id, said, StopReason.STOP)
+
+
+def test_environment_uses_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two turns with a tool: a stop string ends the first turn, and the second turn reads the tool's result."""
+    put_in_reach(monkeypatch, FOLDER)
+    engine = Speaking("Let me ask <a:banana> and see", "=3, so ", "it is 3")
+    pipeline = Pipeline(
+        MemoryStore("ports"),
+        versions=2,
+        engine_list=[engine],
+        environment=build_environment(ImportEnvironment(path="letters.environments:AskTool", options={"budget": 40})),
+        environment_ports=ports_of(CASES["tool"]),
+    )
+    run_virtual(pipeline.run())
+    assert audit(pipeline.store).clean
+    for one in trajectories(pipeline):
+        text = "".join(map(chr, one.tokens[3:]))
+        assert text == "Let me ask <a:banana>=3, so it is 3"
+        given = [chr(token) for token, mine in zip(one.tokens[3:], one.loss_mask[3:], strict=True) if not mine]
+        assert "".join(given) == "=3, so "
+        assert one.outcome is (Outcome.CORRECT if one.reward else Outcome.WRONG)
+
+
+def test_generation_has_a_token_budget() -> None:
+    """A budget that cuts the call leaves no call, so the first answer is judged."""
+    engine = Speaking("<a:banana>", "=3, so ", "3")
+    pipeline = Pipeline(
+        MemoryStore("budget"),
+        versions=1,
+        engine_list=[engine],
+        environment=Budget(),
+        environment_ports=ports_of(CASES["tool"]),
+    )
+    run_virtual(pipeline.run())
+    for one in trajectories(pipeline):
+        assert "".join(map(chr, one.tokens[3:])) == "<a:b<a:<a:banana>"
+        assert one.reward_parts == {"first": 4.0, "seconds": one.reward_parts["seconds"]}
+        assert one.reward_parts["seconds"] > 0
+
+
+class Budget(Environment):
+    """Three turns with different budgets; the score has parts."""
+
+    async def play(self, episode: Episode) -> Score | None:
+        began = episode.ports.clock()
+        first = await episode.generate(max_tokens=4)
+        second = await episode.generate(max_tokens=3)
+        third = await episode.generate(max_tokens=1000)
+        if first is None or second is None or third is None:
+            return None
+        scored = await episode.score(first.tokens, {})
+        parts = {"first": float(len(first.tokens)), "seconds": episode.ports.clock() - began}
+        return Score(scored.value, "in three turns", parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("count", {"letter": "a", "word": "banana"}, "=3, so "),
+        ("sum", {}, "there is no tool 'sum'; the tools are count"),
+        ("count", {"letter": "a"}, "count failed: TypeError: count() missing 1 required positional argument: 'word'"),
+        ("count", {"letter": "a", "word": 1}, "count failed: AttributeError: 'int' object has no attribute 'count'"),
+    ],
+)
+def test_failed_tool_call_is_a_result(
+    monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any], text: str
+) -> None:
+    put_in_reach(monkeypatch, FOLDER)
+    result = run_virtual(ports_of(CASES["tool"]).tools.call(name, arguments))
+    assert (result.text, result.is_error) == (text, "=" not in text)
+
+
+async def sleepy(hours: float = 1.0) -> ToolResult:
+    """A tool that takes hours."""
+    await asyncio.sleep(3600 * hours)
+    return ToolResult("at last")
+
+
+def prompt(hours: float) -> ToolResult:
+    """A function that is not asynchronous."""
+    return ToolResult("")
+
+
+def test_slow_tool_ends_at_its_deadline() -> None:
+    tools = build_toolbox({"sleepy": ImportTool(path=f"{__name__}:sleepy", seconds=5)})
+    result = run_virtual(tools.call("sleepy", {}))
+    assert result == ToolResult("sleepy failed: it took more than 5 s", is_error=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (ImportTool(path=f"{__name__}:prompt"), r"tools\.now\.path = .*: it cannot be awaited; write `async def`"),
+        (ImportTool(path="os:system"), r"it is no function that is annotated to return rollflow's ToolResult"),
+        (ImportTool(path=f"{__name__}:sleepy", options={"days": 1}), r"tools\.now\.options = .*'days'"),
+    ],
+)
+def test_unsuitable_tool_is_refused(part: ImportTool, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_toolbox({"now": part})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"stop": ("",)}, "a stop string is empty"),
+        ({"max_tokens": 0}, "max_tokens is 0, and a generation has at least"),
+    ],
+)
+def test_wrong_generation_request_fails_its_episode(wrong: dict[str, Any], reason: str) -> None:
+    environment = own("request")
+    environment._own.request = wrong  # type: ignore[attr-defined]
+    pipeline = Pipeline(MemoryStore(reason), versions=1, sigma=0.0, environment=environment)
+    run_virtual(pipeline.run())
+    assert all(reason in one.reason and one.outcome is Outcome.UNJUDGED for one in trajectories(pipeline))
+
+
+def test_run_without_a_tokenizer_says_so() -> None:
+    pipeline = Pipeline(MemoryStore("text"), versions=1, environment=own("text port"))
+    with pytest.raises(BaseExceptionGroup) as ended:
+        run_virtual(pipeline.run())
+    assert ended.group_contains(ConfigError, match="it needs a tokenizer, and this run has none")
+
+
 ODD: dict[str, Any] = {"below": [-1], "part": [1.5], "word": ["a"], "above": [5, 300], "flat": Int32s.of([-7])}
 
 
 class Odd(Environment):
     """An environment that fails in the way that its option names."""
+
+    request: Mapping[str, Any]
 
     def __init__(self, wrong: str) -> None:
         self.wrong = wrong
@@ -224,6 +399,10 @@ class Odd(Environment):
         if self.wrong == "silent":
             return Score(1.0, "without a word")
         await episode.generate()
+        if self.wrong == "request":
+            await episode.generate(**self.request)
+        if self.wrong == "text port":
+            episode.ports.tokenizer.decode((1,))
         if self.wrong == "error":
             raise LookupError("no such room")
         if self.wrong == "exit":
@@ -272,6 +451,8 @@ def test_fault_in_an_episode_becomes_its_reason(wrong: str, reason: str) -> None
     pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong), vocabulary=300)
     run_virtual(pipeline.run())
     assert {one.reward for one in trajectories(pipeline)} == {0.0}
+    outcome = Outcome.WRONG if wrong in ("half", "unsaid") else Outcome.UNJUDGED
+    assert {one.outcome for one in trajectories(pipeline)} == {outcome}
     named = reason.replace("environment", f"environment {__name__}:Odd", 1 if "failed" in reason else 0)
     assert all(one.reason.startswith(named) for one in trajectories(pipeline))
 

@@ -33,6 +33,7 @@ from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.config import RolloutConfig, Routing
 from rollflow.tasks.rollout.evaluation import Evaluations
@@ -100,6 +101,7 @@ class Pipeline:
     choices: Mapping[str, Any] = field(default_factory=dict)  # fields of `RolloutLimits`
     routing: Routing = "least-work"
     environment: Environment = SINGLE_TURN
+    environment_ports: EnvironmentPorts = NO_PORTS
     vocabulary: int = ANY_TOKEN
     evaluating: Callable[[Pipeline], Evaluations] | None = None
     spans: Spans = field(default_factory=Spans)
@@ -191,6 +193,7 @@ class Pipeline:
             self._score,
             self._commit,
             environment=self.environment,
+            environment_ports=self.environment_ports,
             vocabulary=self.vocabulary,
             spans=self.spans,
         )

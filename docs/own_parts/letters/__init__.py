@@ -1,1 +1,1 @@
-"""Counting letters: prompts, a verifier, an objective and an environment of your own."""
+"""Counting letters: prompts, a scorer, an objective, environments and a tool of your own."""

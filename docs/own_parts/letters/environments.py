@@ -1,7 +1,8 @@
-"""An environment: the policy answers, reads a hint, and answers again; the second answer counts."""
+"""Environments: the policy answers, reads a hint or the result of a tool, and answers again; the last answer counts."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rollflow.tasks.environments.base import Environment, Episode
@@ -22,4 +23,28 @@ class SecondThought(Environment):
         if len(self._hint) < episode.room:  # else there is no room for another answer
             episode.add(self._hint)
             made = await episode.generate()
+        return None if made is None else await episode.judge(made.tokens)
+
+
+class AskTool(Environment):
+    """The policy may call the tool `count`, as in `<a:banana>`, reads its result, and answers."""
+
+    CALL = re.compile(r"<(\w):(\w+)>$")
+
+    def __init__(self, budget: int = 16) -> None:
+        self._budget = budget  # most tokens of the first turn
+
+    async def play(self, episode: Episode) -> Score | None:
+        """See `Environment`."""
+        made = await episode.generate(stop=(">",), max_tokens=self._budget)  # the ">" stays in the response
+        if made is None:
+            return None
+        ports = episode.ports
+        if call := self.CALL.search(ports.tokenizer.decode_response(made.tokens)):
+            result = await ports.tools.call("count", {"letter": call[1], "word": call[2]})
+            message = {"role": "tool", "content": result.text}
+            tokens = ports.renderer.render(episode.prompt, episode.response, [message])
+            if len(tokens) < episode.room:  # else there is no room for an answer
+                episode.add(tokens)
+                made = await episode.generate()
         return None if made is None else await episode.judge(made.tokens)

@@ -1,4 +1,4 @@
-"""A verifier: near misses get part of the reward."""
+"""A scorer: near misses get part of the reward."""
 
 from __future__ import annotations
 

@@ -1,0 +1,94 @@
+"""The ports of an environment: what its run gives it, besides the episode itself.
+
+    tokenizer   text to tokens and back
+    renderer    chat messages to tokens, and a response back to a message
+    tools       the functions of `[environment.tools]`, by name
+    clock       seconds, on the event loop's clock; an environment sleeps with `asyncio.sleep`
+
+The scorer is a method of the episode (`Episode.score`, `Episode.judge`). Ports are the same objects for all episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.records import Prompt
+from rollflow.tasks.environments.tools import Toolbox
+
+Message = Mapping[str, str]  # `role` and `content`
+
+
+class Tokenizer(Protocol):
+    """Converts text to the policy's tokens and back."""
+
+    def encode_response(self, text: str) -> Sequence[int]:
+        """Return the tokens of a text, without special tokens that the tokenizer would add."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, including special tokens."""
+
+    def decode_response(self, tokens: Sequence[int]) -> str:
+        """Return the text of a response as a scorer reads it, without the final stop token."""
+
+
+class Renderer(Protocol):
+    """Converts messages to tokens and back, as the prompt's source says: with the chat template, or as plain text."""
+
+    def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
+        """Return the tokens of messages that follow `response`, up to the place where the policy answers them.
+
+        The tokens before that are not tokenized again, so the policy's own tokens stay as they were sampled.
+
+        Raises:
+            ConfigError: the chat template rejects the messages.
+        """
+
+    def parse(self, tokens: Sequence[int]) -> Message:
+        """Return generated tokens as a message of the assistant."""
+
+
+class _NoText:
+    """The tokenizer and renderer of a run without a policy folder."""
+
+    def encode_response(self, text: str) -> Sequence[int]:
+        _refuse()
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        _refuse()
+
+    def decode_response(self, tokens: Sequence[int]) -> str:
+        _refuse()
+
+    def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
+        _refuse()
+
+    def parse(self, tokens: Sequence[int]) -> Message:
+        _refuse()
+
+
+NO_TEXT = _NoText()
+
+
+def _refuse() -> NoReturn:
+    raise ConfigError("environment: it needs a tokenizer, and this run has none; give the run a policy")
+
+
+def _read_clock() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentPorts:
+    """The ports. See the module's docstring."""
+
+    tokenizer: Tokenizer = NO_TEXT
+    renderer: Renderer = NO_TEXT
+    tools: Toolbox = field(default_factory=Toolbox)
+    clock: Callable[[], float] = _read_clock
+
+
+NO_PORTS = EnvironmentPorts()

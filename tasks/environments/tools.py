@@ -1,0 +1,72 @@
+"""Tools: asynchronous functions that an environment calls for the policy.
+
+The policy chooses a tool and its arguments, so a wrong name, wrong arguments, an error of the tool or a missed deadline
+is a result that the policy reads. It is no failure of the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.environments.config import ImportTool
+from rollflow.tasks.runtime.imports import build_part, imported_function
+
+LONGEST_ERROR = 200  # most characters of an error that the policy reads
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool returned, as text; `is_error` is True if the call failed."""
+
+    text: str
+    is_error: bool = False
+
+
+Tool = Callable[..., Awaitable[ToolResult]]
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """The tools of a run, each with its deadline in seconds."""
+
+    tools: Mapping[str, tuple[Tool, float]] = field(default_factory=dict)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call a tool with keyword arguments; a call that fails returns the reason."""
+        if name not in self.tools:
+            return ToolResult(f"there is no tool {name!r}; the tools are {', '.join(self.tools) or 'none'}", True)
+        tool, seconds = self.tools[name]
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                result = await tool(**arguments)
+        except Exception as error:  # noqa: BLE001 - a tool is user code, called as the policy wants
+            late = isinstance(error, TimeoutError) and limit.expired()
+            why = f"it took more than {seconds:g} s" if late else f"{type(error).__name__}: {error}"
+            return ToolResult(f"{name} failed: {why}"[:LONGEST_ERROR], True)
+        return result if isinstance(result, ToolResult) else ToolResult(str(result))
+
+
+def build_toolbox(parts: Mapping[str, ImportTool]) -> Toolbox:
+    """Import the tools that `[environment.tools]` names.
+
+    Raises:
+        ConfigError: there is no such function, it is not asynchronous, or it takes other options.
+    """
+    return Toolbox(
+        {name: (_import_tool(f"environment.tools.{name}", part), part.seconds) for name, part in parts.items()}
+    )
+
+
+def _import_tool(key: str, part: ImportTool) -> Tool:
+    function = imported_function(key, part, ToolResult)
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{key}.path = {part.path!r}: it cannot be awaited; write `async def`")
+    build_part(key, part, lambda: inspect.signature(function).bind_partial(**part.options))
+    return functools.partial(function, **part.options)

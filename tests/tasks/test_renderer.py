@@ -1,0 +1,64 @@
+"""The renderer: messages that follow a response get the tokens that the chat template gives them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.model_input import ModelInput
+from rollflow.storage.records import Prompt
+from rollflow.tasks.policies.renderer import PolicyRenderer
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from tests.support.policy_folders import CHAT, END, OVER, make_tokenizer
+
+QUESTION, TOOL = "1+1=", {"role": "tool", "content": "2"}
+REFUSES_TOOLS = "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+ASKS = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('give one') }}{% endif %}"
+
+
+def open_policy(folder: Path, template: str = CHAT) -> PolicyTokenizer:
+    folder.mkdir()
+    make_tokenizer(folder, template=template)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": END, "max_position_embeddings": 64}))
+    return PolicyTokenizer(folder, 0.0)
+
+
+def prompt_in(tokenizer: PolicyTokenizer, domain: str) -> Prompt:
+    tokens = tokenizer.encode(QUESTION, chat=domain == "chat")
+    return Prompt("p", 0, domain, QUESTION, ModelInput.of(tokens))
+
+
+@pytest.mark.parametrize("template", [CHAT, ASKS + CHAT])
+@pytest.mark.parametrize("ends", [False, True])
+def test_messages_follow_as_the_template_shows_them(tmp_path: Path, template: str, *, ends: bool) -> None:
+    """The oracle renders the whole conversation; only the end of the turn depends on how the response ended."""
+    tokenizer = open_policy(tmp_path / "policy", template)
+    renderer, system = PolicyRenderer(tokenizer, {"chat"}), "s" if template != CHAT else None
+    prompt = Prompt("p", 0, "chat", QUESTION, ModelInput.of(tokenizer.encode(QUESTION, chat=True, system=system)))
+    said = [*tokenizer.encode_response("1"), *([OVER] if ends else [])]
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "1"}, TOOL]
+    if system:
+        messages = [{"role": "system", "content": system}, *messages]
+    whole = tokenizer.template._apply(messages, tokenize=True)
+    assert [*prompt.tokens, *said, *renderer.render(prompt, said, [TOOL])] == whole
+
+
+def test_plain_prompts_are_followed_by_plain_text(tmp_path: Path) -> None:
+    tokenizer = open_policy(tmp_path / "policy")
+    found = PolicyRenderer(tokenizer, {"chat"}).render(prompt_in(tokenizer, "plain"), [5], [TOOL, TOOL])
+    assert tokenizer.decode(found) == "22"
+
+
+def test_response_is_parsed_without_its_stop_token(tmp_path: Path) -> None:
+    tokenizer = open_policy(tmp_path / "policy")
+    found = PolicyRenderer(tokenizer, ()).parse([*tokenizer.encode_response("12"), END])
+    assert found == {"role": "assistant", "content": "12"}
+
+
+def test_template_that_refuses_a_role_is_named(tmp_path: Path) -> None:
+    tokenizer = open_policy(tmp_path / "policy", REFUSES_TOOLS + CHAT)
+    with pytest.raises(ConfigError, match=r"chat template fails \(no tools\)"):
+        PolicyRenderer(tokenizer, {"chat"}).render(prompt_in(tokenizer, "chat"), [5], [TOOL])
