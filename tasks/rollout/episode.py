@@ -142,7 +142,9 @@ class PlayedEpisode:
         score = await self._run_environment(environment)
         if not await self._close():
             return None
-        return NO_REWARD if score is None else score
+        if score is None:
+            return NO_REWARD
+        return score if isinstance(score, Score) else Score(score)
 
     def trajectory(self, sample: int, started_version: int, score: Score) -> Trajectory:
         """Build the trajectory for training."""
@@ -178,7 +180,7 @@ class PlayedEpisode:
             return min((version for version in self.made.versions if version >= 0), default=self.first.version)
         return self.first.version
 
-    async def _run_environment(self, environment: Environment) -> Score | None:
+    async def _run_environment(self, environment: Environment) -> Score | float | None:
         """Run the environment and return its score; return None if the environment was interrupted."""
         leader = self._leader = asyncio.current_task()
         assert leader is not None

@@ -353,7 +353,7 @@ def test_slow_tool_ends_at_its_deadline() -> None:
     ("part", "words"),
     [
         (ImportTool(path=f"{__name__}:prompt"), r"tools\.now\.path = .*: it cannot be awaited; write `async def`"),
-        (ImportTool(path="os:system"), r"it is no function that is annotated to return rollflow's ToolResult"),
+        (ImportTool(path="os:system"), r"not name a function that is annotated to return rollflow's ToolResult"),
         (ImportTool(path=f"{__name__}:sleepy", options={"days": 1}), r"tools\.now\.options = .*'days'"),
     ],
 )
