@@ -32,7 +32,7 @@ def command(options: argparse.Namespace) -> int:
         check_addresses(context.config, context.uri)
         check_own_parts(context.config)
         for key in changed_code(context.config, context.created.own_code):
-            note = f"{key}.path: its file has changed since the run began; the next versions use the new one"
+            note = f"{key}.path: the file has changed since the run's start; the next versions use the new file"
             print(note, file=sys.stderr)
         context.prompts()  # raises if the prompts have changed since the run's start
         return run.drive(context)
