@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage import optional_columns
+from rollflow.storage.audit.rows import count_rows
 from rollflow.storage.batch import SCHEMA, TrajectoryBatch, pack_group
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.model_input import ForeignPart, PlacedPart
+from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Branch, Outcome, Trajectory, TrajectoryGroup
 from rollflow.storage.token_arrays import Int16s, TokenSets
-from tests.support.batches import group
+from tests.support.batches import group, ready, staged
 
 TEXT = st.text(max_size=5)
 INT16, INT32 = st.integers(-(1 << 15), (1 << 15) - 1), st.integers(-(1 << 31), (1 << 31) - 1)
@@ -140,3 +142,16 @@ def test_too_many_values_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optional_columns.pa, "concat_arrays", overflow)
     with pytest.raises(OverflowError, match="an optional column of this batch has too many values"):
         TrajectoryBatch.from_groups(with_values([{"turn_starts": (1,)}, {}]))
+
+
+def test_commit_counts_a_branch_as_no_row(memory: MemoryStore) -> None:
+    batches, writer = ready(memory)
+    first, *others = staged().groups
+    assert isinstance(first, TrajectoryGroup)
+    branch = replace(first.trajectories[1], sample=9, branch=Branch(1, 1))
+    grown = replace(first, trajectories=(*first.trajectories, branch))
+    entry, _ = batches.commit(writer, replace(staged(), groups=(grown, *others)))
+    body = batches.read_commit(entry.n)
+    assert body.rows == 4
+    batch = TrajectoryBatch.from_bytes(batches.read(body.file))
+    assert (len(batch), batch.episodes, count_rows(batch, 0).staleness.total()) == (5, 4, 4)
