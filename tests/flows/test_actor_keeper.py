@@ -143,7 +143,7 @@ def test_silent_and_idle_actor_is_stuck(tmp_path: Path) -> None:
     context, result = keep(tmp_path, "deaf work", answer=3.0, patience=HANG_SECONDS)
     assert result == "done"
     [recovery] = RecoveryLog(context.store).read()
-    assert recovery.reason.endswith("the process of worker is idle")
+    assert recovery.reason.startswith("the process of worker is idle")
 
 
 def test_busy_actor_without_progress_is_restarted(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_new_keeper_inherits_the_spent_budget(tmp_path: Path, monkeypatch: pytes
 
 
 def test_config_error_is_not_retried(tmp_path: Path) -> None:
-    with pytest.raises(StoreFailed, match="free space in the storage, then resume"):
+    with pytest.raises(StoreFailed, match="free space, then resume the run"):
         keep(tmp_path, "full work")  # a second start of the worker would succeed
 
 

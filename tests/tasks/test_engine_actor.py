@@ -262,7 +262,7 @@ async def test_unsendable_request_fails_without_a_wait() -> None:
     with pytest.raises(TypeError, match="Int32s"):  # an invalid prompt is an error of its caller only
         ModelInput.of(("no token",))  # type: ignore[arg-type]
     odd = TokenSpan((1,), (-0.5,), (0,))  # type: ignore[arg-type]
-    with pytest.raises(EngineFailed, match="submit: AttributeError"):
+    with pytest.raises(EngineFailed, match="could not take a request: AttributeError"):
         await asyncio.wait_for(
             engine.generate(GenerationRequest("b", ModelInput.of((1,)), 3, prefix=odd)), HANG_SECONDS
         )
