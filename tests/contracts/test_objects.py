@@ -481,7 +481,7 @@ def test_create_conflicts_after_a_lost_refusal(s3: S3Store, proxy: FaultyProxy) 
 
 def test_silent_service_is_unreachable_not_missing(s3: S3Store, proxy: FaultyProxy) -> None:
     proxy.lose_answers("GET", 100)
-    with pytest.raises(Unreachable, match=r"did not answer for s3://contract/.*/a \(6 tries in \d+ s\)"):
+    with pytest.raises(Unreachable, match=r"did not answer a request for s3://contract/.*/a \(6 tries in \d+ s\)"):
         s3.get("a")
 
 
