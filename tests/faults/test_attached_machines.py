@@ -126,7 +126,7 @@ def test_refused_cluster_gives_one_sentence(attached: Attached) -> None:
     other_token = own | {"RAY_AUTH_TOKEN": "f" * 64}
     without_tls = {name: value for name, value in own.items() if not name.startswith("RAY_TLS")} | {"RAY_USE_TLS": "0"}
     cases = [
-        (desk, without_token, f"cluster.address = '{address}' asks for a token; set RAY_AUTH_MODE=token"),
+        (desk, without_token, f"cluster.address = '{address}': the cluster requires a token; set RAY_AUTH_MODE=token"),
         (
             desk,
             other_token,

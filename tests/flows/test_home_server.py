@@ -167,10 +167,12 @@ def test_unusable_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with subprocess.Popen(
         [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"], stderr=subprocess.DEVNULL
     ) as listening:
-        until(lambda: http_answers(f"http://127.0.0.1:{port}", seconds=30))
-        with pytest.raises(ConfigError, match=f"--mlflow-port {port}: another process uses this port"):
-            requested_addresses(options(mlflow_port=port))
-        listening.kill()
+        try:
+            until(lambda: http_answers(f"http://127.0.0.1:{port}", seconds=30))
+            with pytest.raises(ConfigError, match=f"--mlflow-port {port}: another process uses this port"):
+                requested_addresses(options(mlflow_port=port))
+        finally:
+            listening.kill()
     held = take(tmp_path / "prefect" / "holder")
     assert held is not None
     with pytest.raises(ConfigError, match="a command uses the Prefect server"):

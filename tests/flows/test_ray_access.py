@@ -75,7 +75,7 @@ def test_cluster_token_grants_access(head: RayHead) -> None:
 @pytest.mark.parametrize("verb", ["attach", "member"])
 def test_missing_or_wrong_token_is_refused(head: RayHead, verb: str, tmp_path: Path) -> None:
     without = ask(head, verb, {})
-    assert without.startswith(f"ConfigError: cluster.address = '{head.address}' asks for a token; {CURE}")
+    assert without.startswith(f"ConfigError: cluster.address = '{head.address}': the cluster requires a token; {CURE}")
     wrong = ask(head, verb, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64})
     assert wrong.startswith(
         f"ConfigError: cluster.address = '{head.address}': the cluster requires another token than the token"

@@ -134,9 +134,9 @@ def test_ray_lets_in_who_has_the_credentials(
     without_tls = {name: value for name, value in own.items() if "TLS" not in name}
     other = deployment.copy(certificates, head, "other")
     stranger = {"RAY_TLS_SERVER_CERT": f"{other}/machine.crt", "RAY_TLS_SERVER_KEY": f"{other}/machine.key"}
-    assert deployment.ask(without_token).startswith(f"ConfigError: {named} asks for a token; set RAY_AUTH_MODE=token")
+    assert deployment.ask(without_token).startswith(f"ConfigError: {named}: the cluster requires a token;")
     other_token = without_token | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}
-    assert deployment.ask(other_token).startswith(f"ConfigError: {named} requires another token")
+    assert deployment.ask(other_token).startswith(f"ConfigError: {named}: the cluster requires another token")
     assert "for a head with TLS set RAY_USE_TLS=1 and the certificates on this machine" in deployment.ask(without_tls)
     for changed, words in (
         (stranger, "or accepts no certificate such as RAY_TLS_SERVER_CERT"),
