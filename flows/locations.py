@@ -26,7 +26,9 @@ def run_home() -> Path:
     try:
         return Path(given).expanduser().absolute()
     except (RuntimeError, FileNotFoundError) as error:
-        raise ConfigError(f"ROLLFLOW_HOME = {given!r} names no folder ({error}); set it to an absolute path") from None
+        raise ConfigError(
+            f"ROLLFLOW_HOME = {given!r} names no folder ({error}); set ROLLFLOW_HOME to an absolute path"
+        ) from None
 
 
 def default_store() -> str:

@@ -108,7 +108,9 @@ def followed(run: RunContext, monkeypatch: pytest.MonkeyPatch, looks: Callable[[
         progress.version += 1
         looks(stages)
 
-    stages: Any = SimpleNamespace(paused=False, progress=progress, ended=lambda *_: progress.version > 8, look=look)
+    stages: Any = SimpleNamespace(
+        paused=False, progress=progress, have_ended=lambda *_: progress.version > 8, look=look
+    )
     writer: Any = SimpleNamespace(context=run, progress=progress, messages=messages, refresh=lambda: None)
     supervisor: Any = SimpleNamespace(check=lambda: None)
     try:

@@ -107,7 +107,7 @@ def test_supervisor_without_progress_is_noticed(
     while not crashes and clock.now < 5 * longest:
         clock.now += 10.0
         status = followed.look(RunStatus("long", phase, seconds=7.0))
-    assert crashes == [f"it wrote no status for too long ({phase})"]
+    assert crashes == [f"it wrote no status for too long (phase: {phase})"]
     assert status.phase == "starting"
     followed.look(RunStatus("long", phase, seconds=7.0))  # the restarted supervisor has the same time again
     assert len(crashes) == 1

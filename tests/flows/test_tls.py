@@ -166,7 +166,7 @@ def test_missing_certificates_are_named(name: str, certificates: Certificates, m
         with pytest.raises(ConfigError, match=f"{name} = '/nothing.pem' cannot be read; set .* to a PEM file"):
             check_ray(f"127.0.0.1:{port}")
         monkeypatch.delenv(name)
-        with pytest.raises(ConfigError, match=f"RAY_USE_TLS = '1': {name} is not set; set .* to a PEM file"):
+        with pytest.raises(ConfigError, match=f"RAY_USE_TLS = '1', but {name} is not set; set .* to a PEM file"):
             check_ray(f"127.0.0.1:{port}")
 
 

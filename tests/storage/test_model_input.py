@@ -141,7 +141,7 @@ def test_episode_gives_the_engine_and_the_row_its_image() -> None:
         episode = PlayedEpisode(Prompt("p", 0, "d", "What is this?", MIXED), 9, ask, want, score)
         found = await episode.play(SINGLE_TURN)
         assert found is not None
-        assert episode._build_turn().prompt == MIXED.followed_by(Int32s.of((8, 9)))
+        assert episode._build_turn((), None).prompt == MIXED.followed_by(Int32s.of((8, 9)))
         return episode.trajectory(0, 0, found)
 
     one = asyncio.run(play())

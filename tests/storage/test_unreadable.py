@@ -200,7 +200,7 @@ def test_unknown_code_of_a_busy_service_is_retried(status: int, code: str, monke
         store = S3Store("bucket/run")
         for method, ask in (("GET", store.get), ("HEAD", store.exists), ("PUT", lambda path: store.put(path, b""))):
             proxy.answer(method, status, code)
-            with pytest.raises(Unreachable, match="did not answer for"):
+            with pytest.raises(Unreachable, match="did not answer a request for"):
                 ask("a")
             assert proxy.seen(method) >= 3
 

@@ -43,7 +43,9 @@ def test_evaluation_engine_can_run_the_policy(
     if runs:
         assert prepare(chosen, "chosen").evaluation_engine(on_cpu=False).kind == "transformers"
     else:
-        with pytest.raises(ConfigError, match=f'cannot run a {kind} .*; set evaluation.engine = "own", or'):
+        with pytest.raises(
+            ConfigError, match=f'cannot run a model of type {kind} .*; set evaluation.engine = "own", or'
+        ):
             preflight(chosen)
 
 
