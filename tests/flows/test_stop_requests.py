@@ -142,7 +142,7 @@ def test_stop_after_the_last_version_changes_nothing(run: RunContext, monkeypatc
 
 def test_cancel_is_immediate(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     request_stop(run.store, "cancel")
-    assert followed(run, monkeypatch, lambda stages: None) == ["cancelled by `rollflow stop --now`"]
+    assert followed(run, monkeypatch, lambda stages: None) == ["the run was cancelled by `rollflow stop --now`"]
 
 
 def test_pause_is_immediate_and_no_failure(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def test_slots_do_not_depend_on_the_order_of_events(
 def test_cursor_of_other_sources_is_refused() -> None:
     with pytest.raises(ValueError, match="2 prompt sources cannot continue from a cursor of 3 sources"):
         Mixture((1, 1), (1, 2, 3), (0, 0, 0))
-    with pytest.raises(ValueError, match="2 sources cannot continue"):
+    with pytest.raises(ValueError, match="2 prompt sources cannot continue"):
         Mixture((1, 1), (1, 2), (0,))
 
 

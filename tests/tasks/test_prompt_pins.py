@@ -203,7 +203,7 @@ def test_other_package_version_is_refused(
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("rollflow: ")
     assert "prompts.family = 'basic_arithmetic'" in line
-    assert "here is 0.0.1; install reasoning-gym==" in line
+    assert "but 0.0.1 is installed; install reasoning-gym==" in line
 
 
 def test_package_with_other_questions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
