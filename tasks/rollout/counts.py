@@ -31,5 +31,7 @@ class SchedulerCounts:
     trajectories: int = 0
     discards: Counter[str] = field(default_factory=Counter)
     filtered: Counter[str] = field(default_factory=Counter)  # reason for filtering -> number of groups
-    held: Stopwatch = field(default_factory=Stopwatch)  # engines had free slots, but alpha let no group start
+    held: Stopwatch = field(
+        default_factory=Stopwatch
+    )  # time in which engines had free slots, but alpha allowed no new group
     waited: Stopwatch = field(default_factory=Stopwatch)  # time in which the learner was idle while a full batch waited

@@ -59,7 +59,7 @@ class FilePin(PinBase):
 
 
 class FamilyPin(PinBase):
-    """The pin of one reasoning-gym family, with the version of the package."""
+    """A record of one reasoning-gym family: its parameters and the version of the package reasoning-gym."""
 
     kind: Literal["reasoning-gym"] = "reasoning-gym"
     version: str

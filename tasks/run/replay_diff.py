@@ -35,7 +35,7 @@ SHARE = 0.1
 SHORT = 0.5
 ALIKE = 2.0**-23  # one rounding step of float32, relative to the element, which is always allowed
 STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # one rounding step of the shorter types
-TURNED = 2.0  # times a step's largest change of an element: the sign of a gradient near zero may change
+TURNED = 2.0  # largest difference of an element, in multiples of the step's largest change of an element
 
 
 @dataclass(frozen=True, slots=True)
