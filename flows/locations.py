@@ -75,7 +75,10 @@ def new_run_id(name: str) -> str:
 
 
 def run_id_of(name: str, flow_run: str) -> str:
-    """Return the id of a run that was started without an id. A supervisor that replaces a dead supervisor computes the same id."""
+    """Return the id of a run that was started without an id.
+
+    A supervisor that replaces a dead supervisor computes the same id.
+    """
     # the end of the flow run's id, because its beginning may be a time
     return f"{name}-{flow_run.replace('-', '')[-10:]}"
 
