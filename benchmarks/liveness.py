@@ -37,7 +37,7 @@ from rich.table import Table
 from benchmarks.chaos import RECIPE, TIMING, Victim
 from benchmarks.report import Row, arguments, publish
 from benchmarks.victims import find, kill, kill_everything
-from rollflow.flows.commands import INTERRUPTED
+from rollflow.flows.commands.cli.exit_codes import INTERRUPTED
 from rollflow.flows.ray_cluster.ray_head import RayHead
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.audit.audit import audit

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.report import Row, arguments, at_most, publish
 from benchmarks.stale import Point, points
-from rollflow.flows.commands._toml_edit import to_toml
+from rollflow.flows.commands.cli.toml_edit import to_toml
 from rollflow.flows.config import load_recipe
 
 OBJECTIVES = ("grpo", "ppo", "decoupled-ppo", "tis", "cispo", "topr", "roll-current")

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from benchmarks.report import Row, arguments, publish
 from benchmarks.reward_task import THREADS
-from rollflow.flows.commands._toml_edit import to_toml
+from rollflow.flows.commands.cli.toml_edit import to_toml
 from rollflow.flows.config import load_recipe
 
 SYSTEMS = ("trl", "alpha-0", "alpha-2")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.commands._keys_page import keys_page
-from rollflow.flows.commands.options import build_parser
+from rollflow.flows.commands.cli.options import build_parser
 from rollflow.flows.config_keys import describe_keys, list_keys
+from rollflow.flows.keys_page import keys_page
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
 from rollflow.tasks.simulation.hardware import Hardware

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.commands._chosen_run import chosen_run
+from rollflow.flows.commands.cli.chosen_run import chosen_run
+from rollflow.flows.commands.cli.exit_codes import FAILED, OK
 from rollflow.flows.tracking.anchors import read_anchors
 from rollflow.flows.views.audit_table import print_report, show_audit
 from rollflow.storage.audit.anchors import Anchor, check_anchors, parse_anchor

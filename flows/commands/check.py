@@ -12,8 +12,8 @@ import functools
 import json
 import sys
 
-from rollflow.flows.commands import OK
-from rollflow.flows.commands._toml_edit import to_toml
+from rollflow.flows.commands.cli.exit_codes import OK
+from rollflow.flows.commands.cli.toml_edit import to_toml
 from rollflow.flows.config import load_recipe
 from rollflow.flows.preflight import preflight
 

@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from rollflow.flows.commands import OK
+from rollflow.flows.commands.cli.exit_codes import OK
 from rollflow.flows.locations import find_run, newest_runs, run_home
 from rollflow.flows.views.compare import ComparedRun, describe_same_weights, diff_configs, read_compared
 from rollflow.flows.views.compare_page import compare_page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from rollflow.flows.commands import OK
+from rollflow.flows.commands.cli.exit_codes import OK
 from rollflow.flows.locations import run_home
 from rollflow.flows.served_recipes import ServedRecipe, deploy_recipes, recipes_of
 

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.commands._settings import FILES, Settings
+from rollflow.flows.commands.cli.exit_codes import FAILED, OK
+from rollflow.flows.commands.cli.settings import FILES, Settings
 from rollflow.flows.locations import run_home, store_uri
 from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, check_store_reach, redact
 from rollflow.flows.services.variables import PROXIES, check_variables
@@ -48,9 +48,9 @@ UNTRACKED = "SQLite in the run home"
 def command(options: argparse.Namespace) -> int:
     """Run the checks and print them."""
     if options.cluster is not None:
-        from rollflow.flows.commands import _doctor_cluster  # a late import, because it imports Ray
+        from rollflow.flows.commands.cli import doctor_cluster  # a late import, because it imports Ray
 
-        return _doctor_cluster.command(options)
+        return doctor_cluster.command(options)
     checks = run_checks(run_home(), options.settings)
     if options.json:
         print(json.dumps([asdict(check) for check in checks]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from rollflow.flows.commands import OK
-from rollflow.flows.commands._chosen_run import chosen_run
+from rollflow.flows.commands.cli.chosen_run import chosen_run
+from rollflow.flows.commands.cli.exit_codes import OK
 from rollflow.flows.commands.inspect import find_published
 from rollflow.flows.export import export
 

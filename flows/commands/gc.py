@@ -10,8 +10,8 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from rollflow.flows.commands import OK
-from rollflow.flows.commands._chosen_run import chosen_run
+from rollflow.flows.commands.cli.chosen_run import chosen_run
+from rollflow.flows.commands.cli.exit_codes import OK
 from rollflow.flows.views.console import format_duration
 from rollflow.storage.audit.garbage import Orphan, collect, list_orphans, store_clock
 from rollflow.storage.errors import ConfigError

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rollflow.flows.commands import OK
-from rollflow.flows.commands._toml_edit import to_toml
+from rollflow.flows.commands.cli.exit_codes import OK
+from rollflow.flows.commands.cli.toml_edit import to_toml
 from rollflow.flows.config_keys import sections_of
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig

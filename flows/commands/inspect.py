@@ -14,9 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollflow.flows.commands import OK
-from rollflow.flows.commands._chosen_run import chosen_run
-from rollflow.flows.commands._inspect_data import (
+from rollflow.flows.commands.cli.chosen_run import chosen_run
+from rollflow.flows.commands.cli.exit_codes import OK
+from rollflow.flows.services.times import utc_time
+from rollflow.flows.views.audit_table import domains_table
+from rollflow.flows.views.config_history import change_sentence, list_changes
+from rollflow.flows.views.console import staleness_bar
+from rollflow.flows.views.inspect_values import (
     batch_of,
     check_key,
     groups_of,
@@ -26,10 +30,6 @@ from rollflow.flows.commands._inspect_data import (
     trajectory_value,
     version_value,
 )
-from rollflow.flows.services.times import utc_time
-from rollflow.flows.views.audit_table import domains_table
-from rollflow.flows.views.config_history import change_sentence, list_changes
-from rollflow.flows.views.console import staleness_bar
 from rollflow.flows.views.progress import trained_domains
 from rollflow.flows.views.turns import TurnPart, prompt_tokens, split_turns
 from rollflow.storage.errors import ConfigError, Corrupt

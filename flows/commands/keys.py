@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from rollflow.flows.commands import OK
-from rollflow.flows.commands._keys_page import keys_page
+from rollflow.flows.commands.cli.exit_codes import OK
 from rollflow.flows.config_keys import describe_keys, key_values
+from rollflow.flows.keys_page import keys_page
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
 

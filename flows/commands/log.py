@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from rollflow.flows.commands import OK
-from rollflow.flows.commands._chosen_run import chosen_run
-from rollflow.flows.commands._process_log import print_process_log
+from rollflow.flows.commands.cli.chosen_run import chosen_run
+from rollflow.flows.commands.cli.exit_codes import OK
+from rollflow.flows.commands.cli.process_log import print_process_log
 from rollflow.flows.services.times import utc_time
 from rollflow.flows.views.config_history import change_sentence
 from rollflow.storage.log.configs import RecordedConfig

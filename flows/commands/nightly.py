@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rollflow.flows.commands import OK
+from rollflow.flows.commands.cli.exit_codes import OK
 from rollflow.flows.locations import run_home
 from rollflow.flows.nightly import read_nightly
 from rollflow.flows.served_recipes import deploy_recipes

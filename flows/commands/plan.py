@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.commands._plan_costs import describe_costs, load_prices
-from rollflow.flows.commands._prediction import compare
-from rollflow.flows.commands._toml_edit import rewrite_toml
+from rollflow.flows.commands.cli.exit_codes import FAILED, OK
+from rollflow.flows.commands.cli.plan_costs import describe_costs, load_prices
+from rollflow.flows.commands.cli.prediction import compare
+from rollflow.flows.commands.cli.toml_edit import rewrite_toml
 from rollflow.flows.config import hardware_file, load_hardware, load_recipe
 from rollflow.flows.locations import find_run
 from rollflow.flows.views.console import format_duration

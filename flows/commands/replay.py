@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.commands._chosen_run import chosen_run
+from rollflow.flows.commands.cli.chosen_run import chosen_run
+from rollflow.flows.commands.cli.exit_codes import FAILED, OK
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.policies import PolicyStore, PolicyVersion

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from rollflow.flows.commands import run
-from rollflow.flows.commands._chosen_run import chosen_run
+from rollflow.flows.commands.cli.chosen_run import chosen_run
 from rollflow.flows.config import check_new_run, override_config
 from rollflow.flows.locations import run_home
 from rollflow.flows.preflight import check_addresses, recheck

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from rollflow.flows.commands import FAILED, INTERRUPTED, OK
+from rollflow.flows.commands.cli.exit_codes import FAILED, INTERRUPTED, OK
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import new_run_id, run_home
 from rollflow.flows.prepare import prepare

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rollflow.flows.commands import FAILED, OK
+from rollflow.flows.commands.cli.exit_codes import FAILED, OK
 from rollflow.flows.locations import run_home
 from rollflow.flows.registration.prefect_api import SERVED
 from rollflow.flows.services import stack

@@ -16,7 +16,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from rollflow.flows.commands import FAILED, OK
+from rollflow.flows.commands.cli.exit_codes import FAILED, OK
 from rollflow.flows.locations import default_store, find_run, list_runs, locate_run, run_home
 from rollflow.flows.services.deadline import call_in_time
 from rollflow.flows.services.times import utc_time

@@ -9,8 +9,8 @@ import argparse
 import sys
 import time
 
-from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.commands._chosen_run import chosen_run
+from rollflow.flows.commands.cli.chosen_run import chosen_run
+from rollflow.flows.commands.cli.exit_codes import FAILED, OK
 from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.run_records.stop_requests import How, request_stop
 from rollflow.tasks.run.context import RunContext

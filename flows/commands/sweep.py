@@ -20,7 +20,7 @@ from signal import SIGINT, SIGTERM
 
 from rich.console import Console
 
-from rollflow.flows.commands import FAILED, INTERRUPTED, OK
+from rollflow.flows.commands.cli.exit_codes import FAILED, INTERRUPTED, OK
 from rollflow.flows.commands.compare import compared_table
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import context_of, new_run_id, run_home, store_uri

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows.commands import _option_rules, compare
-from rollflow.flows.commands.cli import main
-from rollflow.flows.commands.options import parse_options
+from rollflow.flows.commands import compare
+from rollflow.flows.commands.cli import main, option_rules
+from rollflow.flows.commands.cli.options import parse_options
 from rollflow.flows.locations import find_run
 from rollflow.storage.objects import open_store
 from tests.support.described import describe
@@ -112,8 +112,8 @@ def test_help_loads_no_large_library() -> None:
 @pytest.mark.parametrize("name", EARLIER)
 def test_earlier_name_is_refused_with_the_new_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     sentences = {refused(capsys, name, *rest) for rest in ([], ["one"], ["--help"])}
-    assert sentences == {f"`rollflow {name}` is now `rollflow {_option_rules.EARLIER[name]}`"}
-    verb, *options = _option_rules.EARLIER[name].split()
+    assert sentences == {f"`rollflow {name}` is now `rollflow {option_rules.EARLIER[name]}`"}
+    verb, *options = option_rules.EARLIER[name].split()
     assert verb in [*VERBS, "--completion"]
     assert [option for option in options if option.startswith("--") and option not in help_of(capsys, verb)] == []
 

@@ -19,7 +19,7 @@ import tomlkit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollflow.flows.commands._settings import SECRETS, VARIABLES, load_settings
+from rollflow.flows.commands.cli.settings import SECRETS, VARIABLES, load_settings
 from rollflow.flows.config import check_new_run, override_config, parse_config
 from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import ConfigError

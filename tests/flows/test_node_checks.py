@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollflow.flows.commands._doctor_cluster import print_nodes
 from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.cli.doctor_cluster import print_nodes
 from rollflow.flows.ray_cluster.node_checks import NodeState, find_faults
 from rollflow.flows.ray_cluster.ray_head import RayHead, RayNode
 from rollflow.flows.services.process import free_port

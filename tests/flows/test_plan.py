@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands import plan as planning
-from rollflow.flows.commands._plan_costs import load_prices
-from rollflow.flows.commands._toml_edit import rewrite_toml, to_toml
 from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.cli.plan_costs import load_prices
+from rollflow.flows.commands.cli.toml_edit import rewrite_toml, to_toml
 from rollflow.tasks.simulation.candidates import SimulationBudget
 from tests.support.refused import refused
 

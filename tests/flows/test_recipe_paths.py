@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows import nightly
-from rollflow.flows.commands import OK, sweep
+from rollflow.flows.commands import sweep
 from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.cli.exit_codes import OK
 from rollflow.flows.config import load_recipe, override_config
 from rollflow.flows.prepare import prepare
 from rollflow.flows.registration.form import form_values

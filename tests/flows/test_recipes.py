@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.cli.toml_edit import to_toml
 from rollflow.flows.config import describe_error, load_recipe, parse_config
 from rollflow.flows.config_keys import describe_keys
 from rollflow.flows.prepare import prepare

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows.commands._settings import VARIABLES, load_settings
 from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.cli.settings import VARIABLES, load_settings
 from rollflow.storage.errors import ConfigError
 from tests.support.s3_server import s3_server, use
 

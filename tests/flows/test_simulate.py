@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollflow.flows.commands._prediction import read_recorded
-from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.cli.prediction import read_recorded
+from rollflow.flows.commands.cli.toml_edit import to_toml
 from rollflow.flows.config import SHIPPED_HARDWARE, load_hardware, load_recipe
 from rollflow.flows.locations import context_of
 from rollflow.flows.views.timelines.timeline import build_drawing

@@ -9,9 +9,10 @@ from signal import SIGKILL
 
 import pytest
 
-from rollflow.flows.commands import BAD_INPUT, FAILED, OK, sweep
-from rollflow.flows.commands._toml_edit import to_toml
+from rollflow.flows.commands import sweep
 from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.cli.exit_codes import BAD_INPUT, FAILED, OK
+from rollflow.flows.commands.cli.toml_edit import to_toml
 from rollflow.flows.locations import list_runs
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.tasks.run.context import RunContext

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows.commands._settings import load_settings
+from rollflow.flows.commands.cli.settings import load_settings
 from tests.support import terraform
 from tests.support.certificates import make_certificates
 from tests.support.machine_scripts import fetch, ray_options, user_data, variables

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows.commands._settings import load_settings
+from rollflow.flows.commands.cli.settings import load_settings
 from tests.support.terraform import (
     PLANTED,
     SOURCE,

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollflow.flows.commands._toml_edit import to_toml
+from rollflow.flows.commands.cli.toml_edit import to_toml
 from rollflow.flows.preflight import Preflight, preflight
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.fixed_shape import FixedShapeSampler

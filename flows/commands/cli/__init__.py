@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from rollflow.flows.commands import BAD_INPUT, FAILED, INTERRUPTED
-from rollflow.flows.commands.options import parse_options
+from rollflow.flows.commands.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from rollflow.flows.commands.cli.options import parse_options
 from rollflow.storage.errors import ConfigError, RollflowError
 
 WITH_SERVICES = ("run", "resume", "sweep", "serve")  # commands that start services
@@ -75,7 +75,7 @@ def _prepare_environment(options: argparse.Namespace) -> None:
 
 def _apply_settings(options: argparse.Namespace) -> None:
     """Set a settings file's variables, and those of its keys that no `--set` gives."""
-    from rollflow.flows.commands._settings import load_settings
+    from rollflow.flows.commands.cli.settings import load_settings
 
     options.settings = load_settings(options.settings)
     os.environ.update(options.settings.variables)
@@ -112,12 +112,3 @@ def _is_reader_gone(stream: TextIO) -> bool:
     except (OSError, ValueError):  # the stream is not a file, or is closed
         return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in polled.poll(0))
-
-
-if __name__ == "__main__":
-    code = main()
-    # If an interrupt arrived while a library executed a string of code (as dataclasses do), the interpreter keeps a
-    # flag even after the interrupt was caught, and `python -m` would end by SIGINT whatever the exit code. Executing
-    # another string clears the flag.
-    exec("")
-    sys.exit(code)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollflow.flows.commands._command_parser import Commands, HelpFormat, PrintCompletion, PrintVersion
-from rollflow.flows.commands._option_rules import check_combination, check_earlier_name, move_version
+from rollflow.flows.commands.cli.option_rules import check_combination, check_earlier_name, move_version
+from rollflow.flows.commands.cli.parser import Commands, HelpFormat, PrintCompletion, PrintVersion
 
 ABOUT = "Asynchronous RL post-training of language models. A command of a run takes the newest run if you name none."
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Column, Table
 
-from rollflow.flows.commands import FAILED, OK
+from rollflow.flows.commands.cli.exit_codes import FAILED, OK
 from rollflow.flows.config import load_recipe, override_config
 from rollflow.flows.locations import store_uri
 from rollflow.flows.ray_cluster import cluster

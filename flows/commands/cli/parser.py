@@ -68,7 +68,7 @@ class PrintCompletion(argparse.Action):
     """Prints the completion script of a shell."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, option: object = None) -> None:
-        from rollflow.flows.commands._completion import completion_script
+        from rollflow.flows.commands.cli.completion import completion_script
 
         print(completion_script(parser, shell), end="")
         parser.exit()

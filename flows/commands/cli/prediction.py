@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from rollflow.flows.commands._toml_edit import to_toml
+from rollflow.flows.commands.cli.toml_edit import to_toml
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.timelines.simulation import Outputs, run_simulation
 from rollflow.storage.batch import TrajectoryBatch
