@@ -13,11 +13,11 @@ ROUNDING = 1e-12  # a penalty below this value is a rounding error and counts as
 
 
 def compute_advantages(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
-    """Return (R,) the advantage of each trajectory, which applies to all of its tokens.
+    """Return the advantage of each trajectory, which applies to all of its tokens.
 
-    `groups_R` has the number of each trajectory's group, from 0. `tokens_R` counts the tokens that the policy sampled.
-    `longest` is the largest number of tokens that the policy may sample. If all rewards that are compared with each
-    other are equal, the advantage is exactly zero.
+    `groups_R` gives the number of each trajectory's group, counted from 0. `tokens_R` gives the number of tokens of
+    each trajectory that the policy sampled. `longest` is the largest number of tokens that the policy may sample in a
+    response. If all rewards of a comparison (a group or the batch) are equal, the advantage is exactly zero.
     """
     shaped_R = shape_rewards(part, rewards_R, tokens_R, longest)
     return weigh_signs(
@@ -26,12 +26,12 @@ def compute_advantages(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tok
 
 
 def shape_rewards(part: Advantage, rewards_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
-    """Return (R,) rewards minus the penalty for overlong responses."""
+    """Return each trajectory's reward minus its penalty for an overlong response."""
     return rewards_R - penalize_overlong(tokens_R, longest, part.overlong).to(rewards_R.dtype)
 
 
 def weigh_signs(part: Advantage, found: Tensor) -> Tensor:
-    """Multiply each advantage by the weight of its sign."""
+    """Multiply each advantage by the configured weight of positive or of negative advantages."""
     return torch.where(found < 0, found * part.negative_weight, found * part.positive_weight)
 
 
@@ -44,7 +44,7 @@ def whiten(found: Tensor, weight: Tensor) -> Tensor:
 
 
 def penalize_overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
-    """Return (R,) penalties of long responses: 0 up to (1 - share) x longest tokens, rising linearly to 1 at `longest`.
+    """Return each response's penalty: 0 up to (1 - share) x longest tokens, rising linearly to 1 at `longest` tokens.
 
     This penalty is DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
     """
@@ -56,7 +56,7 @@ def penalize_overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
 
 
 def _subtract_baseline(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
-    """Subtract the baseline that `part.baseline` names from each reward."""
+    """Subtract from each reward the baseline that `part.baseline` names."""
     match part.baseline:
         case "none":
             return rewards_R
@@ -81,9 +81,10 @@ def _subtract_group_mean(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
 
 
 def _scale(part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
-    """Divide advantages by the sample standard deviation (over n - 1) that `part.scale` names, if it names one.
+    """Divide advantages by the sample standard deviation of the group or the batch, as `part.scale` says.
 
-    The deviation of a group is that of the group's rewards; the deviation of the batch is that of its advantages.
+    With the scale "group" the deviation is that of the group's rewards; with "batch" it is that of the batch's
+    advantages.
     """
     match part.scale:
         case "none":
@@ -99,7 +100,7 @@ def _scale(part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Tens
 
 
 def _moments(found: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weighted mean and the weighted standard deviation, which divides by the sum of weights minus 1."""
+    """Return the weighted mean and the weighted sample standard deviation."""
     mean = (found * weight).sum() / weight.sum().clamp(min=1)
     square = ((found - mean).square() * weight).sum() / (weight.sum() - 1).clamp(min=1)
     return mean, (square + TINY).sqrt()
@@ -112,9 +113,9 @@ def _all_equal(found: Tensor, weight: Tensor) -> bool:
 
 
 def _groups_differ(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
-    """Return (R,) bool: True if the rewards of the trajectory's group are not all equal.
+    """Return for each trajectory whether the rewards of its group differ.
 
-    Rewards are compared with each other, not with their mean, which may be rounded.
+    Rewards are compared with each other and not with their mean, because a mean may be rounded.
     """
     groups = int(groups_R.max()) + 1 if len(groups_R) else 0
     empty_G = rewards_R.new_zeros(groups)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class MaskedTokens:
-    """The inputs of a loss; each tensor is (M,). Log-probs are in nats at the sampling temperature.
+    """The inputs of a loss, one value for each of M tokens. Log-probs are in nats at the sampling temperature.
 
     Only `logp_M` and `entropy_M` have a gradient.
     """
@@ -46,7 +46,7 @@ class MaskedTokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Loss of each token, and whether the token was clipped or corrected; each tensor is (M,)."""
+    """Loss of each token, and whether the token was clipped or corrected."""
 
     loss_M: Tensor
     clipped_M: Tensor  # bool: True if the token's ratio was clipped
@@ -67,5 +67,6 @@ class Objective(Protocol):
         """Return the loss of each token."""
 
     def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
-        """Return (B,) bool: True if a loss-masked token of the batch counts. Called before a version's first update."""
+        """Return for each token of the batch with loss mask 1 whether its loss counts. The learner calls this method
+        before a version's first update."""
         return torch.ones_like(proximal_B, dtype=torch.bool)

@@ -136,7 +136,7 @@ KL_COUNTS_WITH = {"kl": "kl_weight", "kl_to": "kl_weight", "kl_in": "kl_weight",
 
 
 class Penalties(Section):
-    """The KL penalty and the entropy bonus, in the loss of each token or in its response's reward."""
+    """The KL penalty and the entropy bonus, which change each token's loss or the reward of its response."""
 
     kl: Literal["k1", "k2", "k3"] = Field(
         "k3", description="estimator of the KL divergence; k1 is allowed only with kl_in = reward"
@@ -176,7 +176,7 @@ class Penalties(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """True if the reference policy's log-probs are needed."""
+        """True if the objective needs the log-probs of the reference policy."""
         return self.kl_weight > 0 and self.kl_to == "reference"
 
 
@@ -193,7 +193,7 @@ class ObjectiveBase(Section):
 
 
 class PartsObjective(ObjectiveBase):
-    """A preset objective, with the parts that a recipe changes."""
+    """A named preset of an objective, with the parts that the recipe changes."""
 
     kind: PresetName = Field("grpo", description="name of a preset; a recipe may override single parts of the preset")
     ratio: Ratio = Ratio()
@@ -204,7 +204,7 @@ class PartsObjective(ObjectiveBase):
     @model_validator(mode="wrap")
     @classmethod
     def _with_kinds(cls, tree: Any, made: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill in the preset's parts where the recipe gives none; parts of the preset do not count as set."""
+        """Fill in the preset's parts that the recipe leaves out; these parts do not count as set by the user."""
         preset = PRESETS.get(str(tree.get("kind", "grpo"))) if isinstance(tree, Mapping) else None
         if preset is None:
             return made(tree)
@@ -243,7 +243,8 @@ ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminato
 
 
 def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the recipe's parts into the preset, key by key. A part of another kind replaces the preset's whole part."""
+    """Merge the recipe's parts into the preset, key by key. A part of the recipe replaces the preset's whole part if
+    the two parts differ in kind."""
     found = dict(preset)
     for name, value in given.items():
         own = found.get(name)
@@ -279,9 +280,9 @@ def _check_counts(correction: Correction, given: Any) -> None:
 
 
 def _check_ratio(objective: PartsObjective, given: Any) -> None:
-    """Reject a key of the ratio that was given but has no effect.
+    """Reject a key of the section `ratio` that was given but has no effect.
 
-    If the surrogate has no ratio, only `to` may have an effect: the ratio of a correction uses it.
+    If the surrogate uses no ratio, only the key `to` may have an effect, on the ratio of a correction.
     """
     if objective.ratio_counts or not isinstance(given, Mapping):
         return
@@ -296,7 +297,7 @@ def _check_ratio(objective: PartsObjective, given: Any) -> None:
 
 
 def check_new(objective: ObjectiveConfig) -> None:
-    """Reject settings of a new run that do not train what they say; a recorded run may have such settings."""
+    """Reject settings that would train something other than they say; call this function for new runs only."""
     if isinstance(objective, PartsObjective):
         _check_length(objective)
         _check_k1(objective.penalties)
@@ -305,7 +306,8 @@ def check_new(objective: ObjectiveConfig) -> None:
 def _check_length(objective: PartsObjective) -> None:
     """Reject a sequence ratio unless the loss of a response is the mean over its tokens.
 
-    A sequence ratio counts in the loss of each token, so a sum over tokens would count it once for each token.
+    A sequence ratio multiplies the loss of every token of a response, so a sum over the tokens would apply the ratio
+    once for each token.
     """
     once = objective.ratio.level != "sequence" or objective.aggregation == "sequence-mean"
     if once or not isinstance(objective.surrogate, Clip | BinaryTv):
@@ -318,7 +320,7 @@ def _check_length(objective: PartsObjective) -> None:
 
 
 def _check_k1(penalties: Penalties) -> None:
-    """Reject the KL estimator k1 in the loss: its gradient is that of log pi, which moves stale tokens further away."""
+    """Reject the KL estimator k1 in the loss, because its gradient does not depend on the other policy."""
     if penalties.kl == "k1" and penalties.kl_in == "loss" and penalties.kl_weight:
         cure = (
             'the gradient of k1 in the loss does not depend on the other policy; choose "k2" or "k3", or '
@@ -328,7 +330,7 @@ def _check_k1(penalties: Penalties) -> None:
 
 
 def _set_only(section: Section, given: Mapping[str, Any]) -> None:
-    """Mark only the given fields as set, in the section and in the sections that it contains."""
+    """Mark the given fields as the only explicitly set fields of a section and its subsections."""
     section.__pydantic_fields_set__.intersection_update(given)
     for name, value in given.items():
         part = getattr(section, name, None)
@@ -347,7 +349,7 @@ EARLIER = {
 
 
 def _as_parts(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the values of older keys into their parts; a value of null counts as not given."""
+    """Move the values of older keys into the parts of an objective; a value of null counts as not given."""
     found = {name: value for name, value in tree.items() if name not in EARLIER and value is not None}
     for name in EARLIER.keys() & tree.keys():
         part, key = EARLIER[name]

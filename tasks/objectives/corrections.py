@@ -16,11 +16,11 @@ from rollflow.tasks.objectives.ratios import log_ratio
 
 
 def correction_weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (M,) the factor of each token's loss, and (M,) bool: True if the token's ratio was out of range.
+    """Return the factor of each token's loss, and for each token whether its ratio r was out of range.
 
     - `clamp`: the factor is min(max(r, low), high), as in decoupled PPO.
-    - `mask`: the factor is r if low <= r <= high, else 0 (MIS, IcePop). Without `weigh`, the factor is 1 instead of r.
-      With `judge`, the range applies to the ratio at the level `judge` (geometric sequence masks).
+    - `mask`: the factor is r if low <= r <= high, else 0 (MIS, IcePop). If `weigh` is false, the factor is 1 in the
+      range. If `judge` is given, the range applies to the ratio at this level (geometric sequence masks).
     """
     ratio_M = log_ratio(new_M.detach(), tokens.behaviour_M, tokens.row_M, part.level).exp()
     if part.outside == "clamp":
@@ -33,12 +33,12 @@ def correction_weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) ->
 
 
 def keep_second_moment(part: Correction, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
-    """Drop the fewest tokens that bring the mean of (log pi_p/mu)^2 down to `second_moment`; keep the other tokens.
+    """Drop as few tokens as bring the mean of (log pi_p/mu)^2 down to `second_moment`; keep the other tokens.
 
     The method is M2PO (Zheng et al. 2025, Prosperity before collapse). Tokens with the largest squares are dropped
-    first, and tokens with equal squares are dropped together. Every token counts in the mean and may be dropped, as in
-    AReaL; in the paper, only tokens with A > 0 and r > 1, or with A < 0 and r < 1, count and may be dropped. If even
-    the smallest square is above `second_moment`, no token is kept, while AReaL keeps the token with that square.
+    first, and tokens with equal squares are dropped together. Any token may be dropped and every token counts in the
+    mean, as in AReaL; the paper considers only tokens with A > 0 and r > 1, or with A < 0 and r < 1. If even the
+    smallest square is above `second_moment`, no token is kept, whereas AReaL keeps the token with the smallest square.
     """
     square_B = (proximal_B - behaviour_B).double().square()
     ordered_B = square_B.sort().values

@@ -15,9 +15,9 @@ from rollflow.tasks.objectives.config import Advantage
 
 
 def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Tensor:
-    """Return (B,) float64 rewards of tokens: minus the token's price, plus the trajectory's reward at its last token.
+    """Return each token's reward: minus the token's KL penalty, plus the trajectory's reward at its last token.
 
-    `starts` (R + 1) has the place in B where each trajectory begins.
+    `starts` gives the index of each trajectory's first token among the B tokens, and at the end B.
     """
     found_B = -price_B.double()
     some = np.flatnonzero(np.diff(starts))  # trajectories that have at least one token
@@ -26,10 +26,10 @@ def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Ten
 
 
 def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return (B,) advantages and (B,) returns, in float64; the returns are the critic's targets.
+    """Return each token's advantage and its return in float64; the returns are the critic's targets.
 
-    The advantage is A_t = d_t + gamma lambda A_t+1 with d_t = r_t + gamma V_t+1 - V_t. The return is A_t + V_t, where
-    A_t is not whitened.
+    The advantage is A_t = d_t + gamma lambda A_t+1 with d_t = r_t + gamma V_t+1 - V_t. The return is A_t + V_t, with
+    the advantage A_t before whitening.
     """
     counts = np.diff(starts)
     at = np.repeat(np.arange(len(counts)), counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
@@ -39,7 +39,7 @@ def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, start
 
 
 def _rows(values_B: Tensor, at: tuple[np.ndarray, np.ndarray], counts: np.ndarray) -> np.ndarray:
-    """Return (B,) values as rows, (R, tokens of the longest trajectory + 1) float64, padded with zeros at the end."""
+    """Return the values of B tokens as float64 rows, one for each trajectory, padded with zeros at the end."""
     found = np.zeros((len(counts), int(counts.max(initial=0)) + 1))
     found[at] = values_B.numpy()
     return found

@@ -14,9 +14,9 @@ KEY = "train.objective"
 
 
 class ImportedObjective(Objective):
-    """The objective that `train.objective.path` names.
+    """A wrapper of the user-defined objective that `train.objective.path` names.
 
-    A loss of a wrong shape is rejected, because torch would broadcast the loss without an error.
+    A loss of a wrong shape is rejected, because torch would broadcast such a loss without an error.
     """
 
     def __init__(self, config: ImportObjective) -> None:

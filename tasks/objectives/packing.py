@@ -22,7 +22,7 @@ from rollflow.tasks.objectives.shared_prefix import PackedSequence, lay_out, pac
 class MicroBatch:
     """L lines, padded to T tokens. A line is a row, or several rows of a group behind one copy of their prompt.
 
-    `where` points to the hidden states that predict the M masked tokens of the lines' rows.
+    `where` points to the hidden states that predict the M tokens with loss mask 1.
     """
 
     tokens: Tensor  # (L, T) int64
@@ -35,14 +35,14 @@ class MicroBatch:
 
     @property
     def seen(self) -> Tensor | None:
-        """(L, 1, T, T) bool: True if the token of the third axis attends to that of the last axis.
+        """(L, 1, T, T) bool: True if the token of the third axis attends to the token of the last axis.
 
-        The value is None if no row shares a prompt.
+        The mask is None if no row shares a prompt.
         """
         return None if self.part is None else build_mask(self.part)
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return a decoder's arguments, except `use_cache`, on `device`; do not wait until they are copied."""
+        """Return a decoder's arguments, except `use_cache`, on `device`; return before the copies are complete."""
         found = {"input_ids": self.tokens.to(device, non_blocking=True)}
         if self.positions is None or self.part is None:
             return found
@@ -54,7 +54,7 @@ class MicroBatch:
 
 
 def build_mask(part: Tensor) -> Tensor:
-    """Return (L, 1, T, T) bool: the tokens (last axis) that each token (third axis) attends to, by their parts.
+    """Return (L, 1, T, T) bool: True if the token of the third axis attends to the token of the last axis.
 
     Padding attends to padding, because a softmax over no token would give NaN.
     """
@@ -70,10 +70,11 @@ def micro_batches(
     width: int | None = None,
     own: Callable[[list[PackedSequence]], list[PackedSequence]] = list,
 ) -> Iterator[MicroBatch]:
-    """Split rows, longest first, into padded micro-batches of at most `micro_tokens` tokens, but at least one line.
+    """Split rows, longest first, into padded micro-batches of at most `micro_tokens` tokens or a single line.
 
-    `width` is the width of a model that can share prompts, or None. With `width`, rows of a group share their prompt
-    if sharing saves work (`shared_prefix.py`). `own` selects the lines that this process runs.
+    `width` is the width of the model's layers, or None if the model cannot share prompts. If `width` is given, rows of
+    a group share their prompt where sharing saves work (`shared_prefix.py`). The function `own` selects the lines that
+    this process runs.
     """
     order = own(sorted(pack_lines(data, rows, micro_tokens, width), key=lambda line: (-line.length, line.rows[0])))
     while order:

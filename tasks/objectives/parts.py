@@ -16,7 +16,7 @@ from rollflow.tasks.objectives.surrogates import surrogate_loss
 
 
 class ObjectiveOfParts(Objective):
-    """The objective that a `config.PartsObjective` describes; the formula of a part is documented with its code."""
+    """The objective that a `config.PartsObjective` describes; each part's formula is documented beside its code."""
 
     def __init__(self, config: PartsObjective) -> None:
         self.config = config

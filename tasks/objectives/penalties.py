@@ -13,8 +13,8 @@ STEP = 0.2  # bound on the relative error of the divergence when the KL weight i
 def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:
     """Estimate KL(new || old) from samples of the new policy (Schulman 2020, Approximating KL divergence).
 
-    With d = log(new/old), k1 is d, k2 is d^2 / 2, and k3 is exp(-d) - 1 + d. The gradient of k1 is zero on average over
-    samples of the new policy.
+    With d = log(new/old), k1 is d, k2 is d^2 / 2, and k3 is exp(-d) - 1 + d. The gradient of the estimator k1 is zero
+    on average over samples of the new policy.
     """
     change_M = (new_M - old_M).clamp(-BOUND, BOUND)
     match penalties.kl:
@@ -27,10 +27,10 @@ def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:
 
 
 def adapt_weight(penalties: Penalties, weight: float, divergence: float) -> float:
-    """Return the KL weight of the next version, given this version's divergence (nats per token).
+    """Return the KL penalty's weight for the next version, given this version's divergence in nats per token.
 
-    The result is weight (1 + gain e), where e is divergence / target - 1, clipped to [-0.2, 0.2] (Ziegler et al. 2019,
-    section 2.2). Without `kl_target` the result is `weight`.
+    The result is weight (1 + gain e), where e = divergence / target - 1 is clipped to [-0.2, 0.2] (Ziegler et al. 2019,
+    section 2.2). If no `kl_target` is configured, the result is `weight` unchanged.
     """
     if penalties.kl_target is None:
         return weight

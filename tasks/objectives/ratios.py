@@ -11,7 +11,7 @@ BOUND = 20.0  # largest log-ratio in nats: e^20 is a ratio of 5e8, and float32 o
 
 
 def log_ratio(new_M: Tensor, old_M: Tensor, row_M: Tensor, level: Level) -> Tensor:
-    """Return (M,) log(new / old) at each token, clipped to [-`BOUND`, `BOUND`].
+    """Return log(new / old) for each token, clipped to [-`BOUND`, `BOUND`].
 
     With the level `sequence`, each token gets the sum over its row: the log-ratio of the whole response. With the level
     `geometric`, each token gets the mean over its row (GSPO: Zheng et al. 2025).

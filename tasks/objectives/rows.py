@@ -18,8 +18,8 @@ from rollflow.storage.model_input import refuse
 class BatchRows:
     """A whole batch as flat arrays with row offsets. An array is a view of the Arrow buffer if its type allows that.
 
-    B is the number of the batch's loss-masked tokens, one row after the other. Any value known for each of these tokens
-    is a flat (B,) array or tensor.
+    B is the number of tokens with loss mask 1 in the batch. Values for these B tokens are a flat array or
+    tensor of length B, one row of the batch after the other.
     """
 
     tokens: np.ndarray  # int32, tokens of all rows
@@ -36,7 +36,7 @@ class BatchRows:
         """Read a batch's columns as flat arrays.
 
         Raises:
-            ConfigError: a row has a part that is no tokens.
+            ConfigError: a row contains something other than tokens, such as an image.
         """
         for placed in batch.foreign_parts if batch.optional("foreign_parts") is not None else ():
             if placed:
@@ -67,12 +67,12 @@ class BatchRows:
 
     @property
     def masked_tokens(self) -> np.ndarray:
-        """Number of loss-masked tokens of each row."""
+        """Number of tokens with loss mask 1 in each row."""
         return np.diff(self.starts)
 
     @property
     def rows(self) -> np.ndarray:
-        """(B,) row of each loss-masked token."""
+        """Number of the row of each token with loss mask 1."""
         return np.repeat(np.arange(len(self.rewards)), self.masked_tokens)
 
 
@@ -82,5 +82,6 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 
 
 def _view(values: pa.Array) -> np.ndarray:
-    """Return a view of the numbers in the Arrow buffer. `to_numpy` would import pandas, which delays a restart."""
+    """Return a numpy view of the numbers in an Arrow array's buffer. Arrow's own `to_numpy` would import pandas, which
+    delays a restart."""
     return np.from_dlpack(values)

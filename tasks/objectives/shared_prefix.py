@@ -31,7 +31,8 @@ class PackedSequence:
 
 
 def pack_lines(data: BatchRows, rows: Sequence[int], most: int, width: int | None) -> list[PackedSequence]:
-    """Pack `rows` into lines. A line of several rows has at most `most` tokens; without `width`, a line has one row."""
+    """Pack `rows` into lines. A line of several rows has at most `most` tokens; if `width` is None, every line has one
+    row."""
     if width is None:
         return [_single_line(data, row) for row in rows]
     ordered = sorted(rows, key=lambda row: (data.groups[row], -data.lengths[row], row))
@@ -44,7 +45,8 @@ def _single_line(data: BatchRows, row: int) -> PackedSequence:
 
 
 def _pack_group(data: BatchRows, rows: list[int], most: int, width: int) -> Iterator[PackedSequence]:
-    """Yield the lines of one group's rows. Each row joins the previous row's line if that saves work."""
+    """Yield the lines of one group's rows. A row joins the line of the previous row if a shared line takes less
+    work."""
     prompt, line = _shared_prompt(data, rows), _single_line(data, rows[0])
     for row in rows[1:]:
         own = int(data.lengths[row]) - prompt
@@ -57,7 +59,7 @@ def _pack_group(data: BatchRows, rows: list[int], most: int, width: int) -> Iter
 
 
 def _saves_work(length: int, own: int, prompt: int, pairs: int) -> bool:
-    """Return True if a row's `own` tokens cost less in a line of `length` tokens than in a separate line.
+    """Return True if adding a row's `own` tokens to a line of `length` tokens costs less than a separate line.
 
     Attention in a separate line is causal, so it costs about half as much as dense attention.
     """
@@ -77,7 +79,8 @@ def _shared_prompt(data: BatchRows, rows: list[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Padded lines as arrays. `at`, `among` and `row` cover the M masked tokens of the lines, row by row."""
+    """Padded lines as arrays. `at`, `among` and `row` have one entry for each of the M tokens with loss mask 1, one row
+    after the other."""
 
     tokens: np.ndarray  # (L, T) int64: tokens of the lines; 0 for padding
     positions: np.ndarray  # (L, T) int64: position of each token in its row

@@ -19,7 +19,7 @@ Range = tuple[Annotated[float, Field(ge=0, le=UNBOUNDED)], Annotated[float, Fiel
 
 
 class Ratio(Section):
-    """The ratio of the trained policy to an older one, in the surrogate. See `ratios.py`."""
+    """The ratio of the trained policy to an older policy, as the surrogate uses it. See `ratios.py`."""
 
     to: Literal["behaviour", "proximal"] = Field(
         "behaviour",
@@ -77,12 +77,12 @@ class PolicyGradient(Section):
 
     @property
     def weighs(self) -> bool:
-        """True if the ratio has an effect on the loss."""
+        """True if the loss depends on the ratio."""
         return any(low != high for low, high in (self.positive, self.negative))
 
 
 class BinaryTv(Section):
-    """The ratio times the advantage, for tokens whose probability has not moved too far."""
+    """The ratio times the advantage, for tokens whose probability is still close to the older policy's."""
 
     kind: Literal["binary-tv"] = Field(
         "binary-tv",

@@ -24,10 +24,10 @@ def surrogate_loss(part: Surrogate, ratio: Ratio, tokens: MaskedTokens, old_M: T
 
 
 def clip_loss(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
-    """Return PPO's clipped loss: -min(r A, clip(r, 1 - low, 1 + high) A) (Schulman et al. 2017, eq. 7).
+    """Return PPO's clipped loss, -min(r A, clip(r, 1 - low, 1 + high) A) (Schulman et al. 2017, eq. 7).
 
-    With `dual` = c, a negative advantage counts at most c times: for A < 0 the loss is at most -c A (Ye et al. 2020,
-    eq. 5). Without `dual`, the loss of a stale token with A < 0 and a large ratio has no bound.
+    If `dual` is c, the loss of a token with A < 0 is at most -c A (Ye et al. 2020, eq. 5). Without `dual`, the loss of
+    a stale token with A < 0 and a large ratio has no bound.
     """
     plain_M = ratio_M * advantage_M
     held_M = ratio_M.clamp(1 - part.low, 1 + part.high) * advantage_M
@@ -40,11 +40,11 @@ def clip_loss(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
 
 
 def policy_gradient_loss(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
-    """Return the policy-gradient loss -sg(clamp(r, range of A's sign)) A log pi (REINFORCE: Williams 1992).
+    """Return REINFORCE's loss -w A log pi (Williams 1992), where the weight w is a clamped ratio without a gradient.
 
-    With one range, from 0, for both signs of A, the loss is that of TIS (Yao et al. 2025) and CISPO (MiniMax 2025).
-    With the range [1, 1] for A > 0 and [0, 1] for other A, the loss is that of TOPR (Le Roux et al. 2025). A token is
-    not counted as clipped if its range is a single number.
+    If both signs of A have the same range and the range begins at 0, the loss is that of TIS (Yao et al. 2025) and
+    CISPO (MiniMax 2025). If the range is [1, 1] for A > 0 and [0, 1] for other A, the loss is that of TOPR (Le Roux et
+    al. 2025). A token is not counted as clipped if its range is a single number.
     """
     advantage_M = tokens.advantage_M
     good_M = advantage_M > 0
@@ -58,8 +58,8 @@ def policy_gradient_loss(part: PolicyGradient, ratio: Ratio, tokens: MaskedToken
 def binary_tv_loss(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
     """Return the loss -r A, or zero for tokens whose probability has moved too far from that of the older policy.
 
-    The move is pi - mu, the total variation of the choice between this token and any other. A token with A > 0 has
-    moved too far if pi - mu > high; a token with A < 0 has moved too far if pi - mu < -low.
+    A token's move is pi - mu, the difference of its probabilities under the trained policy and under the older policy.
+    A token with A > 0 has moved too far if pi - mu > high; a token with A < 0 has moved too far if pi - mu < -low.
     """
     advantage_M, moved_M = tokens.advantage_M, tokens.logp_M.detach().exp() - old_M.exp()
     over_M = ((advantage_M > 0) & (moved_M > part.high)) | ((advantage_M < 0) & (moved_M < -part.low))

@@ -29,7 +29,7 @@ from rollflow.tasks.simulation.hardware import Hardware
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The numbers of a workload, in seconds; mu and mu_t are in GPU-seconds."""
+    """The numbers of a workload; mu and mu_t are in GPU-seconds, the longest generation is in seconds."""
 
     samples: int  # N
     mu: float
@@ -45,7 +45,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The bounds: seconds of a step, and shares of the GPUs. See the module's docstring."""
+    """Bounds on the seconds of a step, and the best share of the GPUs for training. See the module's docstring."""
 
     conserving: float
     conserving_split: float  # lower bound for any schedule with this split
@@ -58,7 +58,7 @@ class Bounds:
 
 
 def bounds_of(work: Workload) -> Bounds:
-    """Compute the bounds of Proposition 2."""
+    """Compute the bounds of ROLL Flash's Proposition 2 for a workload."""
     gpus = work.rollout_gpus + (0.0 if work.colocated else work.train_gpus)
     rollout, train = work.samples * work.mu, work.samples * work.mu_train
     least = work.samples * work.mu_least
@@ -84,9 +84,9 @@ def work_of(
     speeds: Sequence[float],
     versions: Sequence[int] = (1,),
 ) -> Workload:
-    """Compute the workload's numbers from drawn lengths (real tokens) and the engines' speeds.
+    """Compute the workload's numbers from simulated response lengths (in real tokens) and the engines' speeds.
 
-    `versions` are the trained versions, whose train steps may have measured times.
+    `versions` are the trained versions, since the hardware file may have a measured time for each train step.
     """
     engines, learner = hardware.engines, hardware.learner
     slots = engines.max_concurrent_requests or config.engine.max_concurrent_requests

@@ -32,9 +32,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ObservedRollout:
-    """Lengths and generation seconds of R responses, and the seconds of a version's rollout.
+    """Lengths and generation seconds of R responses, and the seconds that a version's rollout took.
 
-    At alpha = 0 the seconds of a rollout are the learner's wait, otherwise the seconds of the whole step.
+    At alpha = 0 the rollout's seconds are the time that the learner waited; at other alphas they are the time of the
+    whole step.
     """
 
     tokens_R: Floats
@@ -42,13 +43,13 @@ class ObservedRollout:
     rollout: float
 
     def line(self) -> tuple[float, float]:
-        """Fit a line of seconds by length: return the seconds at the mean length, and the seconds per token."""
+        """Fit a line of seconds by length; return the mean seconds, and the seconds per token."""
         spread = self.tokens_R - self.tokens_R.mean()
         slope = float(spread @ self.seconds_R) / max(float(spread @ spread), 1e-12)
         return float(self.seconds_R.mean()), max(slope, 1e-12)
 
     def times(self, edges: Floats) -> Floats:
-        """Return the mean seconds of each bin of lengths, followed by as many copies of the rollout's seconds."""
+        """Return the mean seconds of each bin of lengths, then the rollout's seconds, repeated once for each bin."""
         places = np.digitize(self.tokens_R, edges)
         mean = float(self.seconds_R.mean())
         bins = [self.seconds_R[places == i].mean() if np.any(places == i) else mean for i in range(len(edges) + 1)]
@@ -67,7 +68,7 @@ def calibrate_hardware(seen: ObservedRollout, config: RunConfig, hardware: Hardw
 def _with(
     slowing: float, seen: ObservedRollout, edges: Floats, config: RunConfig, hardware: Hardware
 ) -> tuple[float, EnginesHardware]:
-    """Fit the engines for one value of the slowing c; return the error of the fit, and the engines."""
+    """Fit the engines for one value of the slowdown; return the error of the fit, and the engines."""
     mean, slope = seen.line()
     share = 1.0 + slowing * (config.engine.max_concurrent_requests - 1)
     per_token, prefill = slope / share, max(0.0, mean - slope * float(seen.tokens_R.mean())) / share
@@ -87,7 +88,7 @@ def _with(
 
 
 def _observe_simulation(config: RunConfig, hardware: Hardware) -> ObservedRollout:
-    """Simulate the recipe, and measure the same values as in the record of a run."""
+    """Simulate the recipe, and measure the values that were also taken from the record of the run."""
     warm = WARM_UP + config.capacity
     versions = warm + max(FEWEST, -(-TRAJECTORIES // (config.groups * config.group_size)))
     timed = config.model_copy(update={"engine": hardware.engine(config), "versions": versions + config.capacity + 1})

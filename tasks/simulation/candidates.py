@@ -22,10 +22,10 @@ CHOICES = (
 
 @dataclass(frozen=True, slots=True)
 class SimulationBudget:
-    """The number and the length of simulations.
+    """The largest number of simulations, and how long each simulation lasts.
 
-    The window after the warm-up of 2 + alpha versions has at least the given number of versions, and at least the given
-    number of trajectories.
+    A simulation is measured after a warm-up of 2 + alpha versions, over at least the given number of versions and of
+    trajectories.
     """
 
     simulations: int  # largest number of simulations
@@ -35,11 +35,11 @@ class SimulationBudget:
     final_trajectories: int
 
     def count_screening(self, config: RunConfig) -> int:
-        """Return the number of versions in the window of a first simulation."""
+        """Return the number of measured versions of a candidate's first simulation."""
         return max(self.screen_versions, _versions(config, self.screen_trajectories))
 
     def finals(self, config: RunConfig) -> int:
-        """Return the number of versions in the window of a final simulation."""
+        """Return the number of measured versions of a candidate's final simulation."""
         return max(self.final_versions, _versions(config, self.final_trajectories))
 
 
@@ -60,7 +60,7 @@ LIMITS = PlanLimits()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a recipe: a split of the GPUs, an alpha, and the choices of the rollout."""
+    """One way to run a recipe: a split of the GPUs, a value of alpha, and options of the rollout."""
 
     engines: int
     learner_gpus: float
@@ -100,7 +100,7 @@ class Candidate:
         """Return the recipe with this candidate's values.
 
         Raises:
-            ValidationError: these values contradict each other.
+            ValidationError: the candidate's values contradict each other.
         """
         tree = base.model_dump(mode="json", exclude_unset=True)
         for key, value in self.changes(base, hardware).items():
@@ -114,7 +114,7 @@ class Candidate:
         return RunConfig.model_validate(tree)
 
     def hardware(self, base: Hardware) -> Hardware:
-        """Return the hardware with this candidate's split."""
+        """Return the hardware with this candidate's split of the GPUs."""
         engines = base.engines.model_copy(update={"count": self.engines})
         learner = base.learner.model_copy(update={"gpus": self.learner_gpus, "colocated": self.colocated})
         return base.model_copy(update={"engines": engines, "learner": learner})
@@ -137,9 +137,7 @@ class CandidateOutcome:
         return self.figures.trajectories_per_second
 
     def marks(self, limits: PlanLimits) -> tuple[str, ...]:
-        """Return the names of the exceeded limits; the bias counts only if it exceeds its limit by two standard
-        errors.
-        """
+        """Return the names of the exceeded limits; a bias must exceed its limit by two standard errors."""
         biased, wasteful = abs(self.bias) - 2.0 * self.bias_error > limits.bias, self.wasted > limits.waste
         return (*(("biased",) if biased else ()), *(("wasteful",) if wasteful else ()))
 

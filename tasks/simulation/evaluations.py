@@ -34,7 +34,8 @@ def takes_engines(config: RunConfig, hardware: Hardware) -> bool:
 
 
 class TimedEvaluations:
-    """Evaluates versions during training. `config` is the recipe with timed engines."""
+    """Evaluates published versions while the run trains. `config` is the recipe with timed engines in place of real
+    engines."""
 
     def __init__(self, config: RunConfig, hardware: Hardware, proxy: InferenceProxy) -> None:
         settings, engine = config.evaluation, config.engine
@@ -63,11 +64,11 @@ class TimedEvaluations:
         return self._spent + self._lent_tokens()
 
     def note_published(self, version: int) -> None:
-        """Note that all versions up to this one are published."""
+        """Note that all versions up to `version` are published."""
         self._evaluations.note_published(version)
 
     async def run(self) -> None:
-        """Evaluate the versions that are due, until the last version is done."""
+        """Evaluate the versions that are due; return when the run's last version is evaluated."""
         await self._evaluations.run()
 
     def _lent_tokens(self) -> int:

@@ -33,8 +33,8 @@ WARM_UP = 2  # versions of the warm-up, in addition to the versions that alpha l
 class StepShares:
     """Parts of a synchronous step, which add up to 1.
 
-    The parts are the time until the last response, then until the last score, then until the new version, then until
-    the engines have the new version.
+    The parts end with the last response, the last score, the publishing of the new version, and the engines' switch to
+    the new version.
     """
 
     rollout: float
@@ -45,7 +45,7 @@ class StepShares:
 
 @dataclass(frozen=True, slots=True)
 class IdleShares:
-    """Shares of the time without work; `slots` is the share of empty engine slots."""
+    """Shares of time without work; `slots` is the share of engine slots that were empty."""
 
     engines: float
     slots: float
@@ -55,7 +55,7 @@ class IdleShares:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """Lengths of trained responses compared with the population, in tokens."""
+    """Differences between the lengths of trained responses and of all drawn responses (the population), in tokens."""
 
     trained_mean: float
     population_mean: float
@@ -65,21 +65,21 @@ class Bias:
 
     @property
     def mean_difference(self) -> float:
-        """Difference of the mean lengths, as a share of the population's mean."""
+        """Mean length of the trained responses minus that of the population, as a share of the population's mean."""
         return self.trained_mean / self.population_mean - 1.0
 
     @property
     def p99_difference(self) -> float:
-        """Difference of the 99th percentiles of the lengths, as a share of the population's percentile."""
+        """99th percentile of the trained lengths minus the population's, as a share of the population's."""
         return self.trained_p99 / self.population_p99 - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The fate of every token that the engines sampled for training.
+    """Numbers of tokens that the engines sampled for training, by what became of them.
 
-    `wasted` counts wasted tokens by reason, `groups` counts discarded groups by reason. `evaluated` counts the tokens
-    sampled for evaluations, which are not part of the other numbers.
+    `wasted` counts wasted tokens by reason; `groups` counts discarded groups by reason. `evaluated` counts the tokens
+    that were sampled for evaluations; no other field includes these tokens.
     """
 
     sampled: int
@@ -122,7 +122,7 @@ class Figures:
 
 
 def figures_of(records: SimulationRecords, config: RunConfig, hardware: Hardware, versions: int) -> Figures:
-    """Compute all figures; `config` is the recipe with timed engines."""
+    """Compute all figures of a simulation; `config` is the recipe with timed engines."""
     assert isinstance(config.engine, TimedEngineConfig)
     warm = min(WARM_UP + config.capacity - 1, versions // 2)
     grain, speeds = config.engine.tokens_per_tick, hardware.speeds(config)
@@ -186,7 +186,7 @@ def _tokens(records: SimulationRecords, versions: int, grain: int) -> Tokens:
 
 
 def _bias(records: SimulationRecords, config: RunConfig, versions: int, grain: int) -> tuple[Bias, Sequence[int]]:
-    """Compute the bias; also return the population's lengths."""
+    """Compute the length bias; return it with the lengths of the population."""
     count = sum(formed.trajectories for formed in records.formed if formed.number < versions)
     trained = np.frombuffer(records.trained_lengths, np.int64)[:count] * grain
     drawn = np.array(simulate_population(config, -(-count // config.group_size), records.filtered), np.int64) * grain
@@ -201,7 +201,7 @@ def _bias(records: SimulationRecords, config: RunConfig, versions: int, grain: i
 
 
 def simulate_population(config: RunConfig, prompts: int, filtered: Collection[int] = ()) -> list[int]:
-    """Draw the simulated length of every response to the first `prompts` prompts, without the filtered prompts."""
+    """Draw the length of every response to the first `prompts` prompts, except the prompts in `filtered`."""
     engine = config.engine
     assert isinstance(engine, TimedEngineConfig)
     lengths, longest = ResponseLengths(engine), engine.max_new_tokens * engine.tokens_per_tick
@@ -220,7 +220,10 @@ def simulate_population(config: RunConfig, prompts: int, filtered: Collection[in
 
 
 def _shares(records: SimulationRecords, warm: int, versions: int) -> StepShares:
-    """Compute the parts of the steps after the warm-up; a step begins when the engines have the previous version."""
+    """Compute the shares of rollout, reward, train and update in the steps after the warm-up.
+
+    A step begins when the engines have the previous version's weights.
+    """
     updated = {update.version: update.ended for update in records.updates}
     formed = {batch.number: batch for batch in records.formed}
     parts = np.zeros(4)

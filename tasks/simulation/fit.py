@@ -34,7 +34,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RecordedVersion:
-    """One version of a run, trained on R trajectories; seconds are wall-clock."""
+    """One recorded version of a run, trained on R trajectories; times are wall-clock seconds."""
 
     version: int
     seconds: float  # since the previous version was published
@@ -48,7 +48,8 @@ class RecordedVersion:
 
 
 def fit_hardware(versions: Sequence[RecordedVersion], config: RunConfig) -> Hardware:
-    """Fit the hardware that these versions (those after a warm-up) ran on. Takes some seconds, as it simulates them."""
+    """Fit the hardware on which the given versions, which follow a warm-up, were recorded. Fitting simulates these
+    versions, which takes some seconds."""
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
     alone = config.async_ratio == 0
     seconds = np.concatenate([np.asarray(v.generation_R, float) for v in versions])
@@ -75,7 +76,7 @@ def fit_hardware(versions: Sequence[RecordedVersion], config: RunConfig) -> Hard
 
 
 def thin_values(values: Floats) -> Floats:
-    """Return at most `QUANTILES` values with the same distribution: the middles of equal shares."""
+    """Return at most `QUANTILES` values with the same distribution: evenly spaced quantiles."""
     values = np.sort(values)
     if len(values) <= QUANTILES:
         return values
@@ -84,17 +85,17 @@ def thin_values(values: Floats) -> Floats:
 
 
 def train_seconds(versions: Sequence[RecordedVersion], *, alone: bool) -> list[float]:
-    """Compute the learner's own seconds per version.
+    """Compute the seconds of each version in which the learner itself worked.
 
-    The shortest wait is a wait for a batch that was ready, so it counts as the learner's own time. At alpha = 0
-    (`alone`) no batch is ever ready.
+    The learner's shortest wait for a batch is taken as a wait for a batch that was ready, so this time counts as the
+    learner's work. If `alone` is set, alpha is 0 and no batch is ever ready before the learner asks.
     """
     ready = 0.0 if alone else min(v.waited for v in versions)
     return [max(1e-6, v.seconds - (v.waited - ready)) for v in versions]
 
 
 def correlation_of(versions: Sequence[RecordedVersion]) -> float:
-    """Compute rho, the correlation of the lengths' normal scores within a prompt, from the variance within groups."""
+    """Compute the correlation of the normal scores of the lengths of two responses to one prompt."""
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
     groups: Floats = np.concatenate([_number_groups(v.groups_R) + 1e6 * i for i, v in enumerate(versions)])
     scores = normal_scores(tokens)
@@ -107,7 +108,7 @@ def correlation_of(versions: Sequence[RecordedVersion]) -> float:
 
 
 def normal_scores(values: Floats) -> Floats:
-    """Return each value's rank as a standard normal number; equal values get the same number."""
+    """Convert each value to a normal score: the standard normal quantile of its rank; equal values get equal scores."""
     distinct, index, counts = np.unique(values, return_inverse=True, return_counts=True)
     middles = (np.cumsum(counts) - counts / 2) / len(values)
     normal = NormalDist()

@@ -79,7 +79,7 @@ class EnginesHardware(Section):
 
 
 class ResponsesHardware(Section):
-    """The lengths of responses: lognormal or measured."""
+    """The lengths of responses: lognormal, or a list of measured lengths."""
 
     median: float = Field(1000.0, gt=0, description="median length of a response, in tokens")
     sigma: float = Field(1.0, ge=0, description="sigma of the lognormal distribution of response lengths")
@@ -99,7 +99,7 @@ class ResponsesHardware(Section):
 
 
 class RewardHardware(Section):
-    """The time and the accuracy of scores."""
+    """The time to score a response, and the share of correct responses."""
 
     seconds: float = Field(0.0, ge=0, description="mean time to score a response, in seconds")
     sigma: float = Field(
@@ -120,7 +120,7 @@ class RewardHardware(Section):
 
 
 class LearnerHardware(Section):
-    """The time of a train step: seconds + epochs x (per_trajectory x trajectories + per_token x tokens) / gpus."""
+    """The seconds of a train step: seconds + epochs x (per_trajectory x trajectories + per_token x tokens) / gpus."""
 
     gpus: float = Field(1.0, gt=0, description="number of GPUs that train")
     colocated: bool = Field(
@@ -191,7 +191,7 @@ class Hardware(Section):
     faults: FaultsHardware = FaultsHardware()
 
     def gpus(self, config: RunConfig) -> float:
-        """Return the number of GPUs: the engines' and the learner's."""
+        """Return the number of GPUs of the engines and the learner together."""
         learner = 0.0 if self.learner.colocated else self.learner.gpus
         return self.engine_count(config) * self.engines.gpus_per_engine + learner
 
@@ -200,11 +200,11 @@ class Hardware(Section):
         return self.engines.count or config.engine.replicas
 
     def cap(self, config: RunConfig) -> int:
-        """Return the length of the longest response, in tokens."""
+        """Return the largest possible length of a response, in tokens."""
         return self.responses.cap or config.engine.max_new_tokens
 
     def engine(self, config: RunConfig) -> TimedEngineConfig:
-        """Build the recipe's engine section for timed engines of this hardware (at speed 1)."""
+        """Build the `[engine]` section for timed engines of this hardware, at the engine speed 1."""
         engines, responses, cap = self.engines, self.responses, self.cap(config)
         grain = responses.tokens_per_tick or max(1, cap // GRAINS)
         return TimedEngineConfig(
@@ -229,7 +229,7 @@ class Hardware(Section):
         )
 
     def speeds(self, config: RunConfig) -> list[float]:
-        """Draw each engine's speed, relative to the file's seconds."""
+        """Draw each engine's speed; at speed 1 an engine takes the seconds of the hardware file."""
         draw, engines, faults = random.Random(f"speeds {config.seed}"), self.engines, self.faults
         found = []
         for place in range(self.engine_count(config)):
@@ -239,7 +239,7 @@ class Hardware(Section):
         return found
 
     def train_seconds(self, version: int, trajectories: float, tokens: float) -> float:
-        """Compute the seconds to train `version` on this many trajectories and response tokens."""
+        """Compute the seconds that training `version` takes with these numbers of trajectories and response tokens."""
         learner = self.learner
         if learner.measured:
             return learner.measured[(version - 1) % len(learner.measured)]

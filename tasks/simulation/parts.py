@@ -84,7 +84,7 @@ class TimedRewards:
 
 
 class Memory:
-    """Implements `Source` of the channel: holds the committed batches that are not trained on yet."""
+    """A batch source of the channel (`Source`): has the committed batches that are not trained on yet."""
 
     def __init__(self) -> None:
         self.batches: dict[int, StagedBatch] = {}
@@ -99,7 +99,7 @@ class Memory:
 
 
 def check_fresh(staged: StagedBatch, async_ratio: float) -> None:
-    """Raise `Stale` if a group is older than version `number` - alpha, as a run's log would."""
+    """Raise `Stale` if a group is older than version `number` - alpha; in a run the log makes this check."""
     oldest = min(group.started_version for group in staged.groups)
     if oldest < staged.number - async_ratio:
         raise Stale(
@@ -109,7 +109,7 @@ def check_fresh(staged: StagedBatch, async_ratio: float) -> None:
 
 
 class TimedLearner:
-    """Takes batches from the channel, one after another, and lets the time of a train step pass for each."""
+    """Takes one batch after another from the channel, and spends the time of a train step on each."""
 
     def __init__(
         self, hardware: Hardware, grain: int, channel: Channel[StagedBatch], records: SimulationRecords
@@ -133,7 +133,7 @@ class TimedLearner:
 
 
 class Faults:
-    """Kills engines at given or random times and replaces them."""
+    """Kills engines at planned or random times and replaces them."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Faults:
         self._replace, self._records = replace, records
 
     async def run(self, seed: int) -> None:
-        """Run all deaths, planned and random."""
+        """Kill engines at all planned and random times."""
         async with asyncio.TaskGroup() as tasks:
             for death in self._faults.deaths:
                 tasks.create_task(self._die(death.at_seconds, death.engine))
@@ -160,7 +160,7 @@ class Faults:
             await self._die(draw.expovariate(self._faults.deaths_per_hour / 3600.0), place)
 
     async def _die(self, seconds: float, place: int) -> None:
-        """Kill an engine after `seconds`; return when another engine serves in its place."""
+        """Kill an engine after `seconds`; return when its replacement serves requests."""
         await asyncio.sleep(seconds)
         self._engines[place].kill("killed by the simulation")
         self._records.deaths += 1

@@ -49,7 +49,7 @@ WIDER = 4  # the planner tries a bound of 4 times alpha, at the same depth
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The result of a search: the finals, best first, and the choice."""
+    """The result of a search: the outcomes of the final simulations, fastest first, and the recommended outcome."""
 
     finals: tuple[CandidateOutcome, ...]
     sync: CandidateOutcome  # the recipe itself at alpha = 0
@@ -63,9 +63,7 @@ class Plan:
 
     @property
     def wider(self) -> CandidateOutcome | None:
-        """The fastest final with a wider bound that keeps the limits at the recommended depth; None if none is
-        faster.
-        """
+        """The fastest final outcome with a wider bound at the recommended depth; None if none gains enough."""
         one = self.recommended
         if one is None:
             return None
@@ -90,10 +88,10 @@ def plan(
     limits: PlanLimits = LIMITS,
     watch: Callable[[int, CandidateOutcome], None] = lambda count, outcome: None,
 ) -> Plan:
-    """Search for the best plan; `watch` is called after each simulation with the number of simulations so far.
+    """Search for the best plan; call `watch` after each simulation with the number of simulations so far.
 
     Raises:
-        ConfigError: there are too few GPUs, or the hardware file does not describe other splits.
+        ConfigError: there are too few GPUs, or the hardware file cannot describe another split of the GPUs.
     """
     return _Search(config, hardware, gpus, largest, budget, limits, watch).run()
 
@@ -101,10 +99,10 @@ def plan(
 def choose(
     finals: Sequence[CandidateOutcome], limits: PlanLimits
 ) -> tuple[CandidateOutcome | None, CandidateOutcome | None]:
-    """Return the fastest outcome, and the recommended one, among those that keep the limits.
+    """Return two of the outcomes that keep the limits: the fastest one, and the recommended one.
 
     The recommended outcome has the smallest alpha within `TOLERANCE` of the fastest outcome. Among equally fast
-    outcomes, the outcome with the least waste is recommended.
+    outcomes with this alpha, the outcome with the least waste is recommended.
     """
     kept = [outcome for outcome in finals if not outcome.marks(limits)]
     if not kept:
@@ -119,10 +117,10 @@ def choose(
 
 
 def settled_bias(figures: Figures, drawn_R: Sequence[int]) -> tuple[float, float]:
-    """Compute the bias of a version after the warm-up, as a share of its tokens, and its standard error.
+    """Compute the length bias of a version after the warm-up, as a share of its tokens, and the bias's standard error.
 
-    The bias is the slope, over versions, of the trained tokens minus the drawn ones; the error comes from the
-    residuals. `drawn_R` has the lengths of all responses, in the order of prompts.
+    The bias is the slope, over versions, of the sum of trained tokens minus drawn tokens; its standard error comes from
+    the residuals of the line. `drawn_R` has the lengths of all responses, in the order of prompts.
     """
     versions, warm = figures.versions, figures.warm_up
     responses = figures.bias.trained // versions
@@ -205,7 +203,7 @@ class _Search:
         return self._descend(self._start(0.0), self._stride())
 
     def _asynchronous(self) -> tuple[list[CandidateOutcome], bool]:
-        """Find the best split of each alpha; also return whether larger alphas need no simulation."""
+        """Find the best split of the GPUs for each alpha; also return whether larger alphas need no simulation."""
         found: list[CandidateOutcome] = []
         for alpha in self._alphas():
             if found and self._is_spent():
@@ -223,7 +221,7 @@ class _Search:
         return (*takewhile(lambda a: a < self._largest, ALPHAS), *([self._largest] if self._largest else []))
 
     def _try_waiting(self, plain: CandidateOutcome) -> CandidateOutcome | None:
-        """Try waiting for old groups if dropping them exceeds a limit; return that outcome if it keeps the limits."""
+        """Simulate waiting for old groups if dropping them exceeds a limit; return None if waiting does, too."""
         other = replace(plain.candidate, on_stale="wait")
         drops = plain.candidate.drops and plain.marks(self._limits)
         if not drops or not self._is_allowed(other) or self._is_spent():
@@ -233,9 +231,9 @@ class _Search:
         return None if waiting.marks(self._limits) else waiting
 
     def _second(self, plain: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-        """Return the second best split of the alpha that seems needed.
+        """Return the second best split of the GPUs for the smallest alpha that seems fast enough.
 
-        A first simulation may put the best and the second best split in the wrong order.
+        A candidate's first simulation is short, so it may rank the best two splits in the wrong order.
         """
         if not plain:
             return []
@@ -248,7 +246,7 @@ class _Search:
         return sorted(same, key=lambda outcome: -outcome.throughput)[1:2]
 
     def _redundant(self, plain: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-        """Find the best redundant choice of each alpha up to the needed one, and the fastest that exceeds a limit."""
+        """Find each alpha's best candidate with redundant rollout, and the fastest candidate that exceeds a limit."""
         gains, passing = [], []
         needed = _smallest_alpha(plain).candidate.async_ratio
         for outcome in (outcome for outcome in plain if outcome.candidate.async_ratio <= needed):
@@ -262,7 +260,7 @@ class _Search:
         return gains + sorted(passing, key=lambda other: -other.throughput)[:1]
 
     def _others(self, base: Candidate) -> Iterator[Candidate]:
-        """Yield the candidates that differ from `base` in one choice and that the recipe allows."""
+        """Yield the candidates that differ from `base` in one rollout option, if the recipe allows them."""
         groups, size = self._config.groups, self._config.group_size
         eighth, quarter = max(1, groups // 8), max(1, groups // 4)
         more = [
@@ -292,7 +290,7 @@ class _Search:
     # --- the split ----------------------------------------------------------------------------------------
 
     def _descend(self, start: Candidate, stride: int) -> CandidateOutcome:
-        """Move from a split to better neighbours; halve the stride if no neighbour is better."""
+        """Move from a split to better neighbouring splits; halve the stride if no neighbouring split is better."""
         best = self._screen(start)
         while stride and not best.candidate.colocated:
             better = self._better(best, stride)
@@ -300,7 +298,7 @@ class _Search:
         return best
 
     def _better(self, best: CandidateOutcome, stride: int) -> CandidateOutcome | None:
-        """Return a neighbouring split with a shorter step, or None; try first to give GPUs to the busier stage."""
+        """Return a neighbouring split with a shorter step, or None; first try more GPUs for the busier stage."""
         idle = best.figures.idle
         toward = -stride if idle.learner < idle.engines else stride
         for engines in (best.candidate.engines + toward, best.candidate.engines - toward):
@@ -313,7 +311,7 @@ class _Search:
         return None
 
     def _start(self, alpha: float) -> Candidate:
-        """Return the split according to beta*."""
+        """Return the candidate that gives the share beta* of the GPUs to training (Proposition 2)."""
         middle = self._candidate(max(1, self._most // 2), alpha)
         share = self._bounds(middle).best_training_share
         engines = round((1.0 - share) * self._gpus / self._width)
@@ -323,7 +321,7 @@ class _Search:
         return max(1, self._most // 8)
 
     def _candidate(self, engines: int, alpha: float, *, colocated: bool = False) -> Candidate:
-        """Return the recipe's own choices on this number of engines."""
+        """Return a candidate with this number of engines and the recipe's own rollout options."""
         rollout, learner = self._config.rollout, self._gpus if colocated else self._gpus - engines * self._width
         redundancy = (rollout.redundant_groups, rollout.redundant_responses, rollout.tail_batching, rollout.on_stale)
         ahead = None if rollout.max_batches_ahead is None else min(rollout.max_batches_ahead, alpha)
@@ -335,14 +333,14 @@ class _Search:
     # --- simulations --------------------------------------------------------------------------------------
 
     def _is_spent(self) -> bool:
-        """Return whether the remaining simulations are reserved for the finals."""
+        """Return whether all remaining simulations are reserved for the final candidates."""
         return len(self._known) >= self._budget.simulations - FINALISTS
 
     def _screen(self, candidate: Candidate) -> CandidateOutcome:
         return self._simulate(candidate, _warm_up(candidate.async_ratio) + self._budget.count_screening(self._config))
 
     def _simulate(self, candidate: Candidate, versions: int) -> CandidateOutcome:
-        """Simulate a candidate for a number of versions, once."""
+        """Simulate a candidate for a number of versions, or return the earlier result of the same simulation."""
         if (known := self._known.get((candidate, versions))) is not None:
             return known
         config, hardware = candidate.config(self._config, self._hardware), candidate.hardware(self._hardware)
@@ -356,13 +354,13 @@ class _Search:
         return outcome
 
     def _bounds(self, candidate: Candidate) -> Bounds:
-        """Compute the bounds of Proposition 2 for the lengths of a first simulation."""
+        """Compute the bounds of Proposition 2 for the lengths that a candidate's first simulation draws."""
         config, hardware = candidate.config(self._config, self._hardware), candidate.hardware(self._hardware)
         lengths = self._population(_warm_up(0.0) + self._budget.count_screening(config))
         return bounds_of(work_of(config, hardware, lengths, hardware.speeds(config)))
 
     def _population(self, versions: int) -> list[int]:
-        """Return the drawn lengths, in tokens, of at least the prompts of the first versions."""
+        """Return the drawn lengths, in tokens, of the responses to at least the prompts of the first versions."""
         count = versions * self._config.groups
         if len(self._lengths) < count * self._config.group_size:
             timed = self._config.model_copy(update={"engine": self._hardware.engine(self._config)})
@@ -372,12 +370,12 @@ class _Search:
 
 
 def _smallest_alpha(outcomes: Sequence[CandidateOutcome]) -> CandidateOutcome:
-    """Return the outcome with the smallest alpha that may come within the tolerance of the best."""
+    """Return the outcome with the smallest alpha that may come within the tolerance of the best throughput."""
     best = max(outcome.throughput for outcome in outcomes)
     near = [outcome for outcome in outcomes if outcome.throughput >= (1.0 - 1.5 * TOLERANCE) * best]
     return min(near, key=lambda outcome: (outcome.candidate.async_ratio, -outcome.throughput))
 
 
 def _warm_up(alpha: float) -> int:
-    """Return the number of versions that `Figures` excludes."""
+    """Return the number of versions at the start that `Figures` leaves out."""
     return WARM_UP + math.floor(alpha)

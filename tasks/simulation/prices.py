@@ -24,14 +24,14 @@ from rollflow.tasks.simulation.hardware import Hardware
 
 
 class MachinePrice(Section):
-    """The machines of one role: all are of one kind."""
+    """The price and size of one kind of machine, on which all engines or all training processes run."""
 
     gpus: int = Field(gt=0, description="number of GPUs of one machine")
     hour: float = Field(ge=0, description="price of one machine per hour")
 
 
 class StoragePrice(Section):
-    """The store, and how much a version puts there."""
+    """The price of the object store, and how much a version writes to it."""
 
     gb_month: float = Field(ge=0, description="price of one GB per month")
     weights_gb: float = Field(ge=0, description="size of the weights of one version, in GB")
@@ -68,7 +68,7 @@ class Cost:
 
 
 def cost_of(outcome: CandidateOutcome, prices: Prices, config: RunConfig, hardware: Hardware) -> Cost:
-    """Compute what a simulated outcome costs; `config` has how many versions are trained, and which are kept."""
+    """Compute what a simulated outcome costs; `config` says how many versions are trained and which are kept."""
     candidate, idle = outcome.candidate, outcome.figures.idle
     engine_gpus = candidate.engines * hardware.engines.gpus_per_engine
     generating, training = engine_gpus * _busy(idle.engines), candidate.learner_gpus * _busy(idle.learner)
@@ -104,7 +104,7 @@ class _Machines:
 
     @classmethod
     def for_gpus(cls, gpus: float, price: MachinePrice) -> _Machines:
-        """Compute the number of machines that together have at least `gpus` GPUs."""
+        """Compute how many machines have at least `gpus` GPUs together."""
         return cls(math.ceil(round(gpus / price.gpus, 9)), price)
 
     @property
@@ -113,7 +113,7 @@ class _Machines:
         return self.count * self.price.hour
 
     def idle_hour(self, busy_gpus: float) -> float:
-        """Return the price of one hour of the GPUs that are idle."""
+        """Return the price per hour of the GPUs that are idle."""
         return max(0.0, self.count * self.price.gpus - busy_gpus) * self.price.hour / self.price.gpus
 
 
@@ -122,7 +122,7 @@ def _busy(idle: float) -> float:
 
 
 def _storage_month(price: StoragePrice, config: RunConfig, alpha: float) -> float:
-    """Return the price a month of what a run keeps after its last version; engines may need alpha + 1 versions."""
+    """Return the monthly price of what a run stores after its end; engines may need alpha + 1 versions."""
     store, last = config.store, config.versions
     retention = Retention(max(store.keep_last, int(alpha) + 1), store.keep_every, store.state_every)
     sizes: dict[Kind, float] = {"weights": price.weights_gb, "state": price.state_gb}

@@ -17,7 +17,7 @@ from rollflow.tasks.engines.timed import EngineUsage
 
 
 class Gauge:
-    """Counts running items, and sums them up over time."""
+    """Counts how many items run at each moment, and integrates this number over time."""
 
     def __init__(self) -> None:
         self.active = 0
@@ -25,7 +25,7 @@ class Gauge:
         self._since = 0.0
 
     def change(self, by: int) -> None:
-        """Change the number of running items."""
+        """Add `by` to the number of running items."""
         now = asyncio.get_running_loop().time()
         if self.active:
             passed = now - self._since
@@ -43,7 +43,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A span of time; `version` is the policy version that results from the span."""
+    """An interval of time; `version` is the policy version that the work in the interval produces."""
 
     began: float
     ended: float
@@ -57,7 +57,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class FormedBatch:
-    """A formed batch: when it was formed, and when the last response before that ended."""
+    """The time at which a batch was formed, and the time at which the last response before that ended."""
 
     number: int
     at: float
@@ -69,7 +69,7 @@ class FormedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All growing counters at one moment; a counter of engines is a sum over all engines."""
+    """The values of all cumulative counters at one moment; an engine counter is a sum over all engines."""
 
     at: float
     engine_busy: float
@@ -118,7 +118,7 @@ class SimulationRecords:
 
 
 def trajectories_of(staged: StagedBatch) -> list[Trajectory]:
-    """List the trajectories of a batch; in a simulation its groups are not packed."""
+    """List the trajectories of a simulated batch, whose groups are not packed."""
     return [
         trajectory for group in staged.groups if isinstance(group, TrajectoryGroup) for trajectory in group.trajectories
     ]

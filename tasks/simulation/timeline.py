@@ -20,8 +20,8 @@ BINS = 960
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """E engines, B bins of `bin_seconds`. `engines[e, b]` is the share of the engine's slots that ran (0 to 1), and
-    `rewards[b]` is the mean number of scores in progress."""
+    """How busy E engines and the scorers were in each of B bins of `bin_seconds`. `engines[e, b]` is the share of
+    engine e's slots that ran in bin b; `rewards[b]` is the mean number of scores in progress."""
 
     bin_seconds: float
     engines: NDArray[np.float32]
@@ -56,7 +56,7 @@ class Sampler:
                 self.bin_seconds *= 2
 
     def growth(self) -> NDArray[np.float32]:
-        """Compute the growth of each counter per second of each bin, as an array (counters, bins)."""
+        """Compute how much each counter grew per second in each bin, as an array (counters, bins)."""
         if not self._rows:
             return np.zeros((len(self._read()), 1), np.float32)
         found: NDArray[np.float32] = np.stack(self._rows, axis=1) / np.float32(self.bin_seconds)

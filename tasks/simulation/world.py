@@ -69,12 +69,12 @@ def simulate(
     watch: Callable[[int], None] = lambda version: None,
     world_type: type[SimulatedRun] | None = None,
 ) -> SimulationResult:
-    """Simulate a recipe on `hardware` until `versions` (default: the recipe's) are trained.
+    """Simulate a recipe on `hardware` until `versions` versions are trained; the recipe gives the default.
 
     Args:
-        timeline: record what was busy when (costs a few per cent).
+        timeline: record which parts were busy at which times; this costs a few per cent of the time.
         watch: called with each published version.
-        world_type: the class of the run, if not `SimulatedRun`: benchmarks simulate other schedulers.
+        world_type: the class of the run, if not `SimulatedRun`; benchmarks simulate other schedulers.
 
     Raises:
         ConfigError: the hardware does not fit the recipe.
@@ -96,7 +96,7 @@ def simulate(
 
 @contextmanager
 def _pause_collector() -> Iterator[None]:
-    """Turn off Python's garbage collector, which would take half of the simulation's time to inspect live objects."""
+    """Turn off Python's garbage collector, which would take half of a simulation's time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -107,7 +107,7 @@ def _pause_collector() -> Iterator[None]:
 
 
 class SimulatedRun:
-    """All parts of one simulated run. `config` has timed engines; `recipe` is the original config."""
+    """All parts of one simulated run. `recipe` is the user's config; `config` is a copy of it with timed engines."""
 
     proxy_type: type[InferenceProxy] = InferenceProxy
     scheduler_type: type[RolloutScheduler] = RolloutScheduler
@@ -146,10 +146,10 @@ class SimulatedRun:
         self.faults = Faults(faults, self.proxy, self.engines, self._replace, self.records)
 
     async def run(self, versions: int, watch: Callable[[int], None]) -> None:
-        """Run until `versions` are published.
+        """Run until `versions` versions are published.
 
         Raises:
-            RollflowError: an error that would have ended the run.
+            RollflowError: an error that would also have ended a real run.
         """
 
         def published(version: int) -> None:
@@ -174,7 +174,7 @@ class SimulatedRun:
             raise failure
 
     def timeline(self) -> Timeline:
-        """Return the timeline: which parts were busy, and when."""
+        """Return the timeline of which parts were busy at which times."""
         assert self.sampler is not None
         growth = self.sampler.growth()
         engines, rewards = growth[:-1] / np.float32(self.engine.max_concurrent_requests), growth[-1]
@@ -182,11 +182,11 @@ class SimulatedRun:
         return Timeline(self.sampler.bin_seconds, engines, rewards, steps, updates, self.engine.max_concurrent_requests)
 
     async def newer(self, version: int) -> int:
-        """Wait for a newer version, as `VersionFeed` does."""
+        """Wait for a newer version than `version`, as `VersionFeed` does."""
         return await self.channel.wait_version(version, FOREVER)
 
     async def fetch(self, version: int) -> tuple[Path, WeightsProbe]:
-        """Let the time of a fetch pass; a simulation has no weights."""
+        """Let the time of fetching weights pass; a simulation has no weights."""
         await asyncio.sleep(self.hardware.update.fetch_seconds)
         self._fetched = asyncio.get_running_loop().time()
         return Path(), WeightsProbe((), (), 0.0)
@@ -217,7 +217,7 @@ class SimulatedRun:
         return TimedEngine(self.engine.model_copy(update={"speed": self.speeds[place]}))
 
     async def _replace(self, place: int) -> TimedEngine:
-        """Start a new engine in a place; the work of the dead engine still counts."""
+        """Start a new engine in place of a dead one; the work of the dead engine still counts."""
         dead = self.engines[place].usage
         self._past[place] += dead.slot_seconds
         self._buried.append(dead)
@@ -242,7 +242,7 @@ class SimulatedRun:
         return [*self._buried, *(engine.usage for engine in self.engines.values())]
 
     def _shortest_bin(self) -> float:
-        """Return the shortest bin of the timeline: a fraction of one response's time; bins only grow."""
+        """Return the width of the timeline's bins at the start: a fraction of one response's time."""
         lengths = sorted(self.engine.lengths)
         typical = lengths[len(lengths) // 2] if lengths else self.engine.median_tokens
         return max(1e-4, (self.engine.prefill_seconds + typical * self.engine.seconds_per_token) / 32)
@@ -253,7 +253,7 @@ class SimulatedRun:
         return [*slots, self.rewards.gauge.usage.slot_seconds]
 
     async def _close(self) -> None:
-        """Record the proxy's counts, and let nothing more start."""
+        """Record the proxy's counts, and prevent any new work from starting."""
         self.records.restarted, self.records.taken_over = self.proxy.restarted, self.proxy.taken_over
         self.records.restarted_tokens = sum(usage.restarted for usage in self._usages())
         if self.evaluations is not None:
