@@ -1,6 +1,6 @@
-"""The errors of rollflow. The name of an error tells its catcher what to do.
+"""The errors of rollflow. The class of an error says what the code that catches the error must do.
 
-Every error takes one string, so it can be pickled and sent between processes.
+The only argument of every error is a string, so an error can be pickled and sent between processes.
 """
 
 
@@ -9,7 +9,7 @@ class RollflowError(Exception):
 
 
 class Conflict(RollflowError):
-    """Another process created this name first: read the state again, then retry or stop."""
+    """An object of this name already exists, or a log entry cannot follow: read the state again, then retry or stop."""
 
 
 class Missing(RollflowError):
@@ -33,11 +33,13 @@ class RankFailed(RollflowError):
 
 
 class Unreachable(RollflowError):
-    """A service did not answer in time; the message names the service, the address and the wait."""
+    """A service did not answer in time; the message names the service, its address and the seconds waited."""
 
 
 class StoreFailed(RollflowError):
-    """The store refuses writes (full, over quota, read-only). Nothing was committed: fix the store, then resume."""
+    """The store refuses writes (full, over quota, read-only). Nothing was committed, so the user can fix the store and
+    resume the run.
+    """
 
 
 class NotFinite(RollflowError):
@@ -45,4 +47,6 @@ class NotFinite(RollflowError):
 
 
 class ConfigError(RollflowError):
-    """The user must change a key or a setting. The message names the key, its value and the fix (exit code 2)."""
+    """The user must change a key or a setting. The message names the key, its value and the fix, and the command exits
+    with code 2.
+    """

@@ -1,16 +1,16 @@
-"""The basic types of rollflow: prompts, trajectories, groups and their fates.
+"""Defines the basic types of rollflow: prompts, trajectories, groups, and the reasons to discard a group.
 
 All types are frozen.
 
-Shapes: T is the number of tokens of one trajectory (prompt and response), G the number of trajectories
-of one group.
+In array shapes, T is the number of tokens of one trajectory, prompt and response together.
 
-A *dispatch* is one issue of one prompt: `GroupKey(prompt, attempt)`. Every dispatch has exactly one fate: one
-version is trained on it, or it is discarded for a reason. A
-discarded prompt is issued again with the next attempt, unless it was filtered.
+A *dispatch* is one issue of one prompt: `GroupKey(prompt, attempt)`. Every dispatch ends in exactly one way: one
+version is trained on the dispatch, or the dispatch is discarded for a reason. A discarded prompt is issued again with
+the next attempt, unless it was filtered.
 
-Prompts come from D sources. The prompt at `position` of source s has the index `position * D + s`, so an index
-identifies its source, and each source can be issued at its own pace.
+Prompts come from one or more sources. With D sources, the prompt at `position` of source s has the index
+`position * D + s`. The index of a prompt identifies its source, and prompts of each source can be issued at their own
+pace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class StopReason(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What the scorer found in a response. The set is closed; a free text belongs to the reason."""
+    """The judgement of a scorer on a response, as one value of a fixed list. A scorer's own words belong to the
+    trajectory's `reason`.
+    """
 
     CORRECT = "correct"
     PARTIAL = "partial"  # some parts of the answer are correct
@@ -78,9 +80,10 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The progress of D prompt sources: `issued[s]` prompts of source s were issued, `filtered[s]` of them filtered.
+    """The progress of each prompt source: `issued[s]` prompts of source s were issued, and `filtered[s]` of these
+    prompts were filtered.
 
-    The cursor of a new run has no source and covers no prompt.
+    A cursor without arguments has no source and covers no prompt.
     """
 
     issued: tuple[int, ...] = ()  # per source: the first position that was never dispatched
@@ -96,7 +99,7 @@ class Cursor:
 
     @property
     def sources(self) -> int:
-        """The number of sources, D."""
+        """The number of prompt sources."""
         return len(self.issued)
 
     @property
@@ -111,7 +114,8 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. `index` is its position in the run's order; `reference` is what the verifier needs (JSON).
+    """One prompt. `index` is the prompt's number in the run's order of prompts; `reference` is what the verifier needs,
+    as JSON values.
 
     `input` is what the policy reads, and `text` what a person reads.
     """
@@ -125,15 +129,18 @@ class Prompt:
 
     @property
     def tokens(self) -> Int32s:
-        """The prompt's tokens. Raises `ConfigError` if the prompt is not tokens alone."""
+        """The prompt's tokens. Raises `ConfigError` if the prompt contains an image or another part that is not
+        tokens.
+        """
         return self.input.tokens
 
 
 class Branch(NamedTuple):
     """The origin of a trajectory that continues another trajectory of its group; both trajectories begin with the same
-    tokens."""
+    tokens.
+    """
 
-    parent: int  # `sample` of the other trajectory
+    parent: int  # the field `sample` of the trajectory that this one continues
     position: int  # number of tokens that both trajectories begin with
 
 
@@ -142,15 +149,17 @@ class Trajectory:
     """One finished episode over T tokens.
 
     `loss_mask[t]` is true if the policy sampled token t. For a sampled token t, `logprobs[t]` (nats) is the
-    log-probability of the token under the distribution it was sampled from, and `versions[t]` the policy version that
-    sampled it. For other tokens `logprobs[t]` is 0.0 and `versions[t]` is -1. Staleness counts from `started_version`.
-    In a run the four sequences are token arrays.
+    log-probability of the token under the distribution it was sampled from, and `versions[t]` is the policy version
+    that sampled the token. For a token t that the policy did not sample, `logprobs[t]` is 0.0 and `versions[t]` is -1.
+    The staleness of a trajectory is counted from its `started_version`. In a run, these four sequences of length T are
+    token arrays: `tokens`, `loss_mask`, `logprobs` and `versions`.
 
-    A field that is None was not recorded. `turn_starts` has the position of each turn's first sampled token.
-    `routed_experts` has the same number of experts (layers x experts per token) for each of the T tokens, -1 if an
-    expert is unknown. `foreign_parts` has the parts that are no tokens; `tokens[t]` is `NO_TOKEN` at their positions.
-    `kept_tokens` has T sets: the tokens that the sampler chose token t from (top-k, top-p); the set
-    is empty if the sampler chose from all tokens, or the policy did not sample token t.
+    A field that is None was not recorded. `turn_starts` lists the position of the first sampled token of each turn.
+    `routed_experts` lists, for each of the T tokens, the token's experts in every layer, with -1 for an unknown expert.
+    `foreign_parts` lists the parts that are not tokens, such as images; at the positions of these parts `tokens[t]` is
+    `NO_TOKEN`. `kept_tokens` has one set of tokens for each token t: the set among which the sampler chose token t
+    after top-k and top-p. The set of token t is empty if the sampler chose among all tokens, or if the policy did not
+    sample token t.
     """
 
     sample: int
@@ -174,7 +183,7 @@ class Trajectory:
 
     @property
     def input(self) -> ModelInput:
-        """What the policy read: the prompt, and the response with what the environment added."""
+        """The whole input of the policy: the prompt, the response, and what the environment added to the response."""
         return ModelInput.from_flat(Int32s.of(self.tokens), self.foreign_parts or ())
 
     @property
@@ -185,13 +194,16 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
-    """The G trajectories of one dispatch. A group has one advantage baseline and one fate."""
+    """The trajectories of one dispatch. The trajectories of a group share one advantage baseline, and are trained on or
+    discarded together.
+    """
 
     key: GroupKey
     prompt_id: str
     domain: str
     trajectories: tuple[Trajectory, ...]
-    surplus_tokens: int = field(default=0, compare=False)  # tokens of the extra responses that were not kept
+    # number of tokens in extra responses that were generated and not used
+    surplus_tokens: int = field(default=0, compare=False)
 
     @property
     def started_version(self) -> int:
@@ -212,7 +224,9 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True)
 class PackedGroup:
-    """A group whose rows are packed as the raw parts of columns (see `arrow_rows`), and its counts for the log."""
+    """A group whose rows are packed as the raw bytes of Arrow columns (see `arrow_rows`), with the group's counts for
+    the log.
+    """
 
     key: GroupKey
     parts: tuple[bytes, ...] = field(repr=False)
@@ -220,14 +234,17 @@ class PackedGroup:
     newest_version: int
     response_tokens: int
     surplus_tokens: int
-    optional: Mapping[str, Any] = field(default_factory=dict, repr=False)  # arrays of the columns with a value
+    # name of an optional column -> its values for the group's rows
+    optional: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 FinishedGroup: TypeAlias = TrajectoryGroup | PackedGroup  # a complete group, packed or not
 
 
 class Discard(NamedTuple):
-    """The fate of an untrained dispatch. The group's length is recorded, because dropping long groups is a bias."""
+    """The record of a dispatch that was discarded. The number of its response tokens is recorded, because discarding
+    long groups biases training.
+    """
 
     key: GroupKey
     reason: DiscardReason
@@ -236,5 +253,5 @@ class Discard(NamedTuple):
 
     @property
     def slow(self) -> bool:
-        """True if the dispatch was stale or redundant and had tokens; a dispatch without tokens shows no length."""
+        """True if the dispatch was discarded as stale or redundant after the policy had sampled tokens for it."""
         return self.reason in (DiscardReason.REDUNDANT, DiscardReason.STALE) and self.response_tokens > 0

@@ -1,1 +1,1 @@
-"""The append-only log of a run: its entries, the fold over them, snapshots, audit and retention."""
+"""The append-only log of a run: its entries, the rules for new entries, the run's state, snapshots and retention."""

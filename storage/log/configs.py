@@ -1,4 +1,4 @@
-"""The configs of a run: the one it was created with, and one for each entry that changed it.
+"""Lists the configs of a run: the first config, and one config for each log entry that changed the config.
 
     entry 0         RunCreated       from version 0 on
     entry 41        ConfigChanged    from version 7 on     differences(before, after): [("versions", 6, 9)]
@@ -22,7 +22,9 @@ from rollflow.storage.objects.base import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class RecordedConfig:
-    """A config that entry `entry` recorded. `version` is the first version that was, or will be, trained under it."""
+    """A config that the log's entry number `entry` recorded. `version` is the first policy version that was, or will
+    be, trained under this config.
+    """
 
     entry: int
     version: int
@@ -44,7 +46,7 @@ class RecordedConfig:
 
 
 def recorded_configs(log: Log) -> list[RecordedConfig]:
-    """Return all configs of a run in order, from the entries read so far.
+    """Return all configs of a run, oldest first, from the log entries that were read so far.
 
     Raises:
         Corrupt: an entry that has a config is missing or damaged.
@@ -53,7 +55,7 @@ def recorded_configs(log: Log) -> list[RecordedConfig]:
 
 
 def readable_configs(run: ObjectStore) -> list[RecordedConfig]:
-    """Return the configs of a log that does not fold, as far as their entries can be read: for display only."""
+    """Return the configs that can be read from a damaged log; use them only to display them."""
     return [RecordedConfig.of(entry) for entry in _readable(run) if isinstance(entry.body, RunCreated | ConfigChanged)]
 
 

@@ -28,11 +28,11 @@ from rollflow.storage.records import Discard, GroupKey, StoredObject
 Role = Literal["creator", "supervisor", "scheduler", "learner"]
 
 FOLDER, INDEX = "log", "log_index"
-LARGEST = 256 * 1024  # bytes of an entry; the lists of a larger entry move to its index object
+LARGEST = 256 * 1024  # largest size of an entry in bytes; the lists of a larger entry move to an index object
 
 
 class TrainedGroup(NamedTuple):
-    """The log's record of a committed group; its trajectories are in the batch file."""
+    """The log's record of a committed group; the group's trajectories are in the batch file."""
 
     prompt: int
     attempt: int
@@ -54,9 +54,9 @@ class RunCreated:
     config: Mapping[str, Any]
     config_sha256: str
     sources: int
-    prompts: tuple[Mapping[str, Any], ...] = ()  # one pin per source, which identifies the source's exact prompts
+    prompts: tuple[Mapping[str, Any], ...] = ()  # one record per source, which identifies the source's exact prompts
     policy: tuple[StoredObject, ...] = ()  # the files of the initial policy
-    probe_tokens: tuple[int, ...] = ()  # the fixed tokens of the probe after each weight update
+    probe_tokens: tuple[int, ...] = ()  # fixed tokens whose log-probs are compared after each weight update
     code_version: str = ""
     format: int = 0  # the format number of the run's records
     own_code: Mapping[str, str] = field(default_factory=dict)  # config section -> SHA-256 of its user-defined code
@@ -66,7 +66,9 @@ class RunCreated:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The claim of a role. `under` is the claim of the supervisor that started the role; None for a supervisor."""
+    """The claim of a role. `under` is the entry by which the role's supervisor claimed its own role; None in a
+    supervisor's claim.
+    """
 
     under: int | None = None
     who: str = ""
@@ -78,28 +80,29 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class BatchCommitted:
-    """The commit of batch `number`, which trains version `number` into `number + 1`.
+    """The commit of batch `number`, on which version `number` is trained to become version `number + 1`.
 
-    `issued` are the prompts that were dispatched for the first time since the scheduler's last commit, in order.
-    `discards` are the dispatches that were discarded since the scheduler's last commit.
+    `issued` lists the prompts that were dispatched for the first time since the scheduler's last commit, in the order
+    of dispatch. `discards` lists the dispatches that were discarded since the scheduler's last commit.
     """
 
     number: int
     file: StoredObject
-    rows: int  # number of episodes: branches do not count
+    rows: int  # number of episodes; an episode with branches counts once
     groups: tuple[TrainedGroup, ...]
     issued: tuple[int, ...]
     discards: tuple[Discard, ...] = ()
-    surplus_tokens: int = 0  # tokens of the extra responses that were not kept
+    surplus_tokens: int = 0  # number of tokens in extra responses that were generated and not used
     kind: Literal["batch-committed"] = "batch-committed"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchVoided:
-    """Voids the batch of entry `entry`: its file is damaged, or a value in it is not finite.
+    """Voids the batch that entry `entry` committed, because its file is damaged or training on it gave a non-finite
+    value.
 
-    After a value that is not finite, the prompts are issued again with other seeds, because the same seeds might give
-    the same value.
+    After a non-finite value, the batch's prompts are issued again with other seeds, because the same seeds might give
+    the same value again.
     """
 
     number: int
@@ -111,7 +114,7 @@ class BatchVoided:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """Publishes policy `number`, trained on the batch of entry `batch_entry` (None for version 0)."""
+    """Publishes policy version `number`, which was trained on the batch of entry `batch_entry` (None for version 0)."""
 
     number: int
     batch_entry: int | None
@@ -141,9 +144,10 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanged:
-    """Changes the run's config from `version` (the next version) on. `changes` lists the keys that differ.
+    """Changes the run's config, beginning with `version`, the next version to be trained. `changes` lists the keys that
+    differ.
 
-    `rules` describes for which entries the new config holds.
+    The docstring of the module `rules` says for which entries the new config is in force.
     """
 
     version: int
@@ -209,7 +213,7 @@ def entry_number(path: str) -> int | None:
 
 
 def encode(entry: Entry) -> EncodedEntry:
-    """Encode an entry; the lists of a large entry move to its index object."""
+    """Encode an entry; the lists of a large entry move to a separate index object."""
     tree = _ENTRY.dump_python(entry, mode="json")
     data = seal_tree(tree)
     if len(data) <= LARGEST:
@@ -224,7 +228,7 @@ def encode(entry: Entry) -> EncodedEntry:
 
 
 def decode(data: bytes, n: int, read: Callable[[str], bytes]) -> WrittenEntry:
-    """Parse entry `n`; `read` returns the bytes of its index object.
+    """Parse `data`, the bytes of entry `n`; `read` is called to load the entry's index object, if there is one.
 
     Raises:
         Corrupt: the bytes differ from what was written, or this version of rollflow cannot read them.
@@ -258,13 +262,13 @@ def _index(index: Mapping[str, Any], read: Callable[[str], bytes]) -> dict[str, 
 
 
 def seal_tree(tree: Mapping[str, Any]) -> bytes:
-    """Encode JSON with a seal: its last member is the sha256 of the others."""
+    """Encode a mapping as JSON, and add a seal as the last member: the sha256 of the other members."""
     plain = _dumps(tree)
     return f'{plain[:-1]},"seal":"{hashlib.sha256(plain.encode()).hexdigest()}"}}'.encode()
 
 
 def open_sealed(data: bytes) -> dict[str, Any]:
-    """Decode sealed JSON; raise `ValueError` if it was altered."""
+    """Decode sealed JSON; raise `ValueError` if the JSON was altered."""
     tree = _loads(data)
     if not isinstance(tree, dict) or tree.pop("seal", None) != hashlib.sha256(_dumps(tree).encode()).hexdigest():
         raise ValueError("the object was altered: its seal does not match its content")

@@ -1,4 +1,4 @@
-"""Finds the fate of each dispatch of a prompt, and the entry that published a version, in a run's log.
+"""Finds out from a run's log what happened to each dispatch of a prompt, and which entry published a version.
 
 A dispatch is in flight from its issue until it is discarded or committed in a batch. A committed dispatch waits until
 a version is trained on it. If a batch is voided, its dispatches are quarantined and their prompts are issued again.
@@ -52,7 +52,7 @@ class Discarded:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A dispatch that had no fate when batch `batch`, the newest, was formed."""
+    """A dispatch that was neither committed nor discarded when batch `batch`, the newest batch, was formed."""
 
     batch: int
 
@@ -62,7 +62,9 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A dispatch in a voided commit of batch `batch`; the prompt of the dispatch is issued again."""
+    """A dispatch that was committed in batch `batch` before that batch was voided; the dispatch's prompt is issued
+    again.
+    """
 
     batch: int
 
@@ -74,15 +76,16 @@ Fate = Consumed | AwaitingTraining | Discarded | InFlight | Quarantined
 
 
 def list_fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
-    """Return the fates of one prompt's dispatches, first to last, in the entries read so far.
+    """Return what happened to each dispatch of a prompt, first dispatch first, according to the log entries read so
+    far.
 
-    The function reads the log from entry 0 until the prompt's last fate is known.
+    The function reads the log from entry 0 until the prompt was trained on or filtered, or until the log's end.
 
     Raises:
         Corrupt: an entry is missing or damaged.
     """
     found: dict[GroupKey, Fate] = {}
-    committed: dict[int, GroupKey] = {}  # entry of a batch -> the prompt's dispatch in it
+    committed: dict[int, GroupKey] = {}  # entry that committed a batch -> the prompt's dispatch in that batch
     newest = -1
     for stored in iterate_written(log, 0, log.state.n):
         match stored.entry.body:
@@ -103,11 +106,11 @@ def list_fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
 
 
 def find_version(log: Log, version: int) -> WrittenEntry:
-    """Find the entry that published a version, with one read if the state holds its number, else with O(log n) reads.
+    """Find the entry that published a version, with one read if the version is recent, else by bisection of the log.
 
     Raises:
         Missing: no entry read so far publishes this version.
-        Corrupt: an entry that the search reads is missing or damaged.
+        Corrupt: an entry that the search must read is missing or damaged.
     """
     state = log.state
     if not 0 <= version <= state.version:

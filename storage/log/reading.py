@@ -19,7 +19,8 @@ from rollflow.storage.log.entries import FOLDER, WrittenEntry, entry_number, ent
 from rollflow.storage.log.run_log import AHEAD, Log
 from rollflow.storage.objects.base import ObjectStore
 
-AT_ONCE = 32  # reads at a time; the first reads are fewer, to request little beyond the end of a short log
+# largest number of parallel reads; reading starts with two, so that few reads go beyond the end of a short log
+AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,12 @@ class LogGap:
 def read_entries(
     run: ObjectStore, first: int = 0, *, to_the_last: bool = False
 ) -> Iterator[tuple[int, bytes | LogGap | Corrupt]]:
-    """Yield the numbers and bytes of the entries from `first` to the end of the log.
+    """Yield the number and the bytes of each entry from `first` to the end of the log; gaps and read errors are
+    yielded, too.
 
     Args:
-        to_the_last: list the log to find its end, which may take long. If false, on a local disk only the next `AHEAD`
-            numbers are probed, and a longer gap counts as the end of the log.
+        to_the_last: list the log to find its end, which may take long. If `to_the_last` is false, on a local disk only
+            the next `AHEAD` numbers are probed, and a longer gap counts as the end of the log.
     """
     pool = ThreadPoolExecutor(AT_ONCE, "log")
     ahead: deque[Future[bytes | Missing | Corrupt]] = deque()
@@ -67,10 +69,10 @@ def read_entries(
 
 
 def iterate_written(log: Log, first: int, last: int) -> Iterator[WrittenEntry]:
-    """Yield the parsed entries `first` to `last`, which the log must have read before.
+    """Yield the parsed entries `first` to `last`; the log must have read these entries before.
 
     Raises:
-        Corrupt: an entry is missing or damaged, and its segment does not have the entry either.
+        Corrupt: an entry is missing or damaged, and no segment has an intact copy of the entry.
     """
     pool = ThreadPoolExecutor(AT_ONCE, "log")
     try:
@@ -82,18 +84,18 @@ def iterate_written(log: Log, first: int, last: int) -> Iterator[WrittenEntry]:
 
 
 def get_entry(log: Log, n: int) -> WrittenEntry:
-    """Read entry `n`, which the log must have read before.
+    """Read entry `n` again; the log must have read this entry before.
 
     Raises:
-        Corrupt: the entry is missing or damaged, and its segment does not have the entry either.
+        Corrupt: the entry is missing or damaged, and no segment has an intact copy of the entry.
     """
     found = log.read(n)
-    assert found is not None  # the entry existed at the first read
+    assert found is not None  # the entry existed when the log read it for the first time
     return found
 
 
 def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:
-    """Return the number of the first entry after entry `n`; None if there is none. `to_the_last` is as in
+    """Return the number of the first entry after entry `n`; None if there is none. `to_the_last` means the same as in
     `read_entries`.
     """
     local = run.local_path(FOLDER)

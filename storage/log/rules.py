@@ -1,4 +1,5 @@
-"""The rules of a run's log. The run's state is a fold over the log, and `apply` alone decides which entry may follow.
+"""The rules of a run's log. A run's state is a fold over the log's entries, and the function `apply` alone decides
+which entry may come next.
 
     state = apply(state, entry)        a pure function; `EntryRefused` says why an entry cannot follow
 
@@ -68,14 +69,15 @@ WRITERS: Mapping[type, tuple[Role, ...]] = {  # the roles that may append each k
     Pruned: ("learner", "supervisor"),
 }
 FIXED = ("seed", "prompts", "policy")  # config keys that never change
-FORMED = ("groups", "group_size", "engine.temperature", "engine.max_new_tokens")  # keys by which a batch is formed
+# config keys that determine how a batch is formed
+FORMED = ("groups", "group_size", "engine.temperature", "engine.max_new_tokens")
 
 
 def apply(state: RunState, written: WrittenEntry) -> RunState:
     """Return the state after one more entry; `state` itself is not changed.
 
     Raises:
-        Refused: the entry cannot follow.
+        EntryRefused: the rules do not allow this entry after `state`.
     """
     entry = written.entry
     _need(entry.n == state.n + 1, f"entry {entry.n} cannot follow entry {state.n}")
@@ -88,7 +90,9 @@ def apply(state: RunState, written: WrittenEntry) -> RunState:
 
 
 def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunState:
-    """Return the state after `body` as entry `n`, without the hash of that entry. Raises the errors of `apply`."""
+    """Return the state after an entry `n` with this body; the caller sets the state's hash. Raises the errors of
+    `apply`.
+    """
     _need(role in WRITERS[type(body)], f"a {role} must not append an entry of kind {body.kind}")
     after = state.copy()
     after.n = n
@@ -116,7 +120,9 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
 
 
 def with_file(after: RunState, body: Body, file: StoredObject) -> tuple[RunState, Body]:
-    """Set the hash of a batch's file in the state and in the body. No rule needs this hash, so it may be set last."""
+    """Set the hash of a batch's file in the state and in the body. No rule reads the hash of a batch's file, so the
+    hash may be set last.
+    """
     assert isinstance(body, BatchCommitted), "only the commit of a batch has a file"
     waiting = after.waiting | {body.number: replace(after.waiting[body.number], file=file)}
     return replace(after, waiting=waiting), replace(body, file=file)
@@ -196,7 +202,7 @@ def _configure(s: RunState, config: Mapping[str, Any]) -> None:
 
 
 def _get(config: Mapping[str, Any], key: str) -> object:
-    """Return the value of a dotted key; None if it is missing."""
+    """Return the value of a dotted key in a config; None if the key is missing."""
     section, _, name = key.rpartition(".")
     found = config.get(section) if section else config
     return found.get(name) if isinstance(found, Mapping) else None
@@ -324,14 +330,14 @@ def _issue(s: RunState, prompt: int) -> None:
 
 
 def _close(s: RunState, prompt: int, attempt: int) -> None:
-    """Close an open dispatch, because its fate is known."""
+    """Remove a dispatch from the open dispatches, because the dispatch was committed or discarded."""
     if s.open.get(prompt) != attempt:
         raise EntryRefused(f"dispatch {GroupKey(prompt, attempt)} is not open")
     del s.open[prompt]
 
 
 def _after_discard(s: RunState, discard: Discard) -> None:
-    """Open the prompt's next attempt, or count it as filtered."""
+    """Open the next attempt of a discarded prompt, or count the prompt as filtered."""
     prompt = discard.key.prompt
     if discard.reason.issued_again:
         s.open[prompt] = discard.key.attempt + 1
@@ -352,7 +358,7 @@ def _count_trained(totals: RunTotals, number: int, batch: CommittedBatch) -> Non
 
 
 def _forget_kept(s: RunState) -> None:
-    """Drop a kept version from the state, once it is older than the window in which versions are pruned."""
+    """Drop the objects of old versions from the state if these objects are never pruned."""
     oldest = s.version - s.retention.window
     for version in [version for version in s.held if version < oldest]:
         left = {k: n for k, n in s.held[version].items() if not s.retention.is_needed(k, version, s.version)}

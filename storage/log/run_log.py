@@ -55,11 +55,13 @@ from rollflow.storage.objects.base import Data, ObjectStore, split_buffers
 from rollflow.storage.records import StoredObject
 
 TRIES = 1_000  # the largest number of tries of one append; most tries fail because another writer is faster
-UNANSWERED = 20  # tries while the store answers reads but no writes; each try takes the store's whole patience
-FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0  # seconds before a retry, if no other entry had the number
-READERS = 16  # entries that are read at a time from a remote store
+# largest number of unanswered writes of one append; each write is retried for as long as the store's patience allows
+UNANSWERED = 20
+# first and longest pause before a retry, in seconds; used if no other entry has the number
+FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
+READERS = 16  # number of entries that are read in parallel from a remote store
 WINDOW = 1_024  # the largest number of entries held in memory if a long log has no readable snapshot
-AHEAD = 256  # how many numbers after a free number are probed, if the store cannot list names from a given name on
+AHEAD = 256  # number of entry numbers that are probed after a missing entry in a local store, where listing is slow
 
 Decide = Callable[[RunState, StoredObject | None], Body]
 
@@ -68,16 +70,16 @@ def read_creation(run: ObjectStore) -> Entry:
     """Read entry 0 of a run, whose body is `RunCreated`.
 
     Raises:
-        Missing: there is no run.
+        Missing: the store contains no run.
         Corrupt: the entry cannot be read.
     """
     return decode(run.get(entry_path(0)), 0, run.get).entry
 
 
 def read_origin(run: ObjectStore) -> tuple[int, str] | None:
-    """Read a run's format and the release that recorded it, even if this release cannot read the rest of entry 0.
+    """Read a run's format number and the release that created it; return None if entry 0 is missing or damaged.
 
-    Returns None if entry 0 is missing or damaged.
+    The function needs only these two values of entry 0, so it can read the entry of a release with other formats.
     """
     try:
         body = open_sealed(run.get(entry_path(0)))["body"]
@@ -87,7 +89,7 @@ def read_origin(run: ObjectStore) -> tuple[int, str] | None:
 
 
 class Log:
-    """One process's view of a run's log. A log is safe to use from threads; `state` is an immutable value."""
+    """One process's view of a run's log. Threads may share a `Log`, and `state` is never changed in place."""
 
     def __init__(self, store: ObjectStore) -> None:
         """Open the log: load the newest snapshot, and fold the entries after it.
@@ -124,10 +126,10 @@ class Log:
         return self._follow()[0]
 
     def read(self, n: int) -> WrittenEntry | None:
-        """Read entry `n`, which may be an old entry; return None if the entry does not exist.
+        """Read entry `n`, which may be older than the newest entry; return None if the entry does not exist.
 
         Raises:
-            Corrupt: the entry is damaged, and its segment does not have the entry either.
+            Corrupt: the entry is damaged or was lost, and no segment has an intact copy of the entry.
         """
         path = entry_path(n)
         try:
@@ -145,11 +147,11 @@ class Log:
         """Claim a role, and so depose the role's previous owner.
 
         Args:
-            under: the supervisor's claim under which the role is claimed; by default the newest claim.
+            under: the entry of the supervisor's claim to which the new claim belongs; by default the newest such claim.
             who: fields of `Claimed`: `who`, `cluster`, `host`, `process`.
 
         Raises:
-            Deposed: the run has another supervisor now.
+            Deposed: another process has become the run's supervisor.
         """
 
         def claimed(state: RunState, stored: StoredObject | None) -> Body:
@@ -206,12 +208,12 @@ class Log:
             if found is None and isinstance(error, EntryRefused):
                 raise  # the state is current, so reading cannot help
             if isinstance(error, Unreachable) and self._is_near and found and found.entry.id == draft.id:
-                with contextlib.suppress(Conflict):  # a conflict proves that the entry's name is synced
+                with contextlib.suppress(Conflict):  # a conflict means that the store has synced the entry's name
                     self._write(draft, n)
             return found, error
 
     def _write(self, draft: _Draft, n: int) -> WrittenEntry:
-        """Create entry `n`, after all objects that the entry names."""
+        """Write the objects that entry `n` names, then create the entry."""
         attached = draft.attached
         if attached is None or draft.stored is not None:
             entry, encoded = self._encode_entry(self._propose_entry(draft, n, draft.stored))
@@ -222,7 +224,7 @@ class Log:
         return draft.written
 
     def _write_both(self, draft: _Draft, n: int, attached: AttachedObject) -> tuple[Entry, EncodedEntry]:
-        """Write the attached object, and entry `n`, which names the object. If the entry is refused, write nothing."""
+        """Write the attached object, and entry `n`, which names it. If the entry is refused, nothing is written."""
         unhashed = self._propose_entry(draft, n, StoredObject(attached.path, attached.size, ""))
         made: list[tuple[StoredObject, Entry, EncodedEntry]] = []
 
@@ -279,7 +281,7 @@ class Log:
             raise Corrupt(f"{entry_path(written.entry.n)} is refused by the log's rules: {error}") from error
 
     def _restore_entry(self, n: int, why: str) -> WrittenEntry:
-        """Read entry `n` from its segment, if the next entry names the same hash; else raise `Corrupt`."""
+        """Read entry `n` from its segment if the copy has the hash that entry `n + 1` names; else raise `Corrupt`."""
         found = restore_segment(self.store, n, n + 1)
         if found is None:
             raise Corrupt(
@@ -288,7 +290,7 @@ class Log:
         return self._decode_entry(found[0], n)
 
     def _list_entries(self) -> list[int]:
-        """List the numbers of the entries after the snapshot; none in a local store, which needs no read-ahead."""
+        """List the numbers of the entries after the snapshot, to read ahead; an empty list for a local store."""
         if self._is_near:
             return []
         paths = self.store.list(FOLDER, after=entry_path(self._state.n) if self._state.n >= 0 else "")
@@ -300,12 +302,12 @@ class Log:
             self._ahead |= zip(numbers, readers.map(self.store.get, map(entry_path, numbers)), strict=True)
 
     def _goes_on(self) -> bool:
-        """Fold a missing entry if a later entry exists; return whether an entry was folded.
+        """Fold the next entry, which was not found, if a later entry exists; return whether an entry was folded.
 
-        The missing entry was just written, or it is in a segment.
+        The next entry was written since the last read, or is restored from a segment.
         """
         n = self._state.n + 1
-        if self._is_near:  # listing the folder of a long run takes longer than some probes
+        if self._is_near:  # probing some names is faster than listing the folder of a long run
             beyond = next((m for m in range(n + 1, n + AHEAD) if self.store.exists(entry_path(m))), -1)
         else:
             beyond = min((m for m in self._ahead if m > n), default=-1)
@@ -336,7 +338,7 @@ class Log:
 
 @dataclass(slots=True)
 class AttachedObject:
-    """A data object at a never-used path, to be stored together with an entry that names the object."""
+    """A data object at a path that was never used, to be stored together with an entry that names the object."""
 
     path: str
     data: Sequence[memoryview]
@@ -371,12 +373,12 @@ class Writer:
     claim: int
 
     def append(self, body: Decide, attached: AttachedObject | None = None) -> Entry:
-        """Append an entry. `body` builds the entry from the state and the attached object, and is called for each try.
+        """Append an entry. `body`, called for each try, builds its body from the state and the attached object.
 
         Raises:
             Deposed: another process has claimed the role.
-            Refused: the rules do not allow the entry; `body` may also raise this error.
-            StoreFailed: nothing was committed.
+            EntryRefused: the rules do not allow the entry, or `body` raised this error.
+            StoreFailed: the store refuses writes, and nothing was committed.
             Unreachable: it is unknown whether the entry was committed, so the log must be read again.
         """
         return self.log._append(self.role, self.claim, body, attached)

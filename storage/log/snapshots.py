@@ -1,4 +1,4 @@
-"""Snapshots, which make opening a log fast, and segments, which make a damaged entry repairable.
+"""Writes snapshots, which make opening a log fast, and segments, from which damaged entries are restored.
 
     log_snapshots/<n>-<hash of entry n>.json     the state after entry n, sealed
     log_segments/<first>.jsonl                   EVERY entries from `first` on, verbatim
@@ -24,7 +24,7 @@ from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
 
 EVERY = 64  # the number of entries between two snapshots
-KEPT = 3  # the number of snapshots that are kept
+KEPT = 3  # the number of newest snapshots that stay in storage
 SNAPSHOTS, SEGMENTS = "log_snapshots", "log_segments"
 NAME = re.compile(rf"{SNAPSHOTS}/(\d{{10}})-([0-9a-f]{{16}})\.json")
 
@@ -74,7 +74,9 @@ def newest_snapshot(run: ObjectStore) -> RunState:
 
 
 def keep_snapshot(run: ObjectStore, state: RunState) -> None:
-    """Write the snapshot of a state, and remove old snapshots. If this fails, a later start only takes longer."""
+    """Write the snapshot of a state, and remove old snapshots. Errors are ignored, because a missing snapshot only
+    makes a later start slower.
+    """
     with contextlib.suppress(RollflowError, OSError):
         run.put(snapshot_path(state.n, state.sha256), to_bytes(state))
         for old in sorted(run.list(SNAPSHOTS))[:-KEPT]:
@@ -95,7 +97,9 @@ def _write_segment(run: ObjectStore, last: int) -> None:
 
 
 def restore_segment(run: ObjectStore, first: int, end: int) -> list[bytes] | None:
-    """Read entries `first` to `end - 1` from their segments; None unless their hash chain leads to entry `end`."""
+    """Read entries `first` to `end - 1` from their segments; return None unless their hash chain leads to entry
+    `end`.
+    """
     found: list[bytes] = []
     with contextlib.suppress(Missing, Corrupt, ValueError, KeyError):
         prev = open_sealed(run.get(entry_path(end)))["prev"]

@@ -16,8 +16,8 @@ from rollflow.storage.log.entries import Role, TrainedGroup
 from rollflow.storage.log.retention import Kind, Retention
 from rollflow.storage.records import Cursor, GroupKey, StoredObject
 
-FOLD = 3  # the fold's version; a change of the rules or the state raises it, so that older snapshots are not read
-NOBODY = -1  # used instead of a claim's entry if a role was never claimed
+FOLD = 3  # version of the rules and of `RunState`; snapshots with another version are not read
+NOBODY = -1  # stands for the entry of a claim if the role was never claimed
 
 
 class EntryRefused(Conflict):
@@ -49,7 +49,7 @@ class Claim:
 
 
 class ConfigPlace(NamedTuple):
-    """The entry of a config, and the first version that is trained under it."""
+    """The entry that recorded a config, and the first version that is trained under this config."""
 
     entry: int
     version: int
@@ -71,8 +71,8 @@ class CommittedBatch:
 class RunTotals:
     """Counts over the whole run. The staleness of a group is the staleness of its oldest sample."""
 
-    groups: Counter[str] = field(default_factory=Counter)  # fate -> number of dispatches
-    tokens: Counter[str] = field(default_factory=Counter)  # fate -> number of response tokens
+    groups: Counter[str] = field(default_factory=Counter)  # how dispatches ended -> number of dispatches
+    tokens: Counter[str] = field(default_factory=Counter)  # how dispatches ended -> number of their response tokens
     staleness: Counter[int] = field(default_factory=Counter)  # staleness -> number of groups that were trained on
     surplus_tokens: int = 0  # number of tokens in the extra responses of batches that were trained on
     rows: int = 0  # number of trajectories that were trained on
@@ -83,7 +83,7 @@ class RunTotals:
         return RunTotals(*counters, self.surplus_tokens, self.rows)
 
     def count(self, fate: str, tokens: int) -> None:
-        """Count the fate of one more dispatch."""
+        """Count one more dispatch that ended in this way, with its response tokens."""
         self.groups[fate] += 1
         self.tokens[fate] += tokens
 
@@ -97,7 +97,7 @@ class RunState:
     run_id: str = ""
     configs: tuple[ConfigPlace, ...] = ()  # all configs of the run in order; the last config is in force
     fixed: str = ""  # hash of the config keys that never change
-    formed: dict[str, Any] = field(default_factory=dict)  # the config keys by which batches are formed -> values
+    formed: dict[str, Any] = field(default_factory=dict)  # config key of `rules.FORMED` -> value of the key
     alpha: float = 0.0
     group_size: int = 1
     retention: Retention = field(default_factory=Retention)
@@ -107,18 +107,22 @@ class RunState:
     next_batch: int = 0
     issued: list[int] = field(default_factory=list)  # per source: the first position that was never dispatched
     filtered: list[int] = field(default_factory=list)  # per source: the number of filtered groups
-    open: dict[int, int] = field(default_factory=dict)  # open prompt -> attempt, in the order of issue
-    behind: dict[int, int] = field(default_factory=dict)  # open prompt -> how often the prompt was discarded as slow
+    # prompt with an open dispatch -> attempt of that dispatch, in the order of issue
+    open: dict[int, int] = field(default_factory=dict)
+    # prompt with an open dispatch -> how often the prompt was discarded as slow
+    behind: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, CommittedBatch] = field(default_factory=dict)  # batch number -> the batch
     holes: list[int] = field(default_factory=list)  # numbers of voided batches that must be formed again, in order
     voids: int = 0
     not_finite: int = 0  # number of batches since the newest version that were voided because of a non-finite value
-    redraws: dict[int, int] = field(default_factory=dict)  # untrained prompt -> number of its non-finite batches
-    held: dict[int, dict[Kind, int]] = field(default_factory=dict)  # version that may be pruned -> kind -> entry
+    # prompt that was not trained on yet -> number of its batches with a non-finite value
+    redraws: dict[int, int] = field(default_factory=dict)
+    # version with objects to prune, now or later -> kind of objects -> entry that published the version
+    held: dict[int, dict[Kind, int]] = field(default_factory=dict)
     totals: RunTotals = field(default_factory=RunTotals)
 
     def config_of(self, version: int) -> int:
-        """Return the entry of the config under which `version` was trained, or (for a future version) will be."""
+        """Return the entry of the config under which `version` was trained or will be trained."""
         return next(place.entry for place in reversed(self.configs) if place.version <= max(version, 0))
 
     def config_at(self, n: int) -> int:
@@ -137,7 +141,7 @@ class RunState:
 
     @property
     def releasable(self) -> list[tuple[int, Kind]]:
-        """The versions and kinds of the objects that may be pruned, but were not pruned yet."""
+        """The objects that may be pruned and were not pruned yet, as pairs of version and kind."""
         return [
             (version, kind)
             for version, kinds in self.held.items()

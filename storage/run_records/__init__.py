@@ -1,1 +1,1 @@
-"""Records beside a run's log: recoveries, weight updates, CPU seconds, stop requests."""
+"""Stores records beside a run's log: recoveries, weight updates, CPU seconds and stop requests."""

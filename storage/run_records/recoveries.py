@@ -1,9 +1,11 @@
-"""The recoveries of a run: one object for each restart of a dead process, `recoveries/<n>.json`.
+"""Stores the recoveries of a run: one object, `recoveries/<n>.json`, each time a dead process was restarted and made
+progress again.
 
-Any process may append a record: the process creates the next free number atomically, and tries the following number if
-another process was faster. The records are for people, the summary and MLflow. A restarted keeper of a run also reads
-the records, to continue with the restart budget of the keeper before. No process waits until a record is stored (see
-`Notes`), and a damaged record is skipped.
+Restarts are decided by these records: when the code that restarts dead processes was itself restarted, it reads from
+the records how many restarts the run has already used up. The summary, `rollflow inspect`, the live status and MLflow
+only show the records. Any process may append a recovery under the next free number; if another process has created that
+number first, the append tries the number after it. A background thread stores recoveries (see `Notes`), so that no
+restart waits for storage. A damaged recovery is skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One recovery. Times are seconds since the epoch, by the clock of the process that did the recovery."""
+    """The restart of a dead process, up to the moment when the new process had made progress.
+
+    By this record the keepers in `flows/keepalive` decide whether a dead role is restarted once more or the run fails:
+    `RestartHistory` counts the restarts in all records since a user started the run, and `RestartBudget` adds them to
+    its own restarts. All other readers only show the record.
+
+    Times are seconds since the epoch, by the clock of the process that did the recovery.
+    """
 
     role: str  # "learner", "engine-0", "rollout stage", "supervisor", ...
     reason: str  # why the process ended, as far as known
@@ -34,8 +43,9 @@ class Recovery:
     resumed_at: float  # when the new process had made progress
     redone: str = "nothing"  # a description of the lost work that is done again
     trajectories: int = 0  # the number of lost trajectories that are generated again
-    attempt: int = 1  # the number of this role's last restart, from 1
-    restarts: tuple[float, ...] = ()  # times of the restarts; every new process but the last one died
+    attempt: int = 1  # number of the last restart in this recovery; the restarts of each role are counted from 1
+    # times of all restarts in this recovery; each new process died before it made progress, except the last one
+    restarts: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -65,7 +75,9 @@ class RecoveryLog:
         self._unsure: int | None = None  # the number that a failed `append` may have written
 
     def append(self, recovery: Recovery) -> int:
-        """Store a recovery, and return its number. A failed call may be repeated: the record is stored once."""
+        """Store a recovery, and return its number. After an error the call may be repeated, and the recovery is stored
+        only once.
+        """
         data = json.dumps(asdict(recovery)).encode()
         if self._unsure is None:
             self._unsure = first_missing(self.store, recovery_path, self._read)

@@ -1,7 +1,9 @@
-"""Requests to end a run: `stop.json` in the run's own storage, so that a request needs no common server or machine.
+"""Stores a user's request to end a run as `stop.json` in the run's storage, so that any machine that reaches the
+storage can end the run.
 
-The run's supervisor looks for a request about once a second. A request applies only to the running supervisor: a start
-or a resume of the run removes older requests. Ending a run loses nothing: the run can be resumed from its storage.
+The run's supervisor decides by the request, which it reads about once a second. When a run is started or resumed,
+requests from before the start are removed. Nothing committed is lost, because a run that was ended can be resumed from
+its storage.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ How = Literal["stop", "cancel"]
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """How the run should end: at its next version ("stop") or at once ("cancel"), and when that was requested.
+    """A user's request to end a run: at the run's next version (`how` is "stop") or at once (`how` is "cancel").
 
-    `at` is in seconds since the epoch.
+    By this record the supervisor decides whether to end the run: `RunWatch` in `flows/keepalive/run_watch.py` reads the
+    record, and raises `RunEnded`.
+
+    `at` is the time of the request in seconds since the epoch, by which `take_back` recognises requests from before a
+    start.
     """
 
     how: How
@@ -30,7 +36,9 @@ class StopRequest:
 
 
 class RunEnded(Exception):
-    """A user ended the run, which has not failed. `pause` is set if the flow run waits to be resumed."""
+    """A user ended or paused the run; the run has not failed. `pause` is true if the user paused the run's flow run,
+    which then waits to be resumed.
+    """
 
     def __init__(self, why: str, *, pause: bool = False) -> None:
         super().__init__(why)
@@ -38,7 +46,7 @@ class RunEnded(Exception):
 
 
 def request_stop(run: ObjectStore, how: How) -> StopRequest:
-    """Ask the run to end; an earlier "cancel" is stronger than a later "stop"."""
+    """Store a request to end the run; a "stop" after an earlier "cancel" leaves the request a "cancel"."""
     before = read_request(run)
     asked = StopRequest(before.how if before is not None and before.how == "cancel" else how, time.time())
     run.put(REQUEST, json.dumps(asdict(asked)).encode())
@@ -55,7 +63,9 @@ def read_request(run: ObjectStore) -> StopRequest | None:
 
 
 def take_back(run: ObjectStore, before: float) -> None:
-    """Remove a request from before `before` (seconds since the epoch), when the run was started or resumed."""
+    """Remove the stop request if it is older than `before`, the time in seconds since the epoch at which the run was
+    started or resumed.
+    """
     asked = read_request(run)
     if asked is not None and asked.at < before:
         run.delete(REQUEST)

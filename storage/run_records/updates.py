@@ -1,7 +1,7 @@
-"""The cost of each weight update: one small object per policy version, `updates/<version>.json`.
+"""Stores how long each weight update paused the engines: one object per policy version, `updates/<version>.json`.
 
-The rollout stage writes one object for each version that the engines loaded; engines skip some versions. People and
-predictions read these objects. No decision of a run depends on them.
+The rollout stage writes an object for each version that the engines loaded; the engines may skip versions. No code
+decides by these objects: only `rollflow plan` reads them, to fit its simulation to a recorded run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from rollflow.storage.objects.base import ObjectStore
 class Update:
     """The update of the engines to `version`, for which the engines paused `pause_seconds`.
 
+    No code of a run decides by this record. Only `rollflow plan` reads it, to fit its simulation to a recorded run.
+
     The engines resumed at `resumed_at` (seconds since the epoch, by the rollout stage's clock).
     """
 
@@ -31,12 +33,12 @@ def update_path(version: int) -> str:
 
 
 def store_update(run: ObjectStore, update: Update) -> None:
-    """Store an update; a restarted rollout stage replaces its predecessor's record of the same version."""
+    """Store an update; a record of the same version by an earlier rollout stage is replaced."""
     run.put(update_path(update.version), json.dumps(asdict(update)).encode())
 
 
 def read_update(run: ObjectStore, version: int) -> Update | None:
-    """Read the update to `version`; None if there is no record."""
+    """Read the update to `version`; return None if no update to this version was recorded."""
     path = update_path(version)
     try:
         return Update(**json.loads(run.get(path)))

@@ -1,7 +1,10 @@
-"""The CPU seconds of a run by role and process: one object for each observer, `usage/<writer>.json`.
+"""Stores the CPU seconds of a run by role and process: one object, `usage/<writer>.json`, for each process that
+measures.
 
-Several observers may measure the same process many times; the largest measurement counts. The sum of a role's CPU time
-stays right when a process or an observer is replaced. CPU time after the last measurement is not counted.
+No code decides by CPU seconds: the run's summary, `rollflow compare` and MLflow only show them. A process may be
+measured several times, also by several writers; the largest measurement of each process counts. The sum of a role's CPU
+time stays right when a measured process or a writer is restarted. CPU time after the last measurement of a process is
+not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ SEEN: TypeAdapter[dict[str, dict[str, float]]] = TypeAdapter(dict[str, dict[str,
 
 
 class CpuCost(NamedTuple):
-    """CPU seconds that one process has used so far. `process` is an id that is unique over all machines and times."""
+    """The CPU seconds that one process has used so far. `process` is an id that no other process has on any machine at
+    any time.
+    """
 
     role: str
     process: str
@@ -29,12 +34,12 @@ class CpuCost(NamedTuple):
 
 @dataclass
 class CpuUsage:
-    """The CPU seconds of each process of each role."""
+    """The CPU seconds of each process of each role. No code decides by this record: it is only shown to users."""
 
     seen: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def note(self, costs: Iterable[CpuCost]) -> None:
-        """Add measurements; the largest one per process counts."""
+        """Add measurements; the largest measurement of each process counts."""
         for role, process, seconds in costs:
             known = self.seen.setdefault(role, {})
             known[process] = max(seconds, known.get(process, 0.0))
@@ -46,7 +51,7 @@ class CpuUsage:
 
 
 def store_usage(run: ObjectStore, writer: str, usage: CpuUsage) -> None:
-    """Store the measurements of `writer`."""
+    """Store the measurements of the measuring process `writer`."""
     run.put(f"usage/{writer}.json", json.dumps(usage.seen).encode())
 
 
