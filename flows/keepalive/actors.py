@@ -34,12 +34,12 @@ Status = TypeVar("Status", bound=ActorStatus)
 
 @dataclass(frozen=True)
 class WatchedActor(Generic[Status]):
-    """An actor to keep alive, known by its name in the run's namespace.
+    """An actor that a keeper watches and restarts; its `name` is unique in the run.
 
-    `start` starts the actor or finds it. `redone(status)` describes the work that a restarted actor must repeat if the
-    old actor died after this status, in words and as a number of trajectories. `patience` is the longest time in
-    seconds without progress in the actor's status. The keeper asks for the status every `poll` seconds, and more often
-    after a restart; the actor's death ends the wait.
+    `start` creates the actor, or returns the actor that exists. `redone(status)` returns the work that a new actor must
+    repeat if the old actor died after reporting `status`: a description and a number of trajectories. `patience` is the
+    longest time in seconds that the actor's status may stay unchanged before the actor is restarted. `poll` is the
+    interval of status calls in seconds; after a restart the interval is `POLL_SECONDS`.
     """
 
     name: str
@@ -50,7 +50,9 @@ class WatchedActor(Generic[Status]):
 
 
 class SupervisorGone(RollflowError):
-    """No supervisor has watched the run for `cluster.lease_seconds`, so nobody would end a restarted actor."""
+    """Raised if no supervisor has watched the run for `cluster.lease_seconds`: no process would end a restarted
+    actor.
+    """
 
 
 class ActorKeeper(Generic[Status]):
@@ -63,11 +65,13 @@ class ActorKeeper(Generic[Status]):
         self._answer = context.config.recovery.answer_seconds
         self._lease = LeaseWatch(Lease.of(context))
         self._last: Status | None = None
-        self._changed = 0.0  # monotonic time of the last progress
+        self._changed = 0.0  # monotonic time of the last change of the actor's progress
         set_log_facts(run=context.run_id, actor=watched.name)
 
     def run(self, tick: Callable[[Any, Status], None] = lambda actor, status: None) -> Any:
-        """Return the result of the actor's `run`; call `tick` with the actor and its status at every look."""
+        """Run the actor until its `run` method returns, and return the result; call `tick(actor, status)` after each
+        status call.
+        """
         try:
             while True:
                 try:
@@ -85,7 +89,7 @@ class ActorKeeper(Generic[Status]):
     def _watch(self, actor: Any, tick: Callable[[Any, Status], None]) -> Any:
         running, vitals = actor.run.remote(), Vitals(self.watched.name, actor, self._answer)
         self._changed, before, name = time.monotonic(), None, self.watched.name
-        poll = 0.0  # the keeper reads the status at once for the first time, because engines wait for that
+        poll = 0.0  # seconds; the first status is read at once, because engines wait for it
         while not cluster.has_ended(running, poll):
             poll = POLL_SECONDS if self.restarts.outage(name) else self.watched.poll
             status = self._read_status(actor, vitals)
@@ -104,9 +108,7 @@ class ActorKeeper(Generic[Status]):
         return result
 
     def _read_status(self, actor: Any, vitals: Vitals) -> Status:
-        """Return the actor's status. This method waits for an actor that does not answer, as long as the actor starts
-        or computes.
-        """
+        """Return the actor's status. If the actor does not answer, wait as long as it is starting or computing."""
         asked = actor.status.remote()
         while not cluster.has_ended(asked, POLL_SECONDS):
             if vitals.is_starting():
@@ -126,7 +128,7 @@ class ActorKeeper(Generic[Status]):
             raise SupervisorGone(self._lease.lease.sentence)
 
     def _prepare_restart(self, reason: str) -> None:
-        """Kill the actor's remaining processes, and wait for the pause that the budget requires."""
+        """Kill the actor's remaining processes, and wait for the pause that the restart budget requires."""
         redone, trajectories = self.watched.redone(self._last) if self._last else ("its start", 0)
         outage = self.restarts.mark_down(self.watched.name, reason, redone, trajectories)
         self._last = None

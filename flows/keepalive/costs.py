@@ -1,8 +1,8 @@
-"""CPU seconds of a session: the command, and the services and flows that it started.
+"""Measures the CPU seconds of a session: of the command, and of the services and flows that the command started.
 
-Actors report their own CPU seconds in their status, wherever they run, so this module leaves out actors and their
-children. This module does not count a process's time after the last look at the process, services that somebody else
-runs, and Ray's own processes on other nodes.
+This module leaves out the actors and their children, because each actor reports its own CPU seconds in its status.
+Three costs are not counted: CPU time of a process after its last measurement, services that another command started,
+and Ray's own processes on other nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ COMMAND, SUPERVISOR, STAGES = "command", "supervisor", "stage flows"
 
 
 def session_costs(services: Mapping[str, Service], supervisor: str) -> Iterator[CpuCost]:
-    """Yield the CPU cost so far of this process and of all its descendants. `supervisor` is the id of its flow run."""
+    """Yield the CPU cost so far of this process and of the services' process trees. `supervisor` is the id of the
+    supervisor's flow run.
+    """
     yield own_cost(COMMAND, psutil.Process())
     for role, service in services.items():
         if (pid := service.pid) <= 0:
@@ -38,8 +40,8 @@ def session_costs(services: Mapping[str, Service], supervisor: str) -> Iterator[
 
 
 def _flow_costs(guard: psutil.Process, supervisor: str) -> Iterator[CpuCost]:
-    """Yield the costs of the runner and of each of its flows separately, so that ended flows do not count as the
-    runner's cost.
+    """Yield the CPU costs of the runner and of each flow process separately, so that a flow that has ended does not add
+    to the runner's cost.
     """
     for process in guard.children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -49,7 +51,7 @@ def _flow_costs(guard: psutil.Process, supervisor: str) -> Iterator[CpuCost]:
 
 
 def _ray_costs(guard: psutil.Process) -> Iterator[CpuCost]:
-    """Yield the costs of Ray's own processes, without the actors and their children."""
+    """Yield the CPU costs of Ray's own processes, without the actors and their children."""
     actors: set[int] = set()
     # A parent process is older than its children, so it comes first.
     for process in sorted(guard.children(recursive=True), key=lambda process: process.create_time()):

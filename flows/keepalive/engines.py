@@ -30,7 +30,7 @@ START_POLL_SECONDS = 0.1
 
 @dataclass
 class _Engine:
-    """One engine, and the unfinished calls to that engine."""
+    """The state of one engine, with references to the unfinished Ray calls to its actor."""
 
     number: int
     actor: Any = None
@@ -38,7 +38,7 @@ class _Engine:
     starting: Any = None  # Ray reference of the engine's unfinished `start`
     joining: Any = None  # Ray reference of the scheduler's unfinished `join`
     health: Any = None  # Ray reference of the last health check
-    failure: str | None = None  # why the scheduler had given up the engine when the health check began
+    failure: str | None = None  # reason why the scheduler had removed the engine when the health check began, or None
     began: float = 0.0  # monotonic time at which `start` was called
     asked: float = 0.0
     vitals: Vitals | None = None  # watches the engine's process since the engine's last answer
@@ -52,7 +52,7 @@ class _Engine:
         return self.actor is not None and self.starting is None
 
     def forget(self) -> None:
-        """Drop the actor and all calls to it."""
+        """Drop the reference to the actor and all references to unfinished calls."""
         self.actor = self.starting = self.joining = self.health = self.failure = None
         self.joined = False
 
@@ -73,7 +73,7 @@ class Engines:
         self._evaluating = [_Engine(EVALUATION)] if own else []
 
     def start(self) -> None:
-        """Start the missing engines in parallel; return once one engine is usable, before any scheduler starts."""
+        """Start the engines that do not run yet, in parallel, and return once one engine is ready."""
         for engine in (*self._engines, *self._evaluating):
             self._find(engine)
         while not any(engine.ready for engine in self._engines):
@@ -81,12 +81,12 @@ class Engines:
             time.sleep(START_POLL_SECONDS)
 
     def look(self, scheduler: Any, status: RolloutStatus) -> None:
-        """Advance every engine by one step.
+        """Advance every engine by one step: start it, add it to the scheduler, or check its health.
 
         Raises:
             RestartsExhausted: an engine's budget of restarts is used up.
-            ConfigError: no restart would help.
-            StoreFailed: the run's storage rejects writes, which is no fault of an engine.
+            ConfigError: the config prevents an engine from starting, so a restart would not help.
+            StoreFailed: the run's storage rejects writes, so a restart would not help.
         """
         due = [engine for engine in self._evaluating if engine.actor is not None or status.evaluations_due]
         for engine in (*self._engines, *due):
@@ -128,17 +128,17 @@ class Engines:
         joining, engine.joining = engine.joining, None
         try:
             cluster.call_within(joining, self._answer, f"the scheduler to take {engine.name}")
-        except Unreachable as error:  # the scheduler died; the next look asks the restarted scheduler
+        except Unreachable as error:  # the scheduler died; the next `look` adds the engine to the restarted scheduler
             self._log(f"{engine.name}: {first_line(error)}")
             return
         engine.joined = True
         self.reporter.report_recovery(self.restarts.mark_up(engine.name))
 
     def _check_health(self, engine: _Engine, failure: str | None) -> None:
-        """Check the engine's health, one call at a time; `failure` says why the scheduler has given up the engine, if
-        it has.
+        """Check the engine's health, one call at a time; `failure` is the reason why the scheduler has removed the
+        engine, or None.
         """
-        # a health check that began before the failure proves nothing
+        # A health check that began before the engine's failure does not show whether the engine works.
         if engine.health is None or (failure and not engine.failure):
             engine.health, engine.asked, engine.failure = engine.actor.health.remote(), time.monotonic(), failure
             engine.vitals = Vitals(engine.name, engine.actor, self._answer)
@@ -157,8 +157,8 @@ class Engines:
             engine.vitals.is_starting()
 
     def _schedule_restart(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
-        """Schedule a restart of the engine after the pause. With `within` the living actor restarts the engine;
-        otherwise the actor is killed and a new one created.
+        """Schedule a restart of the engine after the pause. If `within` is true, the engine's actor is kept and
+        restarts the engine; otherwise the actor is killed and replaced.
         """
         self.reporter.report_restart(
             self.restarts.mark_down(engine.name, reason, "the engine's start; requests continue on other engines")
@@ -173,12 +173,12 @@ class Engines:
         self.restarts.mark_launched(engine.name)
 
     def _find(self, engine: _Engine) -> None:
-        """Find an engine that survived a restart of this flow or of the scheduler; the engine may still be starting."""
+        """Find the actor of an engine that runs or starts already, after a restart of this flow or of the scheduler."""
         known = engine.actor is not None
         engine.forget()
         try:
             engine.actor = cluster.find_actor(engine.name)
             engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
         except Unreachable as error:
-            if known:  # the engine died together with the scheduler
+            if known:  # the engine's actor is gone, so the engine died with the scheduler
                 self._schedule_restart(engine, first_line(error))

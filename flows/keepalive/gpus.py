@@ -14,23 +14,23 @@ from rollflow.tasks.run.config import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class GpuShares:
-    """GPUs of each engine, and of the learner's actor."""
+    """The number of GPUs of each engine, and of the learner's actor; a fraction if they share GPUs."""
 
     engine: float
     learner: float
 
 
 def gpu_shares(config: RunConfig) -> GpuShares:
-    """Return the GPU shares on the current nodes of the cluster; see `divide_gpus`."""
+    """Return the GPU shares of the engines and the learner on the cluster's current nodes; see `divide_gpus`."""
     return divide_gpus(config, cluster.node_gpus())
 
 
 def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
     """Divide the GPUs of the nodes among the engines and the learner; `nodes` holds the number of GPUs of each node.
 
-    An engine and the learner get as many GPUs as they are sharded over (`engine.tensor_parallel`, `train.ranks`). If
-    both numbers are 1 and the cluster has too few GPUs, each engine and the learner get an equal fraction of a GPU.
-    Without GPUs, each share is 0.
+    An engine gets `engine.tensor_parallel` GPUs, and the learner gets one GPU for each of its `train.ranks`. If both
+    numbers are 1 and the cluster has too few GPUs, each engine and the learner get an equal fraction of a GPU. Without
+    GPUs, each share is 0.
 
     Raises:
         ConfigError: an engine or the learner needs several GPUs, and the cluster or one node has too few.
@@ -39,7 +39,7 @@ def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
     if not have:
         return GpuShares(0.0, 0.0)
     engines, width, ranks = count_engines(config), width_of(config), config.train.ranks
-    together = 1 if config.train.multi_node else ranks  # GPUs that must be on one node
+    together = 1 if config.train.multi_node else ranks  # number of the learner's GPUs that must be on one node
     needed = engines * width + ranks
     if width == ranks == 1:
         share = min(1.0, 1 / math.ceil(needed / have))

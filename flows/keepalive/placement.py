@@ -1,5 +1,5 @@
-"""Compares the resources that a run's actors require with those of its cluster. A resource that may still appear gives
-a note, one that cannot appear an error.
+"""Compares the resources that a run's actors require with the resources of the cluster. A missing resource that may
+still appear gives a note; one that cannot appear raises an error.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from rollflow.tasks.run.config import RunConfig
 
 
 def check_private_placement(config: RunConfig) -> None:
-    """Reject custom labels and resources on a private cluster: the cluster's node has none, so the actors would wait in
-    vain.
+    """Reject custom labels and resources on a private cluster: its only node has neither, so the actors would never
+    start.
 
     Raises:
         ConfigError: a role requires a custom label or resource.
@@ -36,7 +36,7 @@ def check_private_placement(config: RunConfig) -> None:
 
 
 def note_placement(config: RunConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for each resource that no living node of the cluster has."""
+    """Yield a sentence for each required resource that the cluster's living nodes do not have."""
     placement = config.cluster.placement
     for role in get_args(Role):
         own = getattr(placement, role)
@@ -56,7 +56,7 @@ def note_placement(config: RunConfig, nodes: Sequence[Mapping[str, Any]]) -> Ite
 
 
 def needed_cpus(config: RunConfig) -> float:
-    """Return the CPUs that all actors of a run reserve with `cluster.placement.reserve_cpus`."""
+    """Return the number of CPUs that all actors of a run reserve if `cluster.placement.reserve_cpus` is true."""
     ranks = config.train.threads * (config.train.ranks - 1) if config.train.multi_node else 0
     own = config.evaluation_engine(on_cpu=True)
     engines = config.engine.replicas * engine_cpus(config.engine) + (engine_cpus(own) if own else 0.0)

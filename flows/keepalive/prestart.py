@@ -1,6 +1,6 @@
-"""Starts a run's actors before the flows of the stages start; those flows then find the actors.
+"""Starts a run's actors before the flows of the stages start, so that each flow finds its actors.
 
-Most of the start of an actor or of a flow's process is imports, so starting both side by side saves time.
+The start of an actor or of a flow's process is mostly imports, so starting both in parallel saves time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from rollflow.tasks.run.context import RunContext
 
 
 def begin_actors(context: RunContext, address: str) -> list[Any]:
-    """Start the actors that do not exist yet, and find the existing actors; the stages check whether the actors
-    started.
+    """Start the actors that do not exist yet, without waiting for the starts, and return references to the calls.
 
-    The caller keeps the returned references: Ray prints the error of a call that nobody waits for.
+    The caller must keep the references, because Ray prints the error of a call whose reference is dropped.
 
     Raises:
         ConfigError: the cluster has too few GPUs for the actors.

@@ -1,14 +1,13 @@
-"""The restarts that earlier keepers of a run have made, read from the run's recovery records.
+"""Counts the restarts that earlier processes made in a run, from the run's recovery records.
 
-A restarted keeper (its flow was killed, or a supervisor took over) continues with the same budget. If a user starts or
-resumes the run, the budget starts full again: the user has looked at the cause.
+A keeper is an object that restarts the run's actors, engines or stages; after its own restart it continues with the
+same restart budget. If a user starts or resumes the run, the budget is reset.
 
-A background thread reads the records, and the keeper waits for that thread once, for `WAIT_SECONDS` at most.
-Unreachable storage delays no restart: until the storage answers, a keeper counts only its own restarts. A damaged
-record is skipped.
+A background thread reads the records; the first restart waits for this thread for at most `WAIT_SECONDS`. Until the
+storage answers, a keeper counts only its own restarts. A damaged record is skipped.
 
-A restart is recorded when its recovery is complete. If a keeper dies during a recovery, that recovery is not recorded;
-the keeper's own death counts against the keeper's role.
+A restart is recorded when the restarted role makes progress again. If a keeper dies before the role makes progress, the
+restart of the role is not recorded.
 """
 
 from __future__ import annotations
@@ -23,27 +22,25 @@ from rollflow.storage.errors import Missing, RollflowError, Unreachable
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog
 
-WAIT_SECONDS = 1.0  # longest wait for the records before the first restart
+WAIT_SECONDS = 1.0  # longest wait before the first restart until the recovery records are read
 AGAIN_SECONDS = 1.0
 BEGUN = "begun.json"
 
 
 @dataclass(frozen=True, slots=True)
 class PastRestarts:
-    """The restarts of one role: the times of the restarts in seconds since the epoch, and the number of the newest
-    restart.
-    """
+    """The restarts of one role: their times in seconds since the epoch, and the number of the newest one (`attempt`)."""
 
     times: tuple[float, ...] = ()
     attempt: int = 0
 
     def then(self, recovery: Recovery) -> PastRestarts:
-        """Return these restarts together with the restarts of `recovery`."""
+        """Return the restarts of this object and those of `recovery`."""
         return PastRestarts((*self.times, *(recovery.restarts or (recovery.noticed_at,))), recovery.attempt)
 
 
 def reset_budgets(run: ObjectStore) -> None:
-    """Reset the run's budgets, because a user or a schedule starts the run."""
+    """Reset the run's restart budgets; called when a user or a schedule starts the run."""
     run.put(BEGUN, json.dumps({"at": time.time()}).encode())
 
 
@@ -56,7 +53,7 @@ def read_reset_time(run: ObjectStore) -> float:
 
 
 def count_restarts(recoveries: Iterable[Recovery], until: float, since: float = 0.0) -> dict[str, PastRestarts]:
-    """Count restarts by role, over recoveries (oldest first) that began between `since` and `until`."""
+    """Count restarts by role, from recoveries (oldest first) whose failure was noticed between `since` and `until`."""
     by_role: dict[str, PastRestarts] = {}
     for recovery in recoveries:
         if since <= recovery.noticed_at <= until:
@@ -65,7 +62,7 @@ def count_restarts(recoveries: Iterable[Recovery], until: float, since: float = 
 
 
 class RestartHistory:
-    """The restarts of a run's roles before this process began, by role; their times are converted to `clock`."""
+    """The restarts of a run's roles before this process began."""
 
     def __init__(
         self,
@@ -74,7 +71,7 @@ class RestartHistory:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Start reading the records in a background thread, so that slow storage delays nobody."""
+        """Start reading the recovery records in a background thread."""
         self._window, self._wall, self._clock = window_seconds, wall, clock
         self._began = wall()
         self._found: dict[str, PastRestarts] = {}
@@ -83,14 +80,14 @@ class RestartHistory:
         thread.start()
 
     def times(self, role: str) -> list[float]:
-        """Return the times at which the role was restarted. Times that a stepped clock puts outside the window are left
-        out.
+        """Return the times of the role's earlier restarts, as readings of `clock`. A restart that lies outside the
+        window, in the past or in the future, is left out.
         """
         ages = [self._wall() - at for at in self._find_past(role).times]
         return [self._clock() - max(0.0, age) for age in ages if abs(age) < self._window]
 
     def attempt(self, role: str) -> int:
-        """Return how often the role had been restarted."""
+        """Return how often the role was restarted before this process began."""
         return self._find_past(role).attempt
 
     def _find_past(self, role: str) -> PastRestarts:

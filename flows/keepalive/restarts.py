@@ -1,14 +1,5 @@
-"""The restart rules that all keepers share: which role is down, when that role may be restarted, and how its recovery
-is recorded.
-
-    up --mark_down()--> waits --mark_launched()--> starts --note_progress(), mark_up()--> up, and one `Recovery`
-                         ^                           |
-                         +------ mark_down() again --+      over the budget: `RestartsExhausted` with the reason
-
-- A role is restarted each time it goes down, but at most as often within the window as its budget allows.
-- The budget outlives the keeper's process: the run's recovery records say how many restarts an earlier keeper has made,
-  see `keepalive.restart_history`.
-- Several deaths in a row without progress between them are one recovery.
+"""The rules for restarts of actors, engines, stages, services and supervisors: which role is down, when it may be
+restarted, and how its recovery is recorded.
 
 `Restarts` only decides. The keepers of actors, engines, stages and services watch the roles and restart them. A
 restarted role begins from storage, so a restart loses nothing that was committed.
@@ -31,28 +22,28 @@ LONGEST_PAUSE = 60.0
 
 
 class RestartsExhausted(RollflowError):
-    """A dead role must not be restarted; the error's message is the reason."""
+    """Raised if a role must not be restarted; the error's message is the reason."""
 
 
 def pause_after(restarts: int, limits: RecoveryConfig) -> float:
-    """Return the seconds to wait before one more restart, after this many restarts within the window."""
+    """Return the pause in seconds before the next restart, after `restarts` restarts within the window."""
     doublings = min(restarts - 1, 1000)  # a larger exponent overflows a float
     return min(LONGEST_PAUSE, limits.backoff_seconds * 2.0**doublings) if restarts else 0.0
 
 
 class RestartBudget:
-    """Counts restarts by role. `RecoveryConfig` has the limits."""
+    """Counts the restarts of each role within a time window. `RecoveryConfig` has the limit and the window."""
 
     def __init__(
         self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic, earlier: RestartHistory | None = None
     ) -> None:
-        """Create a budget; the restarts of `earlier` keepers are already spent."""
+        """Create a budget; the restarts in `earlier` count as spent."""
         self._limits, self._clock, self._earlier = limits, clock, earlier
         self._spent: dict[str, list[float]] = {}
         self._attempts: Counter[str] = Counter()
 
     def spend(self, role: str, reason: str) -> float:
-        """Take one restart of `role` out of the budget; return the pause before it (seconds).
+        """Spend one restart of `role`; return the pause in seconds before the restart.
 
         Raises:
             RestartsExhausted: the budget is used up.
@@ -71,13 +62,14 @@ class RestartBudget:
         return pause_after(recent, limits)
 
     def attempt(self, role: str) -> int:
-        """Return how often `role` was restarted, within the window and before it."""
+        """Return how often `role` was restarted, including restarts before the window."""
         return self._attempts[role] + (self._earlier.attempt(role) if self._earlier else 0)
 
 
 @dataclass
 class PendingRecovery:
-    """A recovery under way: noticed, then restored, then resumed.
+    """A recovery that is not finished. A recovery has three events: the failure is noticed, the role is restored, and
+    the work is resumed.
 
     Only the time `noticed_at` is read from the wall clock; every later time is `noticed_at` plus a difference on
     `clock`.
@@ -92,15 +84,16 @@ class PendingRecovery:
     restored_at: float | None = None
     baseline: float = 0.0
     noticed: float = field(default_factory=time.monotonic)
-    clock: Callable[[], float] = time.monotonic  # the clock of `noticed`
-    earlier: tuple[float, ...] = ()  # the times at which earlier deaths in this recovery were noticed
+    clock: Callable[[], float] = time.monotonic  # the clock that `noticed` was read from
+    # times, in seconds since the epoch, at which earlier failures of the same recovery were noticed
+    earlier: tuple[float, ...] = ()
 
     @property
     def _now(self) -> float:
         return self.noticed_at + self.clock() - self.noticed
 
     def note_progress(self, progress: float) -> bool:
-        """Note the progress of the restarted role; return True once the role has made progress since its first
+        """Record the progress of the restarted role; return True once the role has made progress since its first
         answer.
         """
         if self.restored_at is None:
@@ -109,7 +102,7 @@ class PendingRecovery:
         return progress > self.baseline
 
     def after(self, other: PendingRecovery | None) -> PendingRecovery:
-        """Merge this recovery into the `other` one, in which the role died again before it made progress."""
+        """Return this recovery merged with `other`, an unfinished recovery of the same role that began earlier."""
         if other is None:
             return self
         reason, more = f"{other.reason}; then {self.reason}", self.trajectories + other.trajectories
@@ -136,8 +129,8 @@ class PendingRecovery:
 
 @dataclass
 class Outage:
-    """A role that is down. The role may be restarted from the time `due` on, and was restarted at the time
-    `launched`.
+    """A role that is down, with its restart. `due` is the earliest time of the restart, and `launched` is the time of
+    the restart.
     """
 
     pending: PendingRecovery
@@ -148,18 +141,20 @@ class Outage:
 
 
 class Restarts:
-    """The roles that are down. See the module's docstring."""
+    """The roles of a run that are down, and their recoveries. See the module's docstring."""
 
     def __init__(
         self, budget: RestartBudget, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
     ) -> None:
-        """Start with no role down. `clock` measures waits; `wall` gives the times in records."""
+        """Start with no role down. `clock` gives the times that measure waits; `wall` gives the times that are written
+        into records.
+        """
         self.budget, self._clock, self._wall = budget, clock, wall
         self._outages: dict[str, Outage] = {}
 
     @classmethod
     def of_run(cls, context: RunContext) -> Restarts:
-        """Build the restarts of a run; the restarts by earlier keepers count against the run's budget."""
+        """Build the `Restarts` of a run; restarts by earlier processes count against the run's budget."""
         limits = context.config.recovery
         return cls(RestartBudget(limits, earlier=RestartHistory(context.store, limits.window_seconds)))
 
@@ -168,7 +163,7 @@ class Restarts:
         return self._outages.get(role)
 
     def mark_down(self, role: str, reason: str, redone: str = "nothing", trajectories: int = 0) -> Outage:
-        """Record that a role has died or must be ended; `redone` and `trajectories` describe the work to repeat.
+        """Record that a role has died, or that it must be ended and restarted.
 
         Raises:
             RestartsExhausted: the role's budget is used up.
@@ -208,11 +203,11 @@ class RecoveryReporter:
         self._log, self.notes = log, Notes(context.store)
 
     def report_restart(self, outage: Outage) -> None:
-        """Log that a role died and is restarted."""
+        """Log that a role is restarted, with the reason."""
         self._log(f"{outage.pending.role} is restarted (restart {outage.pending.attempt}): {outage.reason}")
 
     def report_recovery(self, recovery: Recovery | None) -> None:
-        """Report a finished recovery; do nothing for None."""
+        """Report a finished recovery; do nothing if `recovery` is None."""
         if recovery is None:
             return
         from prefect.events import emit_event
@@ -226,7 +221,9 @@ class RecoveryReporter:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or of its cause's if an actor raised the error."""
+    """Return the first line of an error's message, or of the message of its `cause` (the error that an actor
+    raised).
+    """
     cause = getattr(error, "cause", None)
     if isinstance(cause, Exception):
         return f"{type(cause).__name__}: {first_line(cause)}"

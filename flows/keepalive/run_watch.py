@@ -1,9 +1,9 @@
-"""The supervisor's watch over a run: it checks the stages twice a second, and the status and the users' requests once a
-second.
+"""Watches a run for its supervisor: checks the stages twice a second, and the run's status and the users' stop requests
+once a second.
 
-A user may end the run through its storage (`rollflow stop`), or by pausing its flow run. The watch then raises
-`RunEnded`. A stop waits for the next version. A stop at once (a cancel) or a pause loses the work since the newest
-version.
+A user may end a run with `rollflow stop`, which writes a request to the run's storage, or by pausing the run's flow
+run. In both cases this module raises `RunEnded`. `rollflow stop` ends the run at its next version. `rollflow stop
+--now` and a pause end the run immediately; its work since the newest version is lost.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ TELL_SECONDS = 1.0
 
 
 class RunWatch:
-    """The watch of one supervisor, from its first step to its last."""
+    """Watches one run until a given version, or until its end."""
 
     def __init__(self, stages: Stages, writer: StatusWriter, supervisor: Writer) -> None:
         self._stages, self._writer, self._supervisor = stages, writer, supervisor
         self._patience = writer.context.config.store.patience_seconds
         self._told, self._answered = float("-inf"), time.monotonic()
-        self._asked_at: int | None = None  # the newest version when a stop request was first seen
+        self._asked_at: int | None = None  # number of the newest version when a stop request was first seen
 
     def to_version(self, version: int) -> None:
-        """Watch until the version is published, or the stages have ended.
+        """Watch the run until the version is published or the rollout and train stages have completed.
 
         Raises:
             Ended: the user ended the run.
             RestartsExhausted: a stage failed.
-            ConfigError: the policy learns nothing, and the recipe asks to stop such a run.
+            ConfigError: the policy learns nothing, and `train.no_signal` is "stop".
         """
         self._until(lambda: self._writer.progress.version >= version)
 
     def to_end(self) -> None:
-        """Watch until the last version is trained, loaded and evaluated, which ends the rollout and train stages."""
+        """Watch the run until the rollout and train stages have completed, after the last version was trained and
+        evaluated.
+        """
         self._until(lambda: False)
 
     def heed_before(self) -> None:
-        """Obey a stop request that came before the stages started; such a stop does not wait for a version.
+        """Raise `RunEnded` if a user asked to stop the run before the stages started.
 
         Raises:
             Ended: the user ended the run.
@@ -56,7 +58,7 @@ class RunWatch:
                 raise RunEnded(f"the run ended while it was starting, because of `rollflow {asked.how}`")
 
     def check_stop_requests(self) -> None:
-        """Obey a pause or a cancel that came during a step after training.
+        """Raise `RunEnded` if a user has paused or stopped the run since its training ended.
 
         Raises:
             Ended: the user ended the run.
@@ -74,8 +76,8 @@ class RunWatch:
             time.sleep(POLL_SECONDS)
 
     def _tell(self) -> None:
-        """Write the run's status and check for requests; the store may be unreachable for as long as the run waits for
-        storage.
+        """Write the run's status and check for stop requests; if storage fails for longer than
+        `store.patience_seconds`, raise the error.
         """
         try:
             self._supervisor.check()
@@ -83,13 +85,13 @@ class RunWatch:
             self._check_request()
             self._check_signal()
             self._answered = time.monotonic()
-        # a store in a folder raises OSError at once; other stores wait for storage themselves
+        # A store in a folder raises OSError immediately; other stores raise Unreachable after retries.
         except (Unreachable, OSError):
             if time.monotonic() - self._answered > self._patience:
                 raise
 
     def _check_signal(self) -> None:
-        """Fail a run that learns nothing, if the recipe says `train.no_signal = "stop"`.
+        """Raise an error if the policy learns nothing and `train.no_signal` is "stop".
 
         Raises:
             ConfigError: the newest versions have no learning signal.

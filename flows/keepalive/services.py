@@ -32,10 +32,11 @@ class ServiceKeeper:
 
     def __init__(self, deployment: str, services: Mapping[str, Service], limits: RecoveryConfig) -> None:
         self.deployment, self.services, self._limits = deployment, services, limits
-        # the budget of services ends with the session, as the services do
+        # The restart budget of the services is new in each session, because services end with their session.
         self.restarts = Restarts(RestartBudget(limits))
         self._answered: dict[str, float] = {}
-        self.cluster_lost_at = 0.0  # monotonic time; flows that were attached before it have lost their actors
+        # monotonic time of the Ray head's last failure; flows attached to the cluster earlier have lost their actors
+        self.cluster_lost_at = 0.0
 
     def look(self, record: Callable[[Recovery], None]) -> None:
         """Advance the restart of every service that is down by one step; never wait for a service.
@@ -72,7 +73,7 @@ class ServiceKeeper:
         outage = self._down(role, reason)
         if role == RAY:
             self.cluster_lost_at = outage.pending.noticed
-            # the runner's flows die with it, because they could wait long for actors that are gone
+            # Killing the runner ends its flows, which could wait long for actors that are gone.
             self.services[RUNNER].kill()
         return outage
 
@@ -85,7 +86,7 @@ class ServiceKeeper:
         try:
             if role == RUNNER:
                 crash_orphans(self.deployment, f"the {RUNNER} died")
-        except Unreachable as error:  # the Prefect server is down, too, and must be restarted first
+        except Unreachable as error:  # the Prefect server is down as well, and must be restarted before the runner
             if time.monotonic() - outage.pending.noticed > self._limits.window_seconds:
                 raise RestartsExhausted(f"the {RUNNER} died and cannot be restarted: {error}") from error
             return

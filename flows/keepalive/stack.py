@@ -1,11 +1,10 @@
-"""Keeps `rollflow serve` running in the background: restarts it when its process dies, within a budget.
+"""Keeps `rollflow serve` running in the background: restarts it when its process dies, within a restart budget.
 
     serve --background --> this process --> serve --> Prefect server, MLflow, Ray cluster, runner
 
-The process holds the lock `up.keeper` in the run home while it lives; `rollflow serve --end` ends this process and
-`serve`. A stack that a user has ended is not restarted, and neither is one that failed to come up and reported the
-reason. The services of a dead stack end by themselves (see `services.process`); a restart waits until their addresses
-are free.
+This process holds the lock `up.keeper` in the run home while it lives; `rollflow serve --end` ends this process and
+`serve`. `serve` is not restarted if a user has ended it, or if it failed to start and reported the reason. The services
+of a dead `serve` end by themselves (see `services.process`); a restart waits until their addresses are free.
 
     python -m rollflow.flows.keepalive.stack [OPTIONS OF SERVE]
 """
@@ -28,13 +27,14 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RecoveryConfig
 
 POLL_SECONDS = 0.5
-PORT_SECONDS = 30.0  # longest wait until the services of a dead stack have ended
-END_SECONDS = 60.0  # longest wait until `serve` has ended; `rollflow serve --end` waits longer
+PORT_SECONDS = 30.0  # longest wait until the services of a dead `serve` have ended and freed their ports
+END_SECONDS = 60.0  # longest wait for `serve` to end after a signal; `rollflow serve --end` waits longer than this
 NAME = "the stack"
 
 
 def keep_stack(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: StopFlag) -> int:
-    """Restart `command` until it ends in order, fails to come up, or `ended` is set; return its exit code.
+    """Run `command`, and restart it when it dies; return its exit code once it ends with 0, fails to start, or `ended`
+    is set.
 
     Raises:
         RestartsExhausted: the command died too often.
@@ -56,7 +56,7 @@ def keep_stack(place: Path, command: Sequence[str], limits: RecoveryConfig, ende
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    """End the process and return its exit code; kill the process if it takes too long. The services of a killed process
+    """End the process and return its exit code; kill the process if it takes too long. The services of a killed `serve`
     end by themselves.
     """
     child.terminate()
@@ -68,14 +68,16 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 
 
 def _await_ports(place: Path) -> None:
-    """Wait until the ports of MLflow and Ray are free, for `PORT_SECONDS` at most, so that a restart can use them."""
+    """Wait until the ports of MLflow and Ray are free, for at most `PORT_SECONDS`, so that the restarted `serve` can
+    use them.
+    """
     limit, known = time.monotonic() + PORT_SECONDS, read_addresses(place)
     while time.monotonic() < limit and not all(is_free(known[name]) for name in ("mlflow", "ray") if name in known):
         time.sleep(POLL_SECONDS)
 
 
 def main() -> int:
-    """Run `rollflow serve` until it ends in order. See the module's docstring."""
+    """Run `rollflow serve`, and restart it when it dies; return the exit code. See the module's docstring."""
     place, ended = run_home(), StopFlag()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "serve", *sys.argv[1:]]

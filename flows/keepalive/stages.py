@@ -1,10 +1,12 @@
-"""The three stages as the supervisor sees them: child flow runs, and the actors behind them.
+"""Starts and watches the three stages of a run (rollout, reward, train) for its supervisor; a stage is a child flow run
+and its actor.
 
 A stage is restarted if its flow run crashed (the flow's process was killed), or if the stage's actor is gone and the
-flow does not restart the actor. The new flow run uses the actors that are alive. A stage that *failed* has reported the
-reason, and its failure ends the run. A supervisor that takes over adopts the flow runs of the dead one. Flow runs that
-are being cancelled are not adopted: such flow runs may still be ending when a run is resumed at once. While the Prefect
-server does not answer, a flow run counts as being in its last known state.
+flow does not restart the actor within `UNATTENDED_SECONDS`. The stage's new flow run uses the actors that are still
+alive. If a stage's flow run *failed*, it has reported the reason, and the run ends. A restarted supervisor adopts the
+stages' flow runs that the dead supervisor started. A flow run that is being cancelled is not adopted, because it may
+still be ending when the run is resumed. While the Prefect server does not answer, a flow run counts as being in its
+last known state.
 """
 
 from __future__ import annotations
@@ -52,24 +54,25 @@ from rollflow.tasks.runtime.actor_warnings import ActorWarning
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
 STATE_SECONDS = 1.0  # interval at which the states of the child runs are read
 STATUS_SECONDS = 10.0
-PING_SECONDS = 5.0  # longest wait for the channel's answer; the channel's death is noticed at once
+PING_SECONDS = 5.0  # seconds that the channel may take to answer a ping; its death is noticed immediately
 START_SECONDS = 300.0
 END_SECONDS = 120.0
-UNATTENDED_SECONDS = 1200.0  # longest silence of a stage's actor; the start of an engine takes less time
+# longest time in seconds that a stage's actor may be silent; more than the start of an engine takes
+UNATTENDED_SECONDS = 1200.0
 
 
 def runner_deployment() -> str:
-    """Return the name under which this runner serves the flows."""
+    """Return the name of the deployments that this runner serves."""
     return os.environ.get("ROLLFLOW_DEPLOYMENT", "rollflow")
 
 
 @dataclass
 class Stage:
-    """One stage: its flow run, its last known state, and the actor's last status."""
+    """One stage: its flow run, the flow run's last known state, and the actor's last status."""
 
     role: str
     run: UUID | None = None
-    state: str = "Scheduled"  # the flow run's state, under the name that Prefect shows
+    state: str = "Scheduled"  # name of the flow run's state, as Prefect shows it
     running: bool = False
     completed: bool = False
     seen: ActorStatus | None = None
@@ -81,14 +84,14 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The role under which the stage's recoveries are recorded; it differs from `role`, which may be the actor's
-        role.
+        """The stage's name in recovery records, such as "rollout stage"; the stage's actor is recorded under its own
+        name.
         """
         return f"{self.role} stage"
 
 
 class Stages:
-    """The three stages, which are started or adopted, watched and ended together."""
+    """The three stages of a run: rollout, reward and train."""
 
     def __init__(
         self,
@@ -97,22 +100,24 @@ class Stages:
         log: Callable[[str], None],
         warn: Callable[[Sequence[ActorWarning]], None] = lambda warnings: None,
     ) -> None:
-        """Start without flow runs. `log` and `warn` write messages about stages and about actors to the run's page."""
+        """Start without flow runs. `log` writes messages about the stages to the run's page, and `warn` writes the
+        actors' warnings to it.
+        """
         self.context, self.address, self._log, self._warn = context, address, log, warn
         self.all = {role: Stage(role) for role in ACTORS}
         self.restarts = Restarts.of_run(context)
         self._reporter = RecoveryReporter(context, log)
         self.usage = CpuUsage()  # CPU usage of the actors
-        self.paused = False  # whether a user paused the supervisor's flow run
+        self.paused = False  # True if a user paused the supervisor's flow run
         self._own = [UUID(flow_run.id)] if flow_run.id else []
         self._looked = 0.0
         self._channel: Any = None
         self._begun: list[Any] = []
 
     def start(self) -> None:
-        """Adopt the stages' running flow runs, and start the missing ones.
+        """Adopt the stages' flow runs that exist, and create the missing ones.
 
-        This method first ends stages that work under an older config.
+        If the run's config has changed, stages that use the older config are ended first.
         """
         limit = time.monotonic() + START_SECONDS
         self._end_older(limit)
@@ -129,10 +134,9 @@ class Stages:
                 time.sleep(STATE_SECONDS)
 
     def _end_older(self, limit: float) -> None:
-        """End stages and actors that were started before the config was changed.
+        """End the stages and actors that were started before the run's config was changed.
 
-        Until a stage or actor has claimed its role under the new config, it may be an older one, even one that a dead
-        supervisor started.
+        Nothing is ended once the scheduler or the learner has claimed its role under the new config.
         """
         state = self.context.log.state
         if len(state.configs) == 1 or state.claims.keys() & {"scheduler", "learner"}:
@@ -184,14 +188,14 @@ class Stages:
         self.restarts.mark_launched(stage.name)
 
     def _tags(self, role: str) -> list[str]:
-        """Return the tags of a stage's flow run; a supervisor that adopts the flow run finds it by the last tag."""
+        """Return the tags of a stage's flow run; a restarted supervisor finds the flow run by the last tag."""
         return build_tags(self.context.config, self.context.run_id, role)
 
     def look(self) -> None:
-        """Check the channel, the stages' states and their actors; restart dead ones.
+        """Check the channel, the stages' flow runs and their actors; restart what has crashed.
 
         Raises:
-            RestartsExhausted: a stage failed, or its budget of restarts is used up; the message has the reason.
+            RestartsExhausted: a stage failed, or its restart budget is used up.
         """
         self._look_after_channel()
         if time.monotonic() - self._looked < STATE_SECONDS:
@@ -209,7 +213,7 @@ class Stages:
             self._log(f"{error}; the run continues meanwhile")
 
     def look_at_own(self) -> None:
-        """Check whether a user paused the supervisor's flow run, after the stages have ended."""
+        """Read whether a user paused the supervisor's flow run; called after the stages have ended."""
         with contextlib.suppress(Unreachable), open_client() as client:
             self._note_pause(states_of(client, self._own))
 
@@ -240,28 +244,28 @@ class Stages:
             self._schedule_restart(stage, "its actor is gone, and its flow does not start a new actor")
 
     def _unpause(self, stage: Stage, client: SyncPrefectClient, run: UUID) -> None:
-        """Restart a stage whose own flow run was paused. A stage cannot pause alone, because its actors belong to the
-        run.
+        """Restart a stage whose flow run was paused by a user. One stage cannot pause by itself, because its actors
+        belong to the run.
         """
-        client.set_flow_run_state(run, Running(), force=True)  # Prefect ends no process of a flow run that is paused
+        client.set_flow_run_state(run, Running(), force=True)  # otherwise Prefect would not end the flow run's process
         cancel_flow_run(client, run)
         self._log(f"the {stage.role} stage was paused and continues; to pause the run, pause the run's own flow run")
         self._schedule_restart(stage, "its flow run was paused")
 
     def _is_unattended(self, stage: Stage) -> bool:
-        """Return whether the actor has been silent for longer than the stage's flow needs to notice a death and restart
-        the actor.
-        """
+        """Return whether the stage's actor has been silent for longer than its flow needs to restart it."""
         return time.monotonic() - max(stage.answered, stage.started) > UNATTENDED_SECONDS
 
     def _schedule_restart(self, stage: Stage, reason: str) -> None:
         self._reporter.report_restart(self.restarts.mark_down(stage.name, reason))
-        # the next flow run is created once the stage's pause is over
+        # `_update_stage` creates the next flow run after the pause
         stage.run, stage.running, stage.key = None, False, uuid4().hex
         self._looked = 0.0
 
     def _poll_status(self, stage: Stage) -> None:
-        """Read the answer to the last status call if the answer has come, and make the next call; never wait."""
+        """Read the answer to the last status call if the answer has arrived, and make the next call, without
+        blocking.
+        """
         if stage.asked is not None and not cluster.has_ended(stage.asked, 0):
             return
         asked, stage.asked = stage.asked, None
@@ -269,19 +273,19 @@ class Stages:
             if asked is not None:
                 seen: ActorStatus = cluster.call_within(asked, STATUS_SECONDS, f"the status of {stage.role}")
                 stage.seen = seen
-                # otherwise the actor was only created, and the stage's flow may hang before it watches the actor
+                # An actor without `attended` was only created: the stage's flow may hang before it watches the actor.
                 if seen.attended:
                     stage.answered = time.monotonic()
                 self.usage.note(seen.costs)
                 self._warn(seen.warned)
             stage.asked = cluster.find_actor(ACTORS[stage.role]).status.remote()
         except RollflowError:
-            return  # the actor is starting or dead; the stage's own flow restarts a dead actor
+            return  # the actor is starting or dead; a dead actor is restarted by the stage's flow
         if stage.running:
             self._reporter.report_recovery(self.restarts.mark_up(stage.name))
 
     def _look_after_channel(self) -> None:
-        """Restart the channel if it is dead; the channel's clients find the new channel by name."""
+        """Restart the channel, the actor that buffers trajectories, if it is dead."""
         outage = self.restarts.outage(CHANNEL)
         if outage and outage.launched is None:
             self._restart_channel()
@@ -303,14 +307,14 @@ class Stages:
             self._restart_channel()
 
     def _restart_channel(self) -> None:
-        """Restart the channel once its pause is over, without waiting for the pause."""
+        """Restart the channel if its pause is over; otherwise return immediately."""
         if self.restarts.may_start(CHANNEL):
             self._start_channel()
             self.restarts.mark_launched(CHANNEL)
 
     def _start_channel(self) -> None:
-        """Start the channel with a store that does not wait for storage, because a client without a batch asks the
-        channel again.
+        """Start the channel with a store that does not retry, because a client that gets no batch asks the channel
+        again.
         """
         newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
         config = self.context.config
@@ -318,11 +322,11 @@ class Stages:
         start_channel(hasty.store, config.capacity, newest, Lease.of(self.context), placed)
 
     def have_ended(self, *roles: str) -> bool:
-        """Return whether these stages have completed."""
+        """Return whether the stages of these roles have completed."""
         return all(self.all[role].completed for role in roles)
 
     def end(self) -> None:
-        """End the reward stage, then every actor, after the rollout and train stages have ended."""
+        """End the reward stage, then every actor; called after the rollout and train stages have ended."""
         limit = time.monotonic() + END_SECONDS
         while not self.have_ended(*ACTORS):
             if time.monotonic() > limit:
@@ -336,7 +340,7 @@ class Stages:
         self._reporter.notes.flush()
 
     def clear(self) -> None:
-        """End the stages that a dead supervisor left behind after the last version; start no stage."""
+        """End the stages that a dead supervisor has started; called after the last version, so no stage is started."""
         left: dict[str, UUID] = {}
         with contextlib.suppress(Unreachable), open_client() as client:
             left = self._find_flow_runs(client)
@@ -362,7 +366,7 @@ class Stages:
             self._log(f"the reward stage does not answer yet: {error}")
 
     def abandon(self) -> None:
-        """Cancel the stages after a failure, so that the stages restart no actors, and kill the actors."""
+        """Cancel the stages and kill the actors; called after a failure."""
         try:
             with open_client() as client:
                 for stage in self.all.values():

@@ -1,10 +1,10 @@
-"""Follows a run for its session: reads the run's status from storage, and the supervisor's state from the Prefect
-server.
+"""Follows a run for `rollflow run`: reads the run's status from storage, and the state of the supervisor's flow run
+from the Prefect server.
 
-A supervisor is restarted if its flow run *crashed* (its process, its runner or its Ray cluster was killed). A
-supervisor that *failed* has reported the reason, and a cancelled supervisor was meant to end: both end the run. The
-session waits for a paused supervisor. If the Prefect server or the storage is unreachable for a moment, nothing is
-lost: the session skips one look at the run.
+A supervisor, the flow that starts and watches a run's stages, is restarted if its flow run *crashed* (its process, its
+runner or its Ray cluster was killed). If the supervisor's flow run failed or was cancelled, the run ends. If the
+supervisor's flow run is paused, `rollflow run` waits until a user resumes it. If the Prefect server or the storage is
+unreachable for a moment, the next check follows half a second later.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 END_SECONDS = 30.0
 COUNT_SECONDS = 20.0
-READ_SECONDS = 5.0  # deadline of a read, so that unreachable storage does not delay the notice of a death
+# limit of a read from storage, so that unreachable storage does not delay the restart of a dead supervisor
+READ_SECONDS = 5.0
 AWAY = "the run's storage does not answer; the run waits for it"
 
 
 class SupervisorKeeper:
-    """Keeps one run supervised, across all flow runs of the run's supervisor."""
+    """Restarts the supervisor of one run when it crashes."""
 
     def __init__(self, context: RunContext, flow_run: UUID, services: ServiceKeeper) -> None:
         self._usage, self._writer, self._counted = CpuUsage(), f"session-{flow_run.hex[-12:]}", 0.0
@@ -49,15 +50,18 @@ class SupervisorKeeper:
         self._moved: tuple[object, float] = (None, time.monotonic())
 
     def read(self, before: RunStatus) -> RunStatus:
-        """Return the status that the current supervisor has written, or `before` if there is none."""
+        """Return the status that the current supervisor has written, or `before` if it has written none."""
         try:
             return read_status(self.context, self.flow_run) or before
         except Unreachable:
-            self._moved = self._moved[0], time.monotonic()  # no sign of a hang: the supervisor waits for storage, too
+            # The supervisor waits for the same storage, so its missing status is no sign of a hang.
+            self._moved = self._moved[0], time.monotonic()
             return before if AWAY in before.messages else replace(before, messages=(*before.messages[-2:], AWAY))
 
     def look(self, status: RunStatus) -> RunStatus:
-        """Check the services and the supervisor; return "failed" as the phase only if the run has ended by failure."""
+        """Check the services and the supervisor, and return the run's status; its phase is "failed" only if the run has
+        ended by failure.
+        """
         self._store_cpu_usage(status)
         if status.phase == "done":
             return status
@@ -70,20 +74,22 @@ class SupervisorKeeper:
             return _mark_failed(status, str(error))
 
     def await_end(self) -> None:
-        """Wait until the supervisor's flow run reaches its final state, because the Prefect server stops afterwards."""
+        """Wait until the supervisor's flow run reaches its final state; the Prefect server may be stopped
+        afterwards.
+        """
         self._notes.flush()
         limit = time.monotonic() + END_SECONDS
         while time.monotonic() < limit:
             with contextlib.suppress(Unreachable, RestartsExhausted):
-                self._services.look(self._record)  # the supervisor may be waiting for the Prefect server
+                self._services.look(self._record)  # The supervisor may be waiting for a restart of the Prefect server.
                 state = flow_state(self.flow_run)
                 if state is not None and state.is_final():
                     return
             time.sleep(POLL_SECONDS)
 
     def _store_cpu_usage(self, status: RunStatus) -> None:
-        """Measure the CPU time of services and flows every `COUNT_SECONDS` and at the end; store the result with the
-        run.
+        """Measure the CPU time of services and flows every `COUNT_SECONDS` and at the end; write it to the run's
+        storage.
         """
         if not status.ended and time.monotonic() - self._counted < COUNT_SECONDS:
             return
@@ -116,14 +122,14 @@ class SupervisorKeeper:
                 return status
             self._mark_crashed(f"it wrote no status for too long (phase: {status.phase})")
             return self._restart_supervisor(status)
-        # A dying supervisor may write that the run has ended, but its flow run decides.
+        # A dying supervisor may write that the run has ended, but only the state of its flow run counts.
         return replace(status, phase="ending") if status.ended else status
 
     def _is_stuck(self, status: RunStatus, state: Any) -> bool:
-        """Return whether the supervisor made no progress for too long, in any phase.
+        """Return whether the supervisor has written no new status for too long, in any phase.
 
-        A supervisor writes its status once a second while it follows its stages. Before and after the stages, a
-        supervisor writes whenever a step makes progress, and a step may wait as long as recoveries may.
+        A supervisor writes its status once a second while it watches its stages. In other phases a supervisor writes
+        its status whenever a step makes progress, and a step may wait for recoveries.
         """
         seen = (status.phase, status.seconds, state.type)
         if seen != self._moved[0]:
@@ -149,16 +155,16 @@ class SupervisorKeeper:
         return replace(status, phase="starting", messages=(f"the supervisor restarts: {reason}",))
 
     def _record(self, recovery: Recovery) -> None:
-        """Record a recovery in the run's storage and on the supervisor's page; failing to record it is no error."""
+        """Record a recovery in the run's storage and in the supervisor's flow run; ignore an unreachable Prefect
+        server.
+        """
         self._notes.add(recovery)
         with contextlib.suppress(Unreachable):
             emit(self.flow_run, "rollflow.recovery", asdict(recovery))
 
 
 def _mark_failed(status: RunStatus, why: Any) -> RunStatus:
-    """Return the status of a failed run; the reason that the supervisor stored has priority over the reason of its flow
-    run.
-    """
+    """Return the status of a failed run; a reason in the stored status has priority over `why`."""
     if status.phase == "failed":
         return status
     return status.at_end("failed", str(why))

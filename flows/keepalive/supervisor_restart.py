@@ -1,4 +1,4 @@
-"""Restarts a run's crashed supervisor, exactly once for each crash, whoever notices the crash first.
+"""Restarts a run's crashed supervisor exactly once for each crash, even if several processes notice the crash.
 
     crashed flow run --> its run --> ended, or a newer flow run supervises it?  nothing to do
                                  --> otherwise the same deployment, the same parameters, the same run
@@ -38,7 +38,9 @@ REDONE = "the supervisor's start; living actors continue"
 
 @dataclass
 class Successor:
-    """The flow run that continues a run. `pending` is the recovery under way, or None if another process started it."""
+    """The flow run that continues a run. `pending` is the unfinished recovery, or None if another process created the
+    flow run.
+    """
 
     context: RunContext
     flow_run: UUID
@@ -66,7 +68,7 @@ class Successor:
 
 
 class SupervisorRestarter:
-    """Restarts the crashed supervisors of a runner's deployments at each look."""
+    """Restarts the crashed supervisors of the runs that a runner serves."""
 
     def __init__(self, deployment: str) -> None:
         self._deployment = deployment
@@ -74,8 +76,8 @@ class SupervisorRestarter:
         self._starting: list[Successor] = []
 
     def look(self, log: Callable[[str], None]) -> None:
-        """Restart newly crashed supervisors. A run whose supervisor cannot be restarted is logged once and skipped from
-        then on.
+        """Restart the supervisors that have crashed since the last call. If a supervisor cannot be restarted, the
+        reason is logged once, and the supervisor is not tried again.
         """
         self._starting = [successor for successor in self._starting if not is_up(successor)]
         with contextlib.suppress(Unreachable), open_client() as client:
@@ -86,7 +88,9 @@ class SupervisorRestarter:
                     self._seen.add(run.id)
 
     def _follow_up(self, crashed: FlowRun, log: Callable[[str], None]) -> bool:
-        """Restart the supervisor; return False if its storage does not answer, so that the next look tries again."""
+        """Restart the crashed supervisor; return False if the run's storage does not answer, so that the next call of
+        `look` tries again.
+        """
         name = run_uri(crashed).rpartition("/")[2]
         try:
             successor = restart_supervisor(crashed.id, replace(run_of(crashed), patience=READ_SECONDS))
@@ -102,7 +106,7 @@ class SupervisorRestarter:
 
 
 def is_up(successor: Successor) -> bool:
-    """Return whether the successor is up; False if the Prefect server does not answer."""
+    """Return whether the successor runs or has ended; return False if the Prefect server does not answer."""
     try:
         return successor.up()
     except Unreachable:
@@ -110,10 +114,10 @@ def is_up(successor: Successor) -> bool:
 
 
 def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
-    """Restart the supervisor of `context` after `flow_run` crashed, or find the successor that `flow_run` already has.
+    """Restart the supervisor of the run `context` after `flow_run` crashed; if a successor exists already, return it.
 
-    Returns None if there is nothing to do: the run has ended, or the flow run did not crash. Crashes from before a user
-    or a schedule last started the run do not count against the budget.
+    Returns None if the run has ended, or the flow run did not crash. Only crashes since a user or a schedule last
+    started the run count against the budget.
 
     Raises:
         RestartsExhausted: the supervisor crashed too often.
@@ -142,22 +146,21 @@ def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
             idempotency_key=f"after:{crashed.id}",
         )
     if made.state is None or made.state.state_details.scheduled_time != begin.state_details.scheduled_time:
-        return Successor(context, made.id)  # another process has created the successor, and records the recovery
+        return Successor(context, made.id)  # another process created the successor and records its recovery
     return Successor(context, made.id, PendingRecovery("supervisor", crash_reason(crashed), len(crashes), REDONE))
 
 
 def follows_another(flow_run: UUID) -> bool:
-    """Return whether a flow run was started because another flow run crashed, and not by a user or a schedule.
+    """Return whether a flow run was created because another flow run crashed, and not by a user or a schedule.
 
-    A user may retry a successor, or resume a paused one. In both cases the flow run runs a second time, whereas a
-    recovery creates a new flow run.
+    The result is False for such a flow run if a user has retried or resumed it, because it then runs a second time.
     """
     made = read_flow_run(flow_run)
     return (made.idempotency_key or "").startswith("after:") and made.run_count < 2
 
 
 def list_successors(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:
-    """Return `first` and its successors in order; idempotency keys give the order, not times."""
+    """Return `first` and its successors, ordered by their idempotency keys and not by time."""
     after = {run.idempotency_key: run for run in attempts}
     found = [run for run in attempts if run.id == first]
     while found and (successor := after.get(f"after:{found[-1].id}")):
@@ -175,9 +178,7 @@ def list_predecessors(attempts: Sequence[FlowRun], last: FlowRun) -> list[FlowRu
 
 
 def _read_limits(context: RunContext, crashed: FlowRun) -> RecoveryConfig:
-    """Return the run's current restart limits; for a run that crashed before it was prepared, those in the flow run's
-    parameters.
-    """
+    """Return the run's current restart limits."""
     try:
         return context.config.recovery
     except ConfigError:
@@ -187,8 +188,8 @@ def _read_limits(context: RunContext, crashed: FlowRun) -> RecoveryConfig:
 def _compute_pause(
     client: SyncPrefectClient, crashed: FlowRun, crashes: Sequence[float], limits: RecoveryConfig
 ) -> float:
-    """Return the pause before the restart. If the budget is used up, mark the flow run as failed, so that nobody
-    restarts it.
+    """Return the pause in seconds before the restart. If the budget is used up, mark the flow run as failed, so that
+    nobody restarts it.
     """
     from prefect.states import Failed
 
@@ -200,9 +201,9 @@ def _compute_pause(
 
 
 def pause_before(crashes: Sequence[float], now: float, limits: RecoveryConfig) -> float:
-    """Return the seconds to wait before the next start, given the times of the crashes.
+    """Return the pause in seconds before the next start, from the times of the crashes.
 
-    A crash time may lie in the future if the clock has stepped back.
+    A crash time may be later than `now`, because the clock may have been set back.
 
     Raises:
         RestartsExhausted: too many crashes within the window.
@@ -241,7 +242,7 @@ def run_uri(flow_run: FlowRun) -> str:
 
 
 def _parameters(flow_run: FlowRun) -> dict[str, Any]:
-    """Return the parameters of a supervisor's flow run; an earlier rollflow may have written its config."""
+    """Return the parameters of a supervisor's flow run, with config keys of older releases renamed."""
     given, config = flow_run.parameters, flow_run.parameters.get("config")
     return given | {"config": RECIPE.apply(config)} if isinstance(config, Mapping) else given
 

@@ -15,18 +15,18 @@ from typing import Any
 from rollflow.flows.ray_cluster.actor_process import explain_lost_actor, find_actor_process
 from rollflow.storage.errors import Unreachable
 
-START_SECONDS = 900.0  # longest time in seconds until an actor is created
-LEAST_SHARE = 0.02  # smallest share of a CPU that counts as computing; an idle process uses less
+START_SECONDS = 900.0  # longest time in seconds that the creation of an actor may take
+LEAST_SHARE = 0.02  # smallest share of a CPU's time that counts as computing; an idle process uses less
 
 
 class Vitals:
-    """Watches the process of one actor between two answers of the actor."""
+    """Checks whether a silent actor is dead, stuck or busy."""
 
     def __init__(self, name: str, actor: Any, silent_seconds: float) -> None:
-        """Watch an actor that may neither answer nor compute for at most `silent_seconds`."""
+        """Set the longest time for which the actor may neither answer nor compute (`silent_seconds`)."""
         self._name, self._id, self._longest = name, actor._actor_id, silent_seconds
         self._began = time.monotonic()
-        # time of a look at the actor's process, and the process's CPU time at that look
+        # The start of the observed interval: its monotonic time, and the process's CPU seconds at that time.
         self._window: tuple[float, float] | None = None
 
     def note_answer(self) -> None:
@@ -34,7 +34,7 @@ class Vitals:
         self._began, self._window = time.monotonic(), None
 
     def is_starting(self) -> bool:
-        """Check an actor that does not answer; return whether it is still being created.
+        """Check an actor that does not answer; return whether the actor is still being created.
 
         Raises:
             Unreachable: the actor is dead or stuck; the message has the evidence.
