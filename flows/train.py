@@ -22,8 +22,7 @@ def train(run: RunPlace, ray_address: str) -> int:
             name=LEARNER,
             start=lambda: start_learner(context, gpu_shares(context.config).learner, ray_address),
             redone=_describe_lost_work,
-            # The learner itself waits `patience_seconds` for a batch, and then raises an error that names the missing
-            # batch.
+            # The learner itself gives up after `patience_seconds` without a batch, with an error that names the batch.
             patience=2 * context.config.rollout.patience_seconds,
         )
         return int(ActorKeeper(context, learner, get_run_logger().info).run())

@@ -96,8 +96,7 @@ class ActorKeeper(Generic[Status]):
             self._last = status
             set_log_facts(version=status.progress.get("version"))
             self.reporter.report_recovery(self.restarts.note_progress(name, status.made))
-            # A stage's actor says if it waits for another stage by design. The flow of that other stage watches for
-            # progress.
+            # An actor with `waits_for` waits for another stage's actor, which is checked for progress by its own flow.
             if status.progress != before or status.waits_for:
                 self._changed, before = time.monotonic(), status.progress
             self._check_progress()

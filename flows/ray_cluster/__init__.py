@@ -1,1 +1,1 @@
-"""Ray as the flows use it: head, workers, access with token and TLS, checks of the nodes."""
+"""Starts private Ray clusters, attaches to clusters, checks their nodes, and finds their actors."""

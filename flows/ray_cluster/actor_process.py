@@ -1,8 +1,6 @@
-"""Looks up an actor's process in Ray and in the kernel of the actor's node: whether the actor is created, its process
-id, its CPU time.
+"""Looks up an actor's process: whether the actor is created, the process's id and its CPU time.
 
-No function of this module calls the actor. No function of this module waits for the actor's threads, or for the holder
-of the actor's interpreter lock.
+No function of this module calls the actor, so an actor whose threads hang delays nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from rollflow.flows.ray_cluster.lost_workers import explain_lost_worker, list_de
 from rollflow.tasks.actors.early_imports import Kind
 
 CALL_SECONDS = 20.0
-KINDS: dict[str, Kind] = {  # actor class -> the kind of worker that the actor starts in
+KINDS: dict[str, Kind] = {  # class name of an actor -> the kind of Ray worker that the actor starts in
     "EngineActor": "engine",
     "LearnerActor": "learner",
     "RolloutActor": "rollout",
@@ -26,7 +24,7 @@ KINDS: dict[str, Kind] = {  # actor class -> the kind of worker that the actor s
 
 @dataclass(frozen=True, slots=True)
 class ActorProcess:
-    """The node and process of an actor. `state` is the actor's state in Ray's words ("PENDING_CREATION", "ALIVE",
+    """The node and process of an actor. `state` is the actor's state as Ray names it ("PENDING_CREATION", "ALIVE",
     "DEAD"); `pid` is 0 if the actor has no process.
     """
 
@@ -42,11 +40,11 @@ class ActorProcess:
 
     @property
     def pending(self) -> bool:
-        """True while the actor is still to be created."""
+        """True while the actor is not yet created."""
         return self.state in ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 
     def cpu_seconds(self) -> float | None:
-        """Return the CPU time of the actor's process; None if the process is gone or the actor's node does not
+        """Return the CPU seconds of the actor's process; None if the process is gone or the actor's node does not
         answer.
         """
         import ray
@@ -64,7 +62,9 @@ class ActorProcess:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Return the CPU time of a process on this node, plus the time that the process waited for disks, if known."""
+    """Return the CPU seconds of a process on this node, plus the seconds that the process waited for disks, if
+    known.
+    """
     try:
         times = psutil.Process(pid).cpu_times()
         return float(times.user + times.system + getattr(times, "iowait", 0.0))
@@ -85,12 +85,16 @@ def find_actor_process(actor_id: Any) -> ActorProcess | None:
 
 
 def explain_lost_call(reference: Any) -> str:
-    """Say why the actor of a call cannot be created; return each reason once, and "" without a known reason."""
+    """Return the reason why the actor of a call cannot be created; return "" if none is known or the reason was
+    returned before.
+    """
     return explain_lost_actor(reference.task_id().actor_id()) if list_deaths() else ""
 
 
 def explain_lost_actor(actor_id: Any) -> str:
-    """Say why an actor cannot be created; return each reason once, and "" without a known reason."""
+    """Return the reason why an actor cannot be created; return "" if none is known or the reason was returned
+    before.
+    """
     if not list_deaths():
         return ""
     found = find_actor_process(actor_id)

@@ -1,12 +1,12 @@
-"""The Ray cluster: attaches to it, finds and kills actors, waits for them within a deadline.
+"""Attaches to a Ray cluster, finds and kills actors, and waits for actors' answers within a deadline.
 
 Guarantees:
 - `attach` either attaches within its deadline or raises `Unreachable`; Ray itself retries a wrong address forever. A
-  Ray head may be down until the deadline, so a caller that works for a run passes the run's `recovery` window. `attach`
-  keeps this process's SIGTERM and SIGINT handlers. Ray itself replaces the handlers, so that a cancelled flow would end
-  as crashed.
-- Every wait for an actor is bounded (`call_within`); the error says what the caller waited for, on which actor and for
-  how long.
+  caller that works for a run passes the run's `recovery` window as the deadline, because the Ray head may be
+  restarting. `attach` keeps this process's SIGTERM and SIGINT handlers, although Ray replaces them; with Ray's handlers
+  a cancelled flow run would end as crashed.
+- `call_within` limits every wait for an actor; its error says what the caller waited for, on which actor and for how
+  long.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rollflow.tasks.actors.placement import LEAST, Role
 from rollflow.tasks.run.cluster_config import ClusterConfig
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 10.0  # deadline for one answer of the Ray head
-LOST_SECONDS = 2.0  # interval at which a call checks whether its actor can still be created
+ANSWER_SECONDS = 10.0  # longest wait in seconds for one answer of the Ray head
+LOST_SECONDS = 2.0  # seconds between checks whether the called actor can still be created
 
 
 def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> None:
@@ -48,7 +48,7 @@ def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> N
 
 
 def _try_attach(address: str, namespace: str, deadline_seconds: float, *, last: bool) -> bool:
-    """Connect, and return whether that succeeded; at the `last` try, raise the error instead."""
+    """Connect, and return whether the connection succeeded; if this is the `last` try, raise the error."""
     try:
         _check_head(address, deadline_seconds)
         _connect(address, namespace)
@@ -66,7 +66,7 @@ def _connect(address: str, namespace: str) -> None:
     try:
         ray.init(address=address, namespace=namespace, logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-        detach()  # removes what Ray has set up, so that another try is possible
+        detach()  # clean up after the failed `ray.init`, so that another try is possible
         if "Version mismatch" in str(error):
             raise ConfigError(f"cluster.address = {address!r}: {' '.join(str(error).split())}") from None
         raise Unreachable(
@@ -77,9 +77,7 @@ def _connect(address: str, namespace: str) -> None:
 
 
 def _check_head(address: str, deadline_seconds: float) -> None:
-    """Check that the head answers at the address that Ray will use; if the head listens on loopback only, make Ray use
-    loopback.
-    """
+    """Check that the Ray head answers; if the head listens on loopback only, make Ray use the loopback address."""
     from ray._private import ray_constants
     from ray._private import services as ray_services
 
@@ -88,19 +86,17 @@ def _check_head(address: str, deadline_seconds: float) -> None:
         raise Unreachable(
             f"waited {deadline_seconds:.0f} s for a Ray head at {address}, but nothing answers at that address"
         )
-    # the private cluster's token is in this process's environment
+    # The token of a private cluster needs no check, because this process has it in its environment.
     if os.environ.get("ROLLFLOW_RAY_ADDRESS") != address:
         check_token(address)
     if host in LOOPBACK and not speaks_http2(ray_services.get_node_ip_address(), int(port), seconds=1.0):
-        # Unless clusters are off, Ray replaces 127.0.0.1 by the host's outside address, where this head does not
-        # listen.
+        # Otherwise Ray would replace 127.0.0.1 by the host's outside address, where this head does not listen.
         ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _restore_handlers(handlers: dict[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
-        # A handler that was not set from Python is None. Outside the main thread, `signal` raises a ValueError, and Ray
-        # has set no handler.
+        # None is a handler that Python did not set. `signal` raises ValueError outside the main thread.
         if handler is not None:
             with contextlib.suppress(ValueError):
                 signal.signal(number, handler)
@@ -115,7 +111,7 @@ def detach() -> None:
 
 @contextlib.contextmanager
 def attached_cluster(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> Iterator[None]:
-    """Stay attached to the cluster for the length of a block; see `attach`."""
+    """Attach to the cluster for the duration of a `with` block; see `attach`."""
     attach(address, namespace, deadline_seconds=deadline_seconds)
     try:
         yield
@@ -124,10 +120,10 @@ def attached_cluster(address: str, namespace: str, *, deadline_seconds: float = 
 
 
 def find_actor(name: str) -> Any:
-    """Return the living actor of that name in this process's namespace.
+    """Return the living actor with this name in this process's namespace.
 
     Raises:
-        Unreachable: there is no living actor of that name.
+        Unreachable: no living actor has this name.
     """
     import ray
 
@@ -139,10 +135,11 @@ def find_actor(name: str) -> Any:
 
 
 def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[str]:
-    """Kill the actors of these names, and wait until their names are free; skip names without an actor.
+    """Kill the actors with these names, and wait until the names are free; skip names without an actor.
 
-    Returns the names of the killed actors. The wait is bounded, because the actor's node may just have been lost. If
-    the name is still taken, a later start finds the dead actor, and calls this function again.
+    Returns the names of the killed actors. The wait for free names ends after `deadline_seconds`, because a lost node
+    may not free a name. If a name is still taken after the wait, a later start finds the dead actor and calls this
+    function again.
     """
     import ray
 
@@ -158,7 +155,7 @@ def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[
 
 
 def kill(actor: Any) -> None:
-    """Kill an actor that this process has started; an actor that has already ended is no error."""
+    """Kill an actor that this process has started; ignore an actor that has already ended."""
     import ray
 
     with contextlib.suppress(ray.exceptions.RayError):
@@ -176,10 +173,10 @@ def _name_is_taken(name: str) -> bool:
 
 
 def call_within(reference: Any, deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable) -> Any:
-    """Wait for an object reference, for at most `deadline_seconds`, and return the object.
+    """Return the result of a Ray call, waiting for it for at most `deadline_seconds`.
 
     Args:
-        what: the awaited value and its source, in the words of the error message ("the weights, from engine 0").
+        what: the awaited result and its source, for the error message ("the weights, from engine 0").
         died: the error to raise if the actor is dead (`EngineFailed` for engines).
 
     Raises:
@@ -202,7 +199,7 @@ def call_within(reference: Any, deadline_seconds: float, what: str, *, died: typ
 
 
 def has_ended(reference: Any, seconds: float) -> bool:
-    """Return whether a call has ended, with a value or an error; wait for it for at most `seconds`."""
+    """Return whether a Ray call has ended, with a result or an error; wait at most `seconds` for the end."""
     import ray
 
     with _unwrap_signal_error():
@@ -211,10 +208,9 @@ def has_ended(reference: Any, seconds: float) -> bool:
 
 @contextlib.contextmanager
 def _unwrap_signal_error() -> Iterator[None]:
-    """Raise the error of a signal handler that ran inside Ray's compiled code, such as the handler that cancels a flow
-    run.
+    """Raise the error that a signal handler raised inside Ray's compiled code.
 
-    Ray delivers the error as the cause of a `SystemError`, which would look like the death of an actor.
+    Ray wraps such an error in a `SystemError`, which would look like the death of an actor.
     """
     try:
         yield
@@ -223,7 +219,7 @@ def _unwrap_signal_error() -> Iterator[None]:
 
 
 def living_nodes() -> list[dict[str, Any]]:
-    """Return the cluster's living nodes, as Ray describes them."""
+    """Return Ray's descriptions of the cluster's living nodes."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
@@ -240,10 +236,11 @@ def node_gpus() -> list[float]:
 
 
 def check_actor_options(config: ClusterConfig) -> None:
-    """Check labels, resources and `runtime_env` of `[cluster]` as Ray does when it starts an actor.
+    """Check the labels, the resources and the `runtime_env` in the section `[cluster]` as Ray checks them when it
+    starts an actor.
 
     Raises:
-        ConfigError: Ray would reject one of them.
+        ConfigError: Ray would reject one of these values.
     """
     options = [("runtime_env", "runtime_env", config.runtime_env, config.runtime_env)]
     for role in get_args(Role):
@@ -264,7 +261,7 @@ def check_actor_options(config: ClusterConfig) -> None:
 
 
 def count_machine_gpus() -> float:
-    """Count the GPUs that a Ray node on this machine would have; this function needs no cluster."""
+    """Return the number of GPUs that a Ray node on this machine would have, without a cluster."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
 
     return float(get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators())

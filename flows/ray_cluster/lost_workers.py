@@ -1,5 +1,5 @@
-"""Finds Ray workers that died before they registered. Ray itself waits ten minutes for such a worker, and so does the
-worker's actor.
+"""Finds Ray workers that died before they registered. Ray itself, and the actor that is to run in the worker, wait ten
+minutes for a dead worker.
 
     worker begins --> imports --> registers as `ray::...`
                         |
@@ -22,16 +22,16 @@ import psutil
 
 from rollflow.tasks.actors.early_imports import KIND
 
-# environment variable with the folder of a private cluster; `ray_worker` repeats the name
+# environment variable with the folder of the records of dead workers; `ray_worker` repeats the name
 FOLDER = "ROLLFLOW_LOST_WORKERS"
 WORKER = Path(__file__).with_name("ray_worker.py")
 READ = ".read"
 LOOK_SECONDS = 0.5
-FRESH_SECONDS = 900.0  # the longest age in seconds of a death that is reported
+FRESH_SECONDS = 900.0  # longest age in seconds at which a worker's death is still reported
 
 
 class WorkerWatch:
-    """Finds the children of a raylet that end before they register."""
+    """Finds workers of a raylet (Ray's process on a node) that end before they register."""
 
     def __init__(self, raylet: int, folder: Path) -> None:
         self._raylet, self._folder, self._looked = raylet, folder, 0.0
@@ -39,9 +39,7 @@ class WorkerWatch:
         self._known: set[int] = set()  # process ids of registered workers, and of processes that are no workers
 
     def look(self) -> None:
-        """Record the children that ended since the last call; callers may call this method often, because it is
-        cheap.
-        """
+        """Record the workers that ended since the last call; a call is cheap."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -64,13 +62,13 @@ class WorkerWatch:
             if line and line[0].startswith("ray::"):
                 self._known.add(pid)
                 self._starting.pop(pid, None)
-            # the worker's kind may be missing at first: Ray sets up the process, then executes the worker
+            # A new process may not have its kind yet, because Ray sets up the process before it executes the worker.
             elif str(WORKER) in line:
                 self._starting[pid] = process.environ().get(KIND, "")
 
 
 def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
-    """Write a worker's death to a file, unless the death is already recorded."""
+    """Record a worker's death in a file, unless the death is already recorded."""
     file = folder / str(pid)
     if file.exists() or file.with_suffix(READ).exists():
         return
@@ -80,8 +78,8 @@ def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
 
 
 def explain_lost_worker(kind: str) -> str:
-    """Say how a worker of this kind died before it registered, once for each death; "" if none died, or if another
-    worker of the kind is starting.
+    """Return how a worker of this kind died before it registered, once for each death; return "" if none died, or if
+    another worker of the kind is starting.
     """
     for file in list_deaths():
         with contextlib.suppress(OSError):
@@ -96,7 +94,7 @@ def explain_lost_worker(kind: str) -> str:
 
 
 def list_deaths() -> list[Path]:
-    """List the files of deaths that nobody has reported yet."""
+    """List the files of recorded deaths that `explain_lost_worker` has not returned yet."""
     named = os.environ.get(FOLDER)
     with contextlib.suppress(OSError):
         return [file for file in sorted(Path(named).iterdir()) if file.suffix != READ] if named else []
@@ -116,7 +114,7 @@ def _is_starting(kind: str, folder: Path) -> bool:
 
 
 def _list_children(pid: int) -> set[int]:
-    """Return the child processes of a process, from the kernel's own lists, which are cheap to read."""
+    """Return the process ids of a process's children, from the kernel's lists, which are cheap to read."""
     found: set[int] = set()
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Asks every node of a cluster whether a run can work there, and finds faults.
+"""Asks every node of a cluster whether a run can use the node, and finds faults.
 
 Every wait is bounded. If a node does not answer or has no rollflow, that is reported as a fault of the node and raises
 no error.
@@ -16,20 +16,22 @@ from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.actors.node_report import NodeReport, NodeReporter, read_versions
 
-ANSWER_SECONDS = 120.0  # longest wait for a node's answer, in which a worker starts and imports on a slow machine
+# longest wait for a node's answer in seconds, enough for a worker's start and imports on a slow machine
+ANSWER_SECONDS = 120.0
 CLOCK_TRIES = 5
-CLOCK_SECONDS = 30.0  # tolerated difference between clocks
+CLOCK_SECONDS = 30.0  # tolerated difference between a node's clock and this machine's clock, in seconds
 GIB = 2**30
 LEAST_DISK = 5 * GIB
-# packages whose versions must equal this machine's; other packages matter only on nodes that may have actors
+# packages whose versions on every node must equal this machine's; other packages matter only on nodes with CPUs
 EVERYWHERE = ("python", "rollflow", "ray")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """The state that a node reported. `clock` is how far the node's clock is ahead of this machine's, in seconds.
+    """The state of a node, as the node reported it. `clock` is the number of seconds by which the node's clock is ahead
+    of this machine's clock.
 
-    `report` is None if the node did not answer, and `silent` says why.
+    If the node did not answer, `report` is None and `silent` is the reason.
     """
 
     address: str
@@ -41,7 +43,7 @@ class NodeState:
 
 
 def ask_nodes(store: str, runtime_env: Mapping[str, Any]) -> list[NodeState]:
-    """Ask all living nodes of the attached cluster at the same time."""
+    """Ask all living nodes of the attached cluster for their state, in parallel."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -68,7 +70,9 @@ def _read_node(node: Mapping[str, Any], actor: Any, report: Any) -> NodeState:
 
 
 def _measure_clock(actor: Any) -> tuple[float, float]:
-    """Return the seconds that the answer took, and a lower bound of the seconds by which the node's clock is ahead."""
+    """Return the duration of the call in seconds, and a lower bound of the seconds by which the node's clock is
+    ahead.
+    """
     sent, began = time.time(), time.monotonic()
     there = cluster.call_within(actor.clock.remote(), ANSWER_SECONDS, "the clock of a node")
     took = time.monotonic() - began
@@ -77,10 +81,10 @@ def _measure_clock(actor: Any) -> tuple[float, float]:
 
 
 def find_faults(nodes: Sequence[NodeState], here: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Yield a sentence for each fault that names the fault and its fix.
+    """Yield one sentence for each fault of a node, with the fault and its fix.
 
     Args:
-        here: the versions of this machine.
+        here: the versions of packages on this machine.
     """
     here = read_versions() if here is None else here
     usual = _usual_versions(nodes, here)
@@ -118,7 +122,9 @@ def find_faults(nodes: Sequence[NodeState], here: Mapping[str, str] | None = Non
 
 
 def _usual_versions(nodes: Sequence[NodeState], here: Mapping[str, str]) -> dict[str, str]:
-    """Return the most frequent versions among the nodes that may have actors; in a tie, this machine's versions."""
+    """Return the most frequent version of each package on the nodes that may have actors; if two are equally frequent,
+    prefer this machine's version.
+    """
     usual = {}
     for name in here:
         found = [node.report.versions.get(name, "") for node in nodes if node.report and node.cpus]
@@ -130,8 +136,8 @@ def _usual_versions(nodes: Sequence[NodeState], here: Mapping[str, str]) -> dict
 def _version_faults(
     node: NodeState, report: NodeReport, here: Mapping[str, str], usual: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield the versions that differ; a node without CPUs has no actors, so the engine's version does not matter
-    on it.
+    """Yield a sentence for each package whose version on a node is wrong; on a node without CPUs only the packages in
+    `EVERYWHERE` count, because no actor runs there.
     """
     for name in here:
         wanted = here[name] if name in EVERYWHERE else usual[name]

@@ -1,4 +1,4 @@
-"""Spare Ray workers: processes that import an actor's modules before a run needs them.
+"""Keeps spare Ray workers: processes that import an actor's modules before a run needs them.
 
     requested --> imports --> waits, as `ray::IDLE` --> becomes an actor of a run --> a new spare is requested, later
 
@@ -22,20 +22,25 @@ import psutil
 
 from rollflow.tasks.actors.early_imports import KIND, Kind, request_path, worker_environment
 
-AGAIN_SECONDS = 45.0  # pause after a run took a spare, because the run should start before a new spare does
+# pause in seconds after a run has used a spare worker, so that the run starts before a new spare does
+AGAIN_SECONDS = 45.0
 LOOK_SECONDS = 5.0
 CALL_SECONDS = 5.0
-KEEP_SECONDS = 10 * 365 * 86400  # how long Ray keeps an idle worker; by default Ray may end it at any time
-LEAST_MEMORY = 4 << 30  # bytes of memory that must be available for a new spare
+KEEP_SECONDS = 10 * 365 * 86400  # seconds for which Ray keeps an idle worker; by default Ray may end it at any time
+LEAST_MEMORY = 4 << 30  # bytes of memory that must be available before a spare worker is started
 
 
 class PrewarmedWorkers:
-    """Keeps spare workers for one raylet. See the module's docstring."""
+    """Keeps spare workers for one raylet, the process that starts Ray's workers on a node. See the module's
+    docstring.
+    """
 
     def __init__(self, address: str, raylet: int, folder: Path, kinds: Sequence[Kind], *, kept: bool) -> None:
-        """Keep spares for the raylet with process id `raylet`, which listens at `address`; `folder` is for requests.
+        """Keep spare workers for the raylet with process id `raylet`, which listens at `address`; requests are noted in
+        `folder`.
 
-        With `kept`, a spare that a run took is replaced; otherwise one spare of each of these `kinds` is started, once.
+        If `kept` is true, a spare worker that a run has used is replaced; otherwise each of the `kinds` gets one spare
+        worker, once.
         """
         self._address, self._raylet, self._folder = address, psutil.Process(raylet), folder
         self._pause = AGAIN_SECONDS if kept else math.inf
@@ -44,7 +49,7 @@ class PrewarmedWorkers:
         folder.mkdir(parents=True, exist_ok=True)
 
     def look(self) -> None:
-        """Request missing spares. Callers may call this often, because most calls do nothing."""
+        """Request missing spare workers. Most calls of this method do nothing, so it may be called often."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS or glob.glob("/dev/nvidia[0-9]*"):
             return
@@ -58,7 +63,7 @@ class PrewarmedWorkers:
                 self._request(kind)
 
     def _find_kinds(self) -> set[str]:
-        """Return the kinds that have a waiting or starting worker."""
+        """Return the kinds that have an idle or a starting worker."""
         found = set()
         with contextlib.suppress(psutil.Error):
             for process in self._raylet.children():
@@ -69,7 +74,7 @@ class PrewarmedWorkers:
         return found
 
     def _request(self, kind: Kind) -> None:
-        """Ask the raylet to start a worker of this kind, for any job."""
+        """Ask the raylet to start a worker of this kind that any Ray job may use."""
         from ray._private.grpc_utils import grpc, init_grpc_channel
         from ray._private.utils import get_runtime_env_info, parse_runtime_env_for_task_or_actor
         from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
@@ -82,6 +87,6 @@ class PrewarmedWorkers:
         try:
             with init_grpc_channel(self._address) as channel:
                 NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=CALL_SECONDS)
-        except grpc.RpcError as error:  # a later look requests the spare again
+        except grpc.RpcError as error:  # a later call of `look` requests the spare worker again
             request_path(kind, self._folder).unlink(missing_ok=True)
             print(f"no spare worker could be started for {kind}: {error}", flush=True)

@@ -1,8 +1,9 @@
-"""Checks whether a Ray cluster admits this machine (token, TLS, a node on it), before Ray is asked.
+"""Checks whether a Ray cluster admits this machine: whether the token and TLS are accepted, and whether the cluster has
+a node on this machine.
 
-Ray itself retries a refused call for a minute, and searches for a node of this machine for another minute. Ray's error
-then names neither the token nor the node. This module asks the head once for the cluster's id and its nodes, with this
-process's credentials: `RAY_AUTH_MODE` and its token, `RAY_USE_TLS` and its certificates.
+These checks run before Ray connects, because Ray retries a refused call for a minute and its error names neither the
+token nor the node. This module asks the Ray head for the cluster's id and nodes, with this process's credentials:
+`RAY_AUTH_MODE` and its token, `RAY_USE_TLS` and its certificates.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TOKEN_CURE = (
 
 
 def check_token(address: str) -> None:
-    """Check that the head at `address` accepts this process's token.
+    """Check that the Ray head at `address` accepts this process's token.
 
     Raises:
         ConfigError: the head rejects the token.
@@ -31,10 +32,11 @@ def check_token(address: str) -> None:
 
 
 def check_membership(address: str) -> None:
-    """Check that a Ray driver may run on this machine: Ray needs a node on the driver's machine, with or without CPUs.
+    """Check that a Ray driver may run on this machine: the cluster must have a node on this machine, with or without
+    CPUs.
 
     Raises:
-        ConfigError: this machine has no node, or the head rejects the token.
+        ConfigError: the cluster has no node on this machine, or the head rejects the token.
         Unreachable: the head gives no answer.
     """
     found = _ask_head(address, nodes=True)
@@ -47,7 +49,7 @@ def check_membership(address: str) -> None:
 
 
 def _ask_head(address: str, *, nodes: bool) -> set[str]:
-    """Ask the Ray head; return the ids of the living nodes if `nodes` is set, else an empty set."""
+    """Call the Ray head; return the ids of the living nodes if `nodes` is true, else an empty set."""
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
@@ -66,13 +68,13 @@ def _ask_head(address: str, *, nodes: bool) -> set[str]:
             return {node.node_id.hex() for node in answer.node_info_list if node.state == alive}
     except grpc.RpcError as error:
         raise _refusal(address, error) from None
-    # for example, RAY_AUTH_MODE requires a token and this process has none
+    # Ray raises these errors if, for example, RAY_AUTH_MODE requires a token and this process has none.
     except (RayError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cluster.address = {address!r}: {' '.join(str(error).split())}; {TOKEN_CURE}") from None
 
 
 def _refusal(address: str, error: Any) -> ConfigError | Unreachable:
-    """Return the error that corresponds to gRPC's status."""
+    """Return the error for a gRPC call that the Ray head at `address` refused."""
     import grpc
 
     if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):

@@ -1,6 +1,6 @@
-"""A private Ray cluster on loopback: its head, further nodes, and the folders of their processes.
+"""Starts private Ray clusters on loopback: the head, further nodes, and the folders of their processes.
 
-The head notices the death of a node within about three seconds, and then every call to its actors fails.
+The head notices the death of a node within about three seconds; after that, every call to the node's actors fails.
 """
 
 from __future__ import annotations
@@ -24,30 +24,28 @@ from rollflow.flows.services.variables import SOCKET_PATH_BYTES, short_folders
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import WANTED, Kind
 
-NOTICE = {  # the head checks the health of every node: after four failed checks in a row the node counts as dead
+NOTICE = {  # settings of the head's health checks: a node counts as dead after four failed checks in a row
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "4",
-    "RAY_health_check_timeout_ms": "5000",  # deadline for one answer: a machine that is short of CPU is slow, not dead
+    "RAY_health_check_timeout_ms": "5000",  # long, because a node that answers slowly is only short of CPUs, not dead
 }
 IMPORTING = {
-    # time for the imports that a worker makes before it registers; Ray's default is 60
+    # seconds until a worker must have registered, after its imports; Ray's default is 60
     "RAY_worker_register_timeout_seconds": "600",
-    # number of generic workers that Ray starts in advance; a run needs only one such worker
+    # number of generic workers that Ray starts in advance: none, because a run needs only one
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
 }
 
 
-RESERVE = 2  # number of further workers that may start, in place of workers that died before they registered
+RESERVE = 2  # number of workers that may start in place of workers that died before they registered
 
 
 class RayHead(Service):
-    """A private Ray cluster on loopback, with its own token; the cluster's files are in
-    `home/ray/<process>-<number>`.
-    """
+    """The head of a private Ray cluster on loopback, with its own token."""
 
-    grace_seconds = 0.5  # the head needs no orderly end, because the data that matters is stored elsewhere
+    grace_seconds = 0.5  # seconds; the head may be killed, because the data that matters is stored elsewhere
     _count = 0
 
     def __init__(
@@ -62,7 +60,9 @@ class RayHead(Service):
         keep_spares: bool = False,
         start_seconds: float = 90.0,
     ) -> None:
-        """Prepare the cluster without starting it. `spares`: workers that import an actor's modules in advance."""
+        """Prepare the cluster without starting it. `spares` are the kinds of workers that import an actor's modules in
+        advance.
+        """
         RayHead._count += 1
         self.folder = home.absolute() / "ray" / f"{os.getpid()}-{RayHead._count}"
         super().__init__(self.folder / "head.log", start_seconds=start_seconds)
@@ -80,11 +80,11 @@ class RayHead(Service):
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables that a process needs to attach to this cluster; set them before Ray is imported."""
+        """The environment variables that a process needs to attach to this cluster; set them before Ray is imported."""
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
-            # Despite its name, on Linux too: 0 keeps Ray from replacing 127.0.0.1 by the host's outside address.
+            # Despite its name, it works on Linux: 0 keeps Ray from replacing 127.0.0.1 by the outside address.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
             FOLDER: str(self._lost),
@@ -92,14 +92,13 @@ class RayHead(Service):
 
     @property
     def node_env(self) -> dict[str, str]:
-        """The environment of the processes of a Ray node."""
-        # A killed actor takes its child processes with it (an engine's core process holds gigabytes).
+        """The environment of a Ray node's processes."""
+        # When an actor is killed, Ray kills its child processes (an engine's core process holds gigabytes).
         orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
-        # actors send no requests to the Prefect server
+        # Actors get no `PREFECT_` variables, because they send no requests to the Prefect server.
         inherited = drop_prefix("PREFECT_", drop_prefix("RAY_ADDRESS", os.environ))
         own = {"RAY_enable_metrics_collection": "0", WANTED: str(self._wanted), **IMPORTING}
-        # How many workers may start at a time: as many actors as Ray itself would allow, plus the spares, plus dead
-        # workers, which Ray counts until their registration times out.
+        # Workers that may start at the same time: Ray's default (the CPUs), the spare workers, and dead workers.
         own["RAY_worker_maximum_startup_concurrency"] = str(self._cpus + len(self._spares) + RESERVE)
         return inherited | self.env | orphans | NOTICE | own
 
@@ -109,7 +108,7 @@ class RayHead(Service):
         remove_dead_folders(self.folder.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._ready_file.unlink(missing_ok=True)
-        # a restarted head keeps its token, because its clients have read the token
+        # A restarted head keeps its token, because its clients have already read the token.
         if not (self.folder / "token").exists():
             write_secret(self.folder / "token", secrets.token_hex(32))
         if self.temp != self.folder:
@@ -117,7 +116,7 @@ class RayHead(Service):
         super().launch()
 
     def stop(self) -> None:
-        """End every process of this cluster: raylet, workers, actors (detached too) and their children."""
+        """End every process of this cluster: raylet, workers, actors (also detached actors) and their children."""
         super().stop()
         if self.temp.is_symlink():
             self.temp.unlink(missing_ok=True)
@@ -153,10 +152,9 @@ class RayHead(Service):
 
 
 class RayNode(Service):
-    """Another node of a private cluster, on the same machine: a raylet with its own object store and resources.
+    """A further node of a private cluster, on the same machine: a raylet with its own object store and resources.
 
-    The node simulates a second machine: if it is ended or any of its `processes` is killed, its actors are gone, as on
-    a machine that lost power.
+    The node simulates a second machine: if the node is ended or one of its `processes` is killed, its actors are gone.
     """
 
     grace_seconds = 0.5
@@ -218,10 +216,10 @@ RAY_SUFFIX_BYTES = len("/session_2000-01-01_00-00-00_000000_4194304/sockets/plas
 
 
 def short_folder(folder: Path) -> Path:
-    """Return `folder`, or, if its name is too long for Ray's sockets, a link to it in a folder for temporary files.
+    """Return `folder`; if its path is too long for Ray's sockets, return the path of a short link to it.
 
     Raises:
-        ConfigError: no folder for temporary files is short enough.
+        ConfigError: no folder for temporary files has a short enough path.
     """
     if _fits(folder):
         return folder
@@ -240,7 +238,7 @@ def _fits(folder: Path) -> bool:
 
 
 def remove_dead_folders(parent: Path, keep: int = 2) -> None:
-    """Remove the folders of clusters whose owner is gone, but keep the newest `keep` folders for their logs."""
+    """Remove the folders of clusters whose owner process is gone, but keep the newest `keep` folders for their logs."""
     folders = [path for path in parent.glob("*-*") if path.is_dir()]
     dead = [path for path in folders if not _alive(path.name.partition("-")[0])]
     dead.sort(key=lambda path: path.stat().st_mtime)
@@ -249,9 +247,7 @@ def remove_dead_folders(parent: Path, keep: int = 2) -> None:
 
 
 def remove_dead_links(parent: Path) -> None:
-    """Remove the links of `short_folder` for clusters in `parent` whose owner was killed, and links without a
-    target.
-    """
+    """Remove links that `short_folder` made, if their target is gone or the owner of a cluster in `parent` was killed."""
     for link in chain.from_iterable(folder.glob("rollflow-*") for folder in short_folders()):
         with contextlib.suppress(OSError):  # the link belongs to another user, or another process has removed it
             target = link.readlink()

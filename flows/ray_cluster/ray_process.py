@@ -1,18 +1,18 @@
-"""A node of a private Ray cluster: the head (GCS and raylet), or another node (a raylet) that joins it.
+"""Runs a node of a private Ray cluster: the head (GCS and raylet), or a further node (a raylet) that joins the head.
 
-The node has its agents, but no dashboard, autoscaler, log monitor or client server. The process ends as soon as any of
-its children ends, in any way, because a cluster without its GCS, or a node without its raylet, is useless, and the
-owner watches only this process.
+The node runs Ray's agents, but no dashboard, autoscaler, log monitor or client server. This process ends as soon as one
+of its children ends, because its owner watches only this process.
 
 This module uses Ray's private class `Node`, because the public `ray start --block` has these faults (Ray 2.60):
 
-- it always starts the dashboard's process and a Ray client server: twice the CPU seconds of a start, 180 MiB more and
-  two more open ports;
-- it goes on waiting if one of the node's processes ended with exit code 0 or by SIGTERM;
-- it joins no node to a head that is on loopback only, because it replaces 127.0.0.1 by the machine's outside address.
-  Switching clusters off prevents the replacement, but then no node can join.
+- it always starts the dashboard's process and a Ray client server, which cost twice the CPU seconds of a start, 180 MiB
+  more and two more open ports;
+- it keeps waiting if one of the node's processes ended with exit code 0 or by SIGTERM;
+- it cannot join a node to a head that listens on loopback only, because it replaces 127.0.0.1 by the machine's outside
+  address. The environment variable `RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0` prevents the replacement, but then no node can
+  join.
 
-`tests/contracts/test_ray_private.py` tests the private parts of Ray that this module uses.
+`tests/contracts/test_ray_private.py` tests the private parts of Ray that this package uses.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ WORKER = Path(__file__).with_name("ray_worker.py")
 
 
 def serve(given: argparse.Namespace) -> str:
-    """Start the node's processes, write the file `ready`, and return a description of the first one to die."""
+    """Start the node's processes, and write the file `ready`; return a description of the first process to die."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
     class Bare(Node):  # type: ignore[misc]
         def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-            """Start no API server: even with the dashboard off, the server's process costs a second of a core."""
+            """Start no API server, because its process costs one CPU second even with the dashboard off."""
 
     parameters = RayParams(
         node_ip_address=given.ip,
@@ -53,10 +53,11 @@ def serve(given: argparse.Namespace) -> str:
         include_log_monitor=False,
         no_monitor=True,
         worker_path=str(WORKER),
-        dashboard_agent_listen_port=free_port(),  # Ray's default (52365) is the same for all clusters of a machine
+        # any free port, because Ray's default (52365) is the same for all clusters of a machine
+        dashboard_agent_listen_port=free_port(),
         **({"gcs_address": given.join} if given.join else {"gcs_server_port": given.port}),
     )
-    # Linux needs no reaper: the kernel ends the node's processes when this process ends, even after SIGKILL.
+    # Linux needs no reaper: its kernel ends the node's processes when this process ends, even after SIGKILL.
     node = Bare(parameters, head=not given.join, shutdown_at_exit=False, spawn_reaper=sys.platform == "linux")
     given.ready.write_text(node.gcs_address)
     spares = _build_spares(node, given) if given.spares else None
@@ -71,7 +72,7 @@ def serve(given: argparse.Namespace) -> str:
 
 
 def _build_spares(node: Any, given: argparse.Namespace) -> PrewarmedWorkers:
-    """Return the keeper of this node's spare workers."""
+    """Return the object that keeps this node's spare workers."""
     address = f"{node.node_ip_address}:{node.node_manager_port}"
     return PrewarmedWorkers(address, _raylet_pid(node), given.spares, given.kinds.split(","), kept=given.keep_spares)
 

@@ -1,4 +1,4 @@
-"""A worker of a private Ray cluster: Ray's own worker, after the imports that its environment asks for.
+"""Runs a worker of a private Ray cluster: Ray's own worker, after the imports that an environment variable names.
 
 Ray runs this file as a script, in place of its `default_worker.py`. If an error ends the worker before it registers
 with Ray, this file records the error for `lost_workers`, because Ray itself does not report the error.
@@ -13,19 +13,19 @@ def run_worker() -> None:
 
     import ray
 
-    # equals `early_imports.KIND`; that module is imported only if the worker has imports to make
+    # This name equals `early_imports.KIND`, which is imported only if there are modules to import.
     if "ROLLFLOW_IMPORTS" in os.environ:
         from rollflow.tasks.actors.early_imports import import_early
 
         import_early()
     folder = os.path.join(os.path.dirname(ray.__file__), "_private", "workers")
-    sys.path.insert(0, folder)  # Python does the same for a script
+    sys.path.insert(0, folder)  # Python also puts a script's folder first
     runpy.run_path(os.path.join(folder, "default_worker.py"), run_name="__main__")
 
 
 def write_death(error: Exception) -> None:
-    """Write the error as `lost_workers.note_death` does. This function is a copy, because the error may be that
-    rollflow cannot be imported.
+    """Record the error in a file, like `lost_workers.note_death`. This function does not import `lost_workers`, because
+    the error may be that rollflow cannot be imported.
     """
     folder = os.environ.get("ROLLFLOW_LOST_WORKERS")
     if folder:
@@ -36,7 +36,7 @@ def write_death(error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # removes this file's folder, whose modules would shadow other modules
+    del sys.path[0]  # remove this file's folder, whose modules would shadow other modules
     try:
         run_worker()
     except Exception as failed:

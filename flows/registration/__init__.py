@@ -1,1 +1,1 @@
-"""Prefect deployments: their forms, work pool, automations, and the calls of Prefect's API."""
+"""Registers Prefect deployments, with their forms, work pools and automations, and calls Prefect's API."""

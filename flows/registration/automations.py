@@ -1,4 +1,5 @@
-"""Prefect automations that restart crashed runs of deployments that no session watches.
+"""Builds Prefect automations that restart the crashed runs of deployments; a deployment on a user's own Prefect server
+needs them.
 
     no heartbeat of a flow run for 90 s --> it is marked as crashed
     a post-training flow run crashed    --> `recover` restarts its run
@@ -19,14 +20,16 @@ from uuid import UUID
 
 from rollflow.flows.registration.prefect_api import open_client
 
-HEARTBEAT_SECONDS = 30  # the shortest interval between heartbeats that Prefect allows
+HEARTBEAT_SECONDS = 30  # seconds between a flow run's heartbeats, the shortest interval that Prefect allows
 SILENT_SECONDS = 90
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 
 
 def install_automations(deployment: str, ids: Mapping[str, UUID]) -> None:
-    """Create or replace the two automations. `ids` are the deployments' ids by their names: flow/deployment."""
+    """Create the two automations, or update those that differ. `ids` maps each deployment's name ("flow/deployment") to
+    its id.
+    """
     with open_client() as client:
         for automation in (silent_flow_runs(deployment, ids), crashed_supervisors(deployment, ids)):
             there = client.read_automations_by_name(automation.name)
@@ -37,9 +40,7 @@ def install_automations(deployment: str, ids: Mapping[str, UUID]) -> None:
 
 
 def silent_flow_runs(deployment: str, ids: Mapping[str, UUID]) -> Any:
-    """Build the automation for flow runs that have sent a heartbeat, and then neither another heartbeat nor their
-    end.
-    """
+    """Build the automation that marks a flow run as crashed if its heartbeats stop before it ends."""
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import EventTrigger, Posture
@@ -59,7 +60,7 @@ def silent_flow_runs(deployment: str, ids: Mapping[str, UUID]) -> Any:
 
 
 def crashed_supervisors(deployment: str, ids: Mapping[str, UUID]) -> Any:
-    """Build the automation that restarts a supervisor whose flow run crashed, whoever reported the crash."""
+    """Build the automation that restarts a supervisor when its flow run is marked as crashed."""
     from prefect.events.actions import RunDeployment
     from prefect.events.schemas.automations import EventTrigger
 
@@ -75,15 +76,15 @@ def crashed_supervisors(deployment: str, ids: Mapping[str, UUID]) -> Any:
 
 
 def _build_automation(name: str, trigger: Any, action: Any) -> Any:
-    """Build an automation whose description holds a digest, by which an installed copy is compared."""
+    """Build an automation; its description contains a digest that shows whether an installed automation is the same."""
     from prefect.events.schemas.automations import AutomationCore
 
     fields = trigger.model_dump(mode="json", exclude={"id"})
-    # these fields are sets without an order, so they are sorted
+    # Prefect dumps these sets in any order; sorting them makes the digest stable.
     fields |= {key: sorted(fields[key]) for key in ("after", "expect", "for_each")}
     content = {"name": name, "trigger": fields, "actions": [action.model_dump(mode="json")]}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
-    # Validated from a dict, because an update sends only the fields that were set.
+    # The automation is validated from a dict, because an update sends only the fields that were set.
     return AutomationCore.model_validate(content | {"description": f"installed by rollflow ({digest})"})
 
 

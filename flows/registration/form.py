@@ -1,13 +1,13 @@
-"""The form that the Prefect UI shows for a flow's parameters: a JSON schema that the UI can show in full.
+"""Builds the form for a flow's parameters: a JSON schema that the Prefect UI can show in full.
 
-The UI shows `anyOf` as buttons, one for each choice. The UI shows other unions (`oneOf`, a list of them) as raw JSON.
-Prefect's server checks the form's schema, too, but for a failed `anyOf` the server says only that no choice fits. The
-form's schema therefore contains each choice twice. The loose copy stands below `anyOf`, for the UI. The strict copy
-stands below `if` and `then`, which the UI ignores; the errors of the strict copy say what is wrong, and where.
+The UI shows `anyOf` as buttons, one for each choice, and other unions (`oneOf`, a list of unions) as raw JSON.
+Prefect's server validates a form's values against the schema, but for a failed `anyOf` it reports only that no choice
+fits. A form's schema contains each choice twice. One copy has no bounds and is below `anyOf`, for the UI. The other
+copy has all bounds and is below `if` and `then`, which the UI ignores; its errors say what is wrong, and where.
 
-- An optional value without a default is an empty field, and null if left empty.
-- The parts of an objective say "as in the preset" until the user opens one. The form fills in every default that it
-  sees, and the defaults of a part are not the preset's.
+- A value that is optional and has no default is shown as an empty field, which means null.
+- The parts of an objective are shown as "as in the preset" until the user chooses another value. Without this choice,
+  the form would fill in the defaults of the parts, which differ from the preset's values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Schema = dict[str, Any]
 
 AT = "#/definitions/"
-LOOSE = " (shown)"  # suffix of the loose copy of a definition
+LOOSE = " (shown)"  # suffix of the name of a definition's loose copy, which has no bounds
 BOUNDS = {
     "additionalProperties",
     "exclusiveMaximum",
@@ -43,11 +43,11 @@ BOUNDS = {
     "patternProperties",
     "required",
 }
-PRESETS = PartsObjective.__name__  # the section whose parts come from a preset
+PRESETS = PartsObjective.__name__  # name of the section whose parts may come from a preset
 
 
 def build_form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> Schema:
-    """Return the JSON schema of a flow's parameters, without the `hidden` ones."""
+    """Return the JSON schema of a flow's parameters, without the parameters in `hidden`."""
     from prefect.utilities.callables import parameter_schema
 
     schema: Schema = parameter_schema(flow).model_dump(mode="json", exclude_unset=True)
@@ -60,15 +60,13 @@ def build_form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> Schema:
 
 
 def _with_new_names(definitions: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Make the server's error name the new key if a value has the key's earlier name; the UI does not show
-    `patternProperties`.
-    """
+    """Add a check for each renamed key, so that the server's error for a value with the old key names the new key."""
     found = dict(definitions)
     for key, today in RECIPE.keys.items():
         place, _, name = key.rpartition(".")
         for section in _sections_at(place, definitions):
             if today in found[section]["properties"]:
-                # the server's error then says that this text "was expected"
+                # The server's error says that this text "was expected".
                 refused = {f"^{name}$": {"const": f"{place}.{today} in place of {key}"}}
                 found[section] = found[section] | {
                     "patternProperties": found[section].get("patternProperties", {}) | refused
@@ -77,7 +75,7 @@ def _with_new_names(definitions: Mapping[str, Schema]) -> dict[str, Schema]:
 
 
 def _sections_at(place: str, definitions: Mapping[str, Schema]) -> list[str]:
-    """List the definitions of the sections that a recipe may have at a dotted place."""
+    """Return the names of the sections that a recipe may have at a dotted path such as "train.objective"."""
     found = [name for name in definitions if name == "RunConfig"]
     for part in place.split("."):
         nodes = [definitions[name]["properties"].get(part) for name in found]
@@ -86,7 +84,9 @@ def _sections_at(place: str, definitions: Mapping[str, Schema]) -> list[str]:
 
 
 def form_values(config: RunConfig) -> Schema:
-    """Return the values that fill a recipe's form: every key that is not null, and null for parts from the preset."""
+    """Return the values that fill a recipe's form: every key that is not null, and null for each part of the objective
+    that the recipe leaves to the preset.
+    """
     tree: Schema = config.model_dump(mode="json", exclude_none=True)
     if isinstance(config.train.objective, PartsObjective):
         objective = tree["train"]["objective"]
@@ -97,7 +97,7 @@ def form_values(config: RunConfig) -> Schema:
 
 
 class _Form:
-    """The definitions of one schema, their loose copies, and the definitions that merge several of them."""
+    """The definitions of one JSON schema, in a form that the Prefect UI can show."""
 
     def __init__(self, definitions: Mapping[str, Schema]) -> None:
         self._definitions = {
@@ -106,15 +106,13 @@ class _Form:
         self._more: dict[str, Schema] = {}
 
     def all(self) -> dict[str, Schema]:
-        """Return every definition in two copies: as the server checks the definition, and as the UI shows it below a
-        choice.
-        """
+        """Return two copies of every definition: a strict copy for the server, and a loose copy for the UI."""
         checked = {name: self.strict(one) for name, one in self._definitions.items()}
         shown = {name + LOOSE: self._loose(one) | {"title": _title(one)} for name, one in self._definitions.items()}
         return checked | shown | self._more
 
     def strict(self, node: Schema) -> Schema:
-        """Return a schema as the server checks it, with its choices in a form that the UI can show."""
+        """Return a schema with all its bounds, and with its choices as buttons that the UI can show."""
         if "oneOf" in node or "anyOf" in node:
             return self._build_choice(node) | self._build_checks(node)
         if "oneOf" in node.get("items", ()):
@@ -122,11 +120,11 @@ class _Form:
         return _map_schemas(node, self.strict)
 
     def _loose(self, node: Schema) -> Schema:
-        """Return a schema as the UI shows it, without the bounds that a value could violate."""
+        """Return a schema for the UI, without the bounds that a value could violate."""
         node = {key: value for key, value in node.items() if key not in BOUNDS}
         if "$ref" in node:
             return node | {"$ref": node["$ref"] + LOOSE}
-        # for a constant, the UI says that the value cannot be changed; for an enum of one value, it shows no such text
+        # The UI shows a constant with the remark that its value cannot be changed, an enum of one value without it.
         if "const" in node:
             return {"enum": [node.pop("const")], **node}
         if "oneOf" in node or "anyOf" in node:
@@ -136,7 +134,7 @@ class _Form:
         return _map_schemas(node, self._loose)
 
     def _build_choice(self, node: Schema) -> Schema:
-        """Return buttons for the choices, or an empty field for a plain value that may be null."""
+        """Return the buttons for a union's choices; for a plain value that may be null, return an empty field."""
         base = {key: value for key, value in node.items() if key not in ("oneOf", "anyOf", "discriminator", "x-null")}
         if "oneOf" in node:
             return base | {"anyOf": self._build_buttons(node)}
@@ -154,8 +152,7 @@ class _Form:
     def _build_buttons(self, node: Schema) -> list[Schema]:
         """Return the choices of a union; choices with the same keys are merged into one choice.
 
-        The UI preselects the first choice that has most of a value's keys, so the choice with the fewest keys comes
-        first.
+        The UI preselects the first of the choices with the most keys of the value, so choices with few keys come first.
         """
         alike: dict[frozenset[str], list[str]] = {}
         for ref in sorted(_refs(node), key=lambda ref: len(self._definition(ref)["properties"])):
@@ -176,12 +173,14 @@ class _Form:
         )
 
     def _add_definition(self, name: str, shown: Schema) -> Schema:
-        """Return a reference to `shown` as a separate definition, because only there does the server allow null."""
+        """Add `shown` as a definition, and return a reference to it; only in a definition does the server allow
+        null.
+        """
         self._more[name + LOOSE] = shown | {"title": name}
         return {"$ref": AT + name + LOOSE}
 
     def _build_checks(self, node: Schema) -> Schema:
-        """Return the server's check of a choice, which applies the section that the value's kind names."""
+        """Return the server's check of a union: the value must match the section that its `kind` names."""
         if "oneOf" in node:
             return self._by_kind(node)
         for one in node["anyOf"]:
@@ -194,7 +193,7 @@ class _Form:
     def _by_kind(self, node: Schema) -> Schema:
         key = node["discriminator"]["propertyName"]
         kinds = list(node["discriminator"]["mapping"])
-        # a value without a kind has the default kind, which the flow adds
+        # A value without a kind is valid, because the flow adds the default kind.
         chain: Schema = {"properties": {key: {"enum": kinds}}}
         for ref, tags in _refs(node).items():
             named = {"properties": {key: {"enum": tags}}, "required": [key]}
@@ -202,8 +201,8 @@ class _Form:
         return chain
 
     def _merge_item(self, node: Schema) -> Schema:
-        """Return the schema of a list item. The UI has no buttons within a list, so the item has the keys of all
-        choices, all of them empty.
+        """Return one schema for the items of a list of unions. The UI has no buttons within a list, so this schema has
+        the keys of all choices, without defaults.
         """
         key = node["discriminator"]["propertyName"]
         kinds = _refs(node)
@@ -220,7 +219,7 @@ class _Form:
         return self._add_definition("item", {"type": "object", "properties": {key: found.pop(key), **found}})
 
     def _describe_kind(self, ref: str, key: str) -> str:
-        """Describe a kind by the description of its key."""
+        """Return a line for a kind: its name, and the description of its section's key `key`."""
         one = self._definition(ref)["properties"][key]
         return f"{one['const']}: {one['description']}"
 
@@ -229,7 +228,7 @@ class _Form:
 
 
 def _map_schemas(node: Schema, change: Callable[[Schema], Schema]) -> Schema:
-    """Return a schema with `change` applied to each schema below it."""
+    """Return a copy of a schema in which `change` was applied to each schema directly below it."""
     found = dict(node)
     for key in node.keys() & {"properties"}:
         found[key] = {name: change(one) for name, one in node[key].items()}
@@ -241,7 +240,7 @@ def _map_schemas(node: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
 
 def _refs(node: Schema) -> dict[str, list[str]]:
-    """Return the definitions of a union's choices, each with the kinds that select the choice."""
+    """Map the reference of each choice of a union to the kinds that select the choice."""
     found: dict[str, list[str]] = {}
     for kind, ref in node["discriminator"]["mapping"].items():
         found.setdefault(ref, []).append(kind)
@@ -249,7 +248,7 @@ def _refs(node: Schema) -> dict[str, list[str]]:
 
 
 def _title(section: Schema) -> str:
-    """Return the text of a button: the section's kind, or else its title."""
+    """Return the text of a section's button: the section's kind, or its title if it has no kind."""
     for one in section["properties"].values() if "properties" in section else ():
         if "const" in one:
             return str(one["const"])
@@ -257,7 +256,7 @@ def _title(section: Schema) -> str:
 
 
 def _make_parts_optional(section: Schema) -> Schema:
-    """Return the objective's section with each part either "as in the preset" or user-defined."""
+    """Return the objective's section, with null ("as in the preset") as a further choice of each part."""
     kind, parts = {}, {}
     for name, one in section["properties"].items():
         if name == "kind":

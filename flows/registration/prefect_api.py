@@ -1,7 +1,7 @@
-"""The Prefect API for sessions and recoveries: a call ends within about twenty seconds, or raises `Unreachable`.
+"""Calls the Prefect API: a call ends within about twenty seconds, or raises `Unreachable`.
 
-A server that is down for a moment must not end a run. A watcher skips one look at the server and continues. A caller
-that needs the answer retries with `call_until_answered`.
+A Prefect server that is down for a moment must not end a run. Code that polls the server ignores `Unreachable` and
+polls again. Code that needs an answer uses `call_until_answered`.
 
 Importing this module does not import Prefect.
 """
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CALL_SECONDS = 5.0
-# retries of a request, after 2 and 4 s, if the server reports an error (such as a locked SQLite file) or stops
-# answering
+# number of retries of a request, after 2 and 4 s, if the server reports an error or stops answering
 RETRIES = 2
 INSIST_SECONDS = 60.0
-MESSAGE = 500  # longest part of an error message that is shown, in characters: Prefect repeats a rejected body in full
-PAGE = 200  # largest number of flow runs in one answer of the server
-# name of the deployments of `rollflow serve`; a session of one run names its deployments by the run's key
+# number of characters of an error message that are shown, because Prefect repeats a rejected body in full
+MESSAGE = 500
+PAGE = 200  # largest number of flow runs that the server returns in one answer
+# name of the deployments of `rollflow serve`; `rollflow run` uses the run's key instead
 SERVED = "rollflow"
 LAST = "zz-"  # name prefix of internal deployments: Prefect's page sorts by name, and recipes should come first
 INTERNAL, RECIPE, NIGHTLY, OF_SESSION = "internal", "recipe", "nightly", "of one command"  # tags of deployments
@@ -41,10 +41,10 @@ INTERNAL, RECIPE, NIGHTLY, OF_SESSION = "internal", "recipe", "nightly", "of one
 
 @contextmanager
 def open_client() -> Iterator[SyncPrefectClient]:
-    """Yield a client that fails at once if nothing listens at the server's address.
+    """Yield a Prefect client that raises an error immediately if no server listens at the address.
 
     Raises:
-        Unreachable: the server did not answer, or answered with an error.
+        Unreachable: the Prefect server did not answer, or answered with an error.
     """
     from httpx import HTTPError
     from prefect.context import SettingsContext, get_settings_context
@@ -52,7 +52,7 @@ def open_client() -> Iterator[SyncPrefectClient]:
     around = get_settings_context()
     try:
         kept = _thread_client(around.settings)
-        # Without this setting, the client waits for a server that is down.
+        # If this field were true, the client would wait for a server that is down.
         kept.client._client._has_connected = False  # type: ignore[attr-defined]
         with SettingsContext(profile=around.profile, settings=kept.settings):
             yield kept.client
@@ -62,11 +62,11 @@ def open_client() -> Iterator[SyncPrefectClient]:
 
 @dataclass(frozen=True, slots=True)
 class _ThreadClient:
-    """A thread's Prefect client, which is reused: creating a client takes 70 ms of a core, a call 2 ms, and watchers
-    call every second.
+    """The Prefect client of one thread; the client is reused, because creating one takes 70 ms of CPU time and a call 2
+    ms.
     """
 
-    around: Settings  # the Prefect settings under which the client was created
+    around: Settings  # the Prefect settings that were active when the client was created
     settings: Settings
     client: SyncPrefectClient
 
@@ -75,7 +75,7 @@ _threads = threading.local()
 
 
 def _thread_client(around: Settings) -> _ThreadClient:
-    """Return this thread's client for the server that the settings name."""
+    """Return this thread's client for the Prefect server in the settings `around`."""
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
@@ -89,8 +89,8 @@ def _thread_client(around: Settings) -> _ThreadClient:
 
 
 def call_until_answered(call: Callable[[], T]) -> T:
-    """Return the result of `call`, retried for `INSIST_SECONDS` while the server does not answer; `call` must be
-    idempotent.
+    """Return the result of `call`, which is retried for `INSIST_SECONDS` while the Prefect server does not answer;
+    `call` must be idempotent.
     """
     limit = time.monotonic() + INSIST_SECONDS
     while True:
@@ -103,7 +103,7 @@ def call_until_answered(call: Callable[[], T]) -> T:
 
 
 def requested_at(flow_run: UUID) -> float:
-    """Return the time of the last request to run a flow run (a start, retry or resumption), in seconds since the epoch.
+    """Return the time of the last request to start, retry or resume a flow run, in seconds since the epoch.
 
     Raises:
         Unreachable: the server did not answer.
@@ -126,10 +126,10 @@ def start(
     parent: UUID | None = None,
     at: float | None = None,
 ) -> UUID:
-    """Schedule a flow run of a deployment; calls with the same `key` give the same flow run.
+    """Create a flow run of a deployment and return its id; calls with the same `key` create one flow run.
 
-    `at` is the time of the request for the flow run, in seconds since the epoch; by default, the present time. `parent`
-    is the task run of another flow run; Prefect's page shows the new flow run below this task run.
+    `at` is the flow run's scheduled time in seconds since the epoch; None means now. `parent` is a task run of another
+    flow run, below which Prefect's UI shows the new flow run.
     """
     from datetime import UTC, datetime
 
@@ -149,7 +149,9 @@ def start(
 
 
 def _find(client: SyncPrefectClient, flow: str, deployment: str) -> DeploymentResponse:
-    """Return the deployment of this name; an internal deployment is also found by its name in older versions."""
+    """Return the deployment with this name; find an internal deployment also under its name in older versions of
+    rollflow.
+    """
     from prefect.exceptions import ObjectNotFound
 
     internal, plain = (f"{flow}/{name}" for name in deployment_names(deployment))
@@ -160,9 +162,7 @@ def _find(client: SyncPrefectClient, flow: str, deployment: str) -> DeploymentRe
 
 
 def deployment_names(deployment: str) -> tuple[str, str]:
-    """Return the names of a runner's internal deployments in Prefect: the present name, and the name in older
-    versions.
-    """
+    """Return the name of a runner's internal deployments, and their name in older versions of rollflow."""
     return f"{LAST}{deployment}", deployment
 
 
@@ -173,7 +173,7 @@ def flow_state(flow_run: UUID) -> Any:
 
 
 def states_of(client: SyncPrefectClient, flow_runs: Collection[UUID]) -> dict[UUID, State]:
-    """Return the states of these flow runs, by one request."""
+    """Return the states of these flow runs by id, with one request."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
     if not flow_runs:
@@ -183,7 +183,9 @@ def states_of(client: SyncPrefectClient, flow_runs: Collection[UUID]) -> dict[UU
 
 
 def list_supervisors(client: SyncPrefectClient, most: int | None = PAGE) -> list[FlowRun]:
-    """Return the newest `most` flow runs of supervisors, of every deployment, newest first; with None, return all."""
+    """Return the newest `most` flow runs of supervisors, of all deployments, newest first; if `most` is None, return
+    all.
+    """
     from prefect.client.schemas.filters import FlowFilter, FlowFilterName
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -204,7 +206,9 @@ def created_at(flow_run: FlowRun) -> float:
 
 
 def filter_served(deployment: str) -> Any:
-    """Return a filter for the deployments of this name; `SERVED` includes those of recipes and nights."""
+    """Return a filter for the deployments with this name; for `SERVED`, also for the deployments of recipes and nightly
+    runs.
+    """
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, DeploymentFilterTags
 
     if deployment != SERVED:
@@ -214,14 +218,16 @@ def filter_served(deployment: str) -> Any:
 
 
 def unfinished_runs(client: SyncPrefectClient, deployment: str) -> list[FlowRun]:
-    """Return a deployment's flow runs that have not ended, including those that a schedule has planned."""
+    """Return a deployment's flow runs that have not ended, including flow runs that a schedule has created in
+    advance.
+    """
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
     from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 
     open_types = [kind for kind in StateType if kind not in TERMINAL_STATES]
     unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=open_types)))
     found: dict[UUID, FlowRun] = {}
-    for start in range(0, sys.maxsize, PAGE):  # several pages may be needed: a schedule alone plans a hundred flow runs
+    for start in range(0, sys.maxsize, PAGE):  # page by page: one schedule alone creates a hundred flow runs in advance
         page = client.read_flow_runs(
             flow_run_filter=unfinished, deployment_filter=filter_served(deployment), limit=PAGE, offset=start
         )
@@ -232,18 +238,17 @@ def unfinished_runs(client: SyncPrefectClient, deployment: str) -> list[FlowRun]
 
 
 def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list[str]:
-    """Mark a deployment's flow runs as crashed: their processes ended with their runner, so no runner can report the
-    crash.
+    """Mark a deployment's flow runs as crashed after their runner has died; return their names.
 
-    With `scheduled`, flow runs that are due and have not started are marked, too; otherwise the next runner starts
-    these flow runs. On `SERVED`, flow runs that wait for a user or for their time are left alone: Prefect would not
-    plan a night a second time. Returns the names of the flow runs.
+    If `scheduled` is true, flow runs that are due and have not started are marked as well; otherwise the next runner
+    starts them. For `SERVED`, flow runs that wait for a user or for their scheduled time are not marked, because
+    Prefect would not create a nightly flow run a second time.
     """
     from prefect.states import Crashed
 
-    every = scheduled and deployment != SERVED  # a session serves one run only, and its flow runs start from scratch
+    every = scheduled and deployment != SERVED  # a deployment other than `SERVED` serves one run only
     with open_client() as client:
-        # a flow run with a work pool belongs to a worker
+        # A flow run with a work pool belongs to the pool's worker, not to this runner.
         here = (run for run in unfinished_runs(client, deployment) if not run.work_pool_name)
         ended = [run for run in here if every or not _waits(run, due=not scheduled)]
         for run in ended:
@@ -252,8 +257,8 @@ def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list
 
 
 def _waits(run: FlowRun, *, due: bool) -> bool:
-    """Return whether the flow run waits for a user or for its scheduled time; with `due`, also if that time has
-    come.
+    """Return whether the flow run waits for a user or for its scheduled time; if `due` is true, a scheduled time that
+    has passed counts as waiting.
     """
     if run.state is not None and run.state_type == "PAUSED":
         return bool(run.state.state_details.pause_reschedule)
@@ -264,7 +269,7 @@ def _waits(run: FlowRun, *, due: bool) -> bool:
 
 
 def emit(flow_run: UUID, event: str, payload: dict[str, Any]) -> None:
-    """Send an event to a flow run's page."""
+    """Send an event about a flow run to the Prefect server."""
     from datetime import UTC, datetime
 
     from prefect.events.schemas.events import Event, Resource
@@ -276,7 +281,7 @@ def emit(flow_run: UUID, event: str, payload: dict[str, Any]) -> None:
 
 
 def cancel_flow_run(client: SyncPrefectClient, run: UUID) -> None:
-    """Cancel a flow run that has not ended; the flow run's runner then ends the process."""
+    """Ask Prefect to cancel a flow run that has not ended; the flow run's runner then ends the process."""
     from prefect.states import Cancelling
 
     state = client.read_flow_run(run).state
@@ -285,6 +290,6 @@ def cancel_flow_run(client: SyncPrefectClient, run: UUID) -> None:
 
 
 def reason_of(message: str | None) -> str:
-    """Return a flow run's reason without Prefect's introduction; for a traceback, its last line."""
+    """Return the reason in a flow run's state message: the last line, without Prefect's introduction."""
     lines = (message or "").strip().splitlines() or ["no reason was given"]
     return lines[-1].removeprefix("Flow run encountered an exception: ").strip()

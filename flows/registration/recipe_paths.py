@@ -1,5 +1,5 @@
-"""Makes relative paths absolute: paths in a recipe are relative to the recipe's folder, paths in `--set` to the working
-folder.
+"""Makes relative paths absolute: a path in a recipe is relative to the recipe's folder, a path in `--set` to the
+working folder.
 
 | key | what counts as a path |
 |---|---|
@@ -21,27 +21,29 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-Place = tuple[str, dict[str, Any], str]  # dotted key, the table that contains the key, the key's last part
+# a key's dotted name, the table that contains the key, and the last part of its name
+Place = tuple[str, dict[str, Any], str]
 Anchor = Callable[[str, Path], str]
 
 
 def recipe_folder(recipe: Path) -> Path:
-    """Return the folder that a recipe's paths are relative to: the recipe's folder, or the working folder for a recipe
-    from a pipe.
+    """Return the folder that a recipe's paths are relative to: the recipe's own folder, or the working folder if the
+    recipe comes from a pipe.
     """
     return recipe.parent.resolve() if recipe.is_file() else Path.cwd()
 
 
 def path_values(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values that may be paths, by key."""
+    """Return the config values that may be paths, by dotted key."""
     return {key: table[last] for (key, table, last), _ in _find_paths(tree)}
 
 
 def anchor_paths(tree: Mapping[str, Any], folder: Path, known: Mapping[str, str] | None = None) -> None:
-    """Make a tree's relative paths absolute, from `folder`; values that are already `known` stay unchanged.
+    """Make the relative paths in a config tree absolute, relative to `folder`; values that also stand in `known` stay
+    unchanged.
 
     Raises:
-        ConfigError: `policy.path` is no folder relative to `folder`, but is one relative to the working folder.
+        ConfigError: the folder `policy.path` exists in the working folder, but not in `folder`.
     """
     for (key, table, last), anchor in _find_paths(tree):
         if (known or {}).get(key) != table[last]:
@@ -66,7 +68,7 @@ def _find_paths(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
 def _anchor_file(path: str, folder: Path) -> str:
     try:
         return str(folder / Path(path).expanduser())
-    except RuntimeError:  # the path names an unknown user's home, which opening the path will report
+    except RuntimeError:  # `~user` names an unknown user; opening the path reports the error
         return path
 
 
@@ -87,7 +89,7 @@ def _anchor_store(uri: str, folder: Path) -> str:
 
 
 def _anchor_tracking(uri: str, folder: Path) -> str:
-    # with four slashes the path is absolute; with a colon it names a database in memory
+    # A URI with four slashes has an absolute path; one with a colon names a database in memory.
     if match := re.fullmatch(r"(sqlite:///)([^/:].*)", uri):
         return match[1] + _anchor_file(match[2], folder)
     if match := re.fullmatch(r"file:(?://)?([^/].*)", uri):

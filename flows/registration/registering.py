@@ -1,14 +1,14 @@
-"""Registers deployments with Prefect; when a deployment is registered again, a user's changes in the Prefect UI are
-kept.
+"""Registers deployments with Prefect, and keeps a user's changes in the Prefect UI when a deployment is registered
+again.
 
-Prefect's own upsert replaces the schedules, the default parameters, the description and the tags. This module instead:
+Prefect's own upsert replaces a deployment's schedules, default parameters, description and tags. This module instead:
 
-- never sends the paused flag;
-- sends parameters, description, tags, limit and schedules only if their values are still those that were last
-  registered. A digest of each registered value is kept in the deployment's version;
-- always sends the entrypoint and the form, because both follow the code.
+- never sends the flag `paused`;
+- sends parameters, description, tags, limit and schedules only if no user has changed them since the last registration.
+  A digest of each registered value is stored in the deployment's version field;
+- always sends the entrypoint and the form, because both depend only on the code.
 
-If nothing differs, nothing is sent, so that the runs that a schedule has planned are kept.
+If nothing has changed, nothing is sent, so that Prefect keeps the flow runs that a schedule has created in advance.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.responses import DeploymentResponse
 
-SLUG = "rollflow"  # slug of the schedule that a file asks for
-SILENT_SECONDS = 120.0  # a session whose runner has not asked for work for so long is dead; a runner asks every second
-# A session that is silent for `DEAD_SECONDS` is dead or unreachable; a command that takes over the session's run waits
-# so long.
+SLUG = "rollflow"  # slug of the schedule that a recipe defines
+# a runner that has not polled its deployment for this many seconds is dead; it polls every second
+SILENT_SECONDS = 120.0
+# a runner that has not polled its deployment for this many seconds may be replaced by another command's runner
 DEAD_SECONDS = 20.0
 POLL_SECONDS = 1.0
-HOME = "home:"  # prefix of the tag that names the run home whose session serves a deployment
+HOME = "home:"  # prefix of the tag that names the run home whose commands serve a deployment
 PERSONS = (
     "parameters",
     "description",
     "tags",
     "concurrency_limit",
     "schedules",
-)  # fields that a user may change on the page
+)  # fields of a deployment that a user may change in the Prefect UI
 
 
 @dataclass(frozen=True)
 class DeploymentOffer:
-    """One deployment as it is offered to a Prefect server. `limit` is the largest number of flow runs at a time;
-    further flow runs are cancelled.
+    """The values with which a deployment is registered. `limit` is the largest number of flow runs at the same time;
+    Prefect cancels further flow runs.
     """
 
     flow: Flow[Any, Any]
@@ -69,8 +69,8 @@ class DeploymentOffer:
     description: str = ""
     tags: tuple[str, ...] = ()
     limit: int | None = None
-    cron: tuple[str, str] | None = None  # the cron expression and its time zone
-    hidden: tuple[str, ...] = ()  # parameters that the form does not show
+    cron: tuple[str, str] | None = None  # the schedule's cron expression and time zone
+    hidden: tuple[str, ...] = ()  # names of parameters that the form does not show
     storage: None = None  # a field that Prefect's runner reads
 
     @property
@@ -79,7 +79,7 @@ class DeploymentOffer:
 
     @property
     def entrypoint(self) -> str:
-        """The flow's entrypoint by module: a path would give the flow a wrong `__module__`."""
+        """The flow's entrypoint in module form, because the path form would give the flow a wrong `__module__`."""
         return f"{self.flow.fn.__module__}.{self.flow.fn.__name__}"
 
     async def aapply(self) -> UUID:
@@ -128,7 +128,7 @@ def _update(client: SyncPrefectClient, there: DeploymentResponse, offer: Deploym
 
 
 def _code_fields(offer: DeploymentOffer) -> dict[str, Any]:
-    """Return the fields that follow the code, regardless of a user's changes."""
+    """Return the deployment's fields that depend only on the code, and that a user's changes do not affect."""
     digests = ".".join(_digest(value) for value in _user_fields(offer).values())
     return {
         "entrypoint": offer.entrypoint,
@@ -159,19 +159,19 @@ def _digest(value: Any) -> str:
 
 
 def home_tag(home: Path) -> str:
-    """Return the tag of the deployments that a run home's sessions serve: on a shared server, each home has its own
-    tag.
-    """
+    """Return the tag of the deployments of a run home, by which the homes on a shared Prefect server are told apart."""
     return f"{HOME}{socket.gethostname()}:{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
 
 
 def check_unserved(name: str, home: Path) -> None:
-    """Check that no session of another home serves deployments of this name; wait until a dead session counts as dead.
+    """Check that no command of another run home serves deployments with this name; wait until a dead command counts as
+    dead.
 
-    Two sessions would take each other's flow runs, and the first to end would delete the deployments of both.
+    Two commands that serve the same name would take each other's flow runs, and the first to end would delete the
+    deployments of both.
 
     Raises:
-        ConfigError: a session of another home serves these deployments.
+        ConfigError: a command of another run home serves these deployments.
     """
     limit = time.monotonic() + DEAD_SECONDS + POLL_SECONDS
     while others := _list_other_homes(name, home_tag(home)):
@@ -184,7 +184,7 @@ def check_unserved(name: str, home: Path) -> None:
 
 
 def _list_other_homes(name: str, own: str) -> list[str]:
-    """List the tags of other homes whose sessions recently asked for work of these deployments."""
+    """List the tags of other run homes whose runners have recently polled these deployments."""
     with open_client() as client:
         there = [
             one
@@ -195,10 +195,9 @@ def _list_other_homes(name: str, own: str) -> list[str]:
 
 
 def list_superseded(offers: Iterable[DeploymentOffer], name: str) -> list[DeploymentOffer]:
-    """List offers for internal deployments that older versions called `name`, if flow runs still wait for these
-    deployments.
+    """Return offers for the internal deployments under their old name `name`, if flow runs still wait for them.
 
-    Deployments that no flow run waits for are deleted.
+    An old deployment that no flow run waits for is deleted.
     """
     from prefect.exceptions import ObjectNotFound
 
@@ -218,7 +217,7 @@ def list_superseded(offers: Iterable[DeploymentOffer], name: str) -> list[Deploy
 
 
 def withdraw(name: str, home: Path) -> None:
-    """Delete the deployments of this name that this home's session served; keep deployments of other homes."""
+    """Delete the deployments with this name that commands of this run home served; keep those of other homes."""
     with open_client() as client:
         for one in _read_tagged(client, OF_SESSION):
             homes = [tag for tag in one.tags if tag.startswith(HOME)]
@@ -227,8 +226,8 @@ def withdraw(name: str, home: Path) -> None:
 
 
 def sweep() -> list[str]:
-    """Delete deployments of dead sessions, whose work nobody has asked for in a long time. Return the deployments'
-    names.
+    """Delete the deployments of dead commands, whose runners have not polled them for `SILENT_SECONDS`. Return the
+    deleted deployments' names.
     """
     with open_client() as client:
         dead = [one for one in _read_tagged(client, OF_SESSION) if _is_silent(one)]

@@ -1,11 +1,12 @@
-"""`prefect.yaml`: deployments for a work pool of the user's own Prefect server, made from the same recipes.
+"""Writes `prefect.yaml`: deployments of the recipes for a work pool on the user's own Prefect server.
 
-The names of these deployments end with the pool's name. If the deployments of a work pool and of a stack had equal
-names, the stack's runner would take flow runs away from the pool's workers. A run on the pool starts its stages on the
-pool, too.
+The name of a deployment in `prefect.yaml` ends with the pool's name. If a work pool and `rollflow serve` had
+deployments with equal names, the runner of `serve` would take flow runs away from the pool's workers. A run on a work
+pool starts its stages on the same pool.
 
-A worker imports rollflow by its modules, so rollflow must be installed where workers run. No code is pulled. The file
-has one pull step, because without one `prefect deploy` adds its own, which takes every entrypoint for a file's.
+Workers import rollflow as an installed package, so rollflow must be installed where workers run. The file has a pull
+step without effect, because otherwise `prefect deploy` adds its own pull step, which takes every entrypoint for a file
+path.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ PULL = [{"prefect.deployments.steps.set_working_directory": {"directory": "."}}]
 
 
 def name_on(pool: str, name: str = SERVED) -> str:
-    """Return the name of a deployment on this pool; by default, the name of the stages' deployments."""
+    """Return a deployment's name on this work pool; by default, the name of the deployments of the stages."""
     return f"{name}@{pool}"
 
 
 def prefect_yaml(offers: Iterable[DeploymentOffer], pool: str) -> str:
-    """Return the file's text. Registering the file again overwrites defaults that were changed in the UI."""
+    """Return the text of `prefect.yaml`. Registering this file again overwrites defaults that were changed in the
+    Prefect UI.
+    """
     tree = {"name": "rollflow", "pull": PULL, "deployments": [_deployment(offer, pool) for offer in offers]}
     text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
     return HEAD.format(pool=pool) + text

@@ -196,8 +196,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_http(key: str, url: str, healthy: bytes, kind: str, cure: str) -> None:
-    # Fetch the redacted address, too: a health page needs no credentials, and urllib would read them as part of the
-    # host.
+    # The URL is fetched without credentials: a health page needs none, and urllib would take them for a host name.
     shown = redact(url)
     try:
         with _open(shown.rstrip("/") + "/health", CHECK_SECONDS, key) as response:

@@ -65,9 +65,7 @@ class Page:
 
     def plot(self, picture: Path) -> None:
         """Show the reward plot (PNG). The plot is embedded in the artifact, because the page reads no file."""
-        # The artifact is Markdown, because below an artifact of the kind "image" the page prints the whole address.
-        # Prefect's
-        # experimental pages show the alternative text instead of a picture.
+        # A Markdown artifact, because below an artifact of the kind "image" the page prints the whole address.
         text = base64.b64encode(picture.read_bytes()).decode()
         drawn = f"![The plot is reward.png in the run's storage](data:image/png;base64,{text})"
         self._show("reward", "markdown", drawn, "Reward and held-out accuracy by version")
