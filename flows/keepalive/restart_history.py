@@ -29,7 +29,7 @@ BEGUN = "begun.json"
 
 @dataclass(frozen=True, slots=True)
 class PastRestarts:
-    """The restarts of one role: their times in seconds since the epoch, and the number of the newest one (`attempt`)."""
+    """The restarts of one role: their times in seconds since the epoch, and the newest one's number (`attempt`)."""
 
     times: tuple[float, ...] = ()
     attempt: int = 0

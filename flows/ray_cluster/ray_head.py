@@ -247,7 +247,7 @@ def remove_dead_folders(parent: Path, keep: int = 2) -> None:
 
 
 def remove_dead_links(parent: Path) -> None:
-    """Remove links that `short_folder` made, if their target is gone or the owner of a cluster in `parent` was killed."""
+    """Remove links that `short_folder` made, if their target is gone or the owner of their cluster was killed."""
     for link in chain.from_iterable(folder.glob("rollflow-*") for folder in short_folders()):
         with contextlib.suppress(OSError):  # the link belongs to another user, or another process has removed it
             target = link.readlink()
