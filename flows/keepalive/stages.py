@@ -84,9 +84,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The stage's name in recovery records, such as "rollout stage"; the stage's actor is recorded under its own
-        name.
-        """
+        """The stage's name in recovery records, such as "rollout stage"; its actor has a name of its own."""
         return f"{self.role} stage"
 
 
@@ -100,9 +98,7 @@ class Stages:
         log: Callable[[str], None],
         warn: Callable[[Sequence[ActorWarning]], None] = lambda warnings: None,
     ) -> None:
-        """Start without flow runs. `log` writes messages about the stages to the run's page, and `warn` writes the
-        actors' warnings to it.
-        """
+        """Start without flow runs. `log` writes messages about stages, `warn` writes warnings of actors."""
         self.context, self.address, self._log, self._warn = context, address, log, warn
         self.all = {role: Stage(role) for role in ACTORS}
         self.restarts = Restarts.of_run(context)
@@ -244,9 +240,7 @@ class Stages:
             self._schedule_restart(stage, "its actor is gone, and its flow does not start a new actor")
 
     def _unpause(self, stage: Stage, client: SyncPrefectClient, run: UUID) -> None:
-        """Restart a stage whose flow run was paused by a user. One stage cannot pause by itself, because its actors
-        belong to the run.
-        """
+        """Restart a stage whose flow run a user paused: one stage cannot pause, because its actors belong to the run."""
         client.set_flow_run_state(run, Running(), force=True)  # otherwise Prefect would not end the flow run's process
         cancel_flow_run(client, run)
         self._log(f"the {stage.role} stage was paused and continues; to pause the run, pause the run's own flow run")
@@ -263,9 +257,7 @@ class Stages:
         self._looked = 0.0
 
     def _poll_status(self, stage: Stage) -> None:
-        """Read the answer to the last status call if the answer has arrived, and make the next call, without
-        blocking.
-        """
+        """Read the answer to the last status call if it has arrived, and make the next call, without blocking."""
         if stage.asked is not None and not cluster.has_ended(stage.asked, 0):
             return
         asked, stage.asked = stage.asked, None
@@ -313,9 +305,7 @@ class Stages:
             self.restarts.mark_launched(CHANNEL)
 
     def _start_channel(self) -> None:
-        """Start the channel with a store that does not retry, because a client that gets no batch asks the channel
-        again.
-        """
+        """Start the channel with a store that does not retry: a client that gets no batch asks again."""
         newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
         config = self.context.config
         placed = actor_options(config, "scheduler", 0.0)
