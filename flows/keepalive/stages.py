@@ -240,7 +240,7 @@ class Stages:
             self._schedule_restart(stage, "its actor is gone, and its flow does not start a new actor")
 
     def _unpause(self, stage: Stage, client: SyncPrefectClient, run: UUID) -> None:
-        """Restart a stage whose flow run a user paused; a single stage cannot pause, because its actors belong to the run."""
+        """Restart a stage whose flow run a user paused; a stage cannot pause without its run."""
         client.set_flow_run_state(run, Running(), force=True)  # otherwise Prefect would not end the flow run's process
         cancel_flow_run(client, run)
         self._log(f"the {stage.role} stage was paused and continues; to pause the run, pause the run's own flow run")
