@@ -1,16 +1,18 @@
-"""Admission: decides by pure functions of the present state, `AdmissionInputs`, how many prompt groups may start now.
+"""Admission: decides how many prompt groups may start now, by pure functions of `AdmissionInputs`.
 
-Batch b trains version b. A group that started under version v is fresh enough for batch b if b <= v + alpha. While the
-engines serve version v, groups may start for the unformed batches below v + 1 + alpha. No generated token is wasted, as
-long as groups end in about the order in which they started. A group that overtakes a slow group pushes the slow group
-into the next batch; `formation` decides whether the batch waits for the slow group.
+Batch b trains version b. A group that started under policy version v is fresh enough for batch number b if b <= v +
+alpha, where alpha is the largest staleness (`async_ratio`). While the engines serve policy version v, groups may start
+for the unformed batches with numbers below v + 1 + `async_ratio`. As long as groups end in about the order in which
+they started, no group is discarded as stale. If a group ends before a slower group that started earlier, the slower
+group may have to join the next batch. The module `formation` decides whether a batch waits for a slow group.
 
-Staleness is a whole number. The fractional part of alpha only starts groups that can replace slower groups of the same
-batch. The fractional part starts no group if batches wait for slow groups (`RolloutLimits.lead`). To run half a batch
-ahead with groups that are at most one version old, set alpha = 1 and ahead = 0.5.
+Staleness is a whole number. The fractional part of `async_ratio` only lets groups start that can replace slower groups
+of the same batch. If batches wait for slow groups, the fractional part of `async_ratio` lets no group start
+(`RolloutLimits.lead`). To let generation run half a batch ahead of training with groups that are at most one version
+old, set `async_ratio = 1` and `max_batches_ahead = 0.5`.
 
-Batches are formed in order, except that voided batches, which have to be formed again, come first. Later batches that
-exist already do not reduce the number of groups that may start for a voided batch.
+Voided batches are formed again before all other batches, which are formed in the order of their numbers. Batches that
+are already formed do not reduce the number of groups that may start for a voided batch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 
 @dataclass(frozen=True, slots=True)
 class BatchesToForm:
-    """The batches that are still to be formed: voided ones first, then new ones up to the last."""
+    """The batches that are still to be formed: first the voided batches, then new batches up to the run's last."""
 
     number: int  # number of the first batch that was never formed
     missing: tuple[int, ...]  # numbers of the lower batches that are to be formed again
@@ -45,7 +47,7 @@ class BatchesToForm:
         return self.missing[place] if place < len(self.missing) else self.number + place - len(self.missing)
 
     def after_first(self) -> BatchesToForm:
-        """Return the batches that are still to be formed once the first of these batches is formed."""
+        """Return the batches that are left to form after the next batch is formed."""
         if self.missing:
             return replace(self, missing=self.missing[1:])
         return replace(self, number=self.number + 1)
@@ -53,14 +55,14 @@ class BatchesToForm:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionInputs:
-    """The state on which the decision of admission depends."""
+    """The state from which admission decides whether a group may start."""
 
     version: int  # policy version that the engines serve; -1 before the first update
     due: BatchesToForm
     running: int  # running groups, including preempted ones
-    outstanding: int  # groups that may still join a batch: running groups and groups in the buffer
-    generating: int  # unfinished responses of all running groups
-    slots: float  # most requests that may be in flight
+    outstanding: int  # number of groups that may still join a batch: running groups and groups in the buffer
+    generating: int  # number of unfinished responses of all running groups
+    slots: float  # largest number of requests that may be in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ class AdmissionDecision:
     """The decision of admission."""
 
     batch: int  # number of the batch for which the next group starts
-    fresh: int  # groups that alpha allows to start now
-    wanted: int  # groups that the run can still use
+    fresh: int  # number of groups that `async_ratio` allows to start now
+    wanted: int  # number of groups that the run still needs
     free: bool  # True if the engines have room for one more group
 
     @property
@@ -79,18 +81,19 @@ class AdmissionDecision:
 
     @property
     def is_held(self) -> bool:
-        """True if engines have free slots and only alpha lets no group start."""
+        """True if engines have free slots and only `async_ratio` prevents a new group."""
         return self.free and self.fresh <= 0 < self.wanted
 
 
 def next_batch(supply: AdmissionInputs, limits: RolloutLimits) -> int:
-    """Return the number of the batch for which the next group starts, up to the last batch that alpha allows."""
-    under_way = supply.outstanding // limits.groups  # batches that the outstanding groups may fill
+    """Return the number of the batch for which the next group starts, at most `limits.lead` above the engines'
+    version."""
+    under_way = supply.outstanding // limits.groups  # number of whole batches that the outstanding groups fill
     return min(supply.due.at(under_way), math.floor(supply.version + limits.lead))
 
 
 def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int) -> AdmissionDecision:
-    """Decide how many groups may start; `extra` is the number of extra groups in the next batch's round."""
+    """Decide how many groups may start; `extra` groups may start in addition to those that the next batch needs."""
     due, version = supply.due, supply.version
     fresh = compute_allowance(
         version, supply.outstanding, number=due.number, missing=due.missing, groups=limits.groups, ahead=limits.lead
@@ -110,7 +113,8 @@ def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int)
 def compute_allowance(
     version: int, outstanding: int, *, number: int, missing: Collection[int] = (), groups: int, ahead: float
 ) -> int:
-    """Compute how many groups may start for freshness alone; negative if too many have started.
+    """Compute how many more groups may start and still be fresh enough for their batch; negative if too many have
+    started.
 
     Args:
         version: policy version that the engines serve; -1 before the first update.
@@ -122,6 +126,7 @@ def compute_allowance(
     """
     if version < 0:
         return 0
-    limit = math.floor(groups * (version + 1 + ahead))  # groups of all batches that may have started by now
+    # number of groups that may have started by now, over all batches
+    limit = math.floor(groups * (version + 1 + ahead))
     again = sum(min(max(limit - groups * lost, 0), groups) for lost in missing)
     return again + max(limit - groups * number, 0) - outstanding

@@ -1,9 +1,10 @@
 """The trajectory buffer: holds scored groups until their batch is formed. The buffer never waits.
 
-The groups with the oldest start version are taken first. Among equally old groups, awaited groups go first, because
-their prompts were preempted before. Among these, the order of the prompts decides. At alpha = 0, where the buffer has
-exactly one batch, the choice of the groups does not depend on which group finished first. A group that is too old for
-the next batch is stale, because later batches need even newer groups.
+A batch takes the groups with the oldest start version first. Among groups with the same start version, a batch first
+takes the awaited groups (see `formation`), whose prompts were preempted before. Between groups that are equal in both
+respects, the smaller key decides. With `async_ratio = 0` the buffer has the groups of exactly one batch, so the choice
+of the groups does not depend on which group finished first. A group that is too old for the next batch is stale,
+because later batches need even newer groups.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Rank(NamedTuple):
 
 
 class BufferedGroup(NamedTuple):
-    """A scored group in the buffer, with the group's rank and issue number."""
+    """A scored group in the buffer, with its rank and the number of its dispatch."""
 
     rank: Rank
     issue: int
@@ -54,7 +55,7 @@ class TrajectoryBuffer:
         return bisect_left(self._groups, bound, key=lambda waiting: waiting.rank.started_version)
 
     def count_ahead(self, rank: Rank) -> int:
-        """Count the groups that are taken before a group of this rank."""
+        """Count the groups in the buffer that a batch takes before a group of this rank."""
         return bisect_left(self._groups, rank, key=attrgetter("rank"))
 
     def drop(self, bound: float) -> tuple[FinishedGroup, ...]:
@@ -68,8 +69,8 @@ class TrajectoryBuffer:
 
         Args:
             in_order: take the groups that were issued first, whatever their start version. The returned groups are
-                sorted by start version and key in this case, too, because at alpha = 0 the order of issue may depend on
-                when groups were filtered.
+                sorted by start version and key even with `in_order`, because with `async_ratio = 0` the order of issue
+                may depend on when groups were filtered.
         """
         line = sorted(self._groups, key=lambda waiting: (waiting.issue, waiting.rank)) if in_order else self._groups
         self._groups = sorted(line[count:], key=attrgetter("rank"))

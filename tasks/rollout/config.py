@@ -1,4 +1,4 @@
-"""The `[rollout]` and `[evaluation]` sections: how far generation runs ahead, and how the policy is evaluated."""
+"""The sections `[rollout]` and `[evaluation]` of a recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Routing = Literal["least-work", "prefix"]
 
 
 class FilterConfig(Section):
-    """Dynamic sampling: groups without a learning signal are counted and replaced by groups of other prompts."""
+    """Dynamic sampling: replaces groups without a learning signal by groups of other prompts."""
 
     min_mean: float | None = Field(
         None, description="largest mean reward with which a group is filtered out as too hard; default: no limit"
@@ -35,7 +35,7 @@ class FilterConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How far generation runs ahead of training, and for what generation waits."""
+    """How far generation runs ahead of training, and which groups a batch waits for."""
 
     routing: Routing = Field(
         "least-work",
@@ -100,12 +100,12 @@ class RolloutConfig(Section):
 
     @property
     def bound(self) -> Literal["drop", "wait"]:
-        """Value of `on_stale`; by default groups are dropped only with extra groups or tail batching."""
+        """Value of `on_stale`; the default is "drop" with redundant groups or tail batching, and "wait" without."""
         return self.on_stale or ("drop" if self.redundant_groups or self.tail_batching else "wait")
 
     @property
     def leaves_behind(self) -> bool:
-        """True if a running group may be preempted and issued again; then the group's random draws must be repeated."""
+        """True if a running group may be preempted and issued again, which must repeat the group's random draws."""
         return self.bound == "drop" or self.tail_batching
 
 

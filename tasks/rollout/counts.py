@@ -1,4 +1,4 @@
-"""The scheduler's counters, for people and for MLflow: no decision depends on the counters."""
+"""Counters of the rollout scheduler for people and for MLflow; the scheduler itself never reads them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Measures the total number of seconds for which a condition held."""
+    """Measures for how many seconds in all a condition was true."""
 
     seconds: float = 0.0
     since: float | None = None
 
     def note(self, now: float, *, holds: bool) -> None:
-        """Note whether the condition holds from now on."""
+        """Record whether the condition is true from now on."""
         if self.since is not None:
             self.seconds += now - self.since
         self.since = now if holds else None
@@ -25,7 +25,7 @@ class SchedulerCounts:
     """The counters of a scheduler since it started."""
 
     tokens: int = 0
-    surplus_tokens: int = 0  # tokens of responses that were started in addition to the G of a group
+    surplus_tokens: int = 0  # tokens of responses that complete groups did not need
     discarded_tokens: int = 0
     dropped_tokens: int = 0  # discarded tokens of groups that were too slow or not needed
     trajectories: int = 0
@@ -33,5 +33,5 @@ class SchedulerCounts:
     filtered: Counter[str] = field(default_factory=Counter)  # reason for filtering -> number of groups
     held: Stopwatch = field(
         default_factory=Stopwatch
-    )  # time in which engines had free slots, but alpha allowed no new group
+    )  # time in which engines had free slots, but `async_ratio` allowed no new group
     waited: Stopwatch = field(default_factory=Stopwatch)  # time in which the learner was idle while a full batch waited

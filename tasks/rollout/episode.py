@@ -1,7 +1,8 @@
-"""An episode in progress: implements `Episode` for the environment, and collects tokens and the reward.
+"""An episode in progress: the object through which an environment requests tokens and rewards.
 
-The owner of an episode passes three functions. `ask` requests a generation. `closed` is called when no more tokens will
-be generated, and returns whether the episode is wanted. `scorer` computes the reward.
+The creator of an episode passes the functions `ask`, `closed` and `scorer`. `ask` requests a generation. `closed` is
+called when the policy will generate no more tokens, and returns whether the episode is kept. `scorer` computes the
+reward.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ class Turn:
 
 @dataclass(eq=False, slots=True)
 class PlayedEpisode:
-    """Implements `Episode`: T response tokens so far and a mask of T bytes, in flat arrays.
+    """An episode in progress, with the response tokens so far and a mask of one byte per token.
 
     `ask` returns None if the episode is no longer wanted. `closed` is called exactly once, even for an episode without
     a generation.
 
-    At any time either the environment runs, or the environment waits for the owner to answer a request. `let_go`
-    interrupts only an environment that runs.
+    At any time the environment either runs or waits for the answer to a request. `let_go` cancels the environment only
+    while it runs.
     """
 
     prompt: Prompt
-    longest: int  # most tokens of the response
+    longest: int  # largest number of tokens in the response
     ask: Callable[[Turn], Awaitable[VersionedGeneration | None]]
     closed: Callable[[PlayedEpisode], Awaitable[bool]]
     scorer: Callable[[ScoreRequest], Awaitable[Score]]
@@ -63,7 +64,7 @@ class PlayedEpisode:
     ending: StopReason = StopReason.STOP
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     at: float = 0.0  # time at which generation ended
-    wanted: bool | None = None  # None until generation has ended
+    wanted: bool | None = None  # True if the episode is kept; None until generation has ended
     _leader: asyncio.Task[Any] | None = None  # the task that runs the environment
     _asked: bool = False  # True while the environment waits for an answer
     _gone: bool = False  # True after `let_go`
@@ -71,7 +72,7 @@ class PlayedEpisode:
 
     @property
     def response(self) -> Int32s:
-        """The tokens after the prompt, as `Episode` says."""
+        """The tokens after the prompt; implements `Episode.response`."""
         return self.made.tokens
 
     @property
@@ -80,7 +81,7 @@ class PlayedEpisode:
         return self.longest - len(self.made)
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
-        """Let the policy continue the response, as `Episode` says."""
+        """Let the policy continue the response; implements `Episode.generate`."""
         if self.wanted is not None or self.room <= 0:
             return None
         turn = self._build_turn((stop,) if isinstance(stop, str) else tuple(stop), max_tokens)
@@ -97,7 +98,7 @@ class PlayedEpisode:
         return None
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the policy did not choose, as `Episode` says."""
+        """Append tokens that the policy did not generate; implements `Episode.add`."""
         given = self._check_tokens(tokens)
         count = len(given)
         if count > self.room:
@@ -106,7 +107,7 @@ class PlayedEpisode:
         self.made, self.mask = self.made + added, self.mask + bytes(count)
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
-        """Score tokens with the run's scorer, as `Episode` says."""
+        """End generation and score tokens with the run's scorer; implements `Episode.judge`."""
         self._asked = True
         try:
             if not await self._close():
@@ -116,7 +117,7 @@ class PlayedEpisode:
             self._asked = False
 
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
-        """Score tokens with the run's scorer, as `Episode` says."""
+        """Score tokens with the run's scorer; implements `Episode.score`."""
         wanted = self.prompt.reference if reference is None else reference
         return await self.scorer(ScoreRequest(self._check_tokens(tokens), wanted))
 
@@ -133,7 +134,7 @@ class PlayedEpisode:
             self._leader.cancel()
 
     async def abandon(self) -> None:
-        """End the episode early; the tokens generated so far are counted."""
+        """End the episode early; the tokens generated so far are still counted."""
         self.ending = StopReason.ABORTED
         await self._close()
 

@@ -1,4 +1,4 @@
-"""Evaluation: measures the share of held-out prompts that one policy version answers correctly, beside training.
+"""Evaluation: measures, while training goes on, which share of held-out prompts a policy version answers correctly.
 
     newest version published --> versions that are due --> an engine: the version's weights --> ask --> store
                                        ^                         |
@@ -59,7 +59,7 @@ class Evaluation:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics for MLflow; their names have no @, because MLflow does not allow it."""
+        """The metrics for MLflow, which allows no @ in the name of a metric."""
         return {"accuracy": self.accuracy, **{f"pass_at_{k}": share for k, share in self.pass_at.items()}}
 
 
@@ -105,7 +105,7 @@ def _read(run: ObjectStore, path: str, kind: TypeAdapter[T]) -> T | None:
 
 
 def read_evaluations(run: ObjectStore, after: int = -1, last: int | None = None) -> list[Evaluation]:
-    """Read the evaluations of a run in the order of versions: of versions above `after`, up to `last` if given."""
+    """Read the evaluations of the versions above `after` and up to `last`, in the order of versions."""
     paths = run.list("evaluations", after=evaluation_path(after) if after >= 0 else "")
     end = "" if last is None else evaluation_path(last)
     wanted = takewhile(lambda path: not end or path <= end, paths)
@@ -123,7 +123,7 @@ def store_skipped(run: ObjectStore, skip: EvaluationSkipped) -> None:
 
 
 def read_skipped(run: ObjectStore) -> list[EvaluationSkipped]:
-    """Read which versions could not be evaluated, and the reasons."""
+    """Read which versions could not be evaluated, and why."""
     return [skip for path in run.list("evaluations_skipped") if (skip := _read(run, path, SKIPPED))]
 
 
@@ -159,7 +159,7 @@ class Evaluator:
     ports: EnvironmentPorts = NO_PORTS
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
-        """Evaluate every prompt; the caller keeps the engines at `version` meanwhile."""
+        """Evaluate every prompt; until then, the caller must keep the proxy's engines at `version`."""
         asked = [(prompt, sample) for prompt in self.prompts for sample in range(self.samples)]
         done = await asyncio.gather(*(self._answer_prompt(proxy, version, prompt, sample) for prompt, sample in asked))
         passed = [score.value == 1.0 for score, _ in done]
@@ -203,10 +203,10 @@ async def _want_every(_: PlayedEpisode) -> bool:
 class EvaluationPorts:
     """The functions that `Evaluations` calls.
 
-    `wanted` returns whether to evaluate a version. `is_evaluated` returns whether a version was evaluated. `engine`
-    lends an engine for the length of a block. `fetch` loads the weights and the probe of a version, or raises `Missing`
-    or `Corrupt`. `keep` stores the result. After `tries` failures of engines a version is skipped, because each failure
-    may have cost the run a restart.
+    `wanted` returns whether to evaluate a version. `evaluated` returns whether a version was evaluated. `engine`
+    returns a context manager that lends an engine. `fetch` loads the weights and the probe of a version, or raises
+    `Missing` or `Corrupt`. `keep` stores the result of an evaluation. After `tries` engine failures a version is
+    skipped, because each failure may have cost the run an engine.
     """
 
     wanted: Callable[[int], bool]

@@ -1,9 +1,10 @@
 """Formation: decides whether a batch is formed now or waits for a group. The methods of `Formation` change no state.
 
-A batch is formed as soon as forming it preempts no running group, or else when the learner is ready for the batch. In
-the second case a running group that would be too old for the next batch is preempted and issued again, unless the batch
-has to wait for the group. A group that a batch has to wait for is called *awaited*: with `on_stale = "wait"` every
-group, otherwise the group of a prompt that was preempted often (see `issue_order`).
+While the learner is busy, a batch is formed only if no running group has to be preempted for it. Once the learner is
+ready for the batch, a running group that would be too old for the next batch is preempted and issued again, unless the
+batch has to wait for the group. A group that a batch has to wait for is called *awaited*. With `on_stale = "wait"`
+every group is awaited. With `on_stale = "drop"` only the groups of prompts that were preempted often are awaited (see
+`issue_order`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FIRST = GroupKey(-1, -1)  # a key that sorts before the key of every group
 
 @dataclass(frozen=True, slots=True)
 class Formation:
-    """The decision and the state on which it depends: the groups in the buffer and the running groups."""
+    """Decides when a batch is formed, from the groups in the buffer and the running groups."""
 
     limits: RolloutLimits
     buffer: TrajectoryBuffer
@@ -34,7 +35,7 @@ class Formation:
 
     @property
     def is_full(self) -> bool:
-        """True if the buffer holds enough groups for a batch."""
+        """True if the buffer has enough groups for a batch."""
         return len(self.buffer) >= self.limits.groups
 
     def must_wait(self, number: int, running: Iterable[int], *, learner_is_busy: bool, is_lost: bool) -> bool:
@@ -55,7 +56,7 @@ class Formation:
             return True
         if self.limits.on_stale == "drop" or is_lost:
             return False
-        # Only as many later batches matter as the running groups can fill.
+        # Only the later batches that the running groups can fill have to be checked.
         filled = (self.starts.count_before(math.inf) - 1) // self.limits.groups
         reached = min(math.floor(self.limits.async_ratio) - 1, filled)
         return any(self._crowds(number, later) for later in range(1, reached + 1))
@@ -63,18 +64,19 @@ class Formation:
     def _crowds(self, number: int, later: int) -> bool:
         """Return whether old groups would have to be dropped if batch `number` was formed now.
 
-        Old groups have to be dropped if the batch takes younger groups while more old groups run than the next `later`
-        batches can hold.
+        Old groups have to be dropped if the batch takes younger groups while more old groups run than fit into the next
+        `later` batches.
         """
         bound, groups = self.oldest_allowed(number + 1 + later), self.limits.groups
         return self.starts.count_before(bound) > later * groups and self.buffer.count_older(bound) < groups
 
     def _has_room_for_awaited(self, bound: float) -> bool:
-        """Return whether the batch would take an awaited running group that started before `bound`.
+        """Return whether the batch would take an awaited running group that started under a version older than `bound`.
 
-        More groups than the batch holds may have started before `bound`. The awaited group with the smallest rank
-        decides: if the batch has no room for this group, the batch has no room for any other awaited group. The method
-        runs after every group that ends, so it does not search for this group if the group's version alone decides.
+        More groups than fit into the batch may have started under versions older than `bound`. If the batch has no room
+        for the awaited group with the smallest rank, it has no room for any other awaited group. The method runs after
+        every group that ends, so it searches for the awaited group with the smallest rank only if that group's version
+        does not already decide.
         """
         groups, version = self.limits.groups, self.starts.find_oldest_awaited(bound)
         if version is None or self.buffer.count_older(version) >= groups:

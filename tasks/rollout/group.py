@@ -1,4 +1,4 @@
-"""One dispatch: takes a prompt to a scored group, or to the reason why there is none.
+"""One dispatch of a prompt, which ends with a scored group or is discarded for a reason.
 
     prompt --> G (+ extra) x ( queue --> engine --> scorer )  --> TrajectoryGroup
                = an episode, run by the environment         `-----> Discard: it was given up
@@ -61,17 +61,17 @@ class GroupRollout:
     key: GroupKey
     ports: GroupPorts
     responses: int  # number of responses to generate, of which G are kept
-    number: int  # number of this dispatch among the dispatches of its scheduler
+    number: int  # position of this dispatch among all dispatches of its scheduler
     awaited: bool = field(kw_only=True)  # True if a batch waits for this dispatch and does not preempt it
-    redraws: int = field(default=0, kw_only=True)  # times that the prompt was in a batch that made weights not finite
-    unanswered: int = field(init=False)  # requests that have not ended yet
+    redraws: int = field(default=0, kw_only=True)  # number of the prompt's batches that made weights NaN or infinite
+    unanswered: int = field(init=False)  # number of episodes in which the policy still generates tokens
     _reason: DiscardReason | None = None
     _playing: set[PlayedEpisode] = field(default_factory=set)
     _starts: dict[int, int] = field(default_factory=dict)  # sample -> version under which its request started
     _turns: Counter[int] = field(default_factory=Counter)  # sample -> number of its current turn
     _tries: Counter[int] = field(default_factory=Counter)  # sample -> number of times that its request failed
     _oldest: int | None = None
-    _ended: int = 0  # responses that ended without an abort
+    _ended: int = 0  # number of responses that ended without an abort
     _tokens: int = 0  # tokens of all responses
     _surplus: int = 0  # tokens of responses that are not kept
 
@@ -100,10 +100,10 @@ class GroupRollout:
         return f"{self.key.prompt}.{self.key.attempt}.{sample}{turn}" + "'" * self._tries[sample]
 
     async def run(self, prompt: Prompt) -> TrajectoryGroup | Discard:
-        """Generate and score responses until G are kept or the dispatch is given up.
+        """Generate and score responses until `group_size` responses are kept or the dispatch is given up.
 
         Raises:
-            EngineFailed: at each of `RolloutLimits.attempts` tries no engine was left for one of the requests.
+            EngineFailed: a request failed `RolloutLimits.attempts` times because no engine was left.
         """
         async with asyncio.TaskGroup() as samples:
             tasks = [samples.create_task(self._sample(prompt, sample)) for sample in range(self.responses)]
@@ -158,7 +158,7 @@ class GroupRollout:
         return None
 
     def _count_failure(self, sample: int) -> None:
-        """Count a failed try of a request; raise the error that is being handled after the last try."""
+        """Count a failed try of a request; after the last try, raise the handled error again."""
         self._tries[sample] += 1
         if self.ports.proxy.version < 0 or self._tries[sample] == self.ports.limits.attempts:
             raise
@@ -177,7 +177,7 @@ class GroupRollout:
         return await self._count_response(episode)
 
     async def _count_response(self, episode: PlayedEpisode) -> bool:
-        """Count a response and return whether it is kept; after the G-th, abort the group's other responses."""
+        """Count a response and return whether it is kept; once the group is complete, abort its other responses."""
         self._tokens += episode.generated
         if episode.ending is StopReason.ABORTED or self._ended == self.ports.limits.group_size:
             self._surplus += episode.generated
@@ -191,8 +191,8 @@ class GroupRollout:
 def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0, redraws: int = 0) -> int:
     """Compute the 63-bit seed of one generation.
 
-    Every attempt gets the same seed, so that a prompt that was too slow does not draw a shorter response. Only
-    `redraws`, the number of batches with the prompt that made weights NaN or infinite, changes the seed.
+    Every dispatch of a prompt uses the same seed, so that a response that was too long is not replaced by a shorter
+    one. Only `redraws`, the number of the prompt's batches that made weights NaN or infinite, changes the seed.
     """
     text = f"{seed}:{prompt}:{sample}" + (f":{turn}" if turn else "") + (f"/{redraws}" if redraws else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,15 +1,16 @@
-"""The order of issue: which prompt is issued next, in short rounds and in long rounds for slow prompts.
+"""Chooses which prompt is issued next, and collects slow prompts into batches of their own.
 
-A round is the set of prompts issued for one batch. Prompts that have to be issued again go first, then new prompts of
-the source that `Mixture` chooses. A prompt that was preempted waits for the next policy version, because a group that
-starts right after an update has the most time until its batch is formed.
+A round is the set of prompts issued for one batch. Prompts that have to be issued again come before new prompts, whose
+source `Mixture` chooses. A prompt that was preempted waits for the next policy version, because a group that starts
+right after an update has the most time until its batch is formed.
 
-A prompt that was preempted `RolloutLimits.awaited_after` times is *awaited*: a batch waits for the prompt's group. With
-tail batching (RollPacker, section 4) such a prompt first waits in the *tail* until the tail has N prompts. A *short*
-round issues N groups of other prompts, and the extra groups. Once N prompts wait in the tail, the next round is *long*:
-a long round issues these N prompts and no extra groups, and the batch waits for all N groups. Every prompt is trained
-on, and slow prompts are trained on together. The last round is always long, with the prompts in the tail and new
-prompts, because otherwise a run would omit its slowest prompts.
+A prompt that was preempted `RolloutLimits.awaited_after` times is *awaited*, which means that a batch waits for the
+prompt's group. With tail batching (RollPacker, section 4) an awaited prompt first waits in a queue, the *tail*, until
+the tail has enough prompts for a batch. A *short* round issues prompts that are not in the tail, including those of
+redundant groups. Once the tail has enough prompts for a batch, the next round is *long* and issues exactly these
+prompts. The batch of a long round waits for all its groups and has no redundant groups. Tail batching omits no prompt;
+it trains slow prompts together with other slow prompts. A run's last round is always long and issues the prompts in the
+tail first, so that the run does not omit its slowest prompts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class IssueOrder:
     def __init__(
         self, limits: RolloutLimits, cursor: Cursor, again: Iterable[GroupKey], behind: Iterable[tuple[int, int]] = ()
     ) -> None:
-        """Continue with the keys `again`, which were in flight when the run stopped.
+        """Begin with the dispatches in `again`, which were in flight when the run stopped.
 
         Args:
             behind: the number of times that each prompt of `again` was preempted.
@@ -57,7 +58,7 @@ class IssueOrder:
         self._version = -1
         self._batch = -1  # number of the batch for which the current round issues prompts
         self._is_long = False
-        self._long = 0  # number of prompts of the tail that the current round has still to issue
+        self._long = 0  # number of prompts in the tail that the current round still has to issue
 
     def take_issued(self) -> tuple[int, ...]:
         """Return the prompts that were dispatched for the first time since the last call, in order."""
@@ -65,14 +66,14 @@ class IssueOrder:
         return issued
 
     def advance(self, version: int) -> None:
-        """Note the engines' version; prompts that were preempted under an older version may be issued again."""
+        """Record the engines' version; prompts that were preempted under an older version may now be issued again."""
         if version > self._version:
             self._version = version
             self._again.extend(self._left)
             self._left.clear()
 
     def count_extra_groups(self, batch: int) -> int:
-        """Return the number of extra groups in the round for this batch."""
+        """Return the number of redundant groups to start for this batch."""
         return 0 if self._is_long_for(batch) else self._limits.redundant_groups
 
     def next_issue(self, batch: int) -> Issue:
@@ -100,7 +101,7 @@ class IssueOrder:
             self._behind.pop(prompt, None)
 
     def note_discard(self, discard: Discard) -> None:
-        """Note a discarded dispatch: issue its prompt again later; if its group was filtered, issue another prompt."""
+        """Schedule the prompt of a discarded dispatch again, or another prompt if the group was filtered."""
         if discard.reason.issued_again:
             key = GroupKey(discard.key.prompt, discard.key.attempt + 1)
             if discard.slow:

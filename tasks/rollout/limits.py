@@ -1,4 +1,4 @@
-"""The scheduler's limits: numbers and choices; `tasks/run/limits.py` builds the limits from a run's config."""
+"""The rollout scheduler's limits and choices, which `tasks/run/limits.py` builds from a run's config."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ class RolloutLimits:
     group_size: int  # G, responses to one prompt
     async_ratio: float  # alpha: the largest staleness
     max_inflight_groups: int  # largest number of groups that run at a time
-    attempts: int  # number of tries of a request after which its failure ends the run
+    attempts: int  # number of failed tries of one request that ends the run
     max_new_tokens: int
     temperature: float
-    slots: int | None = None  # requests that all engines can run; a group starts only into free slots. None: no limit
-    max_batches_ahead: float | None = None  # batches that generation may run ahead of training; None: alpha
+    slots: int | None = None  # a group starts only while fewer responses than this are unfinished; None: no limit
+    max_batches_ahead: float | None = None  # batches that generation may run ahead of training; None: `async_ratio`
     redundant_groups: int = 0
     redundant_responses: int = 0
     tail_batching: bool = False
-    max_preemptions: int | None = None  # most preemptions of a prompt; None: 1 with tail batching, else 3
+    # preemptions after which a prompt is awaited; None: 1 with tail batching, else 3
+    max_preemptions: int | None = None
     on_stale: Literal["drop", "wait"] = "wait"
     batch_order: Literal["finished", "started"] = "finished"
     staleness_from: Literal["started", "oldest-token"] = "started"
@@ -41,15 +42,15 @@ class RolloutLimits:
     def lead(self) -> float:
         """Number of batches that generation may run ahead of training.
 
-        A fractional part of alpha only admits groups that replace slower groups. With `on_stale = "wait"` no group is
-        replaced, so alpha is rounded down.
+        The fractional part of `async_ratio` only lets groups start that replace slower groups. With `on_stale = "wait"`
+        no group is replaced, so `async_ratio` is rounded down.
         """
         ahead = self.async_ratio if self.max_batches_ahead is None else self.max_batches_ahead
         return ahead if self.on_stale == "drop" else min(ahead, math.floor(self.async_ratio))
 
     @property
     def awaited_after(self) -> int:
-        """Number of times a prompt may be preempted before a batch waits for it."""
+        """Number of times that a prompt may be preempted before a batch waits for its group."""
         return self.max_preemptions or (1 if self.tail_batching else 3)
 
 
@@ -62,8 +63,7 @@ def filter_reason(limits: FilterConfig | None, rewards: Sequence[float]) -> str 
         return f"mean reward at or below {limits.min_mean:g}"
     if limits.max_mean is not None and mean >= limits.max_mean:
         return f"mean reward at or above {limits.max_mean:g}"
-    # The deviation is that of rewards in float32, because batches store float32. So an audit computes the same value,
-    # and a verifier's rounding errors do not count as a spread.
+    # Batches store rewards as float32, so an audit computes the same deviation only from float32 rewards.
     if limits.min_std is not None and statistics.pstdev(array("f", rewards)) <= limits.min_std:
         return f"rewards spread by {limits.min_std:g} or less"
     return None

@@ -1,7 +1,8 @@
 """Mixing prompt sources: chooses the source of the next prompt, so that the trained groups have the configured shares.
 
-The shares define an endless sequence of *slots*, each of which belongs to one source. The groups of a source that were
-issued and not filtered fill its slots in order. The next prompt always fills the first free slot:
+The shares define an endless sequence of *slots*, each of which belongs to one prompt source. The groups of a source
+fill the source's slots in the order of issue; filtered groups fill no slot. The next prompt comes from the source of
+the first free slot.
 
     slots         a a b a | a a b a | a ...
     issued        a0 a1 b0 a2 ...        a1 is filtered: one more `a` comes before b1
@@ -25,7 +26,7 @@ from rollflow.storage.records import Cursor
 
 
 class Mixture:
-    """Chooses the next prompt of D sources. See the module's docstring for the guarantees."""
+    """Chooses the prompt source of each next prompt. See the module's docstring for the guarantees."""
 
     def __init__(self, shares: Sequence[float], issued: Sequence[int] = (), filtered: Sequence[int] = ()) -> None:
         """Continue from a cursor's counts for each source; without counts, start from the beginning."""
@@ -48,23 +49,25 @@ class Mixture:
         return (self._issued[source] - 1) * len(self._issued) + source
 
     def note_filtered(self, index: int) -> None:
-        """Note that the group of this prompt was filtered; the prompt's source gets one more prompt instead."""
+        """Record that this prompt's group was filtered, which frees a slot of the prompt's source."""
         self._filtered[index % len(self._filtered)] += 1
 
 
 class Slots:
-    """The sequence of slots: of the first n slots, source s has n * share(s), to within one slot.
+    """The sequence of slots; each source's number of slots among the first n differs from n times its share by less
+    than one.
 
-    Slot n goes to the source that would first fall too far behind its share. Sources that the slot would put too far
-    ahead of their shares are excluded. The choice of the source is Tijdeman's solution of the chairman assignment
-    problem (Discrete Mathematics 32, 1980). The error of the rule is at most 1 - 1 / (2D - 2) slots, so it never
-    reaches 1. Shares are read as decimal fractions, as written in the config, so the sequence is exactly periodic, and
-    in each period every source has a whole number of slots.
+    Each slot goes to the source that would be the first to fall too far behind its share. A source that would get too
+    far ahead of its share is excluded. The rule that chooses a slot's source is Tijdeman's solution of the chairman
+    assignment problem (Discrete Mathematics 32, 1980). With D sources, a source's number of slots differs from its
+    exact share by at most 1 - 1 / (2D - 2). Shares are read as the decimal fractions in the config, so the sequence
+    repeats after a period in which every source has a whole number of slots.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._weights = _reduce_shares(shares)  # number of slots of each source in a period
-        self._assigned: list[list[int]] = [[] for _ in shares]  # source -> computed slots in a period
+        # source -> numbers of its slots in a period, as far as computed
+        self._assigned: list[list[int]] = [[] for _ in shares]
 
     def first_free(self, filled: Sequence[int]) -> int:
         """Return the source that owns the first free slot; `filled` has the number of filled slots of each source."""
@@ -82,7 +85,7 @@ class Slots:
         scale, period, number = max(2 * len(self._weights) - 2, 1), sum(self._weights), sum(map(len, self._assigned))
 
         def behind(source: int) -> int:
-            """Return the last slot that the source may wait for before it falls too far behind its share."""
+            """Return the number of the latest slot that keeps the source from falling too far behind its share."""
             return ((len(self._assigned[source]) + 1) * scale - 1) * period // (scale * self._weights[source])
 
         due = [

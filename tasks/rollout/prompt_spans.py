@@ -1,4 +1,5 @@
-"""The spans of a scheduler's dispatches: from the start of each dispatch to its fate. See `tasks.runtime.spans`."""
+"""Records OpenTelemetry spans of prompts, from the start of each dispatch until it is trained on or discarded. See
+`tasks.runtime.spans`."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from rollflow.tasks.runtime.spans import Spans
 
 
 class PromptSpans:
-    """Records a trace for each dispatch. Times are those of the running event loop."""
+    """Records a trace for each dispatch. Times are read from the clock of the running event loop."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
-        self._started: dict[GroupKey, float] = {}  # key of a dispatch without a fate -> start time
-        self._complete: dict[GroupKey, float] = {}  # key of a dispatch with all rewards -> since when
+        self._started: dict[GroupKey, float] = {}  # key of a dispatch that has not ended -> start time
+        self._complete: dict[GroupKey, float] = {}  # key of a dispatch with all rewards -> time of the last reward
 
     def start(self, key: GroupKey) -> None:
         """Note the start of a dispatch."""
@@ -33,7 +34,7 @@ class PromptSpans:
             self._spans.record_prompt(key, "score", scored, reward=trajectory.reward, **more)
 
     def complete(self, key: GroupKey) -> None:
-        """Note that a group has all rewards and waits for its batch."""
+        """Record that a group has all its rewards and waits for its batch."""
         if self._spans.on:
             self._complete[key] = self._now()
 
@@ -42,7 +43,7 @@ class PromptSpans:
         self._end(discard.key, f"discarded: {discard.reason.value}")
 
     def commit(self, staged: StagedBatch) -> None:
-        """Record the end of the dispatches whose groups a batch took; call it once the batch is committed."""
+        """Record the end of the dispatches whose groups are in a committed batch."""
         for group in staged.groups:
             self._end(group.key, f"trains version {staged.number + 1}")
 

@@ -2,7 +2,7 @@
 
 - Requests wait in one queue; the module `slots` decides which engine runs a request, and when.
 - `update` suspends, updates, probes and resumes all engines at once. An engine whose log-probs differ from the
-  learner's log-probs is closed before the engine generates a token. A request that arrives during the update starts
+  learner's log-probs is closed before the engine generates a token. A request that arrives during an update starts
   under the new version.
 - The requests of a failed engine continue on another engine with the tokens generated so far, and keep the version
   under which they first started. With `on_weight_update = "restart"`, the requests of a failed engine start from the
@@ -10,11 +10,11 @@
 - A request that an update aborted (`on_weight_update = "restart"`) starts again under the new version. A request that
   `abort` ended keeps its tokens.
 - An engine can be borrowed while another engine lives. The requests of a borrowed engine continue on other engines, as
-  if the engine had failed. After the loan the borrowed engine joins again.
+  if the engine had failed. A borrowed engine joins again after it was given back.
 - A joining engine gets the current weights and passes the probe before it gets a request. A failed engine is closed at
   once.
-- `version` changes as soon as one engine serves the new version. No other engine takes a request before that engine is
-  updated.
+- `version` changes as soon as one engine serves the new version. Every other engine takes requests again only after its
+  own update.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class WeightsProbe:
     tolerance: float
 
     def check(self, found: Sequence[float] | None) -> None:
-        """Raise `EngineFailed` if the engine's log-probs differ; skip an engine without a model, which returns None."""
+        """Raise `EngineFailed` if the engine's log-probs `found` differ; None, from an engine without a model, is not
+        checked."""
         if found is None or not self.expected:
             return
         differences = [abs(a - b) for a, b in zip(found, self.expected, strict=True)]
@@ -66,7 +67,7 @@ class VersionedGeneration:
 
 @dataclass(frozen=True, slots=True)
 class _NewestWeights:
-    """The newest weights, which a joining engine gets, too."""
+    """The newest weights, which every engine that joins later loads."""
 
     version: int
     weights: Any
@@ -95,7 +96,7 @@ class _GenerationJob:
     aborted: bool = False
 
     def build_answer(self, generation: Generation, version: int) -> VersionedGeneration:
-        """Build the caller's result; a request that never started gets the current version."""
+        """Build the result of a request; `version` is used if the request never started."""
         return VersionedGeneration(generation, version if self.started is None else self.started)
 
     def start(self, version: int) -> None:
@@ -109,7 +110,8 @@ class _GenerationJob:
 
         A request without kept tokens starts from the beginning.
         """
-        self.request = replace(self.request, id=f"{self.request.id}'", prefix=kept)  # an engine may know the old id
+        # an engine may still know the old id
+        self.request = replace(self.request, id=f"{self.request.id}'", prefix=kept)
         if not kept:
             self.started = None
 
@@ -139,12 +141,12 @@ class InferenceProxy:
             self._queue.put(place, EngineSlots(engine, slots))
         self._jobs: dict[str, _GenerationJob] = {}
         self._taken: _NewestWeights | None = None
-        self._changing = asyncio.Lock()  # held by an update of all engines, or by an engine that joins
+        self._changing = asyncio.Lock()  # an update, a join and the loan of an engine exclude each other
         self._closing: set[asyncio.Task[None]] = set()
         self.version = -1  # newest version that an engine serves; unchanged if all engines die
         self.on_change: Callable[[], None] = lambda: None  # called when `version` grows or an engine joins
-        self.restarted = 0  # requests that started again, after an update or a failed engine
-        self.taken_over = 0  # requests that continued on another engine with the tokens they had
+        self.restarted = 0  # number of requests that started again from the beginning
+        self.taken_over = 0  # number of requests that continued on another engine with the tokens so far
         self.update_seconds = 0.0
 
     @property
@@ -156,7 +158,7 @@ class InferenceProxy:
     def capacity(self) -> int:
         """Number of requests that the live engines can run at a time.
 
-        If no engine lives, the number is that of one engine, so that requests still arrive.
+        If no engine is alive, the capacity is that of one engine, so that requests can wait for a new engine.
         """
         return self._slots * max(1, len(self._queue.live))
 
@@ -196,7 +198,7 @@ class InferenceProxy:
             del self._jobs[request.id]
 
     async def abort(self, ids: Collection[str]) -> None:
-        """Abort these requests: their `generate` returns the tokens so far. Unknown ids are ignored."""
+        """Abort these requests; `generate` returns the tokens of an aborted request so far. Unknown ids are ignored."""
         running: defaultdict[EngineSlots, list[str]] = defaultdict(list)
         for job in filter(None, map(self._jobs.get, ids)):
             job.aborted = True
@@ -224,14 +226,14 @@ class InferenceProxy:
             raise self._queue.build_no_engine_error()
 
     async def join(self, place: int, engine: Engine) -> None:
-        """Put a started engine into a place; the previous engine of that place hands over its requests.
+        """Put a started engine into a place; the requests of that place's previous engine continue on other engines.
 
         Raises:
             EngineFailed: the new engine could not load the current weights; the previous engine stays in the place.
         """
         lane = EngineSlots(engine, self._slots)
         if self._taken is not None:
-            await engine.fetch(self._taken.version, self._taken.weights)  # before the lock is taken, which updates need
+            await engine.fetch(self._taken.version, self._taken.weights)  # without the lock, so that no update waits
         async with self._changing:
             if self._taken is not None:
                 await self._update_lane(lane, self._taken)
@@ -244,7 +246,7 @@ class InferenceProxy:
 
     @asynccontextmanager
     async def borrow_engine(self) -> AsyncIterator[Engine]:
-        """Borrow one engine for the length of the block.
+        """Borrow one engine for the duration of a `with` block.
 
         The borrowed engine serves no other requests in the block, and joins again after the block.
 
@@ -290,7 +292,7 @@ class InferenceProxy:
         assert self._taken is not None, "an engine must have weights before it serves requests"
         if job.request.prefix and job.started != engine.version and self._taken.in_flight == "restart":
             self._send_again(job, TokenSpan())
-        if job.started is None:  # the version of the request counts, because an update may delay the first token
+        if job.started is None:  # staleness counts from the request's start, not from its first token
             job.start(engine.version)
         clock, had = asyncio.get_running_loop().time, len(job.request.prefix)
         began = clock()
@@ -354,7 +356,7 @@ class InferenceProxy:
             lane.serves.set()
 
     def _fail(self, lane: EngineSlots, error: EngineFailed) -> None:
-        """Remove the engine and close it, because it may still run, with wrong weights or for no request."""
+        """Remove an engine and close it; its process may still run, with wrong weights or without a request."""
         if lane.failure is None:
             lane.failure = EngineFailed(str(error))  # a traceback would keep the engine alive
             closing = asyncio.create_task(self._close(lane))

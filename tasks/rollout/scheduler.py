@@ -1,4 +1,4 @@
-"""The rollout scheduler: every dispatched prompt ends in exactly one committed fate.
+"""The rollout scheduler: commits each dispatched prompt exactly once, either in a batch or as discarded.
 
     prompts --admission--> dispatch: G x (generate -> verify) --> buffer --N groups--> commit --> channel
                 ^                         |                         |
@@ -61,12 +61,12 @@ class ResumePoint:
     again: tuple[GroupKey, ...] = ()
     missing: tuple[int, ...] = ()  # numbers of the batches to form again
     voids: int = 0  # number of batches that were voided so far
-    behind: tuple[tuple[int, int], ...] = ()  # preempted prompts of `again`, and how often
-    redraws: tuple[tuple[int, int], ...] = ()  # prompts of batches that made weights not finite, and how often
+    behind: tuple[tuple[int, int], ...] = ()  # pairs of a prompt in `again` and the number of its preemptions
+    redraws: tuple[tuple[int, int], ...] = ()  # pairs: a prompt, number of its batches that made weights NaN or infinite
 
     @classmethod
     def of_state(cls, state: RunState) -> ResumePoint:
-        """Build the point at which a run with this state goes on."""
+        """Build the resume point of a run with this state."""
         return cls(
             number=state.next_batch,
             cursor=state.cursor,
@@ -126,10 +126,10 @@ class RolloutScheduler:
         self._running: dict[GroupKey, GroupRollout] = {}  # running groups, in the order of their start
         self._issued = 0
         self._left_behind: set[GroupRollout] = set()  # running groups that were preempted
-        self._generating = 0  # unfinished responses of all running groups
+        self._generating = 0  # number of unfinished responses of all running groups
         self._discards: list[Discard] = []
         self._filtered_in_a_row = 0
-        self._published = proxy.version  # newest published version: the number of the batch that the learner needs
+        self._published = proxy.version  # newest published version, and number of the learner's next batch
         self._aborts: set[asyncio.Task[None]] = set()
         self._room, self._ready = asyncio.Event(), asyncio.Event()
         proxy.on_change = self.wake
@@ -146,12 +146,12 @@ class RolloutScheduler:
         return len(self._running)
 
     def note_published(self, version: int) -> None:
-        """Note a published version: the learner is ready for another batch."""
+        """Record a published version, after which the learner is ready for another batch."""
         self._published = max(self._published, version)
         self._ready.set()
 
     def wake(self) -> None:
-        """Let `_admit` check for room again, because an engine got a new version or an engine joined."""
+        """Let `_admit` check again whether groups may start, because an engine was updated or has joined."""
         self._order.advance(self._proxy.version)
         self.note_published(self._proxy.version)
         self._room.set()
@@ -166,7 +166,7 @@ class RolloutScheduler:
     # --- starting groups ------------------------------------------------------------------------------------
 
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
-        """Start groups while there is room, then wait for room."""
+        """Start the groups that admission allows, and try again after each change."""
         while True:
             self._start_groups(tasks)
             await self._room.wait()
@@ -230,12 +230,13 @@ class RolloutScheduler:
         self._free_requests(1)
 
     def _free_requests(self, responses: int) -> None:
-        """Note that `responses` responses are finished or cancelled, which makes room."""
+        """Subtract finished or cancelled responses from the unfinished ones, and let `_admit` check again."""
         self._generating -= responses
         self._room.set()
 
     def _note_start(self, rollout: GroupRollout, version: int) -> None:
-        """Note the version under which a group started or restarted; preempt a group that is too old for any batch."""
+        """Record the version under which a group started or restarted; preempt a group that is too old for any
+        batch."""
         if rollout not in self._left_behind:
             self._starts.add(version, rollout)
             if self.due.count and version < self._formation.oldest_allowed(self.due.first):
@@ -260,7 +261,7 @@ class RolloutScheduler:
         self._filtered_in_a_row += 1
         self._discard(Discard(group.key, DiscardReason.FILTERED, group.started_version, group.response_tokens))
         if self.limits.filter and self._filtered_in_a_row >= self.limits.filter.max_consecutive:
-            raise ConfigError(  # a restart would not help: the new scheduler would generate as many groups in vain
+            raise ConfigError(  # a restart would not help, because the same prompts would be filtered again
                 f"rollout.filter removed {self._filtered_in_a_row} groups in a row (the last group: {why}); "
                 "widen the filter, or choose prompts that this policy sometimes answers correctly"
             )

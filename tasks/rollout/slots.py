@@ -2,12 +2,12 @@
 
 - A request waits in the queue, not at an engine, until a serving engine has a free slot. The first engine with a free
   slot gets the request. An engine never gets more requests than the engine has slots.
-- The request with the lowest priority number goes first; among equal priorities, the request that arrived first. A
-  request that returns from a dead engine keeps its place in the order.
-- `least-work` routing chooses the engine that would finish first, by the engine's number of requests times its measured
-  pace. `prefix` routing prefers an engine that already runs the same prompt and has a free slot.
-- While no engine lives, requests wait `replacement_seconds` for an engine to join. If no engine joins in this time, the
-  requests fail with `EngineFailed`.
+- The request with the lowest priority number goes first; among requests of equal priority, the one that arrived first.
+  A request that returns from a dead engine keeps its place in the order.
+- `least-work` routing chooses the engine with the smallest product of its number of requests and its measured seconds
+  per token. `prefix` routing prefers an engine that already runs the same prompt and has a free slot.
+- While no engine lives, requests wait `replacement_seconds` for an engine to join. If no engine joins within
+  `replacement_seconds`, the requests fail with `EngineFailed`.
 
 Choosing an engine costs O(log engines) per request, however many requests are in flight.
 """
@@ -29,16 +29,16 @@ MEMORY = 0.9  # weight of the old value in a moving average
 
 @dataclass(eq=False, slots=True)
 class EngineSlots:
-    """One engine, or lane: its slots, the taken slots, its pace, whether it serves, and why it was removed."""
+    """A lane: one engine with its slots, its measured speed, and the reason why it was removed."""
 
     engine: Engine
     slots: int
     taken: int = 0
     failure: EngineFailed | None = None
-    serves: asyncio.Event = field(default_factory=asyncio.Event)  # clear before the first weights and during an update
+    serves: asyncio.Event = field(default_factory=asyncio.Event)  # not set before the first weights and in updates
     tokens: float = 0.0  # moving average of tokens per response; 0 before the first response
     seconds: float = 0.0  # moving average of seconds per response
-    stamp: int = 0  # stamp of the lane's newest entry in the heap of free lanes
+    stamp: int = 0  # number of the lane's newest entry in the heap of free lanes
 
     @property
     def free(self) -> int:
@@ -46,7 +46,7 @@ class EngineSlots:
         return self.slots - self.taken if self.failure is None and self.serves.is_set() else 0
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Add a response of `tokens` tokens in `seconds` to the measured pace."""
+        """Update the measured speed with a response of `tokens` tokens that took `seconds`."""
         weight = 1 - MEMORY if self.tokens else 1.0
         self.tokens += weight * (tokens - self.tokens)
         self.seconds += weight * (seconds - self.seconds)
@@ -56,7 +56,7 @@ class EngineSlots:
 class Ticket:
     """A request's place in the queue. With `prefix` routing, tickets of one `group` prefer one engine."""
 
-    turn: tuple[float, int]  # priority, number of the arrival
+    turn: tuple[float, int]  # sort key: priority, then order of arrival
     group: Hashable = None
     granted: asyncio.Future[EngineSlots | None] | None = None
 
@@ -67,7 +67,7 @@ class Ticket:
 
     @property
     def lane(self) -> EngineSlots | None:
-        """The lane with the ticket's slot; None while the ticket waits."""
+        """The lane (engine) that gave the ticket a slot; None while the ticket waits."""
         future = self.granted
         if future is None or not future.done() or future.cancelled() or future.exception():
             return None
@@ -82,18 +82,18 @@ class SlotQueue:
         self._replacement_seconds = replacement_seconds
         self._places: dict[int, EngineSlots] = {}
         self._queue: list[tuple[tuple[float, int], Ticket]] = []
-        self._open: list[tuple[float, int, EngineSlots]] = []  # heap of lanes with free slots: load, stamp, lane
+        self._open: list[tuple[float, int, EngineSlots]] = []  # heap of lanes with free slots: (load, stamp, lane)
         self._homes: dict[
             Hashable, tuple[EngineSlots, int]
         ] = {}  # group -> the lane where the group runs, the group's number of requests
-        self._measured: EngineSlots | None = None  # the lane whose pace is assumed for lanes without a response
+        self._measured: EngineSlots | None = None  # lane whose speed is assumed for lanes without a response
         self._stamps = itertools.count(1)
         self._arrivals = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def live(self) -> list[EngineSlots]:
-        """The lanes that have not failed."""
+        """The lanes whose engine has not failed."""
         return [lane for lane in self._places.values() if lane.failure is None]
 
     @property
@@ -116,7 +116,7 @@ class SlotQueue:
         return Ticket((priority, next(self._arrivals)), group if self._routing == "prefix" else None)
 
     def put(self, place: int, lane: EngineSlots) -> EngineSlots | None:
-        """Put a lane into a place; return the previous lane of that place."""
+        """Put a lane into the numbered place of an engine; return the place's previous lane."""
         old, self._places[place] = self._places.get(place), lane
         if self._timer is not None:
             self._timer.cancel()
@@ -129,7 +129,7 @@ class SlotQueue:
         self._places = {place: other for place, other in self._places.items() if other is not lane}
 
     async def take(self, ticket: Ticket) -> EngineSlots | None:
-        """Wait for a slot, which the ticket holds until `release`; return None if the ticket was withdrawn.
+        """Wait until a lane gives the ticket a slot; return the lane, or None if the ticket was withdrawn.
 
         Raises:
             EngineFailed: no engine lives, and no engine joined in time.
@@ -165,7 +165,7 @@ class SlotQueue:
             self._measured = self._measured or lane
 
     def offer_slots(self, lane: EngineSlots) -> None:
-        """Offer the lane's free slots again, after its slots or its state have changed."""
+        """Offer a lane's free slots to waiting requests, because the lane has changed."""
         self._offer(lane)
         self._dispatch()
 
@@ -174,7 +174,7 @@ class SlotQueue:
             return
         lane.stamp = next(self._stamps)
         heapq.heappush(self._open, (self._load(lane), lane.stamp, lane))
-        if len(self._open) > 4 * len(self._places) + 64:  # most entries are outdated by newer ones of their lane
+        if len(self._open) > 4 * len(self._places) + 64:  # most entries were replaced by newer ones
             self._open = [entry for entry in self._open if entry[1] == entry[2].stamp]
             heapq.heapify(self._open)
 

@@ -1,4 +1,4 @@
-"""Weight sync: updates the engines to each new policy version.
+"""Weight sync: updates the engines to the newest policy version.
 
     newest version published --> fetch weights --> suspend, update, resume, probe --> admit more --> wait
 
