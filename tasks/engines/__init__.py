@@ -17,13 +17,13 @@ def build_engine(
     seeded: bool = False,
     told_as: str = "",
 ) -> Engine:
-    """Build the engine that `config` names, without starting it.
+    """Build the engine of the kind that `config` names; the engine is not started.
 
     Args:
-        policy_folder: folder with the policy's `config.json`; the first update loads the weights. None for a timed
-            engine, which then reads each token of a stop string as a code point.
-        seeded: the engine must respect the seed of each request, even if that costs speed.
-        told_as: the name under which the engine's library reports its metrics to Ray; "" to report none.
+        policy_folder: folder with the policy's `config.json`; the first update loads the weights. If the folder is
+            None, which only a timed engine allows, each token is decoded as one Unicode code point.
+        seeded: the engine must use the seed of each request, even if that costs speed. told_as: the name under which
+        vLLM reports its metrics to Ray; "" to report none.
     """
     match config:
         case TimedEngineConfig():

@@ -52,11 +52,12 @@ class VllmEngineConfig(EngineBase):
     threads: int = Field(1, gt=0, description="number of CPU threads of each engine")
 
 
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower temperatures and rejects higher ones
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM raises lower values and rejects higher ones
 
 
 def check_temperature(key: str, temperature: float) -> None:
-    """Reject a temperature that vLLM would change, because losses use the configured temperature; 0 is greedy."""
+    """Reject a temperature outside vLLM's range; vLLM would silently sample at another temperature than the losses
+    use."""
     if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
         cure = (
             f"vLLM supports temperatures from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}; choose a "
@@ -73,7 +74,7 @@ class TransformersEngineConfig(EngineBase):
 
 
 class TimedEngineConfig(EngineBase):
-    """A latency model instead of a language model, for tests and simulation."""
+    """An engine for tests and simulation that models only the latency of a language model."""
 
     kind: Literal["timed"] = Field("timed", description="no model: the engine emits random tokens at a given speed")
     median_tokens: float = Field(16.0, gt=0, description="median length of a response, in tokens")

@@ -1,11 +1,11 @@
-"""Batched sampling from a Hugging Face causal model whose results do not depend on the batch.
+"""Batched sampling from a Hugging Face causal model; no result depends on the other requests in the batch.
 
-Guarantee: the tokens and log-probs of a request are a function of (prompt, max_new_tokens, temperature, seed,
-weights, threads, card), bit for bit, whatever other requests run at the same time.
+Guarantee: the tokens and log-probs of a request are bit for bit a function of its prompt, max_new_tokens, temperature
+and seed, and of the weights, the number of threads and the type of GPU.
 
-Matrix kernels may round differently for different shapes, but in a fixed shape the result of a row does not depend on
-the other rows. Every forward pass has one of two shapes. Whether a token goes through one shape or the other depends
-only on the token's own request:
+Matrix kernels may round differently for different shapes, but with a fixed shape the result of a row does not depend on
+the other rows. Every forward pass has one of two shapes, prefill or decode. The shape in which a token is processed
+depends only on the token's own request.
 
     prefill  P x C   chunk k of a row's known tokens holds its positions [k C, (k+1) C); short chunks are padded
     decode   R x 1   the newest token of each row; the results of idle rows are ignored
@@ -47,14 +47,14 @@ from rollflow.tasks.policies.context import context_length
 from rollflow.tasks.policies.device import find_device, fix_workspace, send, turn_off_cudnn_attention
 from rollflow.tasks.policies.head import LMHead
 
-SMALLEST_SPAN = 64  # keys; a request's span is this number, doubled until the request fits
-GROUP_BYTES = 2**32  # most bytes of attention state of a group on a GPU, unless the group has only FEWEST rows
-FEWEST = 16  # fewest rows of a group on a GPU
+SMALLEST_SPAN = 64  # keys; a request's span is this number, doubled until the request fits into the span
+GROUP_BYTES = 2**32  # largest attention state of a group on a GPU, in bytes, unless the group has FEWEST rows
+FEWEST = 16  # smallest number of rows of a group on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shapes of the two passes; see the module's docstring."""
+    """The sizes R, P and C of the two forward passes, as the module's docstring defines them."""
 
     R: int
     P: int
@@ -65,7 +65,8 @@ ON_CPU, ON_GPU = Shape(64, 16, 16), Shape(256, 64, 64)
 
 
 def fit_rows(shape: Shape, row_bytes: int) -> int:
-    """Return the number of rows of a group on a GPU: R, halved until the group's attention state is small enough."""
+    """Return how many rows a group on a GPU has: `shape.R`, halved until the attention state has at most
+    `GROUP_BYTES`."""
     rows = shape.R
     while rows > FEWEST and rows * row_bytes > GROUP_BYTES:
         rows //= 2
@@ -74,7 +75,8 @@ def fit_rows(shape: Shape, row_bytes: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class RunningRow:
-    """A running request: its known tokens, the number of them in the attention state, and its sampled tokens."""
+    """A running request: its known tokens, how many of them are in the attention state, and the sampled tokens'
+    log-probs."""
 
     request: GenerationRequest
     known: list[int]
@@ -86,7 +88,7 @@ class RunningRow:
 
     @property
     def pending(self) -> int:
-        """Number of known tokens that the attention state does not hold."""
+        """Number of known tokens that are not yet in the attention state."""
         return len(self.known) - self.fed
 
     @property
@@ -96,7 +98,7 @@ class RunningRow:
     def take(self, token: int, logprob: float, version: int) -> int:
         """Append the next token of the prefix, or `token` after the prefix, and return the appended token.
 
-        `versions` is appended last, because another thread may read the row in `progress`.
+        The list `versions` grows last, because another thread may read the row in `progress`.
         """
         position, prefix = len(self.versions), self.request.prefix
         if position < len(prefix):
@@ -108,19 +110,19 @@ class RunningRow:
         return token
 
     def append_old_prefix(self, version: int) -> None:
-        """Append the prefix's tokens of older versions, before the first prefill under `version`."""
+        """Append those first tokens of the prefix whose version is not `version`, so that prefill computes them."""
         versions = self.request.prefix.versions
         while len(self.versions) < len(versions) and versions[len(self.versions)] != version:
             self.take(0, 0.0, 0)
 
     def take_first(self, count: int) -> TokenSpan:
-        """Return the row's first `count` tokens."""
+        """Return the first `count` tokens of the row's response."""
         start = self.request.prompt.length
         known = self.known[start : start + count]
         return TokenSpan.of(known, self.logprobs[:count], self.versions[:count])
 
     def progress(self) -> TokenSpan:
-        """Return all tokens but the newest, because the newest token may end the response.
+        """Return all response tokens but the newest, because the newest token may end the response.
 
         Any thread may call this method, because the row's lists only grow.
         """
@@ -131,7 +133,7 @@ class RunningRow:
 
 
 class AttentionRows:
-    """R rows, each free or taken by a request, with attention state for S keys."""
+    """A group of rows, each free or taken by a request, with attention state for the same number of keys."""
 
     def __init__(self, config: Any, span: int, dtype: torch.dtype, device: torch.device, fixed: Shape) -> None:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -152,9 +154,9 @@ class AttentionCache:
     """The cache object for the model: stores new keys and values, and returns the keys and values to attend to."""
 
     def __init__(self, group: AttentionRows, into_N1: Tensor, positions_NC: Tensor, read_P: Tensor | None) -> None:
-        """Prepare to write the first N new states into the rows `into_N1`, and to attend to the rows `read_P`.
+        """Prepare to write the first new states into the rows `into_N1`, and to attend to the rows `read_P`.
 
-        If `read_P` is None, the pass attends to all R rows.
+        If `read_P` is None, the forward pass attends to all rows of the group.
         """
         self._group, self._into, self._positions, self._read = group, into_N1, positions_NC, read_P
 
@@ -185,21 +187,21 @@ class FixedShapeSampler:
         self._shape = ON_CPU
         if self._device.type == "cuda":
             self._shape = ON_GPU
-            fix_workspace()  # without this call, a learner with a fixed workspace could compute other bits
+            fix_workspace()  # so that engine and learner use the same cuBLAS workspace
             turn_off_cudnn_attention()
         with no_init_weights():  # `load` loads the weights later
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         model.tie_weights()  # transformers ties weights only when it initialises them
         self._model = model.eval().to(self._device)
         self._adds_mask = attention == "eager"
-        # Prompts of older runs may be longer than the result of `context_length`.
+        # Older runs may have recorded prompts that are longer than `context_length` allows.
         self._context = max(context_length(config.to_dict()), getattr(config, "max_position_embeddings", None) or 0)
         self._head = LMHead(self._model, judged=False)  # the weights are not loaded yet
         self._dtype = dtype
         self._slots = slots
         self._stop_ids = frozenset(stop_ids)
         self._queue: deque[RunningRow] = deque()
-        self._groups: dict[int, list[AttentionRows]] = {}  # span S -> groups of rows with this span
+        self._groups: dict[int, list[AttentionRows]] = {}  # number of keys -> groups of rows with this number of keys
 
     @property
     def busy(self) -> bool:
@@ -232,7 +234,7 @@ class FixedShapeSampler:
         return [row.build_generation(StopReason.ABORTED) for row in ended]
 
     def load(self, weights: Path) -> None:
-        """Replace the weights; the attention state of running requests is recomputed."""
+        """Replace the weights; the next steps recompute the attention state of running requests."""
         files = sorted(weights.glob("*.safetensors"))
         stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
         with torch.no_grad():
@@ -270,7 +272,7 @@ class FixedShapeSampler:
         return [group for groups in self._groups.values() for group in groups]
 
     def _admit(self) -> None:
-        """Move queued requests, first come, first served, to the first free row of their span."""
+        """Assign queued requests, first come, first served, to free rows."""
         room = self._slots - sum(len(group.taken) for group in self._list_groups())
         while self._queue and room > 0:
             row = self._queue.popleft()
@@ -284,7 +286,7 @@ class FixedShapeSampler:
             room -= 1
 
     def _compute_span(self, request: GenerationRequest) -> int:
-        """Compute the number of keys for prompt and response, including the padding of the last prefill chunk."""
+        """Return the request's number of keys: `SMALLEST_SPAN`, doubled until prompt, response and padding fit."""
         chunk = self._shape.C
         needed = -(-(request.prompt.length + request.max_new_tokens) // chunk) * chunk
         span = SMALLEST_SPAN
@@ -293,7 +295,7 @@ class FixedShapeSampler:
         return span
 
     def _prefill(self, group: AttentionRows, rows: list[tuple[int, RunningRow]], version: int) -> list[Generation]:
-        """Process one chunk of each row; a row with its last known token in the chunk samples the next token."""
+        """Process one prefill chunk of each row; a row whose known tokens end in the chunk samples its next token."""
         P, C = self._shape.P, self._shape.C
         tokens_PC = torch.zeros(P, C, dtype=torch.long)
         starts_P = torch.zeros(P, dtype=torch.long)
@@ -334,7 +336,7 @@ class FixedShapeSampler:
     def _forward(self, group: AttentionRows, tokens: Tensor, positions: Tensor, cache: AttentionCache) -> Tensor:
         span = group.keys[0].shape[2]
         mask = torch.arange(span, device=self._device) <= positions[:, None, :, None]
-        if self._adds_mask:  # the model takes a float mask that is added to the scores
+        if self._adds_mask:  # the model adds a float mask to the attention scores
             least = torch.finfo(self._dtype).min
             mask = torch.zeros(mask.shape, dtype=self._dtype, device=self._device).masked_fill_(~mask, least)
         output = self._model.base_model(
@@ -348,7 +350,7 @@ class FixedShapeSampler:
     ) -> list[Generation]:
         """Sample a token for each row by inverse CDF; temperature 0 takes the most probable token.
 
-        `rows` holds (row of `hidden`, row of the group, request).
+        Each element of `rows` is a row's index in `hidden`, its index in the group, and the row itself.
         """
         temperatures = torch.ones(len(hidden), 1)
         draws = torch.zeros(len(hidden), 1, dtype=torch.float64)
@@ -380,7 +382,7 @@ class FixedShapeSampler:
 
 
 class _DecodeWrites(AttentionCache):
-    """Stores one new key per row: only the states of some of the R rows are stored."""
+    """Stores the new key and value of each row that is taken; the other rows stay unchanged."""
 
     def __init__(self, group: AttentionRows, into_N: Tensor, positions_N1: Tensor) -> None:
         super().__init__(group, into_N, positions_N1[:, 0], None)

@@ -1,4 +1,4 @@
-"""Response lengths of the timed engine: a function of the prompt and the seed alone.
+"""Response lengths of the timed engine, which depend only on the prompt and the request's seed.
 
     length = quantile(z),  z = sqrt(rho) * z_prompt + sqrt(1 - rho) * z_sample
 
@@ -19,11 +19,11 @@ from statistics import NormalDist
 
 from rollflow.tasks.engines.config import TimedEngineConfig
 
-PROMPTS_KEPT = 65536  # number of prompts whose `z_prompt` is cached, because every response to a prompt needs it
+PROMPTS_KEPT = 65536  # number of prompts whose `z_prompt` is cached
 
 
 class ResponseLengths:
-    """Draws response lengths in real tokens; a caller cuts them to the longest allowed length."""
+    """Draws response lengths in real tokens; a length may exceed the limit of the request."""
 
     def __init__(self, config: TimedEngineConfig) -> None:
         self._median, self._sigma = config.median_tokens, config.sigma
@@ -43,6 +43,7 @@ class ResponseLengths:
 
 @lru_cache(maxsize=PROMPTS_KEPT)
 def draw_prompt_number(prompt: tuple[int, ...]) -> float:
-    """Draw a standard normal number that depends only on the tokens, so every process draws the same number."""
+    """Draw a standard normal number that depends only on the prompt's tokens, so that every process draws the same
+    number."""
     digest = hashlib.blake2b(repr(prompt).encode(), digest_size=8).digest()
     return random.Random(int.from_bytes(digest, "big")).gauss(0.0, 1.0)

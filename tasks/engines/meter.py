@@ -1,4 +1,5 @@
-"""A meter of an engine's load. The engine reports every change of its load to the meter, so the meter polls nothing."""
+"""Measures the load of an engine. The meter never polls an engine, because the engine reports every change of its
+load."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts since the engine's start. `tokens` counts the tokens of ended generations.
+    """Counters of an engine since its start. `tokens` counts only the tokens of generations that have ended.
 
-    `busy_seconds` is the time in which a request was running and the engine was not suspended.
+    `busy_seconds` is the time in which at least one request was running and the engine was not suspended.
 
     `prompt_tokens` is the number of prompt tokens, of which `cached` came from the prefix cache.
     """

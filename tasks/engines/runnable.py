@@ -9,16 +9,16 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-CPU_KV_CACHE_BYTES = 256 << 20  # default bytes of the KV cache on a CPU, if one request needs no more
-LARGEST_CPU_KV_CACHE = 4 << 30  # largest default bytes of the KV cache on a CPU; a recipe may ask for more
-CPU_BLOCK_TOKENS = 32  # smallest block of vLLM's CPU attention; requests share only whole blocks of a prompt
+CPU_KV_CACHE_BYTES = 256 << 20  # default size of the KV cache on a CPU, if a request needs no more
+LARGEST_CPU_KV_CACHE = 4 << 30  # largest default size of the KV cache on a CPU, in bytes
+CPU_BLOCK_TOKENS = 32  # tokens in the smallest KV cache block of vLLM's CPU attention
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's CPU attention
 
 
 def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> None:
-    """Reject a head size that vLLM accepts on a CPU, but with which vLLM crashes at the first request.
+    """Reject an attention head size with which vLLM on a CPU starts, but crashes at the first request.
 
-    `named` is the policy as the user named it.
+    `named` is the policy's name in the recipe, for the error message.
 
     Raises:
         ConfigError: vLLM's CPU attention has no kernel for the policy's head size.
@@ -36,9 +36,9 @@ def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> 
 
 
 def kv_cache_need(folder: Path, context: int, dtype: str) -> int:
-    """Return the bytes that vLLM's KV cache needs to start: one request as long as the context, and a block.
+    """Return the smallest KV cache with which vLLM starts, in bytes: one request as long as the context, and one block.
 
-    The result is 0 if a layer does not attend to all earlier tokens, because the size of such a cache is not known.
+    The result is 0 if a layer does not attend to all earlier tokens, because the cache's size is then unknown.
     """
     policy = json.loads((folder / "config.json").read_text())
     policy = policy.get("text_config") or policy
@@ -52,16 +52,16 @@ def kv_cache_need(folder: Path, context: int, dtype: str) -> int:
 
 
 def cpu_kv_cache(folder: Path, context: int, dtype: str) -> int:
-    """Return the default bytes of vLLM's KV cache on a CPU: enough for one request, but at most 4 GiB."""
+    """Return the default size of vLLM's KV cache on a CPU, in bytes: enough for one request, but at most 4 GiB."""
     need = kv_cache_need(folder, context, dtype)
     return max(CPU_KV_CACHE_BYTES, need if need <= LARGEST_CPU_KV_CACHE else 0)
 
 
 def find_hindrance(config: Any) -> str | None:
-    """Return why the transformers engine cannot run a policy with this config; None if it can.
+    """Return the reason why the transformers engine cannot run a policy with this config, or None.
 
-    The engine's attention state has one shape for all layers (`fixed_shape.py`). The transformers engine needs a policy
-    with full attention in every layer, and with the number of heads in the policy's config.
+    The attention state of the transformers engine has the same shape in all layers (see `fixed_shape`). The
+    transformers engine needs full attention in every layer, and a config that gives the number of key-value heads.
     """
     if getattr(config, "num_key_value_heads", None) is None:
         return "its config.json does not name num_key_value_heads"
@@ -71,7 +71,7 @@ def find_hindrance(config: Any) -> str | None:
 
 
 def find_folder_hindrance(folder: Path) -> str | None:
-    """Return the model type of a policy folder and why the transformers engine cannot run it; None if it can.
+    """Return a policy's model type and the reason why the transformers engine cannot run the policy, or None.
 
     Raises:
         ValueError: transformers cannot read the folder's config.json.

@@ -1,10 +1,10 @@
 """Stop strings: a response ends with the token that completes one of its request's stop strings.
 
-The stop string stays in the response. The last token may contain more text than the stop string. Every engine uses this
-module, so all engines end a response at the same token.
+The stop string stays in the response. The last token of a response may contain more text than the end of the stop
+string. Every engine uses this module, so all engines end a response at the same token.
 
-A stop string of n bytes has at most n tokens, because each token has at least one byte. Decoding only the newest tokens
-after each token is therefore enough. `SPARE` more tokens are decoded, because some tokenizers drop a blank at the
+A stop string of n bytes has at most n tokens, because each token has at least one byte. So it is enough to decode only
+the newest tokens after each token. `SPARE` more tokens are decoded, because some tokenizers drop a blank at the
 beginning of a text.
 """
 
@@ -23,19 +23,19 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class StopWatch:
-    """Reads a response token by token, and says when the response contains a stop string."""
+    """Reads a response token by token until the response contains a stop string."""
 
     __slots__ = ("_decode", "_newest", "_strings", "stopped")
 
     def __init__(self, strings: Sequence[str], decode: Decode, tokens: Iterable[int] = ()) -> None:
-        """Watch for any of `strings`; `tokens` is the beginning of the response, which contains none of them."""
+        """Search for any of `strings`; `tokens` is the beginning of the response, which contains no stop string."""
         self._strings, self._decode = strings, decode
         longest = max((len(one.encode()) for one in strings), default=0)
         self._newest: deque[int] = deque(tokens, longest + SPARE)
         self.stopped = False
 
     def feed(self, token: int) -> bool:
-        """Read the next token; return whether it completes a stop string."""
+        """Read the next token of the response; return whether the token completes a stop string."""
         if not self._strings:
             return False
         self._newest.append(token)
@@ -44,7 +44,8 @@ class StopWatch:
         return self.stopped
 
     def find_end(self, tokens: Iterable[int]) -> int | None:
-        """Return how many of these next tokens the response has up to its first stop string; None without one."""
+        """Return how many of these next tokens complete the first stop string, or None if no stop string is
+        complete."""
         if not self._strings:
             return None
         return next((count for count, token in enumerate(tokens, 1) if self.feed(token)), None)
@@ -54,7 +55,7 @@ NO_STOPS = StopWatch((), lambda tokens: "")
 
 
 def watch_stops(strings: Sequence[str], folder: Path | None, tokens: Iterable[int] = ()) -> StopWatch:
-    """Watch for these stop strings with the tokenizer in `folder`; without a folder, a token is a code point.
+    """Create a `StopWatch` with the tokenizer in `folder`; without a folder, each token is a Unicode code point.
 
     Raises:
         ConfigError: there are stop strings, and the folder has no tokenizer.

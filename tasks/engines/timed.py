@@ -1,30 +1,29 @@
-"""A latency model of a language model: a scheduler sees a real engine, but nothing is computed.
+"""An engine that models only the latency of a language model, and returns random tokens after simulated time.
 
-Guarantees of the timed engine, beyond the contract in `base`:
+The timed engine adds these guarantees to the contract in `base`:
 
 - A response's length, tokens and ending depend only on the request's seed (or its id), its prompt and its stop strings.
-- Time passes only through the event loop's own clock, so the engine runs unchanged on a virtual clock.
-- There is one timer per engine, none per token. With n running requests, an event costs O(log n), and an update costs
+- The engine reads time only from the event loop, so it runs unchanged on a virtual clock.
+- An engine has one timer and no timer per token. With n running requests, an event costs O(log n), and an update costs
   O(1).
 
-All running requests share the engine: with n of them, and t tokens resident in its KV cache, each runs at `speed / (1 +
-batch_slowdown * (n - 1) + kv_read_cost * t)`. One number suffices for all requests: the *work*, in seconds at full
-speed, that a request would have received if it had run since the engine's start. A request that needs work w ends when
-the engine's work has grown by w since the request started. The request that ends next is at the top of a heap. Between
-two events n is constant and t grows linearly with the work, so time is a quadratic function of the work. The simulated
-times are exact, and no code runs between two events.
+With n running requests and t tokens in the KV cache, each request runs at `speed / (1 + batch_slowdown * (n - 1) +
+kv_read_cost * t)`. The engine's *work* is the computing time, in seconds at full speed, that a request would have
+received if it had run since the engine's start. A request that needs w seconds of work ends when the engine's work has
+grown by w since the request started. A heap orders the running requests by the work at which they end. Between two
+events the number of requests is constant and the number of cached tokens grows linearly with the work, so time is a
+quadratic function of the work. The simulated times are exact although no code runs between two events.
 
-With `kv_tokens`, a request starts when its tokens fit into the KV cache, with a spare block for each running request.
-When the cache is full, the request that started last is preempted, as in vLLM: the preempted request goes to the head
-of the queue and keeps its tokens.
+With `kv_tokens`, a request starts once its tokens and a spare block for each running request fit into the KV cache.
+When the KV cache is full, the request that started last is preempted, as in vLLM. A preempted request keeps its tokens
+and moves to the head of the queue.
 
-An update during a response costs the response `prefill_seconds` again, as in an engine that recomputes its attention
-state. An update reduces the received work of every request once, by `prefill_seconds`. `prefill_seconds_per_token`
-delays the whole engine for every token that enters the cache without being sampled by this engine: the tokens of a
-prompt or a prefix, and after an update all resident tokens.
+A weight update delays every running response by `prefill_seconds`, as in an engine that recomputes its attention state.
+The delay of an update is modelled by subtracting `prefill_seconds` from the engine's work. `prefill_seconds_per_token`
+delays the whole engine for each prompt or prefix token, and after an update for each token in the KV cache.
 
-With `tokens_per_tick` g, one simulated token stands for g real tokens. Lengths, work and time are computed for the real
-tokens; only the arrays are shorter.
+One simulated token stands for `tokens_per_tick` real tokens. With `tokens_per_tick`, only the token arrays are shorter;
+lengths, work and time are those of the real tokens.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.engines.stop_strings import watch_stops
 
 LOGPROB = -1.0  # log-prob of every fake token
-SLACK_SECONDS = 1e-6  # most seconds that an event loop may fire a timer too early
-BLOCK = 16  # tokens that vLLM allocates in its KV cache at a time
-TOKEN_SLACK = 1e-6  # tolerance in tokens, because a sum of rounded times is not exact
+SLACK_SECONDS = 1e-6  # longest time by which an event loop may fire a timer too early
+BLOCK = 16  # number of tokens in a block of the KV cache, as in vLLM
+TOKEN_SLACK = 1e-6  # tolerance for rounding errors, as a number of tokens
 
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """One request: its future tokens, and the engine's work at which it has generated all of them."""
+    """One request, with the tokens that it will generate and the engine's work at which it ends."""
 
     request: GenerationRequest
     tokens: Int32s
     ending: StopReason
     per_token: float  # work per token
-    needs: float  # work for all tokens of the request
+    needs: float  # seconds of work for all tokens of the request
     done: asyncio.Future[Generation]
     running: bool = False
     over: bool = False
@@ -76,17 +75,17 @@ class EngineUsage:
     """The work of an engine since it was created."""
 
     busy_seconds: float = 0.0  # seconds with at least one running request
-    slot_seconds: float = 0.0  # running seconds, summed over the requests
-    tokens: int = 0  # sampled tokens, including those of aborted responses
-    restarted: int = 0  # the part of `tokens` lost because an update restarted the response
-    preempted: int = 0  # requests that were preempted when the cache was full
+    slot_seconds: float = 0.0  # seconds for which requests ran, summed over all requests
+    tokens: int = 0  # number of sampled tokens, including those of aborted responses
+    restarted: int = 0  # number of sampled tokens lost because an update restarted responses
+    preempted: int = 0  # number of requests preempted because the KV cache was full
 
 
 class TimedEngine:
     """Runs `slots` requests at a time, first come, first served. See `base.Engine` for the contract of the methods."""
 
     def __init__(self, config: TimedEngineConfig, policy_folder: Path | None = None) -> None:
-        """Build an engine; the tokenizer in `policy_folder`, if there is one, reads the text of stop strings."""
+        """Build an engine; stop strings are searched with the tokenizer in `policy_folder`, if it has one."""
         self._config = config
         self._folder = policy_folder if policy_folder and (policy_folder / "tokenizer.json").exists() else None
         self._lengths = ResponseLengths(config)
@@ -102,12 +101,12 @@ class TimedEngine:
         self._work = 0.0
         self._growth = 1.0 / config.seconds_per_token if config.seconds_per_token else 0.0  # tokens per unit of work
         self._bound = config.kv_tokens
-        self._base = 0.0  # number of resident tokens minus n * work * growth, for n running requests
-        self._held_up = 0.0  # seconds of prefill that still delay the engine
-        self._since = 0.0  # time up to which the work is computed
-        self._updates: list[tuple[float, int]] = []  # of each update: the work before it, and the new version
+        self._base = 0.0  # number of cached tokens minus active * work * growth
+        self._held_up = 0.0  # remaining seconds of prefill that delay all requests
+        self._since = 0.0  # time, on the loop's clock, at which the work was last computed
+        self._updates: list[tuple[float, int]] = []  # for each update: the engine's work before it, the new version
         self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0  # latest time at which the timer fires
+        self._due = 0.0  # time for which the timer is set, on the loop's clock
         self._usage = EngineUsage()
 
     @property
@@ -116,13 +115,13 @@ class TimedEngine:
 
     @property
     def usage(self) -> EngineUsage:
-        """The work of the engine up to now."""
+        """Counters of the engine's work, up to the present time."""
         self._advance()
         return self._usage
 
     @property
     def active(self) -> int:
-        """Number of started requests, suspended or not."""
+        """Number of started requests that have not ended, including suspended ones."""
         return self._active
 
     async def start(self) -> None:
@@ -186,7 +185,8 @@ class TimedEngine:
         self.kill("the timed engine is closed")
 
     def kill(self, why: str = "the timed engine was killed") -> None:
-        """Die as a process would, for fault tests: every call raises `EngineFailed`, including calls that wait."""
+        """Simulate the death of the engine's process for tests; every call raises `EngineFailed`, including calls that
+        wait."""
         if self._dead is not None:
             return
         self._advance()
@@ -209,7 +209,7 @@ class TimedEngine:
         return {id: self._read_said(run).after(since) for id, run, since in found if run is not None}
 
     def _draw_run(self, request: GenerationRequest) -> _Run:
-        """Draw the tokens of a response, after its prefix, and compute the work that the tokens need."""
+        """Draw the tokens of a response after its prefix, and compute the seconds of work for these tokens."""
         config, draw = self._config, random.Random(request.id if request.seed is None else request.seed)
         prompt = request.prompt.read_tokens("the timed engine")
         wanted, longest = self._lengths.draw(prompt, draw), request.max_new_tokens * config.tokens_per_tick
@@ -228,12 +228,12 @@ class TimedEngine:
 
     @property
     def _load(self) -> float:
-        """Seconds in which each running request now receives one unit of work."""
+        """Seconds that each running request now needs for one second of work, at speed 1."""
         sharing = 1.0 + self._config.batch_slowdown * (self._active - 1)
         return sharing + self._config.kv_read_cost * self._resident if self._config.kv_read_cost else sharing
 
     def _work_in(self, seconds: float) -> float:
-        """Compute the work that each running request receives in this time from an engine of speed 1."""
+        """Compute the work done for each running request in `seconds`, by an engine of speed 1."""
         load, bend = self._load, self._bend
         return 2.0 * seconds / (load + math.sqrt(load * load + 4.0 * bend * seconds)) if bend else seconds / load
 
@@ -244,12 +244,13 @@ class TimedEngine:
 
     @property
     def _bend(self) -> float:
-        """Half of the growth of the load per unit of work: the coefficient of the squared work in the time."""
+        """Coefficient of the squared work in the formula for time, which is half the growth of `_load` per second of
+        work."""
         reading = self._config.kv_read_cost
         return 0.5 * reading * self._active * self._growth if reading else 0.0
 
     def _prefill(self, tokens: float) -> float:
-        """Compute the seconds by which a prefill of this many tokens delays the engine."""
+        """Compute for how many seconds a prefill of this many tokens delays the engine."""
         return tokens * self._config.prefill_seconds_per_token / self._config.speed
 
     def _advance(self) -> None:
@@ -266,7 +267,7 @@ class TimedEngine:
     def _pace(self) -> None:
         """Set a timer for the time at which the next response ends or the KV cache is full.
 
-        A timer that fires too early sets the next timer.
+        A timer may fire too early; it then sets another timer.
         """
         heap = self._heap
         while heap and heap[0][2].finish != heap[0][0]:
@@ -283,12 +284,13 @@ class TimedEngine:
             if self._due <= due:
                 return
             timer.cancel()
-        # The due time is stored, because on Ray's event loop (uvloop) a timer that is already due cannot report it.
+        # The due time is stored, because a timer of Ray's event loop (uvloop) does not report its time once it is due.
         self._timer, self._due = asyncio.get_running_loop().call_at(due, self._wake), due
 
     @property
     def _full(self) -> float:
-        """The work at which the KV cache is full; infinite for an unlimited cache or for a request that runs alone."""
+        """The engine's work at which the KV cache will be full; infinite for an unlimited cache or a single running
+        request."""
         if self._bound is None or self._active < 2 or not self._growth:
             return math.inf
         return (self._bound - self._base) / (self._active * self._growth)
@@ -321,7 +323,7 @@ class TimedEngine:
         return self._resident + self._context(run) + BLOCK * (self._active + 1) <= (self._bound or 0)
 
     def _context(self, run: _Run) -> float:
-        """Return the number of real tokens to compute before the request's first token can be sampled."""
+        """Return the number of prompt and prefix tokens to compute before the request's first token, in real tokens."""
         return self._config.prompt_tokens + len(run.request.prefix) * self._config.tokens_per_tick
 
     def _begin(self, run: _Run) -> None:
@@ -334,7 +336,7 @@ class TimedEngine:
         heapq.heappush(self._heap, (run.finish, next(self._order), run))
 
     def _leave(self, run: _Run) -> None:
-        """Free the request's slot and tokens; the request's entry in the heap becomes invalid."""
+        """Free the request's slot and cached tokens, and invalidate its entry in the heap."""
         self._active -= 1
         self._base -= self._config.prompt_tokens + run.length - run.finish * self._growth
         del self._started[run]
@@ -343,7 +345,7 @@ class TimedEngine:
             self._held_up = 0.0
 
     def _preempt(self) -> None:
-        """Preempt the request that started last: this request waits for another slot and keeps its tokens."""
+        """Preempt the request that started last; it keeps its tokens and waits for another slot."""
         run = next(reversed(self._started))
         said = self._read_said(run)
         self._usage.tokens += len(said) - len(run.request.prefix)
@@ -376,7 +378,8 @@ class TimedEngine:
     # --- generated tokens --------------------------------------------------------------------------------------
 
     def _count_said(self, run: _Run) -> int:
-        """Return the number of tokens generated up to now. The last token comes only when the response ends."""
+        """Return the number of tokens that the request has generated up to now. The last token of a response is counted
+        only when the response ends."""
         return self._count_said_at(run, self._work) if run.running else len(run.request.prefix)
 
     def _count_said_at(self, run: _Run, work: float) -> int:
@@ -389,7 +392,7 @@ class TimedEngine:
         return self._build_partial(run, self._count_said(run))
 
     def _build_partial(self, run: _Run, said: int) -> TokenSpan:
-        """Return the first `said` tokens, each with the engine's version at the time when the token was generated."""
+        """Return the first `said` tokens, each with the engine's version at the time of its generation."""
         prefix = run.request.prefix
         logprobs = prefix.logprobs + Float32s.same(LOGPROB, said - len(prefix))
         versions, version = prefix.versions, run.version

@@ -1,13 +1,14 @@
-"""Generation with plain Hugging Face models: for machines without vLLM, and for bit-reproducible runs.
+"""An engine that runs plain Hugging Face models, for machines without vLLM and for bit-reproducible runs.
 
 Guarantees, beyond the contract in `base`:
 
-- A response depends only on its request (including the seed) and the weights. Neither other requests nor the place
-  where the request's prefix ends change the response (see `fixed_shape`).
-- An update recomputes the attention state of running requests, so every token of version v comes from the weights of v.
+- A response depends only on its request (including the seed) and the weights. Neither other requests nor the length of
+  the request's prefix change the response (see `fixed_shape`).
+- An update recomputes the attention state of running requests, so every token comes from the weights of one version.
 
-One thread owns the model. The event loop gives this thread one step at a time and, between two steps, any other work.
-So the model needs no lock. While the engine is suspended, the thread gets no steps.
+One thread owns the model. The event loop gives the model's thread one generation step at a time and, between two steps,
+any other work. The model needs no lock, because only one thread uses it. While the engine is suspended, the model's
+thread gets no generation steps.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class TransformersEngine:
         self._dead: str | None = "the transformers engine was never started"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
-        self._rows: dict[str, RunningRow] = {}  # running requests; after the engine's death, those that ran then
+        self._rows: dict[str, RunningRow] = {}  # running requests; requests at the time of death stay
         self._driver: asyncio.Task[None] | None = None
         self._sampler: FixedShapeSampler
 
@@ -130,7 +131,7 @@ class TransformersEngine:
         await asyncio.to_thread(self._thread.shutdown)
 
     def _drive(self) -> None:
-        """Start the loop of generation steps, unless the loop is running."""
+        """Start the loop of generation steps, unless the loop is already running."""
         if self._suspended or self._dead is not None or (self._driver is not None and not self._driver.done()):
             return
         self._driver = asyncio.create_task(self._run_steps())

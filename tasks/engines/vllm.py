@@ -1,19 +1,20 @@
 """Generation with vLLM's `AsyncLLM`.
 
-Guarantees, beyond the contract in `base`:
+The vLLM engine adds these guarantees to the contract in `base`:
 
-- A token of version v was computed from the weights of v alone: an update also recomputes the attention state of
-  the running requests (vLLM preempts them when it clears its caches).
-- The engine never samples from a truncated distribution, and the log-probs are computed after temperature is applied.
+- Every token was computed from the weights of its own version alone. An update recomputes the attention state of
+  running requests, because vLLM preempts them when it clears its caches.
+- The engine never samples from a truncated distribution, and computes log-probs after temperature is applied.
 - The responses to a prompt share the attention state of the prompt, but never across versions. An update empties the
-  prefix cache, and every entry of the prefix cache is salted with the version under which the entry's request arrived.
-- No process of the engine outlives its owner (`vllm_worker`), or listens outside loopback.
+  prefix cache, and the key of each entry includes the version under which its request arrived.
+- No process of the engine outlives the process that created the engine (see `vllm_worker`), or listens outside
+  loopback.
 
-The model starts with random weights from `config.json` alone, without stored weights or a tokenizer. The engine is not
-bit-reproducible, because rounding depends on the batch. A `seeded` engine draws the same tokens for a repeated request,
-up to rounding. Seeds cost some throughput (a random number for each request and step), so only runs that may preempt
-groups have a seeded engine. On a CPU a seeded engine processes all tokens of a prompt in one step, because a seeded
-request with a chunked prefill crashes vLLM 0.32.
+The model starts with random weights and needs only `config.json`, neither stored weights nor a tokenizer. The vLLM
+engine is not bit-reproducible, because rounding depends on the batch. A `seeded` engine draws the same tokens for a
+repeated request, up to rounding errors. Seeds cost some throughput, so only runs that may preempt groups have seeded
+engines. On a CPU a seeded engine processes all tokens of a prompt in one step, because a seeded request with a chunked
+prefill crashes vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ if TYPE_CHECKING:
     from rollflow.tasks.engines.vllm_responses import Response, Responses
 
 START_SECONDS = 600.0
-CALL_SECONDS = 50.0  # deadline of suspend, resume and abort, which take milliseconds unless the engine hangs
+CALL_SECONDS = 50.0  # deadline of `suspend`, `resume` and `abort`, which take milliseconds
 UPDATE_SECONDS = 120.0
 DEATH_SECONDS = 0.2  # seconds between two checks whether the engine lives, while a call waits for an answer
 WORKER = "rollflow.tasks.engines.vllm_worker"
-CORE_IMPORTS = "rollflow.tasks.engines.vllm_imports"  # imported once, in the process from which cores are forked
+CORE_IMPORTS = "rollflow.tasks.engines.vllm_imports"  # imported in the process from which cores are forked
 
 
 class VllmEngine:
@@ -70,10 +71,10 @@ class VllmEngine:
         """Prepare an engine; `start` starts it.
 
         Args:
-            compile: compile the model (default: on a GPU only). Compiling takes about 20 s at the start and does not
-                speed up small models on a CPU.
-            repair_tied_head: renew the output head after each load. A test passes False, to show that the probe detects
-                vLLM's stale output head.
+            compile: whether to compile the model; by default only on a GPU. Compilation takes about 20 s at the start
+                and does not speed up small models on a CPU. repair_tied_head: whether to recompute vLLM's copy of the
+                output head after each load of weights. A test passes False to show that the probe detects a stale
+                output head.
             told_as: the `model_name` of vLLM's own metrics, which Ray collects; "" to report none.
         """
         self._config = config
@@ -104,7 +105,7 @@ class VllmEngine:
                 self._llm = await asyncio.to_thread(self._build_llm)
             self._responses = _create_responses(self._llm, self._stop_ids)
             await self._call_workers("prepare_policy_worker")
-        spare_collector()  # without this, a full garbage collection inspects all of vLLM's imports for 0.4 s
+        spare_collector()  # else a full garbage collection spends 0.4 s on vLLM's imports
 
     def _build_llm(self) -> Any:
         with quick_imports():
@@ -126,7 +127,7 @@ class VllmEngine:
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "use_tqdm_on_load": False,
-            "seed": secrets.randbits(31),  # replicas and restarted engines must draw different numbers
+            "seed": secrets.randbits(31),  # replicas and restarted engines must draw different random numbers
             "dtype": self._dtype,
             "logprobs_mode": "processed_logprobs",
             "max_num_seqs": config.max_concurrent_requests,
@@ -138,7 +139,7 @@ class VllmEngine:
             "block_size": None if gpu else CPU_BLOCK_TOKENS,
             "tensor_parallel_size": config.tensor_parallel,
             "generation_config": "vllm",  # makes vLLM ignore the policy's top_p and top_k
-            "disable_log_stats": True,  # vLLM prints no stats; a given logger counts all the same
+            "disable_log_stats": True,  # vLLM prints no stats; a logger passed to it still gets them
             "served_model_name": self._told_as or None,
             "worker_extension_cls": f"{WORKER}.PolicyWorker",
             "distributed_executor_backend": f"{WORKER}.{executor}",
@@ -176,7 +177,8 @@ class VllmEngine:
         return Generation(request.id, prefix + response.read_span(), ending, response.cached)
 
     def _derive_seed(self, request: GenerationRequest) -> int | None:
-        """Return the seed for vLLM. A prefix changes the seed, so that random numbers of the prefix are not reused."""
+        """Return the seed for vLLM. The seed depends on the prefix's length, so that the random numbers of the prefix
+        are not used twice."""
         if not self._seeded or request.seed is None:
             return None
         return (request.seed + len(request.prefix)) % 2**63
@@ -206,7 +208,7 @@ class VllmEngine:
     async def suspend(self, in_flight: InFlight) -> None:
         self.check()
         mode = "keep" if in_flight == "continue" else "abort"
-        # vLLM's `pause_generation` would leave the engine idle for another 20 ms at every version.
+        # vLLM's own `pause_generation` would leave the engine idle for 20 ms more at every update.
         await self._wait_answer(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))
         self._suspended = True
 
@@ -234,19 +236,19 @@ class VllmEngine:
         return {
             id: prefix.after(since) + response.read_span(max(0, since - len(prefix)))
             for id, prefix, response, since in running
-            if not response.complete  # `generate` returns a complete response
+            if not response.complete  # a complete response is returned by `generate`
         }
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
-            llm.output_processor.propagate_error(llm.dead_error)  # without this, waiting callers would wait forever
+            llm.output_processor.propagate_error(llm.dead_error)  # so that no caller waits forever
             await asyncio.to_thread(llm.shutdown)
-            llm.shutdown = lambda: None  # vLLM's __del__ would call it again and fail at exit
+            llm.shutdown = lambda: None  # vLLM's `__del__` would call `shutdown` again and fail
             gc.unfreeze()
 
     async def _call_workers(self, method: str, *arguments: Any, seconds: float = CALL_SECONDS) -> list[Any]:
-        """Call a method of the workers; return each worker's answer."""
+        """Call a method on all of vLLM's workers; return each worker's answer."""
         self.check()
         results: list[Any] = await self._wait_answer(self._llm.collective_rpc(method, args=arguments), seconds)
         return results
@@ -254,7 +256,7 @@ class VllmEngine:
     async def _wait_answer(self, call: Awaitable[Any], seconds: float = CALL_SECONDS) -> Any:
         """Wait for an answer of vLLM's process, and check meanwhile that the process lives.
 
-        vLLM itself would wait forever for a process that died.
+        vLLM waits forever for a process that died.
         """
         asked = asyncio.ensure_future(call)
         try:
@@ -270,7 +272,7 @@ class VllmEngine:
 
     @contextmanager
     def _translate_death(self) -> Iterator[None]:
-        """Raise vLLM's error about a dead engine as `EngineFailed`."""
+        """Translate vLLM's errors about a dead engine into `EngineFailed`."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -279,14 +281,14 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine process died: {error}") from error
         except VLLMClientError as error:
-            raise ValueError(str(error)) from None  # the receiver can unpickle this error without vLLM
+            raise ValueError(str(error)) from None  # another process can unpickle it without vLLM
 
 
 def _ray_logger() -> Any:
-    """Return vLLM's own logger for Ray's metrics."""
+    """Return the logger with which vLLM reports its metrics to Ray."""
     from vllm.v1.metrics import ray_wrappers
 
-    if ray_wrappers.ray_metrics is None:  # vLLM takes Ray for absent if only Ray Serve is absent
+    if ray_wrappers.ray_metrics is None:  # vLLM sets None if Ray Serve is missing
         ray_wrappers.ray_metrics = import_module("ray.util.metrics")
     return ray_wrappers.RayPrometheusStatLogger
 
@@ -298,9 +300,10 @@ def _create_responses(llm: Any, stop_ids: tuple[int, ...]) -> Responses:
 
 
 def import_early() -> None:
-    """Import the modules of an engine with one thread on a CPU, and start the process from which cores are forked.
+    """Import the modules of a CPU engine with one thread, and start the process from which vLLM's cores are forked.
 
-    A forked core need not import vLLM again. The calling process must not have started threads.
+    A forked core has vLLM's modules already and does not import them. The calling process must not have started
+    threads.
     """
     with _environment(1):
         import_module(CORE_IMPORTS)
@@ -311,11 +314,11 @@ def import_early() -> None:
 
 
 def _fork_cores() -> None:
-    """Let vLLM on a CPU fork its core from a process that has imported vLLM, instead of a new interpreter.
+    """On a CPU, let vLLM fork its core from a process that has already imported vLLM.
 
-    Imports take most of the time of an engine's start on a CPU. At the first start, the imports of the forking process
-    run in parallel with the imports of this process. When an engine restarts in this process, the imports are done
-    already. With a GPU, vLLM must spawn a new interpreter.
+    Imports take most of the time of an engine's start on a CPU. At the first start, the process from which the core is
+    forked imports vLLM in parallel with this process. A restarted engine finds vLLM already imported in the process
+    from which its core is forked. On a GPU, this function does nothing, because vLLM must spawn a new interpreter.
     """
     from torch.cuda import is_available
 
@@ -343,10 +346,10 @@ def _environment(threads: int) -> Iterator[None]:
     if not is_available():
         os.environ |= {
             "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a pinned thread starves while the learner uses its core
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a thread pinned to a core starves if the learner uses the core
             "OMP_NUM_THREADS": str(threads),
         }
-    # An engine is on one machine. By default gloo listens at the address that the machine's host name stands for.
+    # By default gloo would listen at the address of the machine's host name, which other machines can reach.
     if loopback := find_interface("127.0.0.1"):
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     try:

@@ -1,4 +1,5 @@
-"""The imports of the process from which vLLM's core is forked on a CPU. A missing import only slows the start."""
+"""Imports the modules of vLLM's core in the process from which the core is forked on a CPU. If an import is missing
+here, the engine only starts more slowly."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Collects responses directly from vLLM's core, step by step, instead of through vLLM's `RequestOutput`.
+"""Collects responses directly from vLLM's core, without vLLM's `RequestOutput` objects.
 
-vLLM's front end builds text, usage and a result object for each response, in several Python calls per token. rollflow
-needs only tokens, log-probs and versions, so this module collects the core's outputs in lists. All other requests, such
-as a probe's request for log-probs, still go through vLLM's front end.
+vLLM's front end makes several Python calls per token to build text and usage statistics. This module only collects the
+core's tokens, log-probs and versions in lists. Requests that generate no response, such as a probe for log-probs, still
+go through vLLM's front end.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ ENDINGS = {
 
 
 class Response:
-    """One running response: its tokens, and the version of each."""
+    """One running response, with its tokens and their log-probs and versions."""
 
     __slots__ = ("_logprobs", "_spans", "_stepped", "_tokens", "_watch", "cached", "done", "request")
 
     def __init__(self, request: EngineCoreRequest, watch: StopWatch = NO_STOPS) -> None:
-        """Start with the request in the form that vLLM's core takes; `watch` knows the stop strings."""
+        """Start an empty response to `request`, which is in vLLM's internal form; `watch` searches for stop strings."""
         self.request, self._watch = request, watch
         self.done: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
-        self.cached = 0  # number of prompt tokens taken from the prefix cache
+        self.cached = 0  # number of prompt tokens that vLLM read from the prefix cache
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._spans: list[tuple[str, int]] = []  # (version, index of its first token)
-        self._stepped = 0.0  # time of the last token, by the core's clock; 0 unless metrics are collected
+        self._spans: list[tuple[str, int]] = []  # pairs (version, index of the version's first token)
+        self._stepped = 0.0  # time of the last token on the core's clock; 0 without metrics
 
     def take(self, output: Any, version: str | None) -> None:
-        """Append the tokens of a step, all of them with the given version; an invalid output appends no token.
+        """Append the tokens of one step of vLLM, which all have the version `version`.
 
         Raises:
             EngineFailed: the output does not have one log-prob per token.
@@ -69,7 +69,8 @@ class Response:
             self.cached = output.prefill_stats.num_cached_tokens or 0
 
     def count(self, output: Any, timestamp: float, stats: Any) -> None:
-        """Add the counts that vLLM's front end would have made to vLLM's statistics of a step (`IterationStats`)."""
+        """Add this response's tokens to vLLM's statistics of a step (`IterationStats`), as vLLM's front end would
+        do."""
         stats.num_generation_tokens += len(output.new_token_ids)
         if output.prefill_stats is not None:
             stats.prompt_token_stats.update_from_output(output.prefill_stats)
@@ -85,22 +86,22 @@ class Response:
         end = since + len(tokens)
         starts = [(int(version), max(start, since)) for version, start in self._spans]
         ends = [*(start for _, start in starts[1:]), end]
-        # `strict=False`, because before the first token there is an end but no start.
+        # Before the first token `ends` is longer than `starts`, which `strict=False` permits.
         spans = [Int32s.same(version, stop - start) for (version, start), stop in zip(starts, ends, strict=False)]
         return TokenSpan(Int32s.of(tokens), Float32s.of(logprobs), Int32s.concatenate(spans))
 
     @property
     def stopped(self) -> bool:
-        """True if the response has a stop string."""
+        """True if the response contains a stop string."""
         return self._watch.stopped
 
     @property
     def complete(self) -> bool:
-        """True if the response has ended successfully, even if the task of its caller has not run since."""
+        """True if the response has ended successfully; the task that awaits it may not have run yet."""
         return self.done.done() and not self.done.cancelled() and self.done.exception() is None
 
     def end(self, reason: FinishReason) -> None:
-        """End the response; a cancelled caller gets no result."""
+        """End the response and pass the reason to the caller, unless the caller was cancelled."""
         if self.done.done():
             return
         if reason in ENDINGS:
@@ -110,17 +111,17 @@ class Response:
 
 
 class Responses(OutputProcessor):  # type: ignore[misc]
-    """Replaces the output processor of vLLM's front end."""
+    """An output processor that replaces the one of vLLM's front end."""
 
     def __init__(self, llm: AsyncLLM, stop_ids: Sequence[int]) -> None:
-        """Replace the output processor of `llm` before its first request; one of `stop_ids` ends a response."""
+        """Replace the output processor of `llm` before its first request; any token in `stop_ids` ends a response."""
         super().__init__(None, log_stats=False)
         self._llm = llm
         self._running: dict[str, Response] = {}
-        self._numbers = count()  # ids for the core, because callers may reuse an id while its request ends
+        self._numbers = count()  # ids for the core; a caller may reuse its own id too early
         self._longest, self._vocabulary = llm.model_config.max_model_len, llm.model_config.get_vocab_size()
         self._stop_ids = list(stop_ids)
-        self._params = lru_cache(maxsize=256)(self._prepare_params)  # cached, because they cost a third of a request
+        self._params = lru_cache(maxsize=256)(self._prepare_params)  # building them takes a third of a request's time
         llm.output_processor = self
 
     def new(
@@ -132,14 +133,15 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         salt: str,
         watch: StopWatch = NO_STOPS,
     ) -> Response:
-        """Create the response to a prompt; call `send` next. Requests with different `salt` share no attention state.
+        """Create the response to a prompt; the caller must then call `send`. Requests with different values of `salt`
+        share no attention state.
 
         Raises:
             ValueError: vLLM rejects the prompt.
         """
         tokens, params = list(prompt), self._params(max_new_tokens, temperature)
         if not 0 < len(tokens) < self._longest or not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            self._process(tokens, params)  # raises an error that says what is wrong with the prompt
+            self._process(tokens, params)  # raises vLLM's error message about the prompt
             raise ValueError(
                 f"the prompt contains a token id outside of the policy's vocabulary of {self._vocabulary} tokens"
             )
@@ -161,7 +163,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
             raise
 
     async def abort(self, responses: Iterable[Response]) -> None:
-        """Abort these responses; they keep their tokens. A response that has ended is ignored."""
+        """Abort these responses, which keep their tokens. Responses that have already ended are ignored."""
         ids = [response.request.request_id for response in responses]
         running = {id: self._running.pop(id) for id in ids if id in self._running}
         for response in running.values():
@@ -171,7 +173,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
     def process_outputs(
         self, outputs: list[Any], timestamp: float | None = None, stats: Any = None, weight_version: str | None = None
     ) -> Any:
-        """Distribute the outputs of a step; vLLM calls this."""
+        """Append a step's outputs to their responses; vLLM calls this method after each step."""
         others, stopped = [], []
         for output in outputs:
             response = self._running.get(output.request_id)
@@ -186,14 +188,14 @@ class Responses(OutputProcessor):  # type: ignore[misc]
                 response.end(FinishReason.STOP if response.stopped else output.finish_reason)
             if response.stopped and output.finish_reason is None:
                 stopped.append(output.request_id)
-        done = super().process_outputs(others, timestamp, None, weight_version)  # the other outputs belong to probes
-        done.reqs_to_abort.extend(stopped)  # vLLM aborts these in its core, which knows no stop strings
+        done = super().process_outputs(others, timestamp, None, weight_version)  # the outputs of probes
+        done.reqs_to_abort.extend(stopped)  # vLLM's core knows no stop strings, so it must abort these requests
         return done
 
     def propagate_error(self, error: Exception) -> None:
-        """Fail all running responses, because the core died, was closed or sent unreadable output.
+        """Fail all running responses, because vLLM's core died, was closed or sent unreadable output.
 
-        vLLM calls this method, too.
+        Both vLLM and `VllmEngine.close` call this method.
         """
         for response in self._running.values():
             if not response.done.done():
@@ -202,7 +204,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         super().propagate_error(error)
 
     def _prepare_params(self, max_new_tokens: int, temperature: float) -> SamplingParams:
-        """Build the sampling parameters in the form that the core takes."""
+        """Build the sampling parameters in the form that vLLM's core expects."""
         params = SamplingParams(
             max_tokens=max_new_tokens,
             temperature=temperature,

@@ -1,16 +1,16 @@
 """rollflow's code inside vLLM's own processes.
 
-- **No orphans**: when the process that owns the engine dies, for whatever reason, the EngineCore process and its
-  workers end within about `POLL_SECONDS`. The executors in this module start a watchdog in EngineCore before a model is
-  loaded. An owner that is killed during the start leaves no process behind, either.
-- **No stale head**: after every load the output head uses the new weights. On a CPU, vLLM multiplies by a packed copy
-  of the head, and vLLM's reload of a *tied* embedding does not refresh this copy.
+- **No orphans**: when the process that created the engine dies, the EngineCore process and its workers end within about
+  `POLL_SECONDS`. The executors in this module start a watchdog thread in EngineCore before a model is loaded. So no
+  process is left behind even if the creating process is killed while the engine starts.
+- **No stale head**: after every load the output head uses the new weights. On a CPU, vLLM keeps a packed copy of the
+  output head, which vLLM does not refresh when it reloads a *tied* embedding.
 - **No compilation at the first batch**: vLLM's computation of the sampled token's rank is disabled, because rollflow
-  does not use the rank. vLLM's compiled sampler would cost a C++ compilation at the first batch and a third of the
-  sampler's time later.
+  does not use the rank. The rank would cost a C++ compilation at the first batch, and later a third of the sampler's
+  time.
 
-With one device, the worker runs inside the EngineCore process. On a machine with few cores, this saves a process and a
-copy of each batch, which is worth more than vLLM's separate worker process.
+With one device, the worker runs inside the EngineCore process. On a machine with few cores, a worker inside EngineCore
+is faster than a separate process, because no batch is copied between processes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from rollflow.tasks.runtime.fork_server import be_named
 
 POLL_SECONDS = 0.5
-OWNER = "rollflow_owner"  # key in vLLM's additional_config: the owner's process id
-PROBE = "rollflow-probe"  # id of the request for log-probabilities while the engine is paused
+OWNER = "rollflow_owner"  # key in vLLM's additional_config for the process id of the engine's owner
+PROBE = "rollflow-probe"  # id of a request for log-probabilities while the engine is paused
 
 
 def end_with_owner(owner: int) -> None:
-    """Start a thread that kills this process and its children once the owner is dead."""
+    """Start a thread that kills this process and its children once the process `owner` is dead."""
 
     def watch() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -46,13 +46,13 @@ def end_with_owner(owner: int) -> None:
                 time.sleep(POLL_SECONDS)
         for child in psutil.Process().children(recursive=True):
             child.kill()
-        os._exit(1)  # the clean-up of sys.exit could wait for the dead owner
+        os._exit(1)  # the cleanup of `sys.exit` could wait for the dead owner
 
     threading.Thread(target=watch, name="owner-watchdog", daemon=True).start()
 
 
 def begin_core(owner: int) -> None:
-    """Set the name of EngineCore's process, because vLLM may fail to, and let the process end with its owner."""
+    """Name EngineCore's process, which vLLM may fail to do, and let the process end when its owner dies."""
     be_named(f"{envs.VLLM_PROCESS_NAME_PREFIX}::EngineCore")
     end_with_owner(owner)
 
@@ -74,7 +74,7 @@ class OwnedMultiprocExecutor(MultiprocExecutor):  # type: ignore[misc]
 
 
 class PolicyWorker:
-    """The methods added to vLLM's worker class (`worker_extension_cls`); `collective_rpc` calls them."""
+    """Methods that vLLM adds to its worker class (`worker_extension_cls`) and calls through `collective_rpc`."""
 
     vllm_config: Any
     model_runner: Any
@@ -83,7 +83,7 @@ class PolicyWorker:
     sample_tokens: Any
 
     def prepare_policy_worker(self) -> None:
-        """Disable the computation of the sampled token's rank; called once, after the start."""
+        """Disable the computation of the sampled token's rank; called once after the engine's start."""
         sampler.batched_count_greater_than = _skip_ranks
 
     def load_policy(self, folder: str, repair_tied_head: bool) -> None:
@@ -96,8 +96,7 @@ class PolicyWorker:
     def prompt_logprobs_while_paused(self, tokens: list[int]) -> list[float]:
         """Compute the log-probs of tokens[1:] without the paused scheduler, so that new weights can be probed.
 
-        The engine must be paused with cleared caches: then no request holds a block of the KV cache, so the first
-        blocks are free.
+        The engine must be paused with cleared caches, so that no request uses the first blocks of the KV cache.
         """
         size = self.vllm_config.cache_config.block_size
         blocks = list(range(1, 2 + len(tokens) // size))  # block 0 is vLLM's null block

@@ -62,7 +62,7 @@ class ResumePoint:
     missing: tuple[int, ...] = ()  # numbers of the batches to form again
     voids: int = 0  # number of batches that were voided so far
     behind: tuple[tuple[int, int], ...] = ()  # pairs of a prompt in `again` and the number of its preemptions
-    redraws: tuple[tuple[int, int], ...] = ()  # pairs: a prompt, number of its batches that made weights NaN or infinite
+    redraws: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and the number of its batches that made weights NaN
 
     @classmethod
     def of_state(cls, state: RunState) -> ResumePoint:
