@@ -22,8 +22,8 @@ def build_engine(
     Args:
         policy_folder: folder with the policy's `config.json`; the first update loads the weights. If the folder is
             None, which only a timed engine allows, each token is decoded as one Unicode code point.
-        seeded: the engine must use the seed of each request, even if that costs speed. told_as: the name under which
-        vLLM reports its metrics to Ray; "" to report none.
+        seeded: the engine must use the seed of each request, even if that costs speed.
+        told_as: the name under which vLLM reports its metrics to Ray; "" to report none.
     """
     match config:
         case TimedEngineConfig():

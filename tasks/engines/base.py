@@ -157,8 +157,7 @@ class Engine(Protocol):
         """Stop generating; keep the running requests if `in_flight` is "continue", abort them if it is "restart"."""
 
     async def fetch(self, version: int, weights: Any) -> None:
-        """Fetch weights to the engine's node while the engine generates, so that `update` need not wait for the
-        weights."""
+        """Fetch weights to the engine's node while the engine generates, which shortens the next `update`."""
 
     async def update(self, version: int, weights: Any) -> None:
         """Replace the weights by the weights of policy `version`. The engine must be suspended.
@@ -177,12 +176,10 @@ class Engine(Protocol):
         """
 
     def check(self) -> None:
-        """Raise `EngineFailed` if the engine is known to be dead. `check` reads only the state of its own process, so
-        it returns immediately."""
+        """Raise `EngineFailed` if the engine is known to be dead; `check` calls no other process."""
 
     def progress(self, have: Mapping[str, int]) -> dict[str, TokenSpan]:
-        """Return the generated tokens of running requests; `have` maps request ids to the number of tokens to leave
-        out.
+        """Return the tokens of running requests, without the first `have[id]` tokens of request `id`.
 
         Tokens of a prefix are returned once the engine has computed them. A dead engine returns the tokens that were
         known when the engine died.

@@ -56,8 +56,7 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM raises lower values and 
 
 
 def check_temperature(key: str, temperature: float) -> None:
-    """Reject a temperature outside vLLM's range; vLLM would silently sample at another temperature than the losses
-    use."""
+    """Reject a temperature that vLLM would silently change, so that responses and losses use the same temperature."""
     if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
         cure = (
             f"vLLM supports temperatures from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}; choose a "

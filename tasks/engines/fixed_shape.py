@@ -65,8 +65,7 @@ ON_CPU, ON_GPU = Shape(64, 16, 16), Shape(256, 64, 64)
 
 
 def fit_rows(shape: Shape, row_bytes: int) -> int:
-    """Return how many rows a group on a GPU has: `shape.R`, halved until the attention state has at most
-    `GROUP_BYTES`."""
+    """Return the number of rows of a GPU group: `shape.R`, halved until their attention state fits `GROUP_BYTES`."""
     rows = shape.R
     while rows > FEWEST and rows * row_bytes > GROUP_BYTES:
         rows //= 2
@@ -75,8 +74,7 @@ def fit_rows(shape: Shape, row_bytes: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class RunningRow:
-    """A running request: its known tokens, how many of them are in the attention state, and the sampled tokens'
-    log-probs."""
+    """A running request: its known tokens, how many of them are in the attention state, and its log-probs."""
 
     request: GenerationRequest
     known: list[int]

@@ -43,7 +43,6 @@ class ResponseLengths:
 
 @lru_cache(maxsize=PROMPTS_KEPT)
 def draw_prompt_number(prompt: tuple[int, ...]) -> float:
-    """Draw a standard normal number that depends only on the prompt's tokens, so that every process draws the same
-    number."""
+    """Draw a standard normal number that depends only on the prompt's tokens, not on the process."""
     digest = hashlib.blake2b(repr(prompt).encode(), digest_size=8).digest()
     return random.Random(int.from_bytes(digest, "big")).gauss(0.0, 1.0)

@@ -1,5 +1,4 @@
-"""Measures the load of an engine. The meter never polls an engine, because the engine reports every change of its
-load."""
+"""Measures an engine's load from the changes that the engine reports, without polling."""
 
 from __future__ import annotations
 

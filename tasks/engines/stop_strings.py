@@ -44,8 +44,7 @@ class StopWatch:
         return self.stopped
 
     def find_end(self, tokens: Iterable[int]) -> int | None:
-        """Return how many of these next tokens complete the first stop string, or None if no stop string is
-        complete."""
+        """Return how many of these next tokens complete the first stop string, or None if none is complete."""
         if not self._strings:
             return None
         return next((count for count, token in enumerate(tokens, 1) if self.feed(token)), None)

@@ -185,8 +185,7 @@ class TimedEngine:
         self.kill("the timed engine is closed")
 
     def kill(self, why: str = "the timed engine was killed") -> None:
-        """Simulate the death of the engine's process for tests; every call raises `EngineFailed`, including calls that
-        wait."""
+        """Simulate the death of the engine's process; every call, including a waiting one, raises `EngineFailed`."""
         if self._dead is not None:
             return
         self._advance()
@@ -244,8 +243,7 @@ class TimedEngine:
 
     @property
     def _bend(self) -> float:
-        """Coefficient of the squared work in the formula for time, which is half the growth of `_load` per second of
-        work."""
+        """Coefficient of the squared work in the formula for time: half the growth of `_load` per second of work."""
         reading = self._config.kv_read_cost
         return 0.5 * reading * self._active * self._growth if reading else 0.0
 
@@ -289,8 +287,7 @@ class TimedEngine:
 
     @property
     def _full(self) -> float:
-        """The engine's work at which the KV cache will be full; infinite for an unlimited cache or a single running
-        request."""
+        """The engine's work at which the KV cache will be full; infinite if the cache cannot become full."""
         if self._bound is None or self._active < 2 or not self._growth:
             return math.inf
         return (self._bound - self._base) / (self._active * self._growth)
@@ -378,8 +375,7 @@ class TimedEngine:
     # --- generated tokens --------------------------------------------------------------------------------------
 
     def _count_said(self, run: _Run) -> int:
-        """Return the number of tokens that the request has generated up to now. The last token of a response is counted
-        only when the response ends."""
+        """Return how many tokens the request has generated; the last token counts only once the response ends."""
         return self._count_said_at(run, self._work) if run.running else len(run.request.prefix)
 
     def _count_said_at(self, run: _Run, work: float) -> int:

@@ -72,9 +72,9 @@ class VllmEngine:
 
         Args:
             compile: whether to compile the model; by default only on a GPU. Compilation takes about 20 s at the start
-                and does not speed up small models on a CPU. repair_tied_head: whether to recompute vLLM's copy of the
-                output head after each load of weights. A test passes False to show that the probe detects a stale
-                output head.
+                and does not speed up small models on a CPU.
+            repair_tied_head: whether to recompute vLLM's copy of the output head after each load of weights. A test
+                passes False to show that the probe detects a stale output head.
             told_as: the `model_name` of vLLM's own metrics, which Ray collects; "" to report none.
         """
         self._config = config
@@ -177,8 +177,7 @@ class VllmEngine:
         return Generation(request.id, prefix + response.read_span(), ending, response.cached)
 
     def _derive_seed(self, request: GenerationRequest) -> int | None:
-        """Return the seed for vLLM. The seed depends on the prefix's length, so that the random numbers of the prefix
-        are not used twice."""
+        """Return the seed for vLLM, which depends on the prefix's length, so that no random number is used twice."""
         if not self._seeded or request.seed is None:
             return None
         return (request.seed + len(request.prefix)) % 2**63

@@ -1,5 +1,4 @@
-"""Imports the modules of vLLM's core in the process from which the core is forked on a CPU. If an import is missing
-here, the engine only starts more slowly."""
+"""Imports vLLM's core in the process from which it is forked on a CPU; a missing import only slows the start."""
 
 from __future__ import annotations
 

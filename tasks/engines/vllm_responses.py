@@ -69,8 +69,7 @@ class Response:
             self.cached = output.prefill_stats.num_cached_tokens or 0
 
     def count(self, output: Any, timestamp: float, stats: Any) -> None:
-        """Add this response's tokens to vLLM's statistics of a step (`IterationStats`), as vLLM's front end would
-        do."""
+        """Add this response's tokens to vLLM's statistics of a step (`IterationStats`), as its front end would do."""
         stats.num_generation_tokens += len(output.new_token_ids)
         if output.prefill_stats is not None:
             stats.prompt_token_stats.update_from_output(output.prefill_stats)
@@ -133,8 +132,9 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         salt: str,
         watch: StopWatch = NO_STOPS,
     ) -> Response:
-        """Create the response to a prompt; the caller must then call `send`. Requests with different values of `salt`
-        share no attention state.
+        """Create the response to a prompt; the caller must then call `send`.
+
+        Requests with different values of `salt` share no attention state.
 
         Raises:
             ValueError: vLLM rejects the prompt.

@@ -86,8 +86,7 @@ class AdmissionDecision:
 
 
 def next_batch(supply: AdmissionInputs, limits: RolloutLimits) -> int:
-    """Return the number of the batch for which the next group starts, at most `limits.lead` above the engines'
-    version."""
+    """Return the number of the next group's batch, at most `limits.lead` above the engines' version."""
     under_way = supply.outstanding // limits.groups  # number of whole batches that the outstanding groups fill
     return min(supply.due.at(under_way), math.floor(supply.version + limits.lead))
 
@@ -113,8 +112,7 @@ def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int)
 def compute_allowance(
     version: int, outstanding: int, *, number: int, missing: Collection[int] = (), groups: int, ahead: float
 ) -> int:
-    """Compute how many more groups may start and still be fresh enough for their batch; negative if too many have
-    started.
+    """Compute how many more groups may start and still be fresh enough; negative if too many have started.
 
     Args:
         version: policy version that the engines serve; -1 before the first update.

@@ -1,5 +1,4 @@
-"""Records OpenTelemetry spans of prompts, from the start of each dispatch until it is trained on or discarded. See
-`tasks.runtime.spans`."""
+"""Records OpenTelemetry spans of prompts, from each dispatch to its end. See `tasks.runtime.spans`."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ class RunningByVersion:
         return [rollout for version, running in self._running.items() if version < bound for rollout in running]
 
     def find_oldest_awaited(self, bound: float) -> int | None:
-        """Find the oldest version before `bound` under which an awaited dispatch started; return None if there is
-        none."""
+        """Find the oldest version before `bound` under which an awaited dispatch started, or return None."""
         return min((version for version, count in self._awaited.items() if count and version < bound), default=None)
 
     def find_first_awaited(self, version: int) -> GroupKey:

@@ -235,8 +235,7 @@ class RolloutScheduler:
         self._room.set()
 
     def _note_start(self, rollout: GroupRollout, version: int) -> None:
-        """Record the version under which a group started or restarted; preempt a group that is too old for any
-        batch."""
+        """Record a group's version at its start or restart; preempt a group that is too old for any batch."""
         if rollout not in self._left_behind:
             self._starts.add(version, rollout)
             if self.due.count and version < self._formation.oldest_allowed(self.due.first):
