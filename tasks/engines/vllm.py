@@ -313,7 +313,7 @@ def import_early() -> None:
 
 
 def _fork_cores() -> None:
-    """On a CPU, let vLLM fork its core from a process that has already imported vLLM.
+    """Let vLLM on a CPU fork its core from a process that has already imported vLLM.
 
     Imports take most of the time of an engine's start on a CPU. At the first start, the process from which the core is
     forked imports vLLM in parallel with this process. A restarted engine finds vLLM already imported in the process

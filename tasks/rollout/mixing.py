@@ -61,12 +61,6 @@ class Slots:
     assignment problem (Discrete Mathematics 32, 1980). With D sources, a source's number of slots differs from its
     exact share by at most 1 - 1 / (2D - 2). Shares are read as the decimal fractions in the config, so the sequence
     repeats after a period in which every source has a whole number of slots.
-
-    Each slot goes to the source that would be the first to fall too far behind its share. A source that would get too
-    far ahead of its share is excluded. The rule that chooses a slot's source is Tijdeman's solution of the chairman
-    assignment problem (Discrete Mathematics 32, 1980). With D sources, a source's number of slots differs from its
-    exact share by at most 1 - 1 / (2D - 2). Shares are read as the decimal fractions in the config, so the sequence
-    repeats after a period in which every source has a whole number of slots.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
