@@ -1,1 +1,1 @@
-"""The processes that a run needs from other projects: Prefect, Ray and MLflow, each under a guard."""
+"""Starts the processes that a run needs from other projects: Prefect, Ray and MLflow."""

@@ -1,4 +1,4 @@
-"""Runs a call that may hang under a deadline, since a store may accept connections and never answer."""
+"""Runs a call with a deadline, because a store may accept a connection and never answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 
 def call_in_time(call: Callable[[], T], seconds: float, what: str) -> T:
-    """Return the result of `call`, or raise its error. A call that takes too long leaves its thread behind.
+    """Run `call` in a thread for at most `seconds`; return its result or raise its error. If the call takes too long,
+    its thread goes on in the background.
 
     Raises:
         Unreachable: `what` did not answer within `seconds`.

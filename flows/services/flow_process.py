@@ -1,14 +1,15 @@
-"""Starts flow runs as forks of their runner, because a new interpreter needs seconds for imports that the runner has
-already made.
+"""Starts flow runs as forks of a process that has already imported rollflow, because a new interpreter would need
+seconds for the imports.
 
     runner --before it has threads--> fork server --for each flow run--> flow run
 
 Guarantees:
-- A forked flow run equals one of `python -m prefect.engine`: its environment, folder, output, signals and exit code.
-  Each forked flow run is a separate process; its command line (`process_title`) is the same, followed by the flow run's
-  id.
-- A flow run ends with the fork server, and the fork server ends with the runner. The runner learns the true exit code.
-- A new fork server replaces a dead one: see `tasks.runtime.fork_server`.
+- A forked flow run behaves like a process of `python -m prefect.engine`: same environment, working folder, output,
+  signals and exit code. Each flow run is a process of its own; its command line has the flow run's id at the end (see
+  `process_title`).
+- A flow run ends when the fork server ends, and the fork server ends when the runner ends. The runner gets the flow
+  run's exit code.
+- A dead fork server is replaced by a new one: see `tasks.runtime.fork_server`.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ PR_SET_PDEATHSIG = 1
 
 
 def fork_flows(module: str) -> None:
-    """Make the Prefect runner of this process fork its flow runs; the process runs `module`."""
+    """Make this process's Prefect runner fork its flow runs from a fork server that has imported `module`."""
     if not sys.platform.startswith("linux"):
         return
-    # command line of the fork server, so that it is not mistaken for the runner
+    # command line that the fork server shows, so that nobody takes it for the runner
     shown_as = (sys.executable, "-m", forkserver.__name__)
     fork_server([module, __name__], shown_as=shown_as)
-    # The Prefect module itself asks users to override this function by a patch.
+    # Prefect's own comment asks users to replace this function by a patch.
     setattr(_starter_engine, "run_process", _run_process)  # noqa: B010
 
 
@@ -58,8 +59,8 @@ async def _run_process(
     cwd: Path | str | None = None,
     **_: object,
 ) -> ForkServerProcess:
-    """Replace Prefect's function: fork the flow run, and return once the flow run has ended; a cancellation ends the
-    flow run, too.
+    """Fork the flow run in place of Prefect's `run_process`; return once the flow run has ended, and end it on
+    cancellation.
     """
     if command != [get_sys_executable(), "-m", ENGINE]:
         raise NotImplementedError(f"only flow runs of this runner can be forked, not {command}")
@@ -67,7 +68,7 @@ async def _run_process(
     forkserver.ensure_running()
     given = (forkserver._forkserver._forkserver_pid, dict(env), None if cwd is None else str(cwd))  # type: ignore[attr-defined]
     process = context.Process(target=_run_flow, args=given)
-    process.start()  # not in a thread: if two threads waited for dead children, one would get a wrong exit code
+    process.start()  # not in a thread: if two threads waited for child processes, one would get a wrong exit code
     try:
         task_status.started(task_status_handler(process))
         await anyio.wait_readable(process.sentinel)
@@ -81,28 +82,28 @@ async def _run_process(
 
 
 def _run_flow(server: int, environment: dict[str, str], folder: str | None) -> None:
-    """Do what `python -m prefect.engine` does, in a fork of the runner."""
+    """Do what `python -m prefect.engine` does, in a forked process."""
     _die_with(server)
     os.environ.clear()
     os.environ.update(environment)
     if folder:
         os.chdir(folder)
     sys.argv = [ENGINE]
-    sys.modules.pop(ENGINE, None)  # the engine's module must run as the main module
+    sys.modules.pop(ENGINE, None)  # Prefect's engine must be executed as the main module
     be_named(sys.executable, "-m", ENGINE, environment[FLOW_RUN])
     refresh_global_settings_context()
     try:
         runpy.run_module(ENGINE, run_name="__main__", alter_sys=True)
-    finally:  # `multiprocessing` ends a process without the interpreter's own steps at exit
+    finally:  # `multiprocessing` ends a process without the interpreter's exit functions
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
 
 
 def _die_with(server: int) -> None:
-    """Make this process die with the fork server; otherwise nobody would notice the end of its flow run, which would be
-    started twice.
+    """Make this process die with the fork server; the runner would not notice the end of an orphaned flow run, and
+    would start it twice.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != server:  # the fork server died before the call
+    if os.getppid() != server:  # the fork server died before the call of `prctl`
         os._exit(1)
     leave_alive_to_owner()

@@ -1,4 +1,4 @@
-"""Runs one command and leaves none of its descendants behind.
+"""Runs one command, and ends all its descendants when the command or its owner ends.
 
     python -I -S guard.py GRACE_SECONDS COMMAND [ARGUMENT...]
 
@@ -44,7 +44,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _read_parents() -> dict[int, int]:
-    """Return the parent of every living (not zombie) process."""
+    """Return the parent's process id of every living process (zombies excluded)."""
     if not LINUX:
         rows = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
         return {int(pid): int(ppid) for pid, ppid in (row.split() for row in rows.splitlines())}
@@ -55,14 +55,15 @@ def _read_parents() -> dict[int, int]:
                 stat = Path("/proc", entry, "stat").read_text(errors="replace")
             except OSError:  # the process ended meanwhile
                 continue
-            state, ppid = stat.rpartition(")")[2].split()[:2]  # the process's name before ")" may contain any character
+            # the text before the last ")" is the process's name, which may contain any character
+            state, ppid = stat.rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 parents[int(entry)] = int(ppid)
     return parents
 
 
 def list_descendants(root: int) -> list[int]:
-    """Return every living process below `root`."""
+    """Return the process ids of all living descendants of the process `root`."""
     children: dict[int, list[int]] = {}
     for pid, ppid in _read_parents().items():
         children.setdefault(ppid, []).append(pid)
@@ -76,7 +77,9 @@ def list_descendants(root: int) -> list[int]:
 
 
 class Guard:
-    """Owns the process tree of a child that runs `child()`; ends it if `parent` dies, or if standard input closes."""
+    """Runs `child()` in a child process; ends the child's process tree if the process `parent` dies or standard input
+    closes.
+    """
 
     def __init__(self, grace_seconds: float, child: Callable[[], NoReturn], parent: int | None = None) -> None:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -94,7 +97,7 @@ class Guard:
         self._told_to_stop = True
 
     def _reap(self) -> None:
-        """Collect the exit status of every ended child, including adopted children."""
+        """Collect the exit status of every ended child, including orphans that this process has adopted."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -106,7 +109,7 @@ class Guard:
                 self._status = status
 
     def watch(self) -> None:
-        """Return when the command has ended or must be ended."""
+        """Wait until the command has ended or must be ended."""
         while self._status is None and not self._told_to_stop and self._parent in (None, os.getppid()):
             readable, _, _ = select.select(self._input, [], [], POLL_SECONDS)
             if readable and not os.read(0, 4096):
@@ -130,7 +133,7 @@ class Guard:
                 continue
 
     def end(self) -> int:
-        """End the whole tree within a bounded time; return the command's exit code."""
+        """End the command's whole process tree within a bounded time; return the command's exit code."""
         ended = False
         if self._status is None:
             self._signal([self._root], signal.SIGTERM)
@@ -138,21 +141,21 @@ class Guard:
             self._signal(list_descendants(os.getpid()), signal.SIGTERM)
             ended = self._wait_for(REST_SECONDS, only_root=False)
         deadline = time.monotonic() + KILL_SECONDS
-        while not ended and time.monotonic() < deadline:  # a dying tree may still fork: look again
+        while not ended and time.monotonic() < deadline:  # a dying process may still fork, so look again
             self._signal(list_descendants(os.getpid()), signal.SIGKILL)
             ended = self._wait_for(0.2, only_root=False)
         return os.waitstatus_to_exitcode(self._status) if self._status is not None else 1
 
     def serve(self) -> NoReturn:
-        """Watch the command, end the command's process tree, and exit with the command's exit code."""
+        """Wait for the command, end its process tree, and exit with the command's exit code."""
         self.watch()
         code = self.end()
         sys.exit(code if code >= 0 else 128 - code)
 
 
 def become(command: list[str]) -> NoReturn:
-    """Run the command in this process."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # the system ends the command if both guards are killed
+    """Replace this process by the command."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # the kernel ends the command if both guards are killed
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -169,7 +172,7 @@ def main() -> None:
     def second() -> NoReturn:
         Guard(grace, lambda: become(command), first).serve()
 
-    # a longer grace, because this guard notices the second guard's end up to `POLL_SECONDS` later
+    # The first guard waits longer, because it notices the second guard's end up to `POLL_SECONDS` later.
     Guard(grace + POLL_SECONDS, second).serve()
 
 

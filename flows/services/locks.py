@@ -1,4 +1,6 @@
-"""Locks on files of the run home. The system frees a lock when the last process that holds it ends, in any way."""
+"""Locks files of the run home, with which processes exclude each other. The kernel frees a lock when the last process
+that holds it ends, in any way.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from rollflow.storage.errors import ConfigError
 POLL_SECONDS = 0.05
 
 
-PROBE_SECONDS = 0.2  # longer than a process holds a lock only to test whether it is taken
+PROBE_SECONDS = 0.2  # seconds; longer than a process that only tests a lock holds it
 
 
 def take(file: Path, *, shared: bool = False) -> int | None:
-    """Take the lock without waiting; return the open file that holds it, or None if another process has the lock.
+    """Lock the file without waiting; return its open file descriptor, or None if another process holds the lock.
 
     Raises:
         ConfigError: the file cannot be created or locked.
@@ -35,7 +37,7 @@ def take(file: Path, *, shared: bool = False) -> int | None:
     except BlockingIOError:
         os.close(held)
         return None
-    except OSError as error:  # for example, a network folder does not support locks
+    except OSError as error:  # for example, the folder is on a network disk that does not support locks
         os.close(held)
         raise ConfigError(
             f"{str(file)!r} cannot be locked ({error.strerror}); set ROLLFLOW_HOME to a folder on a disk of "
@@ -45,8 +47,8 @@ def take(file: Path, *, shared: bool = False) -> int | None:
 
 
 def take_within(file: Path, seconds: float, *, shared: bool = False) -> int | None:
-    """Take the lock, retrying for this long. `PROBE_SECONDS` is long enough to distinguish a holder from a process that
-    only tests the lock.
+    """Lock the file, and retry for `seconds` if another process holds the lock. With `PROBE_SECONDS`, a process that
+    only tests the lock is not mistaken for a holder.
     """
     limit = time.monotonic() + seconds
     while (held := take(file, shared=shared)) is None and time.monotonic() < limit:
@@ -63,7 +65,7 @@ def is_held(file: Path) -> bool:
 
 
 def await_free(file: Path, seconds: float) -> bool:
-    """Wait until nobody holds the lock; return False if that took too long."""
+    """Wait until no process holds the lock; return False if `seconds` have passed."""
     limit = time.monotonic() + seconds
     while is_held(file):
         if time.monotonic() > limit:
@@ -74,10 +76,10 @@ def await_free(file: Path, seconds: float) -> bool:
 
 @contextlib.contextmanager
 def one_at_a_time(file: Path, seconds: float = 30.0) -> Iterator[None]:
-    """Hold the lock for a block that takes milliseconds.
+    """Hold the lock during a `with` block that takes milliseconds.
 
     Raises:
-        TimeoutError: another process holds the lock for too long.
+        TimeoutError: another process has held the lock for `seconds`.
     """
     if (held := take_within(file, seconds)) is None:
         raise TimeoutError(f"waited {seconds:g} s for the lock {file}, which another process holds")

@@ -1,14 +1,14 @@
-"""Runs a command of Prefect, such as `server start`, with garbage collection in a thread beside the event loop.
+"""Runs a command of Prefect, such as `server start`, with garbage collection in a separate thread.
 
-Prefect's own server can block for a minute when several flows start at once:
+Without this thread, a Prefect server on SQLite can block for a minute when several flows start at once:
 
-- A connection to SQLite waits for the database's lock, in a thread of its own, for up to 60 seconds.
-- Python frees reference cycles in the thread that happens to allocate. If the event loop's thread frees a cycle that
-  contains a cursor of the waiting connection, the loop waits until that connection is free.
-- The transaction that holds the lock waits for the loop.
+- A connection to SQLite waits for the database's lock for up to 60 seconds, in its own thread.
+- Python collects garbage in the thread that happens to allocate memory. If the event loop's thread collects a cursor of
+  the waiting connection, the event loop waits for this connection.
+- The transaction that holds the database's lock waits for the event loop.
 
-A separate thread therefore does all garbage collections of the server. If the collecting thread has to wait, the event
-loop continues, and the lock is released. A server on PostgreSQL does not need such a thread.
+A separate thread that collects garbage may wait for a connection while the event loop continues and the lock is
+released. A Prefect server on PostgreSQL does not need the thread.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import runpy
 import threading
 import time
 
-YOUNG_SECONDS = 0.5  # interval in seconds between collections of young objects
-ALL_EVERY = 60  # number of collections of which one is full; a full collection stops all other threads
+YOUNG_SECONDS = 0.5  # seconds between garbage collections of young objects
+ALL_EVERY = 60  # every 60th garbage collection is a full one, which stops all other threads for longer
 
 
 def start_collector_thread() -> None:
-    """Collect garbage in a separate thread from now on, and in no other."""
+    """Collect garbage only in a separate thread from now on."""
     gc.disable()
     threading.Thread(target=_collect_forever, name="garbage", daemon=True).start()
 
@@ -34,7 +34,7 @@ def _collect_forever() -> None:
         time.sleep(YOUNG_SECONDS)
         gc.collect(1 if count % ALL_EVERY else 2)
         if count == ALL_EVERY:
-            gc.freeze()  # the collector does not scan objects from the server's start again
+            gc.freeze()  # exclude the objects of the server's start from later collections
 
 
 if __name__ == "__main__":

@@ -1,21 +1,17 @@
-"""Helper processes on loopback that live as long as a run: Prefect server, MLflow, Prefect runner (and `ray_head`).
+"""Runs helper processes on loopback for the time of a run: Prefect server, MLflow, Prefect runner and Ray (`ray_head`).
 
 Guarantees:
-- `start()` returns when the service answers. If the service does not answer, `start()` raises `Unreachable`, which says
-  what it waited for, how long, and where the service's log is. `stop()` may be called any number of times. `stop()`
-  returns within the service's grace plus `guard.REST_SECONDS + guard.KILL_SECONDS`. After `stop()` every process of the
-  service is gone, and no other process was touched.
-- If this process dies, even by SIGKILL, the services end by themselves. A service whose guard is killed ends, too: each
-  service runs under a `guard` that holds the other end of a pipe. (A parent-death signal would not do: the signal is
-  sent when the *thread* that forked ends.)
-- `restart()` ends the remaining processes of a service and restarts the service at its old address, with its stored
-  data.
-- Nothing listens outside loopback, and no usage data is sent. Every user of a machine can reach the machine's loopback,
-  and a Prefect server starts any code on request. The private Prefect server therefore requires a secret string. The
-  processes that need the string get it in their environment; the string is also kept in a file that only this user can
-  read.
+- `start()` returns when the service answers; otherwise it raises `Unreachable`, which names the service, the time
+  waited and the service's log. `stop()` may be called any number of times. `stop()` returns within the service's
+  `grace_seconds` plus `guard.REST_SECONDS + guard.KILL_SECONDS`. After `stop()` every process of the service is gone.
+- If this process dies, even by SIGKILL, its services end by themselves: each service runs under a `guard` that watches
+  a pipe from this process. A service whose guard is killed ends as well.
+- `restart()` ends a service's remaining processes and restarts the service at its old address, with its stored data.
+- No service listens outside loopback or sends usage data. The private Prefect server requires a secret string, because
+  every user of the machine can reach loopback, and a Prefect server starts any code on request. The secret string is in
+  the environment of the processes that need it, and in a file that only this user can read.
 
-Ctrl-C reaches only this process: each service has its own session.
+Ctrl-C reaches only this process, because each service has its own session.
 
 Importing this module imports neither Prefect nor Ray nor MLflow.
 """
@@ -46,22 +42,22 @@ POLL_SECONDS = 0.05
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on at the moment."""
+    """Return a loopback port that no process listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _await_break(pipe: int, seconds: float) -> None:
-    """Wait until nobody holds the pipe's other end."""
+    """Wait until no process has the pipe's other end open, for at most `seconds`."""
     ends = select.poll()
-    ends.register(pipe, 0)  # `poll` always reports a broken pipe
+    ends.register(pipe, 0)  # the mask may be 0, because `poll` always reports a broken pipe
     ends.poll(seconds * 1000)
 
 
 class Service(ABC):
-    """A guarded child process. `start()` is `launch()` followed by `wait()`, so that several services can start in
-    parallel.
+    """A child process under a guard, which ends the child's whole process tree. `start()` is `launch()` followed by
+    `wait()`; calling them separately lets several services start in parallel.
     """
 
     grace_seconds = 3.0
@@ -69,13 +65,13 @@ class Service(ABC):
     def __init__(self, log: Path, *, start_seconds: float) -> None:
         self.log = log
         self.start_seconds = start_seconds
-        self.passed_on: tuple[int, ...] = ()  # open files that every process of the service inherits
+        self.passed_on: tuple[int, ...] = ()  # descriptors of open files that every process of the service inherits
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     @abstractmethod
     def what(self) -> str:
-        """The service in words, with its address."""
+        """A description of the service for messages, with its address."""
 
     @abstractmethod
     def _command(self) -> Sequence[str]: ...
@@ -87,7 +83,7 @@ class Service(ABC):
     def _ready(self) -> bool: ...
 
     def launch(self) -> None:
-        """Start the process without waiting for it."""
+        """Start the service's process without waiting for its answer."""
         if self._process is not None:
             raise RuntimeError(f"{self.what} was already started")
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +103,7 @@ class Service(ABC):
         """Wait until the service answers.
 
         Raises:
-            Unreachable: the service ended or did not answer in time, and was stopped.
+            Unreachable: the service ended, or did not answer in time and was stopped.
         """
         deadline = time.monotonic() + self.start_seconds
         while not self._ready():
@@ -127,7 +123,7 @@ class Service(ABC):
 
     @property
     def running(self) -> bool:
-        """True if the service's process lives."""
+        """True if the service's guard lives."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -137,7 +133,7 @@ class Service(ABC):
 
     @property
     def answers(self) -> bool:
-        """True if the service answers at this moment. A service that runs and does not answer is stuck."""
+        """True if the service answers now; a service that runs and does not answer is stuck."""
         return self._ready()
 
     @property
@@ -146,11 +142,11 @@ class Service(ABC):
         return guard.list_descendants(self._process.pid)[1:] if self._process is not None and self.running else []
 
     def kill(self) -> None:
-        """Kill every process of the service at once, in no particular order."""
+        """Kill every process of the service immediately, in any order."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         limit = time.monotonic() + guard.KILL_SECONDS
-        # the guard ends when no process is left; until then it may still fork its command
+        # The guard ends when no process is left; until then it may still start new processes.
         while self.running and time.monotonic() < limit:
             for pid in self.processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -159,7 +155,7 @@ class Service(ABC):
         self.stop()
 
     def relaunch(self) -> None:
-        """End the remaining processes of the service and restart it, without waiting until it answers."""
+        """End the service's remaining processes and restart the service, without waiting for its answer."""
         self.stop()
         self._process = None
         self.launch()
@@ -176,9 +172,9 @@ class Service(ABC):
         longest = self.grace_seconds + guard.REST_SECONDS + guard.KILL_SECONDS + 2
         if self._process.stdin is not None and not self._process.stdin.closed:
             if not self.running:
-                # The guard was killed; the second guard ends the rest.
+                # If the first guard was killed, the second guard ends the remaining processes.
                 _await_break(self._process.stdin.fileno(), longest)
-            self._process.stdin.close()  # tells the guard to end the service
+            self._process.stdin.close()  # a closed pipe tells the guard to end the service
         try:
             self._process.wait(longest)
         except subprocess.TimeoutExpired:
@@ -196,7 +192,7 @@ class Service(ABC):
 
 
 def start_together(*services: Service, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Start services side by side; if one fails, stop all of them and raise its error."""
+    """Start services in parallel; if one fails, stop all of them and raise its error."""
     try:
         for service in services:
             service.launch()
@@ -219,7 +215,7 @@ def drop_prefix(prefix: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_secret(file: Path, text: str) -> None:
-    """Create a file that only this user can read."""
+    """Write `text` to a file that only this user can read."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
@@ -227,16 +223,14 @@ def write_secret(file: Path, text: str) -> None:
 
 
 def new_auth() -> str:
-    """Return a new secret string, which a Prefect server requires and its clients send."""
+    """Return a new secret string for a Prefect server and its clients."""
     return f"rollflow:{secrets.token_hex(32)}"
 
 
 class PrefectServer(Service):
-    """A private Prefect server on loopback, on a free port if none is given; the database is `database`, or SQLite in
-    `home/prefect`.
+    """A private Prefect server on loopback; its database is `database`, or SQLite in `home/prefect`.
 
-    The API and the pages require the server's secret string. `auth_file` holds the string while the server lives.
-    Creating the database takes most of the first start.
+    The server's API and pages require a secret string, which is in `auth_file` while the server lives.
     """
 
     def __init__(
@@ -257,12 +251,14 @@ class PrefectServer(Service):
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables with which a process uses this server, and ignores the user's own Prefect profile."""
+        """The environment variables with which a process uses this server and ignores the user's own Prefect
+        profile.
+        """
         address = {"PREFECT_API_URL": self.api_url, "PREFECT_API_AUTH_STRING": self._auth}
         return {"PREFECT_HOME": str(self.home), **address, **QUIET_PREFECT}
 
     def launch(self) -> None:
-        """Start the server without waiting for it."""
+        """Start the server without waiting for its answer."""
         write_secret(self.auth_file, self._auth)
         super().launch()
 
@@ -278,7 +274,7 @@ class PrefectServer(Service):
         return [sys.executable, "-m", module, *start]
 
     def _environment(self) -> Mapping[str, str]:
-        # Settings for the user's own server (a database URL, an auth string) must not leak into this one.
+        # Settings for the user's own server (such as a database URL) must not affect this server.
         private = {"PREFECT_HOME": str(self.home), "PREFECT_UI_API_URL": self.api_url}
         private["PREFECT_SERVER_API_AUTH_STRING"] = self._auth
         if self._database:
@@ -299,10 +295,10 @@ UNUSED = (
     "REPOSSESSOR",
     "CLEANUP_RECONCILER",
     "PAUSE_EXPIRATIONS",
-)  # no work pools; a paused run may stay paused
+)  # services for work pools, and for the timeout of paused runs, which rollflow does not use
 QUIET_SERVER = {
     **{f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in UNUSED},
-    # In memory, a restarted server would have forgotten which flow runs are running, and would end them.
+    # The leases of running flow runs are kept in files, so that a restarted server does not end these flow runs.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
@@ -311,7 +307,7 @@ QUIET_SERVER = {
 
 
 class MlflowServer(Service):
-    """The MLflow UI over the run home's SQLite store, on loopback; on a free port if none is given."""
+    """An MLflow server on loopback that shows the run home's SQLite store."""
 
     def __init__(self, home: Path, *, port: int | None = None, start_seconds: float = 120.0) -> None:
         self.folder = home.absolute() / "mlflow"
@@ -330,7 +326,7 @@ class MlflowServer(Service):
         return [sys.executable, "-m", "mlflow", "server", *store, *artifacts, *place]
 
     def _environment(self) -> Mapping[str, str]:
-        # Job execution serves trace judges, which a run has none of, and costs eight processes.
+        # Job execution costs eight processes and serves trace judges, which rollflow does not use.
         quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         return drop_prefix("PREFECT_", drop_prefix("MLFLOW_", os.environ)) | quiet
 
@@ -341,8 +337,8 @@ class MlflowServer(Service):
 class Runner(Service):
     """A process that serves the deployments (`python -m rollflow.flows.deployments`) in a given environment.
 
-    The runner counts as started when the file `ready` exists, which the module writes; without `ready`, at once. The
-    runner's flow runs get `grace_seconds` to end in order.
+    The runner counts as started when the module has written the file `ready`, or immediately if `ready` is None. When
+    the runner is stopped, its flow runs have `grace_seconds` to end.
     """
 
     def __init__(
@@ -368,7 +364,7 @@ class Runner(Service):
         return f"the Prefect runner ({self._module})"
 
     def launch(self) -> None:
-        """Start the runner without waiting for it."""
+        """Start the runner without waiting for its file `ready`."""
         if self._ready_file is not None:
             self._ready_file.unlink(missing_ok=True)
         super().launch()

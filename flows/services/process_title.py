@@ -1,4 +1,4 @@
-"""Recognizes from its command line that a process is a flow run."""
+"""Recognizes a flow run's process by its command line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 def flow_run_of(process: psutil.Process) -> str | None:
     """Return the id of the flow run that a process executes, or None if it executes none.
 
-    A forked process (`flow_process`) has the id as the last word of its command line; others have it in the
-    environment.
+    A flow run forked by `flow_process` has the id as the last word of its command line; other flow runs have it in
+    their environment.
     """
     line: list[str] = process.cmdline()
     if line[1:3] != ["-m", ENGINE]:

@@ -1,4 +1,4 @@
-"""The user's own Prefect server: from `PREFECT_API_URL`, or from the active Prefect profile.
+"""Finds the user's own Prefect server in `PREFECT_API_URL` or in the active Prefect profile.
 
 This module does not import Prefect, because importing Prefect takes seconds.
 """
@@ -12,23 +12,25 @@ from typing import Any
 
 
 def prefect_url() -> str:
-    """Return the address of the server's API, or "" if the user names no server or `PREFECT_API_URL` is empty."""
+    """Return the API address of the user's Prefect server, or "" if none is set."""
     return prefect_setting("PREFECT_API_URL")
 
 
 def prefect_setting(name: str) -> str:
-    """Return a Prefect setting from the environment, else from the active profile; "" if neither has it."""
+    """Return a Prefect setting from the environment or, if not set there, from the active profile; "" if neither has
+    it.
+    """
     given = os.environ.get(name)
     return given if given is not None else str(_read_profile().get(name, ""))
 
 
 def _read_profile() -> dict[str, Any]:
-    # for a user without a home, `expanduser` leaves the path unchanged
+    # If the user has no home, `expanduser` leaves the path unchanged.
     folder = os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect"))
     file = Path(os.path.expanduser(os.environ.get("PREFECT_PROFILES_PATH", f"{folder}/profiles.toml")))
     try:
         kept = tomllib.loads(file.read_text())
         return dict(kept["profiles"][os.environ.get("PREFECT_PROFILE", kept["active"])])
-    # the user has no profile, or a broken one that Prefect itself will report
+    # The user has no profile, or an invalid profile that Prefect itself will report.
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -1,8 +1,8 @@
-"""Checks that the services that the config names answer, by plain HTTP and sockets, within bounded time and without log
-lines.
+"""Checks that the services in a run's config answer, by plain HTTP and sockets, within bounded time.
 
-Each `check_*` returns, or raises `ConfigError` within about ten seconds. The error is one sentence that names the key,
-the value (without user names, passwords and query) and the fix. This module imports neither Prefect nor Ray nor MLflow.
+Each function `check_*` returns, or raises `ConfigError` within about ten seconds. The error's message is one sentence
+with the key, the value (without user names, passwords and query) and the fix. This module imports neither Prefect nor
+Ray nor MLflow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollflow.flows.services.tls import HTTP_SETTINGS, http_context, ray_context
 from rollflow.storage.errors import ConfigError
 
 CHECK_SECONDS = 8.0
-# the preface of HTTP/2, followed by an empty SETTINGS frame
+# the client's preface of an HTTP/2 connection, followed by an empty SETTINGS frame
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 SETTINGS_FRAME = 4
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -30,12 +30,12 @@ DEFAULT_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
 def redact(uri: str) -> str:
-    """Return `uri` without user name, password, query and fragment."""
+    """Return `uri` without its user name, password, query and fragment."""
     try:
         parts = urlsplit(uri)
-    except ValueError:  # the text is no URI, but may contain a secret
+    except ValueError:  # the text is no valid URI, but may contain a secret
         return "<not a URI>"
-    if not parts.netloc and parts.scheme.startswith(("http", "socks")):  # the address has too few or too many slashes
+    if not parts.netloc and parts.scheme.startswith(("http", "socks")):  # the URI has too few or too many slashes
         return f"{parts.scheme}:{parts.path.rpartition('@')[2]}"
     if not parts.scheme or not (parts.netloc or parts.query or parts.fragment):
         return uri
@@ -49,9 +49,7 @@ def check_prefect(api_url: str) -> None:
 
 
 def check_prefect_database(url: str) -> None:
-    """Check that the database of a private Prefect server accepts a connection; an SQLite file
-    is created when needed.
-    """
+    """Check that the database of a private Prefect server accepts a connection; do nothing for SQLite."""
     if not url.startswith("postgresql+asyncpg://"):
         return
     import asyncio
@@ -114,7 +112,7 @@ def check_ray(address: str) -> None:
         ) from error
     except OSError as error:
         raise ConfigError(f"cluster.address = {address!r} does not answer ({_reason(error)}); {RAY_CURE}") from error
-    if not spoken and uses_tls():  # a head closes the connection of a client whose certificate is of another authority
+    if not spoken and uses_tls():  # the Ray head closes a connection if it does not trust the client's certificate
         raise ConfigError(
             f"cluster.address = {address!r} and RAY_USE_TLS = {os.environ['RAY_USE_TLS']!r}: the server at "
             "this address is not a Ray head, or accepts no certificate such as RAY_TLS_SERVER_CERT; "
@@ -128,7 +126,7 @@ def check_ray(address: str) -> None:
 
 
 def check_store_reach(uri: str, address: str, nodes: Iterable[str] = ()) -> None:
-    """Reject a store in a local folder if the cluster at `address` (with these `nodes`) is on other machines."""
+    """Reject a store in a local folder if the Ray head at `address` or one of its `nodes` is another machine."""
     scheme, sep, _ = uri.partition("://")
     if address == "auto" or (sep and scheme != "file"):
         return
@@ -141,18 +139,18 @@ def check_store_reach(uri: str, address: str, nodes: Iterable[str] = ()) -> None
 
 
 def is_local(host: str) -> bool:
-    """Return whether an address belongs to this machine."""
+    """Return whether a host name or address belongs to this machine."""
     import psutil
 
     own = {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
     try:
         return all(str(found[4][0]).partition("%")[0] in own for found in socket.getaddrinfo(host, None))
     except OSError:
-        return True  # the host does not exist, which another check reports
+        return True  # the host name does not exist; another check reports this
 
 
 def http_answers(url: str, *, seconds: float) -> bool:
-    """Return whether a GET of `url` succeeds."""
+    """Return whether an HTTP GET of `url` succeeds."""
     try:
         with _open(url, seconds) as response:
             return bool(response.status == 200)
@@ -161,13 +159,15 @@ def http_answers(url: str, *, seconds: float) -> bool:
 
 
 def speaks_http2(host: str, port: int, *, seconds: float, raising: bool = False) -> bool:
-    """Return whether the peer answers HTTP/2 (gRPC), as a Ray head does; over TLS if this process's Ray uses TLS."""
+    """Return whether the server at this address speaks HTTP/2, as a Ray head does; connect with TLS if Ray uses TLS in
+    this process.
+    """
     try:
         with socket.create_connection((host, port), timeout=seconds) as connection:
             peer = ray_context().wrap_socket(connection) if uses_tls() else connection
             peer.sendall(HTTP2_PREFACE)
             answer = peer.recv(9)
-    except ConnectionResetError:  # the peer listens, but does not understand the request
+    except ConnectionResetError:  # the server listens, but does not speak HTTP/2
         return False
     except OSError:
         if raising:
@@ -177,7 +177,7 @@ def speaks_http2(host: str, port: int, *, seconds: float, raising: bool = False)
 
 
 def _open(url: str, seconds: float, key: str = "") -> http.client.HTTPResponse:
-    # A proxy from the environment must not stand between this machine and its own loopback.
+    # Requests to loopback must not go through a proxy from the environment.
     handlers: list[urllib.request.BaseHandler] = []
     if urlsplit(url).hostname in LOOPBACK:
         handlers.append(urllib.request.ProxyHandler({}))
@@ -202,7 +202,7 @@ def _check_http(key: str, url: str, healthy: bytes, kind: str, cure: str) -> Non
         with _open(shown.rstrip("/") + "/health", CHECK_SECONDS, key) as response:
             body = response.read(64).strip()
     except urllib.error.HTTPError as error:
-        # the server answers, and asks for credentials, which the service's own client will send
+        # The server works, but requires credentials; the service's own client sends them later.
         if error.code in (401, 403):
             return
         body = b""
@@ -216,7 +216,7 @@ def _check_http(key: str, url: str, healthy: bytes, kind: str, cure: str) -> Non
 
 
 def check_folder(key: str, uri: str, folder: Path) -> None:
-    """Check that `folder` exists or can be created, and can be written."""
+    """Check that `folder` is writable or can be created."""
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent

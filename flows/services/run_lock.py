@@ -1,9 +1,10 @@
-"""Lets only one command at a time follow a run to its end: `run` and `resume` lock a file of the run home.
+"""Lets only one command at a time follow a run to its end: `rollflow run` and `rollflow resume` lock a file of the run
+home.
 
-Two commands of one home would serve deployments of the same name, and the first command to end would delete the
-deployments that the other still serves. The system frees the lock when the process that holds it ends, in any way.
-Commands of two homes are kept apart by the run's log, where the newest claim holds, and on a shared Prefect server by
-`services.registering`.
+Two commands that follow the same run would serve deployments of the same name, and the first to end would delete the
+deployments of both. The kernel frees the lock when the process that holds it ends, in any way. Commands of different
+run homes are not locked here: the newest claim in the run's log decides between them, and `registration.registering`
+keeps their deployments apart.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rollflow.tasks.run.context import RunContext
 
 @contextlib.contextmanager
 def hold_run(home: Path, context: RunContext) -> Iterator[None]:
-    """Hold the run's lock, so that no other command of `home` follows the run to its end.
+    """Hold the run's lock during a `with` block, so that no other command of the run home `home` follows the run.
 
     Raises:
         ConfigError: another command follows the run.
@@ -42,7 +43,7 @@ def hold_run(home: Path, context: RunContext) -> Iterator[None]:
 
 
 def find_holder(home: Path, context: RunContext) -> str | None:
-    """Return the process id of the command of `home` that follows the run to its end; None without such a command."""
+    """Return the process id of the command of run home `home` that follows the run; None if there is none."""
     file = _lock_file(home, context)
     return _read_holder(file) if file.exists() and is_held(file) else None
 

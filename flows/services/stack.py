@@ -1,4 +1,4 @@
-"""The stack that `rollflow serve` keeps in a run home; other commands find the stack, wait for it and end it.
+"""Finds, waits for and ends the stack: the servers that `rollflow serve` runs in a run home.
 
 up.lock    locked by the process that serves, as long as this process lives
 up.json    what another command needs to use the stack; readable by this user only, because it contains secrets
@@ -25,7 +25,7 @@ KEEPER = "up.keeper"
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack that is up. `environment` holds the variables that a process needs to use the stack."""
+    """The addresses of a running stack. `environment` has the variables that a process needs to use the stack."""
 
     pid: int
     page: str
@@ -40,8 +40,8 @@ class Stack:
 
 
 class BorrowedStack(Service):
-    """The stack as seen by a command that uses it: its holder restarts its services, and the
-    user restarts the stack.
+    """The stack, as a service of a command that only uses it: `rollflow serve` restarts the stack's services, and a
+    user restarts `rollflow serve`.
     """
 
     def __init__(self, home: Path) -> None:
@@ -54,12 +54,12 @@ class BorrowedStack(Service):
 
     @property
     def running(self) -> bool:
-        """True if a process serves the stack, or restarts it."""
+        """True if a process runs the stack, or a process that restarts the stack is running."""
         return is_held(self._home / "up.lock") or is_held(self._home / KEEPER)
 
     @property
     def pid(self) -> int:
-        """0, because none of its processes is this command's to count or to end."""
+        """Always 0, because the stack's processes do not belong to this command."""
         return 0
 
     @property
@@ -82,7 +82,7 @@ class BorrowedStack(Service):
 
 
 def find(home: Path) -> Stack | None:
-    """Return the stack that is up in this home, or None."""
+    """Return the stack that runs in this run home, or None."""
     if not is_held(home / "up.lock"):
         return None
     try:
@@ -92,17 +92,17 @@ def find(home: Path) -> Stack | None:
 
 
 def came_up(home: Path, pid: int) -> bool:
-    """Return whether this process serves in this home, or served until it crashed."""
+    """Return whether the stack of process `pid` has come up in this run home, even if it has crashed since."""
     file = home / "up.json"
     return file.exists() and bool(json.loads(file.read_text())["pid"] == pid)
 
 
 @contextlib.contextmanager
 def hold_stack(home: Path) -> Iterator[None]:
-    """Be the only process that serves in this home.
+    """Hold the lock `up.lock` during a `with` block, so that no other process serves in this run home.
 
     Raises:
-        ConfigError: another process serves.
+        ConfigError: another process serves in this run home.
     """
     held = take_within(home / "up.lock", PROBE_SECONDS)
     if held is None:
@@ -119,7 +119,7 @@ def hold_stack(home: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold_keeper(home: Path) -> Iterator[None]:
-    """Be the only process that restarts the stack.
+    """Hold the lock `up.keeper` during a `with` block, so that no other process restarts the stack.
 
     Raises:
         ConfigError: another process restarts the stack.
@@ -136,20 +136,21 @@ def hold_keeper(home: Path) -> Iterator[None]:
 
 
 def announce(home: Path, stack: Stack) -> None:
-    """Write the file with which other commands find the stack."""
+    """Write the file `up.json`, by which other commands find the stack."""
     write_secret(home / "up.json.new", json.dumps(asdict(stack)))
     (home / "up.json.new").replace(home / "up.json")
 
 
 def end(home: Path) -> bool:
-    """End the stack of this home; return False if none is up.
+    """End the stack of this run home; return False if none runs.
 
     Raises:
-        Unreachable: the stack did not end.
+        Unreachable: the stack did not end within `END_SECONDS`.
     """
     pids = [found.pid] if (found := find(home)) else []
     if is_held(home / KEEPER) and (keeper := (home / KEEPER).read_text()):
-        pids.insert(0, int(keeper))  # the restarting process ends first, because it would restart the other process
+        # end the process that restarts the stack first, otherwise it would restart the stack
+        pids.insert(0, int(keeper))
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A flag with which a signal handler tells this process to end."""
+"""Lets a signal handler tell this process to end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ STEP_SECONDS = 0.1
 
 
 class StopFlag:
-    """A flag like `threading.Event`, but without its lock.
+    """A flag like `threading.Event` that a signal handler can set, because it has no lock.
 
-    A signal handler runs in the waiting thread, between any two steps of the thread. At that moment the wait or an
-    earlier signal handler may hold an event's lock, so `Event.set` would wait for its own thread.
+    A signal handler interrupts the main thread at any point, also while the main thread waits. An event's lock may be
+    held at that point, so `Event.set` in a handler could wait forever.
     """
 
     def __init__(self) -> None:

@@ -14,10 +14,10 @@ def utc_time(at: float) -> str:
 
 
 def utc_stamp(at: float | None = None) -> str:
-    """Format a time, or this moment, as a part of a name: 20260131-120000."""
+    """Format a time (by default, the present) as a part of a name: 20260131-120000."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(at))
 
 
 def utc_minute(when: datetime) -> str:
-    """Format a time to the minute: 2026-01-31 12:00Z."""
+    """Format a time for people, to the minute: 2026-01-31 12:00Z."""
     return f"{when.astimezone(UTC):%Y-%m-%d %H:%MZ}"

@@ -1,4 +1,4 @@
-"""TLS to services that a user runs: reads the TLS settings of these services' own libraries and finds errors in them.
+"""Reads the TLS settings for the user's own Ray, Prefect and MLflow, and finds errors in them.
 
     Ray      RAY_USE_TLS, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT
     Prefect  PREFECT_API_SSL_CERT_FILE, PREFECT_API_TLS_INSECURE_SKIP_VERIFY (also in a Prefect profile)
@@ -17,7 +17,7 @@ from pathlib import Path
 from rollflow.storage.errors import ConfigError
 
 RAY_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
-HTTP_SETTINGS = {  # the key of an address -> the certificates that verify it, and the switch that turns the check off
+HTTP_SETTINGS = {  # key of an address -> its settings: a file of certificates, and a switch that turns verification off
     "PREFECT_API_URL": ("PREFECT_API_SSL_CERT_FILE", "PREFECT_API_TLS_INSECURE_SKIP_VERIFY"),
     "tracking.uri": ("MLFLOW_TRACKING_SERVER_CERT_PATH", "MLFLOW_TRACKING_INSECURE_TLS"),
 }
@@ -33,7 +33,7 @@ def ray_context() -> ssl.SSLContext:
     """Return the SSL context of Ray's connections.
 
     Raises:
-        ConfigError: a variable is missing, or its file cannot be used.
+        ConfigError: an environment variable is missing, or its file cannot be used.
     """
     for name in RAY_FILES:
         if not (path := os.environ.get(name)):
@@ -52,16 +52,16 @@ def ray_context() -> ssl.SSLContext:
             "certificate of its authority"
         ) from None
     context.set_alpn_protocols(["h2"])
-    # Ray, too, checks only the certificate's authority, since nodes have addresses and no names
+    # Like Ray, check only the certificate's authority, because nodes have addresses and no names.
     context.check_hostname = False
     return context
 
 
 def http_context(key: str, setting: Callable[[str], str]) -> ssl.SSLContext:
-    """Return the SSL context that verifies the HTTPS address of `key`.
+    """Return the SSL context for an HTTPS address, where `key` names the setting with the address.
 
     Args:
-        setting: returns the value of a variable; "" if it is not set.
+        setting: a function that returns the value of a setting, or "" if it is not set.
 
     Raises:
         ConfigError: the certificates cannot be read.

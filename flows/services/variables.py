@@ -1,11 +1,10 @@
-"""Checks the environment variables and limits that a command starts under: repairs an unusable one if that is safe,
-otherwise rejects it.
+"""Checks the environment variables and limits under which a command starts, and repairs a few of them.
 
 Guarantees:
 - Requests to loopback never go through a proxy, in this process and in processes that it starts.
-- A variable that would end a run during the start of its services is rejected before that start: `ConfigError` names
-  the variable, its value and the fix.
-- A private Prefect server or Ray cluster ignores the settings for the user's own (`drop_settings`).
+- A variable that would make a service fail is rejected before the services start: `ConfigError` names the variable, its
+  value and the fix.
+- A private Prefect server or Ray cluster ignores the settings for the user's own server or cluster (`drop_settings`).
 
 Importing this module imports no service's library.
 """
@@ -28,8 +27,8 @@ from rollflow.storage.errors import ConfigError
 
 PROXIES = tuple(name for proxy in ("http_proxy", "https_proxy", "all_proxy") for name in (proxy, proxy.upper()))
 SOCKS = ("socks5", "socks5h")
-SOCKET_PATH_BYTES = 107  # the longest path of a unix socket
-# vLLM's sockets below TMPDIR have names of this length; the sockets of multiprocessing have shorter names.
+SOCKET_PATH_BYTES = 107  # largest number of bytes in the path of a unix socket
+# largest number of bytes in TMPDIR: vLLM's sockets, which have the longest names, must still fit
 LONGEST_TMPDIR = SOCKET_PATH_BYTES - len("/01234567-0123-0123-0123-0123456789ab")
 OWN_PREFECT = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_PROFILE", "PREFECT_CLIENT_CUSTOM_HEADERS")
 OWN_RAY = (
@@ -40,10 +39,10 @@ NEEDED_FILES, WANTED_FILES = 256, 65536
 
 
 def check_variables() -> None:
-    """Check the environment of the services that a command will start.
+    """Check the environment variables and limits that the services of a command inherit.
 
     Raises:
-        ConfigError: one sentence that says what the user must change.
+        ConfigError: a variable or limit would make a service fail.
     """
     _check_encoding()
     _check_proxies()
@@ -53,7 +52,7 @@ def check_variables() -> None:
 
 
 def check_home(home: Path) -> None:
-    """Create the run home if it does not exist, and check that a file can be written in it.
+    """Create the run home if it does not exist, and check that it is writable.
 
     Raises:
         ConfigError: the run home cannot be written.
@@ -69,7 +68,9 @@ def check_home(home: Path) -> None:
 
 
 def bypass_proxies(environment: MutableMapping[str, str]) -> None:
-    """Add loopback to `NO_PROXY`, which all libraries here obey, if the environment names a proxy."""
+    """Add the loopback addresses to `NO_PROXY`, which all libraries used here obey, if the environment names a
+    proxy.
+    """
     if not any(environment.get(name) for name in PROXIES):
         return
     given = f"{environment.get('no_proxy', '')},{environment.get('NO_PROXY', '')}".split(",")
@@ -79,32 +80,28 @@ def bypass_proxies(environment: MutableMapping[str, str]) -> None:
 
 
 def give_home(environment: MutableMapping[str, str], folder: Path) -> None:
-    """Set `HOME` for a user without a home (no variable, no entry in /etc/passwd), because Prefect does not start
-    without `HOME`.
-    """
+    """Set `HOME` to `folder` for a user without a home, because Prefect does not start without `HOME`."""
     if os.path.expanduser("~") == "~":
         environment["HOME"] = str(folder)
 
 
 def drop_settings(environment: MutableMapping[str, str], meant_for: tuple[str, ...]) -> None:
-    """Remove the settings of the user's own service (`OWN_PREFECT`, `OWN_RAY`), because the command uses a private
-    service.
+    """Remove the environment's settings for the user's own service (`OWN_PREFECT`, `OWN_RAY`), because the command uses
+    a private service.
     """
     for name in [name for name in environment if name.startswith(meant_for)]:
         del environment[name]
 
 
 def short_folders() -> Iterator[Path]:
-    """Yield writable folders for temporary files: the user's folder, then the system's folders, which have short
-    names.
-    """
+    """Yield writable folders for temporary files: the user's own, then the system's, which have short paths."""
     for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
         if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
             yield Path(folder)
 
 
 def _is_readable(host: str) -> bool:
-    """Return whether httpx can read an entry of `NO_PROXY`. httpx fails at IPv6 ranges, which no library obeys."""
+    """Return whether httpx can parse an entry of `NO_PROXY`."""
     if host.count(":") < 2 or "://" in host:
         return True
     with contextlib.suppress(ValueError):
@@ -113,7 +110,7 @@ def _is_readable(host: str) -> bool:
 
 
 def _check_encoding() -> None:
-    """Reject a locale whose file names and files are not UTF-8; Python itself uses UTF-8 for "C"."""
+    """Reject a locale in which Python would not use UTF-8 for file names and files."""
     if sys.getfilesystemencoding() == "utf-8":
         return
     name = next((name for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)), "LC_ALL")
@@ -159,7 +156,7 @@ def _check_temporary_folder() -> None:
 
 
 def _raise_open_files() -> None:
-    """Raise this process's limit of open files as far as allowed; the processes that it starts inherit it."""
+    """Raise the limit of open files of this process and its children as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < allowed:

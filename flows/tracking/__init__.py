@@ -1,1 +1,1 @@
-"""What a run writes to MLflow and to its status while it trains."""
+"""Writes a run's metrics to MLflow and its status to `status.json` while it trains."""

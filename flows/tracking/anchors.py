@@ -1,8 +1,8 @@
-"""Anchors of a run, kept where an attacker on the run's storage cannot reach them: in tags of the MLflow run, and in an
-artifact in Prefect.
+"""Writes a run's anchors (a log entry's number and hash) to tags of the MLflow run and to a Prefect artifact, where an
+attacker on the run's storage cannot change them.
 
-Anchors are written when a supervisor takes the run, after each block of versions, and at the end. An anchor vouches for
-its own entry and for all entries before. A run that is killed between two anchors has older anchors, which stay valid.
+Anchors are written when a supervisor starts, after each block of versions, and at the end. An anchor proves its own log
+entry and all entries before it. The older anchors of a run stay valid if it is killed before the next anchor.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 
 def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> None:
-    """Give the anchors of entry 0 and of the newest entry to the tracker and the page, which write the anchors in the
-    background.
+    """Write the anchors of log entry 0 and of the newest entry to MLflow and to the run's page, in the background.
 
-    An unreadable store does not end the run: the next anchor vouches for the same entries.
+    An unreadable store is ignored here, because the next anchor proves the same entries.
     """
     with contextlib.suppress(RollflowError, OSError):
         first = first_anchor(context.store)
@@ -36,7 +35,7 @@ def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> Non
 
 
 def write_anchor(state: RunState, tracker: Tracker, page: Page | None = None) -> None:
-    """Give the anchor of the newest entry that the supervisor has read to the tracker and the page."""
+    """Write the anchor of the newest log entry in `state` to MLflow and to the run's page, in the background."""
     anchor = newest_anchor(state)
     tracker.log_anchor(anchor)
     if page is not None:
@@ -44,7 +43,7 @@ def write_anchor(state: RunState, tracker: Tracker, page: Page | None = None) ->
 
 
 def read_anchors(context: RunContext, place: TrackingPlace) -> Sequence[Anchor]:
-    """Return the anchors of a run from the MLflow at `place`.
+    """Return a run's anchors from the MLflow store at `place`.
 
     Raises:
         ConfigError: MLflow cannot be read, or has no anchor of this run.

@@ -1,6 +1,6 @@
-"""The facts that MLflow gets of a run besides metrics: the run's description at the start, the run's result at the end.
+"""Collects what is logged to MLflow besides metrics: a run's description at its start, and its result at its end.
 
-All facts are read from the run's storage. This module does not import MLflow.
+Everything is read from the run's storage. This module does not import MLflow.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from rollflow.tasks.rollout.evaluation import read_evaluation
 from rollflow.tasks.run.context import RunContext
 
 PACKAGES = ("rollflow", "torch", "transformers", "vllm", "deepspeed", "ray", "prefect", "mlflow", "pyarrow", "numpy")
-SAMPLES = 32  # rows of the table of samples
-MODELS = 20  # largest number of kept versions that are logged to MLflow, the newest ones
+SAMPLES = 32  # number of rows in the table of sample responses
+MODELS = 20  # largest number of stored versions that are logged to MLflow; newer versions come first
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSourceFacts:
-    """One source of prompts; `digest` is the hash of the source's prompts, to which the run is pinned."""
+    """A source of prompts, for MLflow's list of datasets; `digest` is the hash of its prompts, which must not change
+    during the run.
+    """
 
     name: str
     digest: str
@@ -41,8 +43,8 @@ class PromptSourceFacts:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanges:
-    """The `count` changes of a run's config: `table` by column, `texts` with the recipe after each change, `keys` with
-    the changed keys' values.
+    """The changes of a run's config: `table` has one column for each field of a change, `texts` the recipe after each
+    change, and `keys` the changed keys' values.
     """
 
     count: int = 0
@@ -53,7 +55,7 @@ class ConfigChanges:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The description of a run. `study` names the study that the run belongs to."""
+    """The description of a run for MLflow. `study` is the name of the study that the run belongs to, or None."""
 
     study: str | None = None
     texts: Mapping[str, str] = field(default_factory=dict)  # file name -> text
@@ -63,19 +65,19 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class KeptVersion:
-    """A version whose weights are kept in the store."""
+    """A policy version whose weights are stored."""
 
     number: int
     tags: Mapping[str, str]
-    accuracy: float | None  # accuracy of the version on held-out prompts
+    accuracy: float | None  # accuracy of the version on held-out prompts, None if not evaluated
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """The result of a run; `samples` is a table, by column."""
+    """The result of a run for MLflow; `samples` maps each column of a table to its values."""
 
     version: int = 0
-    # time of the run's newest version in seconds since the epoch, so that logging again gives the same value
+    # time of the newest version in seconds since the epoch, so that a second logging writes the same value
     when: float = 0.0
     figures: Mapping[str, float] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +86,7 @@ class RunOutcome:
 
 
 def build_run_facts(context: RunContext) -> RunFacts:
-    """Describe any prepared run."""
+    """Collect the description of a prepared run."""
     texts = {"recipe.toml": recipe_of(context, 0), "environment.json": json.dumps(list_versions(), indent=2)}
     return RunFacts(context.config.tracking.study, texts, tuple(_list_prompts(context)), _list_config_changes(context))
 
@@ -97,7 +99,7 @@ def _list_config_changes(context: RunContext) -> ConfigChanges:
 
 
 def list_versions() -> dict[str, str]:
-    """Return the versions of the packages that affect a run's figures most."""
+    """Return the versions of Python, of the platform and of the packages that affect a run's results most."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in PACKAGES:
         try:
@@ -114,7 +116,7 @@ def _list_prompts(context: RunContext) -> Iterator[PromptSourceFacts]:
 
 
 def build_outcome(context: RunContext, summary: Mapping[str, Any]) -> RunOutcome:
-    """Describe the result of a trained run; `summary` comes from `summarize`."""
+    """Collect the result of a trained run; `summary` is the result of `summarize`."""
     newest = context.policies.find(context.policies.newest())
     texts = {"summary.json": json.dumps(without_secrets(summary), indent=2)}
     return RunOutcome(
@@ -128,8 +130,8 @@ def build_outcome(context: RunContext, summary: Mapping[str, Any]) -> RunOutcome
 
 
 def list_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return the closing figures. The idle figures are shares of a stage's time, waste is a share of all tokens, and
-    hours are CPU hours.
+    """Return the figures of a run's summary. `idle_` figures are shares of a stage's time, `waste` is a share of all
+    tokens, and `cpu_hours` are CPU hours.
     """
     accuracy = summary["accuracy"]
     lost, used = summary["discarded_tokens"], summary["tokens"]
@@ -156,7 +158,7 @@ def _list_kept(context: RunContext) -> Iterator[KeptVersion]:
     for number in islice(numbers, MODELS):
         version, held_out = context.policies.find(number), read_evaluation(context.store, number)
         if not context.policies.has_weights(version):
-            continue  # the version was pruned before store.keep_last was raised
+            continue  # the version's weights were deleted before `store.keep_last` was raised
         tags = {
             "rollflow.version": str(number),
             "rollflow.weights": f"{redact(context.store.uri)}/{version.weights[0].path}",
@@ -166,7 +168,7 @@ def _list_kept(context: RunContext) -> Iterator[KeptVersion]:
 
 
 def _sample_responses(context: RunContext, version: PolicyVersion) -> dict[str, list[Any]]:
-    """Sample responses from the batch that a version was trained on."""
+    """Return a table of sample responses from the batch that a version was trained on."""
     if version.batch_entry is None:
         return {}
     file = context.batches.read_commit(version.batch_entry).file

@@ -1,8 +1,8 @@
-"""One run in MLflow: finds or creates the run, and writes to it. Each call may raise the errors of MLflow's client.
+"""Finds or creates a run in MLflow, and writes to it. Each function may raise the errors of MLflow's client.
 
-An experiment holds the runs of a recipe. A study (`tracking.study`, for example a sweep or several seeds) is a parent
-run. The facts that are logged once (see `mlflow_payload`) are logged again if it is unknown whether they arrived;
-logging them twice has the same result as logging them once.
+The runs of one recipe are in one MLflow experiment. A study (`tracking.study`, for example a sweep or several seeds) is
+a parent run in MLflow. If it is unknown whether a run's description or result has arrived, it is logged again, with the
+same effect as once.
 """
 
 from __future__ import annotations
@@ -23,33 +23,32 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel, Run
 
-# otherwise MLflow's client reports each call to MLflow's developers
+# Without this variable, MLflow's client reports each call to MLflow's developers.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 RUN_TAG, KEY_TAG, STUDY_TAG = "rollflow.run_id", "rollflow.run_key", "rollflow.study"
-# prefix of a tag: the number of a log entry follows; the tag's value is the entry's sha256
+# prefix of a tag's name; a log entry's number follows, and the tag's value is the entry's sha256
 ANCHOR_TAG = "rollflow.anchor."
-BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"  # tags which confirm that the facts logged once have arrived
+# tags that are set after the run's description and its result were logged
+BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"
 PARENT_TAG = "mlflow.parentRunId"
-KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # a tag that MLflow's pages before 3.17 require
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # a tag that MLflow's UI before 3.17 requires
 VIEW_TAG, VIEW_NAME = "mlflow.sharedViewState.rollflow", "accuracy, reward, tokens a second"
 COLUMNS = "eval/accuracy", "rollout/reward", "system/tokens_per_second"
 VERSION, EVALUATED, RECOVERIES = "version", "evaluation", "recovery"
 PREFIXES = {VERSION: ("rollout/", "train/", "system/"), EVALUATED: ("eval/",), RECOVERIES: ("recovery/",)}
-# a tag that lists the files which MLflow's pages show as tables
+# `TABLES_TAG` is a tag that lists the JSON files which MLflow's UI shows as tables.
 SAMPLES, TABLES_TAG = "samples.json", "mlflow.loggedArtifacts"
-# `CHANGED` is the prefix of tags of changed keys
+# `CHANGED` is the prefix of the tags that have the new values of changed config keys.
 CHANGES, CHANGES_TAG, CHANGED = "config_changes.json", "rollflow.config_changes", "config."
 PARAMETERS_A_CALL = 100  # largest number of parameters that MLflow accepts in one call
 
 
 @dataclass(frozen=True, slots=True)
 class MetricPoint:
-    """At least one metric of a version, an evaluation or a recovery; `marker` says which of the three the metrics
-    belong to.
+    """Metrics of one version, one evaluation or one recovery; `marker` says which of the three.
 
-    From the steps of logged metrics, a resumed run knows which points were logged, so no metric has to repeat the
-    version.
+    The step of a logged metric is the version's number, so a resumed run can read from MLflow which points were logged.
     """
 
     marker: str
@@ -60,7 +59,9 @@ class MetricPoint:
 
 @dataclass(frozen=True, slots=True)
 class TrackingPlace:
-    """The MLflow that tracking writes to. `artifacts` is given only for a local store."""
+    """The MLflow store and experiment that a run is logged to. `artifacts` is the folder of artifacts of a local store,
+    else None.
+    """
 
     uri: str
     experiment: str
@@ -68,25 +69,26 @@ class TrackingPlace:
 
     @classmethod
     def default(cls, home: Path, experiment: str) -> TrackingPlace:
-        """Return the local place for tracking: SQLite and a folder in the run home."""
+        """Return the default tracking place: an SQLite store and a folder for artifacts in the run home."""
         folder = home.absolute() / "mlflow"
         return cls(f"sqlite:///{folder}/mlflow.db", experiment, folder / "artifacts")
 
 
 @dataclass
 class MlflowRun:
-    """An open MLflow run: the client, the run's ids, and the last version that was logged for each marker."""
+    """An open MLflow run: its client, its ids, and the last version that was logged for each marker."""
 
     client: MlflowClient
     run_id: str
     experiment_id: str
     last: dict[str, int] = field(default_factory=dict)
-    ended: str = ""  # the newest version at the time when the run's end was logged; "yes" in older runs
-    changes: int = 0  # number of config changes that MLflow has
-    anchors: set[int] = field(default_factory=set)  # numbers of the log entries whose hashes MLflow has
+    # newest version when the run's result was logged; "yes" if an older rollflow logged it, "" if not logged
+    ended: str = ""
+    changes: int = 0  # number of config changes that MLflow already has
+    anchors: set[int] = field(default_factory=set)  # numbers of the log entries whose hashes MLflow already has
 
     def log_points(self, points: Sequence[MetricPoint]) -> None:
-        """Log all points in one call, so that all of them arrive or none."""
+        """Log all points in one call, so that either all or none of them arrive."""
         from mlflow.entities import Metric
 
         metrics = []
@@ -96,7 +98,7 @@ class MlflowRun:
         self.client.log_batch(self.run_id, metrics=metrics)
 
     def log_beginning(self, beginning: RunFacts) -> None:
-        """Log the files of the run's description, and the run's prompts as datasets."""
+        """Log the files of a run's description, and its prompts as MLflow datasets."""
         for name, text in beginning.texts.items():
             self.client.log_text(self.run_id, text, name)
         if beginning.prompts:
@@ -104,15 +106,15 @@ class MlflowRun:
         self.client.set_tag(self.run_id, BEGUN_TAG, "yes")
 
     def log_anchor(self, anchor: Anchor) -> None:
-        """Log an entry's hash, unless MLflow already has the hash: an entry never changes."""
+        """Log the hash of a log entry, unless MLflow already has it."""
         if anchor.n not in self.anchors:
             self.client.set_tag(self.run_id, f"{ANCHOR_TAG}{anchor.n:010d}", anchor.sha256)
             self.anchors.add(anchor.n)
 
     def log_ending(self, ending: RunOutcome) -> None:
-        """Log the result's figures, files, samples and kept versions, unless MLflow already has them.
+        """Log the run's final figures, files, samples and stored versions, unless MLflow already has them.
 
-        Figures are logged as tags, because MLflow would show each metric as a plot of one point.
+        Figures are logged as tags, because MLflow would plot each metric as a curve of one point.
         """
         from mlflow.entities import RunTag
 
@@ -130,7 +132,7 @@ class MlflowRun:
         self.ended = str(ending.version)
 
     def log_changes(self, changes: ConfigChanges) -> None:
-        """Log the config changes as a table, files and tags, because a parameter in MLflow keeps its first value."""
+        """Log the changes of the run's config as a table, files and tags; MLflow's parameters cannot change."""
         if changes.count == self.changes:
             return
         for name, text in changes.texts.items():
@@ -172,7 +174,9 @@ class MlflowRun:
 def open_run(
     place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str], beginning: RunFacts
 ) -> MlflowRun:
-    """Find or create the MLflow run of this rollflow run, and log the facts that MLflow does not have yet."""
+    """Find or create the MLflow run of a rollflow run, and log the parts of its description that MLflow does not have
+    yet.
+    """
     from mlflow import MlflowClient
     from mlflow.entities import Param
 
@@ -202,7 +206,7 @@ def open_run(
 
 
 def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
-    """Return the tags of the MLflow run with this key, or an empty mapping if there is no such run.
+    """Return the tags of the MLflow run with this key; return an empty mapping if there is no such run.
 
     Raises:
         Unreachable: MLflow cannot be read.
@@ -225,7 +229,9 @@ def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
 
 
 def _newest_steps(run: Run) -> dict[str, int]:
-    """Return the newest step of each marker's metrics. One call logs either all metrics of a step or none."""
+    """Return the newest logged step of each marker. One metric's step stands for all metrics of a point, because one
+    call logs either all of them or none.
+    """
     metrics = run.data.to_proto().metrics
     steps = {name: [one.step for one in metrics if one.key.startswith(prefix)] for name, prefix in PREFIXES.items()}
     return {name: max(found) for name, found in steps.items() if found}
@@ -237,19 +243,22 @@ def _open_experiment(client: MlflowClient, place: TrackingPlace) -> str:
     if experiment is None:
         location = place.artifacts.as_uri() if place.artifacts is not None else None
         return str(client.create_experiment(place.experiment, artifact_location=location, tags=tags))
-    for tag in tags.keys() - experiment.tags.keys():  # a tag that the user changed is kept
+    # tags that exist are not overwritten, because a user may have changed them
+    for tag in tags.keys() - experiment.tags.keys():
         client.set_experiment_tag(experiment.experiment_id, tag, tags[tag])
     return str(experiment.experiment_id)
 
 
 def _build_view() -> str:
-    """Return a saved view of an experiment's runs, in MLflow's format; MLflow's default view has no metric columns."""
+    """Return a saved view of an experiment's runs in MLflow's format, with columns for the metrics in `COLUMNS`."""
     state = {"selectedColumns": [f"metrics.`{name}`" for name in COLUMNS]}
     return json.dumps({"name": VIEW_NAME, "createdAt": 0, "state": json.dumps(state)})
 
 
 def _open_study(client: MlflowClient, experiment_id: str, name: str) -> str:
-    """Return the run that represents a study: the oldest of that name, if two runs created it at the same time."""
+    """Return the MLflow run that represents a study, and create it if it does not exist; if two processes created one,
+    return the older.
+    """
 
     def found() -> list[str]:
         where, order = f"tags.`{STUDY_TAG}` = '{name}'", ["attributes.start_time ASC"]
@@ -257,7 +266,8 @@ def _open_study(client: MlflowClient, experiment_id: str, name: str) -> str:
 
     if not found():
         made = client.create_run(experiment_id, run_name=name, tags={STUDY_TAG: name})
-        client.set_terminated(made.info.run_id, "FINISHED")  # nothing more is logged to the study's own run
+        # the study's own run has ended, because nothing more is logged to it
+        client.set_terminated(made.info.run_id, "FINISHED")
     return found()[0]
 
 
@@ -269,5 +279,5 @@ def _build_dataset(prompts: PromptSourceFacts):  # type: ignore[no-untyped-def]
 
 
 def _format_table(columns: Mapping[str, Sequence[object]]) -> dict[str, object]:
-    """Return a table in the format of MLflow's pages."""
+    """Return a table in MLflow's format for JSON tables."""
     return {"columns": list(columns), "data": [list(row) for row in zip(*columns.values(), strict=True)]}

@@ -1,6 +1,6 @@
-"""Marks the best version so far in MLflow's model registry by an alias on one of the model's versions.
+"""Registers model versions in MLflow's model registry, and marks the best one with an alias.
 
-A registered version names its run and the folder to which it was exported, and keeps its evaluation as tags.
+A registered version has the folder of its exported weights as its source, and its run and evaluation as tags.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mlflow.exceptions import MlflowException
 from rollflow.flows.services.reachability import redact
 from rollflow.storage.errors import ConfigError, Unreachable
 
-# error codes for a missing model, and for a missing alias in MLflow's own store
+# MLflow's error codes for a missing model and for a missing alias
 NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationScore:
-    """An evaluation: `accuracy` is the share of correct `responses`."""
+    """The result of an evaluation: `accuracy` is the share of correct responses among `responses`."""
 
     accuracy: float
     responses: int
@@ -31,7 +31,7 @@ class EvaluationScore:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredVersion:
-    """A registered version: its number, its run, its score."""
+    """A registered model version: its number, the id of its run, and its evaluation."""
 
     number: str
     run_id: str
@@ -39,11 +39,11 @@ class RegisteredVersion:
 
 
 def z_score(new: EvaluationScore, old: EvaluationScore) -> float:
-    """Return the number of standard errors by which the accuracy of `new` is above that of `old`; 0 if the standard
-    error is 0.
+    """Return the z-score by which the accuracy of `new` exceeds that of `old`; 0 if the standard error is 0.
 
-    z = (p1 - p0) / sqrt(p (1 - p) (1 / n1 + 1 / n0)), with p the share over both: the test of two proportions. The test
-    assumes independent responses. Several samples of one prompt are not quite independent, so the true noise is larger.
+    z = (p1 - p0) / sqrt(p (1 - p) (1 / n1 + 1 / n0)) (two-proportion z-test), where p1 and p0 are the accuracies, n1
+    and n0 the numbers of responses, and p the accuracy over all responses. The test assumes that responses are
+    independent. Responses to the same prompt are not quite independent, so the true standard error is larger.
     """
     total = new.responses + old.responses
     pooled = (new.accuracy * new.responses + old.accuracy * old.responses) / total
@@ -52,7 +52,9 @@ def z_score(new: EvaluationScore, old: EvaluationScore) -> float:
 
 
 class Registry:
-    """The registered model of one recipe. Each call raises `Unreachable` if MLflow fails."""
+    """The registered model of one recipe in MLflow's model registry. Each method raises `Unreachable` if MLflow
+    fails.
+    """
 
     def __init__(self, uri: str, model: str, alias: str) -> None:
         self._uri, self._model, self._alias = uri, model, alias
@@ -60,10 +62,10 @@ class Registry:
             self._client = MlflowClient(uri, uri)
 
     def best(self) -> RegisteredVersion | None:
-        """Return the version that has the alias, or None if no version has the alias yet.
+        """Return the model version that has the alias, or None if there is none.
 
         Raises:
-            ConfigError: a user gave the alias to a version of their own, which has no score.
+            ConfigError: a user gave the alias to another model version, which has no evaluation.
         """
         with self._translate_errors():
             try:
@@ -75,13 +77,13 @@ class Registry:
         return self._read_version(found)
 
     def list_aliases(self) -> set[str]:
-        """Return the runs of all versions that have an alias, including the user's own aliases."""
+        """Return the run ids of all model versions that have an alias, including aliases that a user set."""
         with self._translate_errors():
             numbers = set(self._client.get_registered_model(self._model).aliases.values())
             return {self._client.get_model_version(self._model, str(one)).tags.get("run", "") for one in numbers}
 
     def add(self, folder: str, run_id: str, score: EvaluationScore) -> RegisteredVersion:
-        """Register a version; leave a run that is already registered unchanged."""
+        """Register a model version; if the run is already registered, return its version."""
         with self._translate_errors():
             try:
                 self._client.create_registered_model(self._model)
@@ -95,13 +97,13 @@ class Registry:
             return RegisteredVersion(created.version, run_id, score)
 
     def forget(self, run_id: str) -> None:
-        """Delete the registered versions of a run whose files are deleted."""
+        """Delete the registered model versions of a run; called after the run's files were deleted."""
         with self._translate_errors():
             for version in self._versions_of(run_id):
                 self._client.delete_model_version(self._model, version.version)
 
     def promote(self, version: RegisteredVersion) -> None:
-        """Move the alias to this version."""
+        """Move the alias to this model version."""
         with self._translate_errors():
             self._client.set_registered_model_alias(self._model, self._alias, version.number)
 

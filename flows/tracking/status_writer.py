@@ -1,7 +1,7 @@
-"""Writes the supervisor's view of a run once a second: to `status.json` for users, and to MLflow for comparisons.
+"""Writes a run's status once a second, to `status.json` for users and to MLflow for comparisons.
 
-Status and metrics come from the run's log and from the stages' statuses. No decision of rollflow depends on status or
-metrics.
+The status and metrics are computed from the run's log and from the status of each stage. No decision of rollflow
+depends on `status.json` or on MLflow.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from rollflow.tasks.rollout.evaluation import Evaluation, read_evaluations
 from rollflow.tasks.run.context import RunContext
 
 TELL_SECONDS = 1.0
-MESSAGES = 3  # number of latest messages in the live view
-USAGE_SECONDS = 30.0  # interval at which the actors' CPU seconds are stored
+MESSAGES = 3  # number of messages in the live view, the newest ones
+USAGE_SECONDS = 30.0  # seconds between writes of the actors' CPU usage
 
 
 class LastStages(Protocol):
-    """The supervisor's last view of its stages, and the CPU usage of the stages' actors."""
+    """The last status of each stage, and the CPU usage of the stages' actors."""
 
     @property
     def usage(self) -> CpuUsage: ...
@@ -53,7 +53,7 @@ class LastStages(Protocol):
 
 
 class StatusWriter:
-    """Keeps `status.json` and the MLflow run up to date."""
+    """Keeps `status.json` and the MLflow run of one run up to date."""
 
     def __init__(self, context: RunContext, stages: LastStages, tracker: Tracker) -> None:
         self.context, self.stages, self.tracker = context, stages, tracker
@@ -61,17 +61,17 @@ class StatusWriter:
         self.messages = [change_sentence(one) for one in list_changes(context)]
         self.failure = ""
         self.recoveries = RecoveryLog(context.store)
-        self._recovered = 0  # number of recoveries that were logged to MLflow
-        # The run's age by the wall clock is computed once, so that a later step of the clock cannot change it.
+        self._recovered = 0  # number of recoveries that have been logged to MLflow
+        # The run's age is read from the wall clock only once, so that a change of the clock cannot alter it.
         self._began = time.monotonic() - max(0.0, time.time() - context.created_at)
-        self._before: PolicyVersion | None = None  # the version that was logged to MLflow last
+        self._before: PolicyVersion | None = None  # the version that was last logged to MLflow
         self._evaluated: dict[int, Evaluation] = {}
         self._written_at = 0.0
-        self.no_signal = ""  # a sentence about the newest versions, if they have no learning signal
+        self.no_signal = ""  # a sentence for the user if the newest versions have no learning signal, else ""
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 
     def refresh(self, phase: Phase | None = None) -> None:
-        """Read the new entries of the run's log, log their versions to MLflow, and write the status."""
+        """Read the new entries of the run's log, log new versions to MLflow, and write the status."""
         for version in self.progress.advance():
             if version.number:
                 self.tracker.log_version(version.number, self._metrics_of(version), version.at)
@@ -91,20 +91,22 @@ class StatusWriter:
         self.context.store.put(STATUS, written.to_json().encode())
 
     def note_progress(self, phase: Phase) -> None:
-        """Record that a step of the supervisor itself made progress; write the status at most once a second."""
+        """Write the status, at most once a second, because a step of the supervisor itself made progress."""
         if time.monotonic() - self._written_at > TELL_SECONDS:
             with contextlib.suppress(Unreachable, OSError):
                 self.refresh(phase)
 
     def _metrics_of(self, version: PolicyVersion) -> dict[str, float]:
-        """Return a version's metrics, with `system/` figures except for the first version that a supervisor sees."""
+        """Return a version's metrics, with `system/` figures unless it is the first version that this supervisor
+        sees.
+        """
         if self._before is None:
             return dict(version.metrics)
         return {**version.metrics, **system_figures(self._before, version, self.progress.pause_before(version))}
 
     def _new_evaluations(self) -> list[Evaluation]:
-        """Return the new evaluations; on the first call, the newest evaluations and that of version 0, the baseline of
-        all others.
+        """Return the evaluations since the last call; the first call returns the newest evaluations and that of version
+        0.
         """
         if self._evaluated:
             return read_evaluations(self.context.store, max(self._evaluated))
@@ -131,7 +133,7 @@ class StatusWriter:
 
     @property
     def curves(self) -> Curves:
-        """The curves of the reward plot."""
+        """The points of the reward plot."""
         trained, evaluated = list(self.context.policies.since(1)), read_evaluations(self.context.store)
         return Curves(
             reward=[(v.number, v.metrics["reward"]) for v in trained],
@@ -146,25 +148,25 @@ class StatusWriter:
 
     @property
     def accuracy(self) -> tuple[tuple[int, float], ...]:
-        """Held-out accuracy by version, of version 0 and the newest evaluated versions."""
+        """The held-out accuracy of version 0 and of the newest evaluated versions, as pairs of version and accuracy."""
         points_of = sorted((version, one.accuracy) for version, one in self._evaluated.items())
         return (*points_of[:1], *points_of[1:][-KEPT:])
 
     @property
     def pass_at(self) -> Mapping[int, float]:
-        """pass@k of the newest evaluated version."""
+        """The pass@k of the newest evaluated version, by k."""
         return self._evaluated[max(self._evaluated)].pass_at if self._evaluated else {}
 
     @property
     def figures(self) -> str:
-        """The newest reward and accuracy as a short text."""
+        """The newest reward and held-out accuracy as a short text."""
         status = self.status(self._phase())
         reward = [] if status.reward is None else [f"reward {status.reward:.3f}"]
         held_out = [f"held-out {value:.3f} at {version}" for version, value in status.accuracy[-1:]]
         return ", ".join([*reward, *held_out])
 
     def status(self, phase: Phase) -> RunStatus:
-        """Return the run's status at this moment."""
+        """Return the run's present status."""
         config, progress = self.context.config, self.progress
         trained = progress.domains
         rollout = self.stages.rollout
@@ -199,7 +201,9 @@ class StatusWriter:
 
 
 def points_of(context: RunContext, marker: str, wanted: range) -> Iterator[MetricPoint]:
-    """Yield the points that MLflow gets of these versions or, for the marker `EVALUATED`, of their evaluations."""
+    """Yield the MLflow points of the versions in `wanted`; for the marker `EVALUATED`, yield the points of their
+    evaluations.
+    """
     if marker == EVALUATED:
         for evaluation in read_evaluations(context.store, wanted.start - 1, wanted.stop - 1):
             yield evaluation_point(evaluation.version, evaluation.metrics, time.time())

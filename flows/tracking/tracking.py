@@ -1,18 +1,19 @@
-"""Logs a run to MLflow: parameters, metrics by policy version, the reward plot.
+"""Logs a run to MLflow: its parameters, its metrics by policy version, and the reward plot.
 
-A metric's prefix names its subject: `rollout/` is computed from a batch's trajectories, `train/` from the train step,
-`eval/` from held-out prompts alone. `system/` has time and waste, `recovery/` has restarts (by number, not by version).
-The results of the run are in its tags (`final.accuracy`, ...).
+A metric's prefix says where it comes from: `rollout/` from a batch's trajectories, `train/` from the train step,
+`eval/` from held-out prompts. Metrics with the prefix `system/` measure time and waste; those with `recovery/` measure
+restarts, whose steps are numbers of restarts. The final results of a run are tags of its MLflow run (`final.accuracy`,
+...).
 
-MLflow is only a view, so tracking never delays or ends a run:
-- every method returns at once; one thread imports MLflow (which takes seconds), opens the store (which takes seconds if
-  the store is new) and writes many versions in one call;
-- a failure of MLflow, its database or its server is recorded in `warnings` and counted in `failures`. The unwritten
-  data is kept and written with the next write. Only `flush` and `finish` wait, within a deadline.
+Tracking never delays or ends a run:
+- every method except `flush` and `finish` returns immediately; one thread imports MLflow, opens the store and writes
+  many versions in one call;
+- a failure of MLflow, its database or its server is appended to `warnings` and counted in `failures`. Data that could
+  not be written is written with the next data. `flush` and `finish` wait, but only until a deadline.
 
-No point is logged twice. When the run is opened (or opened again after a failure), the last logged version is read back
-from MLflow: versions up to the last logged one are skipped, and `missed` gives later versions that nobody has logged.
-Callers log a version after it is committed.
+No metric is logged twice. When the MLflow run is opened, the last logged version is read from MLflow: earlier versions
+are not logged again, and `missed` returns the later versions that were not logged. Callers log a version only after it
+is committed.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from rollflow.flows.views.parameters import flatten
 from rollflow.storage.audit.anchors import Anchor
 from rollflow.storage.errors import RollflowError
 
-VIEW = "?workflowType=machine_learning"  # otherwise MLflow's pages show GenAI traces, and a run has no such traces
+VIEW = "?workflowType=machine_learning"  # query that makes MLflow's UI show metrics; by default it shows GenAI traces
 ROLLOUT = ("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_")
 SYSTEM = ("wait_seconds", "step_seconds", "publish_seconds", "tokens_per_second", "idle", "waste")
-METRICS_A_CALL = 900  # largest number of metrics in one call; MLflow accepts 1,000
+METRICS_A_CALL = 900  # largest number of metrics that are logged in one call; MLflow accepts 1,000
 KEPT_POINTS = 10_000
 STOP = object()
 
@@ -56,8 +57,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The curves of the reward plot, by version: mean training reward, held-out accuracy (and
-    pass@k), mean staleness.
+    """The curves of the reward plot, as pairs of version and value: mean training reward, held-out accuracy and pass@k,
+    mean staleness.
     """
 
     reward: Sequence[tuple[int, float]] = ()
@@ -68,7 +69,7 @@ class Curves:
 
 
 class Tracker:
-    """The MLflow run of one rollflow run."""
+    """Logs one rollflow run to its MLflow run, in a thread."""
 
     def __init__(
         self,
@@ -79,12 +80,13 @@ class Tracker:
         missed: Callable[[str, range], Iterable[MetricPoint]] = lambda marker, versions: (),
         beginning: RunFacts | None = None,
     ) -> None:
-        """Open the MLflow run in the background.
+        """Start the thread that opens the MLflow run.
 
         Args:
-            key: distinguishes this run from a run of the same name in another store.
-            missed: returns the points that nobody has logged.
-            beginning: the facts that are logged once, at the start.
+            key: a key that tells this run from a run of the same name in another store.
+            missed: a function that returns the points of given versions; it is called for versions that were not
+            logged.
+            beginning: the run's description, which is logged once.
         """
         self.place = place
         self.tags = {RUN_TAG: run_id, KEY_TAG: key or run_id}
@@ -95,48 +97,44 @@ class Tracker:
         self._pending: list[MetricPoint] = []
         self._finished = False
         self._queue: queue.Queue[Any] = queue.Queue()
-        # The thread is a daemon, so that a tracking server that hangs does not keep the process from ending.
+        # A daemon thread does not keep the process from ending if a tracking server hangs.
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
         self._thread.start()
-        # opens the MLflow run at once, so that the import of MLflow overlaps the start of the training run
+        # The first item makes the thread open the MLflow run, so that MLflow is imported while the run starts.
         self._queue.put(lambda: None)
 
     def log_version(self, version: int, metrics: Mapping[str, float], when: float) -> None:
-        """Log the metrics of a committed version (`when`: seconds since the epoch)."""
+        """Log the metrics of a committed version; `when` is in seconds since the epoch."""
         self._queue.put(version_point(version, metrics, when))
 
     def log_evaluation(self, version: int, metrics: Mapping[str, float], when: float) -> None:
-        """Log a version's evaluation on held-out prompts."""
+        """Log the evaluation of a version on held-out prompts."""
         self._queue.put(evaluation_point(version, metrics, when))
 
     def log_recovery(self, number: int, metrics: Mapping[str, float], when: float) -> None:
-        """Log a recovery, the `number`-th of the run (from 1)."""
+        """Log the metrics of a recovery; the run's first recovery has the number 1."""
         self._queue.put(MetricPoint(RECOVERIES, number, {f"recovery/{name}": v for name, v in metrics.items()}, when))
 
     def log_reward_plot(self, curves: Curves, path: Path) -> None:
-        """Draw the curves to `path` (PNG) and log it as the artifact `reward.png`."""
+        """Draw the reward plot to `path`, and log the file as an artifact."""
         self._queue.put(lambda: self._log_plot(curves, path))
 
     def log_anchor(self, anchor: Anchor) -> None:
-        """Log the hash of one of the run's entries."""
+        """Log the hash of one entry of the run's log."""
         self._queue.put(lambda: self._log_anchor(anchor))
 
     def log_ending(self, ending: RunOutcome) -> None:
-        """Log the result of the run, unless it is already logged."""
+        """Log the run's result, unless MLflow already has it."""
         self._queue.put(lambda: self._log_ending(ending))
 
     def flush(self, deadline_seconds: float = 10.0) -> bool:
-        """Wait until everything that was handed over is written or has failed; return False if the deadline came
-        first.
-        """
+        """Wait until all data so far is written or has failed; return False if this takes too long."""
         done = threading.Event()
         self._queue.put(done.set)
         return done.wait(deadline_seconds)
 
     def finish(self, status: Status, deadline_seconds: float = 20.0) -> bool:
-        """Write the remaining data, close the MLflow run and end the thread; return False if the deadline came
-        first.
-        """
+        """Write the remaining data, close the MLflow run and end the thread; return False if this takes too long."""
         self._queue.put(lambda: self._terminate(status))
         self._queue.put(STOP)
         self._thread.join(deadline_seconds)
@@ -146,13 +144,13 @@ class Tracker:
 
     @property
     def page(self) -> str:
-        """The page of the run: an address, or the command that shows a local store."""
+        """The address of the run's page in MLflow, or the command that shows a local store."""
         if not self.place.uri.startswith("http"):
             return f"mlflow ui --backend-store-uri {redact(self.place.uri)}"
         return self.page_on(redact(self.place.uri))
 
     def page_on(self, server: str) -> str:
-        """Return the run's address on an MLflow server that shows this store."""
+        """Return the address of the run's page on an MLflow server that shows this store."""
         where = f"/{self._open.experiment_id}/runs/{self._open.run_id}" if self._open else ""
         return f"{server.rstrip('/')}/#/experiments{where}{VIEW}"
 
@@ -164,7 +162,7 @@ class Tracker:
             with contextlib.suppress(queue.Empty):
                 while True:
                     items.append(self._queue.get_nowait())
-            # points that follow each other are collected, and written in one call before the next action
+            # Consecutive points are collected and written in one call, before the next action.
             for item in items:
                 if isinstance(item, MetricPoint):
                     self._pending.append(item)
@@ -186,7 +184,7 @@ class Tracker:
                     run.last[point.marker] = max(point.version, run.last.get(point.marker, -1))
             self._pending.clear()
             return
-        self._open = None  # reopening the run before the next try reads back which points arrived
+        self._open = None  # the next try opens the run again, and reads from MLflow which points have arrived
         if len(self._pending) > KEPT_POINTS:
             self._warn(
                 f"{len(self._pending) - KEPT_POINTS} points were dropped, because MLflow has not answered for too long"
@@ -194,8 +192,8 @@ class Tracker:
             del self._pending[:-KEPT_POINTS]
 
     def _missed_points(self, run: MlflowRun, new: Sequence[MetricPoint]) -> Iterator[MetricPoint]:
-        """Yield the points between the last point in MLflow and the first of `new`, which belong to a time without a
-        supervisor.
+        """Yield the points that lie between the last point in MLflow and the first of `new`, because no supervisor ran
+        then.
         """
         for marker in (VERSION, EVALUATED):
             first = min((point.version for point in new if point.marker == marker), default=0)
@@ -247,8 +245,8 @@ class Tracker:
 
 
 def import_early() -> None:
-    """Import what a tracker with a local store needs, before this process is forked."""
-    with contextlib.suppress(ImportError):  # the tracker itself reports a failure
+    """Import the modules that a tracker with a local store needs, before this process is forked."""
+    with contextlib.suppress(ImportError):  # the tracker reports the failure later
         for module in ("mlflow.tracking.client", "mlflow.store.tracking.sqlalchemy_store"):
             import_module(module)
 
@@ -262,24 +260,26 @@ def _tracking_errors() -> tuple[type[Exception], ...]:
 
 
 def version_point(version: int, metrics: Mapping[str, float], when: float) -> MetricPoint:
-    """Return the point that MLflow gets of a version."""
+    """Return the MLflow point of a version's metrics."""
     return MetricPoint(VERSION, version, {shown_name(name): value for name, value in metrics.items()}, when)
 
 
 def evaluation_point(version: int, metrics: Mapping[str, float], when: float) -> MetricPoint:
-    """Return the point that MLflow gets of an evaluation."""
+    """Return the MLflow point of an evaluation's metrics."""
     return MetricPoint(EVALUATED, version, {f"eval/{name}": value for name, value in metrics.items()}, when)
 
 
 def shown_name(metric: str) -> str:
-    """Return the name that a version's metric has in MLflow."""
+    """Return the name of a version's metric in MLflow, with its prefix."""
     if metric in SYSTEM:
         return f"system/{metric}"
     return f"rollout/{metric}" if metric.startswith(ROLLOUT) else f"train/{metric}"
 
 
 def _split_calls(points: Iterable[MetricPoint]) -> Iterator[list[MetricPoint]]:
-    """Split points into calls at version boundaries: a call is all or nothing, so no version is logged in part."""
+    """Split points into groups for one MLflow call each, without splitting a point: a call is logged completely or not
+    at all.
+    """
     chunk: list[MetricPoint] = []
     size = 0
     for point in points:
@@ -293,7 +293,7 @@ def _split_calls(points: Iterable[MetricPoint]) -> Iterator[list[MetricPoint]]:
 
 
 def draw_curves(curves: Curves, path: Path) -> None:
-    """Draw reward and held-out accuracy above, staleness below."""
+    """Draw a plot to `path`: training reward and held-out accuracy in the upper half, staleness in the lower half."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained", dpi=120)
@@ -305,7 +305,7 @@ def draw_curves(curves: Curves, path: Path) -> None:
         upper.plot(*zip(*curves.accuracy, strict=True), "o-", color="#d1622b", label="held-out accuracy")
     for k, points in curves.pass_at.items():
         upper.plot(*zip(*points, strict=True), "--", color="#d1622b", linewidth=1, label=f"held-out pass@{k}")
-    lowest = min([0.0, *(reward for _, reward in curves.reward)])  # a reward is below 0 if a format penalty applies
+    lowest = min([0.0, *(reward for _, reward in curves.reward)])  # a reward may be below 0 because of a format penalty
     upper.set(ylabel="reward, accuracy", ylim=(lowest, 1.02), title=curves.title)
     if curves.reward or curves.accuracy:
         upper.legend(loc="lower right", frameon=False)
