@@ -1,10 +1,9 @@
 """Converts trajectory groups to the raw bytes of Arrow columns, so that groups are joined by joining bytes.
 
 A group is packed as soon as it is complete, while other groups are still generated. A commit only has to join bytes.
-For R rows each field of the schema gives one or two parts, in the schema's order:
-
-- a number field: one part with R values;
-- a text or list field: R lengths (int32), then the concatenated contents of all rows (one byte per boolean).
+Each field of the schema is packed into one or two byte strings, called parts. A number field has one part, which is the
+values of all rows. A text or list field has two parts: the length of each row (int32), and the concatenated contents of
+all rows, with one byte per boolean.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ WHOLE: dict[pa.DataType, type[TokenArray[Any]]] = {
     pa.int32(): Int32s,
     pa.int64(): Int64s,
 }  # for few rows, token arrays pack these types faster than NumPy
-LONG = 1 << 20  # bytes; columns of this size or more are joined in Arrow's own memory
+LONG = 1 << 20  # size in bytes from which on the parts of a column are joined in Arrow's memory pool
 MOST = np.iinfo(LENGTH).max  # the largest number of values in a column: Arrow's offsets have 32 bits
 
 
 def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[bytes, ...]:
-    """Return the rows of the groups as the parts of all columns, in the schema's order."""
+    """Pack the rows of the groups; return the parts of all columns, in the schema's order."""
     rows = [trajectory for group in groups for trajectory in group.trajectories]
     same: dict[str, list[Any]] = {
         "index": [g.key.prompt for g in groups for _ in g.trajectories],
@@ -51,7 +50,7 @@ def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[byte
 
 
 def _parts(kind: pa.DataType, rows: list[Any]) -> list[bytes]:
-    """Return the parts of one column. Rows that are `TokenArray` already are joined without conversion."""
+    """Return the parts of one column. Rows that are token arrays are joined without conversion."""
     if kind in WHOLE:
         return [WHOLE[kind].of(rows).data]
     if kind in NUMBERS:
@@ -68,12 +67,12 @@ def _lengths(rows: Sequence[Any]) -> bytes:
 
 
 def count_rows(parts: tuple[bytes, ...]) -> int:
-    """Return the number of rows behind the parts of `parts_of`; the first column has a number of 8 bytes."""
+    """Return the number of rows in a result of `parts_of`, whose first part has 8 bytes per row."""
     return len(parts[0]) // 8
 
 
 def join_rows(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Table:
-    """Build one table in a single chunk from the parts of at least one sequence of groups.
+    """Build one table, in a single chunk, from one or more results of `parts_of`.
 
     Raises:
         OverflowError: a column has more values than Arrow's 32-bit offsets can address.
@@ -83,7 +82,9 @@ def join_rows(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Tabl
 
 
 def _join_parts(parts: Sequence[bytes]) -> bytes | pa.Buffer:
-    """Concatenate parts. Long parts use Arrow's memory pool: fresh pages cost more than the copy."""
+    """Concatenate parts. Long parts are joined in Arrow's memory pool, because fresh memory pages take longer than the
+    copy.
+    """
     size = sum(map(len, parts))
     if size < LONG:
         return b"".join(parts)

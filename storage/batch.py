@@ -4,7 +4,7 @@ One row is one trajectory. The rows of a group are adjacent, and groups keep the
 *file* format: a truncated file always fails to open, while a truncated stream may not. Reads are zero-copy: the columns
 are views of the buffer from which the batch was opened.
 
-A batch has every column of `SCHEMA`, and those of `optional_columns` that have a value in at least one row.
+A batch has every column of `SCHEMA`, and each column of `optional_columns` that has a value in at least one row.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ SCHEMA = pa.schema(
 
 
 def schema_with(names: Collection[str]) -> pa.Schema:
-    """Return `SCHEMA` with these optional columns; other names are ignored."""
+    """Return `SCHEMA` with the optional columns of these names; names of other columns are ignored."""
     return pa.schema([*SCHEMA, *optional_columns.fields(names)], metadata=SCHEMA.metadata)
 
 
 @dataclass(frozen=True)
 class TrajectoryBatch:
-    """A batch of groups as one Arrow table with the schema of `schema_with`."""
+    """A batch of groups as one Arrow table, with a schema that `schema_with` returns."""
 
     table: pa.Table
 
@@ -67,7 +67,7 @@ class TrajectoryBatch:
         return cls(pa.table([*table.columns, *more.values()], schema=schema_with(more)) if more else table)
 
     def to_pieces(self) -> list[memoryview]:
-        """Return the Arrow IPC file of this batch as its headers and views of its columns, in file order."""
+        """Return the Arrow IPC file of this batch as a list of buffers, in file order; the columns are not copied."""
         pieces = _Pieces()
         with pa.ipc.new_file(pa.PythonFile(pieces, mode="w"), self.table.schema) as writer:
             writer.write_table(self.table.combine_chunks())
@@ -82,7 +82,7 @@ class TrajectoryBatch:
         """Open an Arrow IPC file without copying it.
 
         Raises:
-            Corrupt: the bytes are no Arrow file, the schema is not one of a batch, or a column is damaged.
+            Corrupt: the bytes are not an Arrow file, the schema is not that of a batch, or a column is damaged.
         """
         try:
             table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
@@ -125,7 +125,7 @@ class TrajectoryBatch:
 
     @property
     def branches(self) -> list[bool]:
-        """True for each row that is a branch of another row; the other rows are one for each episode."""
+        """One value per row: true if the row's trajectory is a branch of another trajectory."""
         column = self.optional("branch")
         return [False] * len(self) if column is None else [*column.is_valid().to_pylist()]
 
@@ -136,7 +136,7 @@ class TrajectoryBatch:
 
     @property
     def foreign_parts(self) -> list[tuple[PlacedPart, ...]]:
-        """The parts of each row that are no tokens."""
+        """The foreign parts, such as images, of each row."""
         column = self.optional("foreign_parts")
         return [()] * len(self) if column is None else optional_columns.read_parts(column)
 
@@ -180,7 +180,7 @@ def _pack(group: TrajectoryGroup) -> tuple[tuple[bytes, ...], optional_columns.A
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:
-    """Convert one row of a batch to a record."""
+    """Convert one row of a batch to a `Trajectory`."""
     names = [name for name in SCHEMA.names if name not in ("index", "attempt", "prompt_id", "domain")]
     fields = {name: row[name] for name in names}
     for name in ("tokens", "loss_mask", "logprobs", "versions"):

@@ -1,13 +1,13 @@
-"""The channel: passes committed batches to the learner, and announces published versions to the scheduler.
+"""The channel passes committed batches to the learner, and announces published versions to the scheduler.
 
 The channel is a cache of the trajectory store. Every batch in the channel is committed in the run's log.
 
-- Bounded: the channel holds at most `capacity` unacknowledged batches; `put` waits for room, with a deadline.
+- Bounded: the channel contains at most `capacity` unacknowledged batches; if it is full, `put` waits until a deadline.
 - Version-aware: batch b is leased only to train version b. An acknowledgement of batch b drops all batches up to b.
 - Entry-aware: a lease returns the batch of the log's newest entry with that number, never a voided batch.
 - Lease and acknowledge: a leased batch stays until it is acknowledged, so a restarted learner gets the same batch.
-- Idempotent: `put`, `ack` and `announce` may be repeated, because Ray's retries are at-least-once.
-- Replaceable: a batch that the channel does not hold is read from the store, so losing the channel loses no batch.
+- Idempotent: `put`, `ack` and `announce` may be repeated, because Ray may repeat a call.
+- Replaceable: a batch that is not in the channel is read from the store, so losing the channel loses no batch.
 
     scheduler --put--> [ b | b+1 | b+2 ] --lease--> learner
     scheduler <--wait_version-- newest version <--ack, announce-- learner
@@ -41,7 +41,7 @@ class Source(Protocol[Refilled]):
 
 
 class Channel(Generic[Payload]):
-    """A bounded cache of committed batches, with waits. The module's docstring lists the guarantees."""
+    """A bounded cache of committed batches, as the module's docstring describes."""
 
     def __init__(self, capacity: int, source: Source[Payload], version: int = -1) -> None:
         self.capacity = capacity
@@ -53,7 +53,7 @@ class Channel(Generic[Payload]):
 
     @property
     def waiting(self) -> int:
-        """The number of batches that are held and not acknowledged."""
+        """The number of batches in the channel that are not acknowledged yet."""
         return len(self._batches)
 
     async def put(self, number: int, payload: Payload, deadline: float, entry: int = 0) -> None:
@@ -69,14 +69,14 @@ class Channel(Generic[Payload]):
                 self._changed.notify_all()
 
     async def lease(self, number: int, deadline: float, *, afresh: bool = False) -> Payload:
-        """Return batch `number` from the cache or the store; the channel holds it until it is acknowledged.
+        """Return batch `number` from the cache or the store; the batch stays cached until it is acknowledged.
 
         Args:
             afresh: drop the cached copy of the batch, and read the batch from the store.
 
         Raises:
             TimeoutError: the batch was not committed within `deadline` seconds.
-            Corrupt: the bytes of the batch differ from the committed ones.
+            Corrupt: the bytes of the batch differ from the committed bytes.
         """
         if afresh:
             self._batches.pop(number, None)

@@ -1,11 +1,12 @@
-"""What a policy reads: an ordered list of parts.
+"""Defines the input of a policy: an ordered list of parts.
 
-A part is an array of tokens, or a *foreign part*: something else, such as an image, named by the hash of its content. A
-foreign part takes a number of positions in the policy's context. The engines and learners of this release
-read tokens alone, and refuse an input with a foreign part.
+A part is either an array of tokens or a *foreign part*, such as an image, which is named by the hash of its content. A
+foreign part occupies one or more positions in the policy's context. The engines and learners of this release read
+tokens alone, and refuse an input with a foreign part.
 
-An input is held, stored and sent in its flat form: one number for each of T positions, with `NO_TOKEN` at the positions
-of foreign parts, and the foreign parts with their places. The flat form of tokens is the token array itself.
+An input is stored and sent in its flat form: an array with one number for each position, and a list of the foreign
+parts with their positions. The array contains `NO_TOKEN` at each position of a foreign part. The flat form of an input
+without foreign parts is the token array itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class ForeignPart:
-    """A part that is no tokens. `kind` says what it is ("image"), `sha256` names its content."""
+    """A part of an input that is not tokens. `kind` is the type of the part, such as "image", and `sha256` is the hash
+    of its content.
+    """
 
     kind: str
     sha256: str
@@ -41,10 +44,10 @@ Part: TypeAlias = Int32s | ForeignPart
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """An immutable list of parts, in order, held in its flat form. Equal inputs have equal parts."""
+    """An immutable, ordered list of parts, stored in its flat form. Two inputs are equal if their parts are equal."""
 
-    flat: Int32s  # (T,) tokens, with `NO_TOKEN` at each position of a foreign part
-    placed: tuple[PlacedPart, ...] = ()  # foreign parts with their places, in order
+    flat: Int32s  # tokens by position, with `NO_TOKEN` at each position of a foreign part
+    placed: tuple[PlacedPart, ...] = ()  # foreign parts with their positions, in order
 
     @classmethod
     def of(cls, tokens: Iterable[int]) -> ModelInput:
@@ -57,7 +60,7 @@ class ModelInput:
 
     @classmethod
     def from_parts(cls, parts: Iterable[Part]) -> ModelInput:
-        """Create an input from its parts. Token parts that follow each other become one part."""
+        """Create an input from its parts. Adjacent token parts are merged into one part."""
         arrays, placed, position = list[Int32s](), list[PlacedPart](), 0
         for part in parts:
             if isinstance(part, ForeignPart):
@@ -84,7 +87,7 @@ class ModelInput:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts, in order. Token parts are not empty, and two of them never follow each other."""
+        """The parts, in order. No token part is empty, and no two token parts are adjacent."""
         found, end = list[Part](), 0
         for position, part in self.placed:
             found += [self.flat[end:position], part]
@@ -93,16 +96,16 @@ class ModelInput:
 
     @property
     def length(self) -> int:
-        """T, the number of positions in the policy's context."""
+        """The number of positions that the input occupies in the policy's context."""
         return len(self.flat)
 
     @property
     def tokens(self) -> Int32s:
-        """The tokens of an input that is tokens alone. Raises `ConfigError` for another input."""
+        """The input's tokens. Raises `ConfigError` if the input has a foreign part."""
         return self.read_tokens("this part of rollflow")
 
     def read_tokens(self, reader: str) -> Int32s:
-        """Return the tokens for a reader that can read tokens alone.
+        """Return the input's tokens, for a reader that cannot read foreign parts.
 
         Raises:
             ConfigError: the input has a foreign part; the message names the reader and the part.

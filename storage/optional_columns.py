@@ -1,7 +1,7 @@
-"""The optional columns of a trajectory batch: values that only some runs record.
+"""Packs and reads the optional columns of a trajectory batch, whose values only some runs record.
 
 - A row without a value has a null. A column without any value is absent from the batch, so a batch without optional
-  values is the same file as before these columns existed.
+  values has the same bytes as a batch of a release without optional columns.
 - A group is packed into Arrow arrays as soon as it is complete, so that a commit only joins arrays.
 """
 
@@ -50,7 +50,7 @@ def pack(rows: Sequence[Trajectory]) -> Arrays:
 
 
 def join(groups: Sequence[tuple[int, Arrays]]) -> dict[str, pa.Array]:
-    """Join the arrays of groups, in the order of `COLUMNS`; a group is its number of rows, and its arrays.
+    """Join the arrays of several groups, each given as its number of rows and its arrays; return one array per column.
 
     Raises:
         OverflowError: a column has more values than Arrow's 32-bit offsets can address.
@@ -74,26 +74,26 @@ def _fill(field: pa.Field, groups: Sequence[tuple[int, Arrays]]) -> list[pa.Arra
 
 
 def fields(names: Collection[str]) -> list[pa.Field]:
-    """Return the fields of these columns, in the order of `COLUMNS`."""
+    """Return the fields of the optional columns with these names, in the order of `COLUMNS`."""
     return [field for field in COLUMNS if field.name in names]
 
 
 def has_inner_nulls(column: pa.Array) -> bool:
-    """Return whether a value of the column has a part without a value, which no batch of ours has."""
+    """Return whether a value of the column contains a null, which rollflow never writes."""
     return any(part.null_count > 0 or has_inner_nulls(part) for part in _parts(column))
 
 
 def read(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the values of one row, as Arrow returns them, to those of a `Trajectory`.
+    """Convert the optional values of one row from Arrow's types to the types of a `Trajectory`.
 
     Raises:
-        Corrupt: a value is none that a trajectory can have.
+        Corrupt: the row has a value that no trajectory can have.
     """
     return {name: _READERS[name](row[name]) for name in NAMES if row.get(name) is not None}
 
 
 def read_outcome(name: str) -> Outcome:
-    """Convert a stored outcome; raise `Corrupt` if it is not in the set."""
+    """Convert the stored name of an outcome to an `Outcome`; raise `Corrupt` if there is no such outcome."""
     try:
         return Outcome(name)
     except ValueError:
@@ -121,7 +121,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _build(kind: pa.DataType, rows: Sequence[Any]) -> pa.Array:
-    """Build one column. Numbers are joined as bytes; the other types have few values in a row."""
+    """Build one column. Numbers are joined as bytes; values of other types are few, and are converted one by one."""
     if pa.types.is_map(kind):
         return pa.array([None if row is None else list(row.items()) for row in rows], kind)
     if pa.types.is_struct(kind):
@@ -162,7 +162,7 @@ def _array(kind: pa.DataType, arrays: Iterable[TokenArray[Any]]) -> pa.Array:
 
 
 def _parts(column: pa.Array) -> list[pa.Array]:
-    """Return the arrays of which the values of a column consist, without those below a null."""
+    """Return the child arrays of a column, without the elements of values that are null."""
     if pa.types.is_map(column.type):
         return [column.items]
     if pa.types.is_list(column.type):

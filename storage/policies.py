@@ -1,12 +1,13 @@
-"""The policy versions of a run. A version is one log entry, written after every object that the entry names.
+"""Publishes, finds, reads and prunes the policy versions of a run. A version is published by one log entry, which is
+written after every object that the entry names.
 
 A version's entry commits three things together: the weights, the learner's state, and the batch that was trained on.
 The version's entry names the batch's entry, which lists the consumed and the discarded groups. The path of an object
 contains its writer's claim (`policies/<v>/<claim>/...`), so a deposed learner overwrites nothing. Several objects are
 transferred at a time, and every read is checked against the sha256 in the entry.
 
-The run's state holds the entries of versions that may still be pruned. Older versions are found by bisection, because
-each entry records the newest version at the time of that entry.
+The run's state holds the entries of versions that may still be pruned. Older versions are found by bisection of the
+log, because each entry records the newest version at the time of that entry.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rollflow.storage.records import StoredObject
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MOVERS = 4  # objects that are hashed and transferred at a time
+MOVERS = 4  # number of objects that are hashed and transferred at a time
 
 Put = Callable[[str, ObjectStore, str], StoredObject]  # (name, store, path) -> the stored object
 
@@ -68,15 +69,17 @@ class PolicyVersion:
 
     @property
     def sha256(self) -> str:
-        """The sha256 of the joined hashes of the weight files, in order (not a file's own hash, even for one file)."""
+        """The sha256 of the concatenated hashes of the weight files; for a single file this is not the file's own
+        hash.
+        """
         return hashlib.sha256("".join(stored.sha256 for stored in self.weights).encode()).hexdigest()
 
 
 class PolicyStore:
-    """Publishes, finds, reads and prunes the versions of one run. The module's docstring lists the guarantees."""
+    """Publishes, finds, reads and prunes the versions of one run, as the module's docstring describes."""
 
     def __init__(self, log: Log, in_use: Callable[[int], bool] = lambda version: False) -> None:
-        """Open the policy store. Weights of a version are not pruned while `in_use` is true for that version."""
+        """Open the policy store. The weights of a version are not pruned while `in_use(version)` returns true."""
         self.log, self.store, self._in_use = log, log.store, in_use
         self._held: HeldFolder | None = None  # the fetched weights of the last `weights_folder` call
 
@@ -108,7 +111,7 @@ class PolicyStore:
 
         Raises:
             Deposed: the run has another learner now.
-            Refused: the version is not the next one, or the version's batch was voided meanwhile.
+            EntryRefused: the version is not the next version, or the version's batch was voided meanwhile.
         """
 
         def body(state: RunState, _: object) -> Body:
@@ -117,7 +120,8 @@ class PolicyStore:
         return PolicyVersion.of(writer.append(body))
 
     def prune(self, writer: Writer) -> tuple[tuple[int, Kind], ...]:
-        """Prune the objects that retention releases, first in the log, then in storage; return their version and kind.
+        """Prune the objects that the retention rules release, in the log and then in storage; return their versions and
+        kinds.
 
         A version whose entry cannot be read keeps its objects; the other versions are pruned.
         """
@@ -170,7 +174,7 @@ class PolicyStore:
         """Read an object and check it against the entry that names it; a local object is memory-mapped.
 
         Raises:
-            Corrupt: the object is missing or differs.
+            Corrupt: the object is missing, or differs from what its entry committed.
         """
         local = self.store.local_path(stored.path)
         try:
@@ -184,7 +188,7 @@ class PolicyStore:
         """Return a local file of an object, checked against its log entry: the store's own file, or a copy in `folder`.
 
         Raises:
-            Corrupt: the object is missing or differs.
+            Corrupt: the object is missing, or differs from what its entry committed.
         """
         path = self.store.local_path(stored.path)
         try:
@@ -201,13 +205,14 @@ class PolicyStore:
     def weights_folder(self, version: PolicyVersion, cache: Path) -> Path:
         """Return a local folder with the version's safetensors files: the store's own folder, or a fetched copy.
 
-        Each node checks the files once. `cache` is the node's cache folder, for all its processes and runs. A fetched
-        copy stays until this method is called for another version.
+        Each node checks the hashes of the files once. `cache` is the cache folder that all processes and runs of a node
+        share. A fetched copy stays until this method is called for another version.
         """
         local = self.store.local_path(version.weights[0].path)
         name = f"{version.number:08d}-{version.sha256[:12]}"
         node = NodeCache(cache, self.store.uri, self.store.patience)
-        if local is not None:  # an empty cache folder records that the store's files were checked
+        # the files are used in place; an empty folder in the cache records that they were checked
+        if local is not None:
             node.hold(name, lambda _: self._check_all(version), lambda _: _is_complete(local.parent, version))
             return local.parent
         self._held = node.hold(
@@ -267,8 +272,8 @@ def _check(stored: StoredObject, size: int, sha256: str) -> None:
 
 
 def _is_complete(folder: Path, version: PolicyVersion) -> bool:
-    """Return whether all files exist with their sizes; they were hashed when fetched, and the engines' probe would
-    reveal later damage.
+    """Return whether all weight files exist and have their committed sizes. The files were hashed when they were
+    fetched, and the engines' probe detects later damage.
     """
     try:
         return all((folder / Path(stored.path).name).stat().st_size == stored.size for stored in version.weights)

@@ -1,8 +1,7 @@
 """Immutable arrays of numbers as raw bytes, in the layout that Arrow uses.
 
-A tuple of Python numbers takes 30 to 60 bytes per number, and every process that pickles it pays per number. A token
-array takes four bytes per token, and is sliced, joined and pickled as bytes. A token array can be read like any
-sequence of numbers.
+A tuple of Python numbers takes 30 to 60 bytes per number, and is pickled number by number. A token array takes four
+bytes per token, and is sliced, joined and pickled as bytes. A token array can be read like any sequence of numbers.
 """
 
 from __future__ import annotations
@@ -20,26 +19,28 @@ from numpy.typing import NDArray
 
 Number = TypeVar("Number", int, float, bool)
 ANY_TOKEN = 1 << 31  # a bound above every token id, because a token id fits into a signed 32-bit integer
-LENGTHS = 4096  # the number of row lengths whose packers are cached
+LENGTHS = 4096  # largest number of cached `struct` packers; there is one for each row length
 
 
 class TokenArray(Sequence[Number]):
-    """N immutable numbers of one type. An array equals a sequence whose numbers, rounded to the type, are the same."""
+    """An immutable array of numbers of one type. It equals a sequence whose numbers, rounded to this type, are the
+    same.
+    """
 
     __slots__ = ("data",)
     code: ClassVar[str]  # the format character of `struct`
     size: ClassVar[int]  # bytes per number
 
     def __init__(self, data: bytes = b"") -> None:
-        """Wrap `data`: the bytes of the numbers in the machine's byte order."""
+        """Create an array of `data`, the bytes of its numbers in the machine's byte order."""
         self.data = data
 
     @classmethod
     def of(cls, numbers: Iterable[Number]) -> Self:
-        """Convert numbers; an array of this type is returned without a copy.
+        """Convert numbers to an array; an array of this type is returned without a copy.
 
         Raises:
-            TypeError: an item is no number of this type.
+            TypeError: an item is not a number of this type.
         """
         if type(numbers) is cls:
             return numbers
@@ -151,7 +152,9 @@ class Bools(TokenArray[bool]):
 
 @dataclass(frozen=True, slots=True)
 class TokenSets:
-    """N sets of tokens: set n has `counts[n]` of the tokens in `tokens`, which holds the sets one after the other."""
+    """A sequence of token sets. Set n contains `counts[n]` tokens, and `tokens` lists the tokens of all sets in
+    order.
+    """
 
     counts: Int32s
     tokens: Int32s

@@ -1,9 +1,10 @@
-"""The trajectory batches of a run. Batch b trains version b into version b + 1.
+"""Commits, reads and voids the trajectory batches of a run. Version b is trained on batch b to become version b + 1.
 
-A commit writes the Arrow file first, then the log entry that names it; without the entry there is no batch. An entry
-voids a batch if its file is damaged or holds a value that is not finite, and no version was trained on it. After a
-void, the batch's groups are issued again and the batch is formed again. Several entries may commit the same batch
-number, so a batch is identified by its number and its entry. The file of a voided batch stays in storage.
+A commit writes the Arrow file first, then the log entry that names it; without the entry there is no batch. A log entry
+voids a batch if its file is damaged, or if a value in it or computed from it is not finite. A batch that a version was
+trained on is never voided. After a void, the batch's groups are issued again and the batch is formed again. Several
+entries may commit the same batch number, so a batch is identified by its number and its entry. The file of a voided
+batch stays in storage.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from rollflow.storage.records import Discard, FinishedGroup, StoredObject
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
-    """Batch `number` before it is durable: its groups, and the prompts issued and discarded since the batch before."""
+    """Batch `number` before its commit: the groups, and the prompts that were issued or discarded since the last
+    commit.
+    """
 
     number: int
     groups: tuple[FinishedGroup, ...]
@@ -38,7 +41,7 @@ class StagedBatch:
 
 
 class TrajectoryStore:
-    """Commits, reads and voids the batches of one run. The module's docstring lists the guarantees."""
+    """Commits, reads and voids the batches of one run, as the module's docstring describes."""
 
     def __init__(self, log: Log) -> None:
         self.log, self.store = log, log.store
@@ -48,7 +51,8 @@ class TrajectoryStore:
 
         Raises:
             Deposed: the run has another scheduler now.
-            Refused: the run's state does not allow the commit; `GroupTooOld` if a group is too old for this batch.
+            EntryRefused: the run's state does not allow the commit; `GroupTooOld`, a subclass, if a group is too old
+            for the batch.
         """
         batch = TrajectoryBatch.from_groups(staged.groups)
         # Each call uses a new name: a repeated call must not overwrite a file that the first call may have committed.
@@ -88,9 +92,10 @@ class TrajectoryStore:
         return written.entry.body
 
     def discards(self, entry: int) -> tuple[Discard, ...]:
-        """List the discards of the batch of entry `entry`, and those of its earlier, voided commits.
+        """List the dispatches that were discarded while the batch of entry `entry` was formed, its voided commits
+        included.
 
-        The list stops at an entry that cannot be read; no decision depends on it.
+        The list ends early at an entry that cannot be read. No decision depends on the list.
 
         Raises:
             Corrupt: entry `entry` commits no batch.
@@ -100,7 +105,7 @@ class TrajectoryStore:
         with contextlib.suppress(Corrupt):
             for n in range(entry - 1, -1 if self.log.state.voids else entry - 1, -1):
                 written = get_entry(self.log, n).entry
-                if written.batch <= batch.number:  # before this entry the batch did not exist
+                if written.batch <= batch.number:  # no earlier entry commits this batch
                     break
                 if isinstance(written.body, BatchCommitted) and written.body.number == batch.number:
                     found = [*written.body.discards, *found]
@@ -122,7 +127,7 @@ class TrajectoryStore:
     def void(self, writer: Writer, number: int, why: str) -> bool:
         """Void batch `number` if its file cannot be read; return whether the batch must be formed again.
 
-        Any role that may void can repeat the call. A batch that was trained on or formed again meanwhile stays.
+        The call may be repeated. A batch that was trained on or formed again meanwhile is not voided.
         """
         waiting = self.find_waiting(number)
         if waiting is None or self._is_whole(waiting.file):
@@ -130,9 +135,10 @@ class TrajectoryStore:
         return self._append(writer, BatchVoided(number, waiting.entry, why))
 
     def reject(self, writer: Writer, number: int, entry: int, why: str) -> bool:
-        """Void batch `number` of entry `entry`, because a value in it, or computed from it, is not finite.
+        """Void the batch `number` that `entry` committed, because a value in the batch or computed from it is not
+        finite.
 
-        Return whether this batch was still the one to train on.
+        Return false if the batch was trained on or formed again meanwhile, so that it was not voided.
         """
         return self._append(writer, BatchVoided(number, entry, why, "not-finite"))
 
@@ -161,7 +167,7 @@ def verify(file: StoredObject, data: bytes | pa.Buffer) -> None:
 
 
 def committed_group(group: FinishedGroup) -> TrainedGroup:
-    """Return the record of a group, as a log entry keeps it."""
+    """Return the record of a group for the log entry of its batch."""
     return TrainedGroup(*group.key, group.started_version, group.newest_version, group.response_tokens)
 
 

@@ -98,8 +98,8 @@ class BatchCommitted:
 
 @dataclass(frozen=True, slots=True)
 class BatchVoided:
-    """Voids the batch that entry `entry` committed, because its file is damaged or training on it gave a non-finite
-    value.
+    """Voids the batch that entry `entry` committed, because its file is damaged, or a value in it or computed from it
+    is not finite.
 
     After a non-finite value, the batch's prompts are issued again with other seeds, because the same seeds might give
     the same value again.

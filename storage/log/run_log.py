@@ -373,7 +373,7 @@ class Writer:
     claim: int
 
     def append(self, body: Decide, attached: AttachedObject | None = None) -> Entry:
-        """Append an entry. `body`, called for each try, builds its body from the state and the attached object.
+        """Append an entry, whose body the function `body` builds for each try from the state and the attached object.
 
         Raises:
             Deposed: another process has claimed the role.

@@ -1,4 +1,4 @@
-"""Object storage: one contract (`base`), one file per backend."""
+"""Opens object stores; the module `base` defines what each of them guarantees."""
 
 from __future__ import annotations
 

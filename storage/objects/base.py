@@ -1,18 +1,18 @@
-"""The object store contract: what every backend guarantees and nothing more.
+"""Defines the interface of an object store, and what every backend guarantees.
 
 A store is a flat map from relative paths ("log/0000000007.json") to byte strings, which rollflow rarely replaces.
-`tests/contracts/test_objects.py` tests each of these guarantees on every backend:
+`tests/contracts/test_objects.py` tests each guarantee of this list on every backend:
 
-- `create` is an atomic put-if-absent: of any number of racing writers exactly one succeeds, and the other writers
-  get `Conflict`. A reader sees no object or the whole object.
-- `put` replaces an object atomically: a reader sees the old bytes or the new bytes.
+- `create` is an atomic put-if-absent: of any number of racing writers exactly one succeeds, and the other writers get
+  `Conflict`. A reader sees either no object or the whole object.
+- `put` replaces an object atomically: a reader sees either the old bytes or the new bytes.
 - A completed write survives a power cut, as far as the backend can ensure it.
 - A read after a completed write sees that write: neither listings nor existence are cached.
 - Content may be given as several buffers (a header and views of tensors); the buffers are written in order, without a
   copy.
-- A store is a value (root and flags): a store can be pickled, is cheap to build and is safe to use from threads.
+- A store contains only an address and options, so it can be pickled, is cheap to create and can be shared by threads.
 
-Paths are relative, use "/", and have no empty, "." or ".." part, so no path leads out of its store. Any other path
+Paths are relative, use "/", and have no empty, "." or ".." part, so no path leads out of its store. An invalid path
 raises `ValueError`.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 
 Data = bytes | memoryview | Sequence[bytes | memoryview]
 
-ABANDONED_SECONDS = 7 * 24 * 3600.0  # a writer that was silent for this long counts as dead
+ABANDONED_SECONDS = 7 * 24 * 3600.0  # seconds without progress after which a write counts as abandoned
 CHUNK = 1 << 20  # bytes that are hashed and written at a time, so that they stay in the processor's cache
 
 
@@ -71,7 +71,7 @@ def check_path(path: str) -> str:
 
 
 class ObjectStore(ABC):
-    """A store of named byte strings with atomic create. The module's docstring lists the guarantees."""
+    """A store of named byte strings. The module's docstring lists what every store guarantees."""
 
     patience: float | None = None  # how long a request to a silent store is retried (seconds); None: some minutes
 
@@ -82,7 +82,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def child(self, prefix: str) -> ObjectStore:
-        """Return the same store, rooted at `prefix`."""
+        """Return a store that contains the objects of this store below `prefix`."""
 
     @abstractmethod
     def put(self, path: str, data: Data) -> str:
@@ -104,7 +104,8 @@ class ObjectStore(ABC):
         """
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
-        """Write `file`, then `create` the object `path` that names it; return the sha256 of `data`.
+        """Write `data` to `file`, then create the object `path`, whose content names `file`; return the sha256 of
+        `data`.
 
         `path` never exists without the whole `file`, even after a power cut.
 
@@ -113,8 +114,8 @@ class ObjectStore(ABC):
             file: a path that was never used; a failed call may leave an incomplete file at this path.
 
         Raises:
-            Conflict, StoreFailed, Unreachable: as `create`. If `content` was called before a Conflict, the whole `file`
-                is stored durably.
+            Conflict, StoreFailed, Unreachable: as in `create`. If `Conflict` is raised after `content` was called, the
+                whole `file` is stored durably.
         """
         sha256 = self.put(file, data)
         self.create(path, content(sha256))
@@ -126,13 +127,13 @@ class ObjectStore(ABC):
 
         Raises:
             Missing: the object does not exist.
-            Unreachable: the object cannot be read now and may be undamaged. Every method that reads may raise this.
-            Corrupt: repeated reads gave other bytes than were written (only a store with checksums detects this).
+            Unreachable: the object cannot be read now, but may be undamaged; every reading method may raise this error.
+            Corrupt: repeated reads gave other bytes than were written; only a store with checksums detects this.
         """
 
     @abstractmethod
     def fetch(self, path: str, file: Path) -> str:
-        """Copy the object into a new local file in chunks; return its sha256. Raises the errors of `get`."""
+        """Copy the object into a new local file in chunks; return the object's sha256. Raises the errors of `get`."""
 
     @abstractmethod
     def stat(self, path: str) -> ObjectStat:
@@ -154,7 +155,10 @@ class ObjectStore(ABC):
         """
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """List the names of the folders directly below `prefix`, sorted; some backends need not list all objects."""
+        """List the names of the folders directly below `prefix`, sorted.
+
+        This default implementation lists all objects.
+        """
         depth = prefix.count("/") + 1
         parts = (path.split("/") for path in self.list(prefix))
         return sorted({part[depth] for part in parts if len(part) > depth + 1})
@@ -168,7 +172,7 @@ class ObjectStore(ABC):
         return iter(())
 
     def discard(self, left: UnfinishedWrite) -> None:  # noqa: B027 - nothing to do for a backend whose writers leave nothing
-        """Remove an unfinished write of a killed writer; a living writer's write stays."""
+        """Remove an unfinished write that its writer has abandoned."""
 
     @abstractmethod
     def check(self) -> None:
@@ -180,7 +184,7 @@ class ObjectStore(ABC):
 
     @property
     def waits(self) -> str:
-        """A description of the request that this process has long been waiting for; "" if none is late."""
+        """A description of the longest pending request of this process if the request is late, else ""."""
         return ""
 
     def local_path(self, path: str) -> Path | None:

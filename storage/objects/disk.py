@@ -1,4 +1,4 @@
-"""Helpers for files on this machine: turn OS errors into rollflow's errors, map, hash and write files."""
+"""Helpers for local files: they turn OS errors into rollflow's errors, and map, hash and write files."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ CURES = {
 
 NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
-AHEAD = 4 << 20  # bytes per write; after each write the kernel is asked to start writing to the disk
-MOST_PARTS = 512  # buffers of one `writev`; POSIX guarantees 16, Linux and macOS accept 1024
+AHEAD = 4 << 20  # largest size of one write in bytes; after each write the kernel is asked to start writing to the disk
+MOST_PARTS = 512  # largest number of buffers in one `writev` call; Linux and macOS accept 1024
 SYNC_FILE_RANGE_WRITE = 2
 
 
 def _early() -> Callable[[int, int, int, int], int] | None:
-    """Load Linux's `sync_file_range`, so that writing to the disk starts before `fsync`; None on other systems."""
+    """Load Linux's `sync_file_range`, which starts writing to the disk before `fsync`; return None on other systems."""
     try:
         found = ctypes.CDLL(None).sync_file_range
     except (AttributeError, OSError):
@@ -77,7 +77,7 @@ def raise_missing(target: Path) -> Iterator[None]:
 def map_file(path: Path) -> memoryview:
     """Memory-map a file: pages are loaded when they are read, and writes to the pages stay in this process.
 
-    Raises the errors of `raise_missing`.
+    Raises `Missing` or `Unreachable`.
     """
     with raise_missing(path), open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
@@ -86,7 +86,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def sha256_of(path: Path) -> str:
-    """Hash a file, reading it in chunks. Raises the errors of `raise_missing`."""
+    """Hash a file, reading it in chunks. Raises `Missing` or `Unreachable`."""
     with raise_missing(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -98,7 +98,8 @@ def write_out(file: int, parts: Sequence[memoryview]) -> None:
         size = sum(map(len, group))
         _write_all(file, group)
         if _sync_file_range is not None:
-            _sync_file_range(file, start, size, SYNC_FILE_RANGE_WRITE)  # only a hint: `fsync` reports any failure
+            # the result is not checked, because `fsync` reports any failure
+            _sync_file_range(file, start, size, SYNC_FILE_RANGE_WRITE)
         start += size
 
 
@@ -130,7 +131,7 @@ def _write_all(file: int, parts: list[memoryview]) -> None:
 def hash_in_thread(parts: Sequence[memoryview]) -> Iterator[Callable[[], str]]:
     """Yield a function that returns the sha256 of `parts`; long data is hashed in a thread while the block runs.
 
-    Hashing and writing both release Python's global lock.
+    Hashing and writing release Python's global lock, so they run in parallel.
     """
     if sum(map(len, parts)) < CHUNK:
         yield cache(partial(hash_pieces, parts))

@@ -1,9 +1,10 @@
 """A local folder as an object store: readers see whole files only, and exactly one of several racing creators succeeds.
 
-An object is written to a temporary file, which is synced and then gets the object's name in one step: `create` uses a
-hard link, which fails if the name exists; `put` uses a rename, which replaces the old file. After the link is made, the
-folder is synced, so a completed write survives a power cut. Temporary files lie in `.tmp`, which is not part of the
-store. A writer locks its temporary file; a file without a lock was left by a killed writer.
+An object is written to a temporary file, which is synced and then gets the object's name in one step. `create` makes a
+hard link, which fails if the name exists; `put` renames the file, which replaces an old file of the name. At the end of
+a write the object's folder is synced, so that a completed write survives a power cut. Temporary files are stored in
+`.tmp`, which is not part of the store. A writer locks its temporary file; a temporary file without a lock was left by a
+killed writer.
 
 A name is either an object or a folder of objects.
 """
@@ -84,7 +85,9 @@ class LocalStore(ObjectStore):
             _sync_name(target)
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
-        """Write both objects with one sync. `file` gets its name before the sync, since no reader knows that name."""
+        """Write both objects, and sync them together. `file` gets its name before it is synced, because no reader knows
+        the name.
+        """
         target, named, parts = self._free(path), self.local_path(file), split_buffers(data)
         with (
             raise_store_failed(target),
@@ -137,7 +140,7 @@ class LocalStore(ObjectStore):
             return iter(sorted(name for name in names if name > after))
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """List folders. A listed folder may be empty, because its first object is still being written."""
+        """List folders. A listed folder may be empty while its first object is being written."""
         top = self.local_path(prefix)
         try:
             return sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and entry.name != SCRATCH)
@@ -187,7 +190,7 @@ class LocalStore(ObjectStore):
         return self.scratch or self.root / SCRATCH
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle without `_synced`: each process has to sync folders itself."""
+        """Pickle the store without `_synced`, because each process must sync folder names itself."""
         return LocalStore, (self.root, self.scratch)
 
     def _make_room(self, target: Path) -> None:
@@ -202,12 +205,12 @@ class LocalStore(ObjectStore):
         folder = target.parent
         if folder not in self._synced and folder != folder.parent:
             self._sync_above(folder)
-            with contextlib.suppress(PermissionError):  # a folder above the store's root
+            with contextlib.suppress(PermissionError):  # this folder is above the store's root
                 _sync_folder(folder.parent)
             self._synced.add(folder)
 
     def _free(self, path: str) -> Path:
-        """Return the file of `path`; raise `Conflict` if it exists."""
+        """Return the path of the file for object `path`; raise `Conflict` if the file exists."""
         target = self.local_path(path)
         if target.exists():
             raise _name_conflict(target)
@@ -215,7 +218,9 @@ class LocalStore(ObjectStore):
 
     @contextlib.contextmanager
     def _write_temporary(self, parts: Sequence[memoryview]) -> Iterator[tuple[Path, int]]:
-        """Yield a temporary file with `parts`, not yet synced, and its descriptor; remove it afterwards."""
+        """Write `parts` to a temporary file without syncing it, yield its path and descriptor, and remove it
+        afterwards.
+        """
         _make_folder(self._scratch)
         temporary = self._scratch / uuid.uuid4().hex
         try:
@@ -256,7 +261,7 @@ def _chunks(source: Path) -> Iterator[bytes]:
 
 
 def _lock(file: int) -> None:
-    """Lock a file, either as its writer or to check that no writer of it lives.
+    """Lock a file, either as its writer or to check that its writer has ended.
 
     Raises:
         BlockingIOError: another process holds the lock.
@@ -296,7 +301,7 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _unless_done(file: int, target: Path) -> Iterator[None]:
-    """Ignore the error of a link or rename if it has succeeded nevertheless, so that `file` is at `target`.
+    """Ignore the error of a link or rename that has succeeded: afterwards `target` names the open file `file`.
 
     A network file system repeats a request whose answer was lost, and then reports that the name exists.
     """
@@ -320,13 +325,17 @@ def _lies_at(file: int, target: Path) -> bool:
 
 
 def _name_conflict(target: Path) -> Conflict:
-    """Sync a name that exists, because its writer may have been killed before the sync; return a `Conflict` for it."""
+    """Return a `Conflict` for an existing name; first sync the name, because its writer may have been killed too
+    early.
+    """
     _sync_name(target)
     return Conflict(f"{target} exists")
 
 
 def _sync_name(created: Path) -> None:
-    """Sync the folder of a new name. If the sync fails, raise `Unreachable`: others may have read the object."""
+    """Sync the folder of a new name. If the sync fails, raise `Unreachable`, because other processes may have read the
+    object.
+    """
     try:
         _sync_folder(created.parent)
     except OSError as error:

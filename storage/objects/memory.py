@@ -1,6 +1,6 @@
-"""An object store in this process's memory, for tests and simulation. A name identifies a store.
+"""An object store in this process's memory, for tests and simulation.
 
-Two stores of the same name share their objects, from any thread. Another process has stores of its own.
+All stores of the same name in one process share their objects, in all threads. Two processes share no store.
 """
 
 from __future__ import annotations

@@ -31,16 +31,16 @@ from pathlib import Path
 from rollflow.storage.errors import StoreFailed, Unreachable
 from rollflow.storage.objects.disk import raise_store_failed
 
-KEPT = 3  # the largest number of folders, unless processes hold more folders
+KEPT = 3  # largest number of cached folders, unless processes are using more folders
 FILLING = ".filling-"  # prefix of the names of incomplete folders
 LOCK = ".lock"
-WAIT_SECONDS = 900.0  # the longest wait for another process of this node that fills a folder, if the store answers
+WAIT_SECONDS = 900.0  # longest wait, in seconds, for another process of this node that fills a folder
 POLL_SECONDS = 0.02
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class HeldFolder:
-    """A lease on a cached folder: the folder stays while this object lives."""
+    """Protects a cached folder from removal for as long as this object exists."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class NodeCache:
     def __init__(self, cache: Path, store: str, patience: float | None = None) -> None:
         """Open the cache of the store `store` in the node's folder `cache`, which all stores share.
 
-        `patience`: additional seconds that a filling process may wait for the store.
+        `patience` is the additional time, in seconds, that a process may wait for the store while it fills a folder.
         """
         self._cache, self._store = cache, store
         self._wait = WAIT_SECONDS + (patience or 0.0)
@@ -69,7 +69,8 @@ class NodeCache:
         return self._cache / hashlib.sha256(f"{self._store} {boot}".encode()).hexdigest()[:16]
 
     def hold(self, name: str, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> HeldFolder:
-        """Fill the folder `name` unless it exists and is `whole`; return the folder, and hold it.
+        """Return the cached folder `name`; first fill it by calling `fill` if it does not exist, or if `whole` returns
+        false.
 
         Raises:
             Unreachable: another process of this node takes too long to fill the folder, or the cache cannot be used.
@@ -78,7 +79,7 @@ class NodeCache:
         """
         try:
             return self._hold(self._mine / name, fill, whole)
-        except OSError as error:  # for example too many open files, when the folder may be intact
+        except OSError as error:  # for example, this process has too many open files, while the folder is intact
             raise Unreachable(
                 f"the cache folder {self._cache} cannot be used now ({error.strerror or error})"
             ) from error
@@ -121,21 +122,24 @@ class NodeCache:
             yield
 
     def _make_room(self, folder: Path, most: int) -> bool:
-        """Remove leftovers of killed processes, and unheld folders (least recently used first) beyond `most`.
+        """Remove files of killed processes, and the least recently used of the unused folders, until at most `most`
+        remain.
 
         Return whether a complete folder was removed.
         """
         for store in self._cache.iterdir():
             _sweep(store, locked=store == self._mine)
         with contextlib.suppress(FileNotFoundError):
-            _rename_away(folder)  # the folder is incomplete, even if a process holds it
+            _rename_away(folder)  # the folder is incomplete, so it is removed even if a process uses it
         present = sorted(self._cache.glob("*/[!.]*"), key=_last_use)
         removable = filter(_remove, present)
         return len([*islice(removable, max(len(present) - most, 0))]) > 0
 
 
 def _sweep(store: Path, *, locked: bool) -> None:
-    """Remove incomplete folders of killed processes. A living process that fills holds the lock of its store."""
+    """Remove incomplete folders of killed processes. A living process holds the lock of its store's cache while it
+    fills a folder.
+    """
     with contextlib.suppress(FileNotFoundError), (store / LOCK).open("rb") as lock:
         if locked or _lock(lock.fileno(), fcntl.LOCK_EX):
             for left in store.glob(f"{FILLING}*"):
@@ -143,13 +147,13 @@ def _sweep(store: Path, *, locked: bool) -> None:
 
 
 def _present(folder: Path, whole: Callable[[Path], bool]) -> HeldFolder | None:
-    """Hold the folder if it exists and is complete; else return None."""
+    """Lock and return the folder if it exists and is complete; else return None."""
     try:
         descriptor = _lock_shared(folder)
     except FileNotFoundError:
         return None
     held = HeldFolder(folder, descriptor)
-    if _same(folder, descriptor) and whole(folder):  # the folder may have been removed before the lock
+    if _same(folder, descriptor) and whole(folder):  # the folder may have been removed before it was locked
         os.utime(folder)
         return held
     held.release()
@@ -164,7 +168,7 @@ def _lock_shared(folder: Path) -> int:
 
 
 def _remove(folder: Path) -> bool:
-    """Remove a folder unless a process holds it."""
+    """Remove a folder unless a process uses it; return whether it is gone."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -186,7 +190,7 @@ def _rename_away(folder: Path) -> None:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Try to take a lock without waiting; return whether it was taken."""
+    """Try to lock a file without waiting; return whether the lock was acquired."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,12 +1,13 @@
 """An S3 bucket as an object store. Nothing is cached, and a write whose answer was lost is checked with a read.
 
 `create` is a conditional write (`If-None-Match: *`) that stores a unique token in the object's metadata. A write can
-succeed although its answer is lost; the repeated write is then refused, as if another process had been first. A failed
-write reads the writer's token back: the writer's own token means success, whatever the answer was. For `create` any
-other token means `Conflict`, even if the bytes are the same.
+succeed although its answer is lost; the repeated write is then refused, as if another process had been first. After a
+failed write, the writer reads the token of the stored object. The writer's own token means that the write has
+succeeded. Any other token means `Conflict` for `create`, even if the bytes are the same.
 
-The metadata also holds the sha256 of the bytes, and every read is checked against it. Bytes that do not match are read
-again, and are `Corrupt` if they never match. `s3_requests` describes how requests are retried.
+An object's metadata also contains the sha256 of its bytes, and every read is checked against this hash. An object whose
+bytes do not match is read again, and is `Corrupt` if the bytes never match. `s3_requests` describes how requests are
+retried.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class S3Store(ObjectStore):
     """The objects below `root` ("bucket" or "bucket/prefix"). Requests are retried for `patience` seconds."""
 
     root: str
-    patience: float | None = field(default=None, compare=False)  # None: the time of `s3_requests.PATIENT`
+    patience: float | None = field(default=None, compare=False)  # None: the time limit of `s3_requests.PATIENT`
 
     @property
     def uri(self) -> str:

@@ -1,9 +1,9 @@
 """Requests to S3. Each request is retried within limits until it is answered in full.
 
 A request is retried if it was throttled, failed in the server, lost its connection or exceeded its deadline, or if its
-body arrived incomplete. Before each retry there is a random pause, whose upper limit doubles. Only this module retries
-(botocore and s3fs are configured to try once), so a request has one deadline and one retry count. A caller must ensure
-that a repeated request is idempotent, or recognise its own first attempt.
+body arrived incomplete. Before each retry there is a random pause, whose upper limit doubles with each try. Only this
+module retries (botocore and s3fs are configured to try once), so a request has one deadline and one retry count. A
+caller must ensure that a repeated request is idempotent, or recognise its own first attempt.
 
 An object larger than `PART_BYTES` is transferred in parts, several at a time. A large object is never held in memory as
 a whole.
@@ -33,9 +33,9 @@ from s3fs.errors import translate_boto_error
 
 Answer = TypeVar("Answer")
 
-PART_BYTES = 8 * 2**20  # S3 accepts parts of at least 5 MiB, and at most 10,000 of them
-AT_ONCE = 8  # parts that a process transfers at a time
-LATE_SECONDS = 5.0  # a request without an answer for this long is reported as late
+PART_BYTES = 8 * 2**20  # size of a part in bytes; S3 accepts at most 10,000 parts, each of at least 5 MiB
+AT_ONCE = 8  # number of parts that a process transfers at a time
+LATE_SECONDS = 5.0  # seconds after which a request without an answer is reported as late
 
 WRONG = botocore.exceptions.FlexibleChecksumError  # the error for a body that does not match the service's checksum
 LOST = (*s3fs.core.S3_RETRYABLE_ERRORS, botocore.exceptions.ConnectionError, TimeoutError, ConnectionError, WRONG)
@@ -69,7 +69,9 @@ BUSY = (429, 500, 502, 503, 504)  # HTTP statuses to retry, whatever error code 
 
 @dataclass(frozen=True, slots=True)
 class RetryLimits:
-    """The retry limits of a request. No try begins later than `seconds` after the first try (apart from the pause)."""
+    """The retry limits of a request. Apart from the pause before a try, no try begins later than `seconds` after the
+    first try.
+    """
 
     tries: int = 12
     seconds: float = 180.0
@@ -93,7 +95,9 @@ HASTY = RetryLimits(tries=1, try_seconds=10.0, connect_seconds=3.0, silence_seco
 
 
 def get_connection(patience: RetryLimits | None = None) -> S3Connection:
-    """Return this process's connection. A forked process gets its own, since threads do not survive a fork."""
+    """Return this process's connection. A forked process gets a connection of its own, because threads do not survive a
+    fork.
+    """
     variables = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
     return _connection(os.getpid(), variables, patience or PATIENT)
 
@@ -121,7 +125,7 @@ class S3Connection:
             },
         )
         self._gate = asyncio.Semaphore(AT_ONCE)
-        self._asked: dict[object, tuple[float, str]] = {}  # pending requests: start (monotonic) and method
+        self._asked: dict[object, tuple[float, str]] = {}  # pending request -> start (monotonic seconds) and method
 
     def wait(self, work: Callable[..., Coroutine[Any, Any, Answer]], *arguments: Any) -> Answer:
         """Run `work` in the connection's event loop, and block this thread until it ends."""
@@ -140,7 +144,7 @@ class S3Connection:
         return f"object storage: no answer to {method} for {now - began:.0f} s" if now - began > LATE_SECONDS else ""
 
     async def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Send one request, and retry until it is answered; a streamed body is read into `Body`."""
+        """Send one request, and retry until it is answered; the answer's body is read in full into `Body`."""
         token = object()
         self._asked[token] = time.monotonic(), method
         try:
@@ -208,7 +212,7 @@ class S3Connection:
             return
 
     async def download(self, target: dict[str, str], take: Callable[[bytes], object]) -> dict[str, str]:
-        """Pass the object's bytes to `take` in order; return its metadata."""
+        """Pass the object's bytes to `take` in order; return the object's metadata."""
         try:
             first = await self.ask("get_object", **target, Range=f"bytes=0-{PART_BYTES - 1}")
         except OSError as error:
