@@ -1,1 +1,1 @@
-"""Proves a run's invariants from its storage: the audit, its checks, the repair of a log, and garbage."""
+"""Checks a run's invariants from its storage alone, repairs a damaged log, and removes objects that no entry needs."""

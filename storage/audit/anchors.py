@@ -1,4 +1,4 @@
-"""Anchors: hashes of log entries, kept outside the run's storage, where a person who alters the run cannot reach them.
+"""Checks a log against anchors: hashes of log entries that are stored where a person who alters the run cannot write.
 
     12:6b86b273...   entry 12 has this sha256
 
@@ -38,7 +38,7 @@ def parse_anchor(text: str) -> Anchor:
     """Parse an anchor that is written as `N:SHA256`.
 
     Raises:
-        ConfigError: the text is no anchor.
+        ConfigError: the text does not have the form `N:SHA256`.
     """
     if (match := FORM.fullmatch(text.strip())) is None:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Compares the rows of a batch file with the prompts that they answer, and with the config's limits.
 
-Each row holds the prompt of its index, then the policy's response. Shapes: R rows in N groups of G each; T tokens over
-all rows.
+Each row contains the tokens of its prompt, followed by the response. The last letter of an array's name is its length:
+R is the number of rows, and T the number of tokens in all rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Table:
 
     index_R: Array
     length_R: Array  # length of the row in tokens
-    first_R: Array  # position of the row's first token
+    first_R: Array  # position of the row's first token in the arrays of length T
     prompt_R: Array  # length of the row's prompt in tokens
     row_T: Array
     tokens_T: Array
@@ -54,7 +54,7 @@ class _Table:
     logprobs_T: Array
     versions_T: Array
     endings: list[str]
-    placed_R: list[tuple[PlacedPart, ...]]  # parts of the row that are no tokens
+    placed_R: list[tuple[PlacedPart, ...]]  # foreign parts, such as images, of each row
 
     @classmethod
     def of(cls, batch: TrajectoryBatch, prompts: Mapping[int, Prompt] | None) -> _Table:
@@ -75,7 +75,7 @@ class _Table:
 
     @property
     def response_T(self) -> Array:
-        """A mask of the tokens that follow their row's prompt."""
+        """A mask of the tokens that are not in a prompt."""
         place: Array = np.arange(len(self.row_T)) - self.first_R[self.row_T]
         behind: Array = place >= self.prompt_R[self.row_T]
         return behind
@@ -102,7 +102,7 @@ class _Table:
 def check_rows(batch: TrajectoryBatch, asked: ExpectedRows) -> Iterator[Found]:
     """Report rows that do not answer their prompts, or violate the config's limits.
 
-    `rows` must have checked that all list columns of a row have the same length.
+    The module `rows` must have checked that all list columns of a row have the same length.
     """
     table = _Table.of(batch, asked.prompts)
     if asked.prompts is not None:
@@ -192,11 +192,11 @@ def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
 
 
 def _check_responses(table: _Table, limits: BatchLimits, *, known: bool) -> Iterator[Found]:
-    """Check that no response exceeds the config's limit, and that each truncated response reaches the limit.
+    """Check that no response exceeds `max_new_tokens`, and that each response with the ending `LENGTH` reaches it.
 
     Args:
-        known: true if the prompts are known. If they are not, an environment may have added tokens before the policy's
-            first token.
+        known: true if the prompts are known. If the prompts are unknown, an environment may have added tokens before
+            the policy's first token.
     """
     response_R = table.length_R - table.prompt_R
     if (response_R > limits.max_new_tokens).any():
@@ -215,7 +215,7 @@ def _check_responses(table: _Table, limits: BatchLimits, *, known: bool) -> Iter
 
 
 def _check_times(batch: TrajectoryBatch, table: _Table, limits: BatchLimits) -> Iterator[Found]:
-    """Check that started versions follow the config's rule, and that times are finite and not negative."""
+    """Check start versions if the config has a rule for them, and that times are finite and not negative."""
     if limits.oldest_token:
         yield from _check_starts(batch, table)
     for name in ("generation_seconds", "reward_seconds"):
@@ -225,7 +225,7 @@ def _check_times(batch: TrajectoryBatch, table: _Table, limits: BatchLimits) -> 
 
 
 def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
-    """Check that each trajectory's started version is the version of its oldest token."""
+    """Check that each trajectory's start version is the version of its oldest token."""
     oldest_R = np.full(len(table.length_R), np.iinfo(np.int32).max, dtype=np.int64)
     np.minimum.at(oldest_R, table.row_T[table.mask_T], table.versions_T[table.mask_T])
     started_R = batch.table["started_version"].to_numpy()

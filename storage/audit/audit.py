@@ -104,7 +104,7 @@ class _Audit:
         self.store, self.deep, self.progress = store, deep, progress
         snapshots = checkpoints.list_snapshots(
             store
-        )  # witnesses are listed before the log is read, so the log must have their entries
+        )  # snapshots are listed before the log is read, so the log must contain their entries
         newest, self.others = checkpoints.find_newest(store, thorough=expected.is_thorough)
         self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
         begun = AuditCheckpoint() if deep else newest
@@ -118,10 +118,12 @@ class _Audit:
         self.fold = TolerantFold(store, begun.state, self.report.add)
         self.rows, self.responses = begun.rows, begun.responses
         self.latest = begun.state.version  # the newest version in any entry that was read, folded or not
-        self.most = begun.state.version  # the highest version that the entries so far (lost ones included) can publish
+        self.most = begun.state.version  # upper bound of the newest version: each lost entry may have published one
         self.read_to = begun.state.n
-        self.outcomes: dict[int, int | None] = {}  # entry of a batch -> the version trained on the batch; None: voided
-        self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}  # unpruned -> entry, objects
+        # entry of a batch -> the version that was trained on the batch, or None if the batch was voided
+        self.outcomes: dict[int, int | None] = {}
+        # version and kind that were not pruned -> their entry, and their objects
+        self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}
         self.doubts: list[NamedObject] = []
         self.told = AuditProgress(0, first_missing(store, entry_path, self.report.since) if progress else 0, 0, 0, 0)
 
@@ -192,7 +194,7 @@ class _Audit:
                     self.objects.pop((version, kind), None)
 
     def _begin(self, body: RunCreated, looking: ObjectChecks) -> None:
-        """Use the config of entry 0, and check the objects that it names."""
+        """Use the config of entry 0, and check the objects that entry 0 names."""
         self._take_config(body, 0)
         limits = self.expecting.limits
         if limits and {body.sources, len(body.prompts) or body.sources} != {limits.sources}:
@@ -203,7 +205,7 @@ class _Audit:
             self._ask(NamedObject(stored, 0, "run"), looking)
 
     def _change(self, body: ConfigChanged, n: int) -> None:
-        """Use a new config, and check its list of changed keys against the previous config."""
+        """Use the config of a `ConfigChanged` entry, and check the entry's list of changed keys."""
         self._take_config(body, n)
         before = self.fold.state.config_at(n - 1)
         with contextlib.suppress(Corrupt, Missing):  # an unreadable entry is reported elsewhere
@@ -225,7 +227,7 @@ class _Audit:
             )
 
     def _redundant_responses(self, config: Mapping[str, Any], n: int) -> int:
-        """Return the config's number of redundant responses per prompt; 0 if it has no such key."""
+        """Return the config's number of redundant responses per prompt; 0 if the config has no such key."""
         rollout = config.get("rollout", {})
         known = rollout if isinstance(rollout, Mapping) else {"redundant_responses": None}
         redundant = known.get("redundant_responses", known.get("extra_responses", 0))  # an earlier name of the key
@@ -274,7 +276,9 @@ class _Audit:
             self._settle(body.batch_entry, body.number)
 
     def _settle(self, batch: int, version: int | None) -> None:
-        """Record that `version` was trained on the batch of entry `batch`, or (None) that the batch was voided."""
+        """Record that `version` was trained on the batch of entry `batch`, or that this batch was voided if `version`
+        is None.
+        """
         self.outcomes[batch] = version
         self._count(batch)
 
@@ -288,7 +292,7 @@ class _Audit:
     # --- objects ------------------------------------------------------------------------------------------------
 
     def _look_at_versions(self, looking: ObjectChecks) -> None:
-        """Check the objects that retention needs, and all other objects that were not pruned."""
+        """Check all objects of versions that were not pruned; only objects that the retention rules need must exist."""
         retention = self.fold.state.retention
         for (version, kind), (n, objects) in self.objects.items():
             needed = retention.is_needed(kind, version, self.latest)
@@ -347,7 +351,7 @@ class _Audit:
     # --- witnesses, progress ------------------------------------------------------------------------------------
 
     def _check_witness(self, n: int, sha256: str) -> None:
-        """Compare the hash of entry `n` with those in snapshots and older audits."""
+        """Compare the hash of entry `n` with the hashes in snapshots and in results of older audits."""
         witness = self.witnesses.pop(n, None)
         if witness and not sha256.startswith(witness.sha256) and checkpoints.is_sound(self.store, witness):
             self.report.add("altered", entry_path(n), f"{witness.path} was made from an entry {n} with another hash")

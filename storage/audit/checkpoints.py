@@ -1,4 +1,4 @@
-"""Stored results of audits. The next audit begins where the newest one ended, and reads only new entries.
+"""Stores the results of audits. An audit begins where the newest stored audit ended, and reads only newer entries.
 
     audits/<n>.json     sealed: the state after entry n, the counts up to there, the rows of waiting batches
 
@@ -24,7 +24,7 @@ from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
 
 AUDITS = "audits"
-RULES = 2  # the version of the audit's checks; a change of the checks raises it, so that old results are not used
+RULES = 2  # version of the audit's checks; a stored result of another version is not used
 KEPT = 3
 
 UNREADABLE = (Missing, Corrupt, ValueError, KeyError)  # pydantic's ValidationError is a ValueError
@@ -39,13 +39,16 @@ class AuditCheckpoint:
     rows: dict[int, RowCounts] = field(default_factory=dict)  # entry of a waiting batch -> counts of the batch's rows
     responses: int = 0  # the number of responses that are started for a group
     first: str = ""  # the hash of entry 0
-    opened: dict[int, int] = field(default_factory=dict)  # open prompt -> the batch with which its dispatch began
-    thorough: bool = False  # true: the audit compared batches with prompts and limits, too
+    # prompt with an open dispatch -> the batch with which the dispatch began
+    opened: dict[int, int] = field(default_factory=dict)
+    thorough: bool = False  # true: the audit compared batches with prompts and with the config's limits
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """An object derived from the log. A witness records the hash that entry `n` had then, or the hash's beginning."""
+    """A stored object that was derived from the log. `sha256` is the hash that entry `n` had when the object was
+    written, or the beginning of that hash.
+    """
 
     path: str
     n: int
@@ -58,7 +61,9 @@ def audit_path(n: int) -> str:
 
 
 def keep(run: ObjectStore, audited: AuditCheckpoint) -> None:
-    """Store the result of an audit, and remove older results. If this fails, the next audit only takes longer."""
+    """Store the result of an audit, and remove older results. Errors are ignored, because without a stored result the
+    next audit only takes longer.
+    """
     tree = {"rules": RULES, "fold": FOLD, "audited": _AUDITED.dump_python(audited, mode="json")}
     with contextlib.suppress(RollflowError, OSError):
         run.put(audit_path(audited.state.n), seal_tree(tree))
@@ -67,17 +72,20 @@ def keep(run: ObjectStore, audited: AuditCheckpoint) -> None:
 
 
 def withdraw(run: ObjectStore, others: list[Witness]) -> None:
-    """Remove stored results, so that the next audit checks the whole log. Results of another log stay as witnesses."""
+    """Remove stored results, so that the next audit checks the whole log. The results in `others` stay, because they
+    show that the log was altered.
+    """
     with contextlib.suppress(RollflowError, OSError):
         for path in set(run.list(AUDITS)) - {other.path for other in others}:
             run.delete(path)
 
 
 def find_newest(run: ObjectStore, *, thorough: bool = False) -> tuple[AuditCheckpoint, list[Witness]]:
-    """Return the newest valid result (an empty result if there is none), and the results of another log.
+    """Return the newest result that matches the log (an empty result if there is none), and the results that do not
+    match.
 
     Args:
-        thorough: accept only a result that compared prompts and limits.
+        thorough: accept only the result of an audit that compared batches with prompts and limits.
     """
     others: list[Witness] = []
     for path in sorted(run.list(AUDITS), reverse=True):
@@ -94,7 +102,7 @@ def find_newest(run: ObjectStore, *, thorough: bool = False) -> tuple[AuditCheck
 
 
 def list_snapshots(run: ObjectStore) -> list[Witness]:
-    """Return the snapshots as witnesses; their names hold the hashes."""
+    """Return a witness for each snapshot; the name of a snapshot contains the beginning of an entry's hash."""
     names = [name for path in run.list(SNAPSHOTS) if (name := NAME.fullmatch(path))]
     return [Witness(name[0], int(name[1]), name[2]) for name in names]
 

@@ -17,7 +17,7 @@ from rollflow.storage.records import Discard, DiscardReason, GroupKey
 
 Found = tuple[ViolationKind, str]
 LEFT_BEHIND = (DiscardReason.STALE, DiscardReason.REDUNDANT)
-HIGHEST_PROBE = 1e-4  # nats; rounding may raise the log-prob of a certain token above 0
+HIGHEST_PROBE = 1e-4  # largest accepted log-prob in nats; rounding may give a token of probability 1 a log-prob above 0
 
 
 def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: BatchLimits | None) -> Iterator[Found]:
@@ -68,7 +68,7 @@ def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
 
 
 def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> Iterator[Found]:
-    """Check that the config's scheduler uses this reason, and that a stale or redundant dispatch was too old."""
+    """Check that the config allows the discard's reason, and that a stale or redundant dispatch was too old."""
     name = _name(discard.key)
     if discard.reason not in limits.reasons:
         known = ", ".join(sorted(limits.reasons)) or "none"

@@ -1,6 +1,7 @@
-"""The limits and prompts with which an audit compares a run's batches.
+"""Defines the limits and the prompts with which an audit compares a run's batches.
 
-Storage parses no config and creates no prompts, so the caller provides both (`tasks/run/expectations.py`).
+The package `storage` parses no config and creates no prompts, so the caller of an audit provides limits and prompts
+(see `tasks/run/expectations.py`).
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ class BatchLimits:
 
     sources: int  # prompt sources
     groups: int  # groups per batch
-    group_size: int  # G, trajectories per group
-    redundant_responses: int  # responses that are started per group beyond G
+    group_size: int  # trajectories per group
+    redundant_responses: int  # number of responses that are started per group in addition to `group_size`
     max_new_tokens: int
     reasons: frozenset[DiscardReason]  # reasons for which a scheduler with this config discards groups
     made_up: bool = False  # true: a timed engine invents the tokens, so no response ends with a stop token
     single_turn: bool = True  # true: the policy sampled all tokens of a response
     oldest_token: bool = False  # true: a trajectory's started version is the version of its oldest token
-    filtered: Callable[[Sequence[float]], str | None] = lambda rewards: None  # why the filter removes a group
+    # rewards of a group -> why the filter removes the group
+    filtered: Callable[[Sequence[float]], str | None] = lambda rewards: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Expected:
 
     @property
     def is_thorough(self) -> bool:
-        """True if both limits and prompts are compared."""
+        """True if the audit compares batches with both limits and prompts."""
         return self.limits is not None and self.prompts is not None
 
 

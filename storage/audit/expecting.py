@@ -1,4 +1,4 @@
-"""The expectations of an audit at each entry of a log.
+"""Tracks the expectations of an audit while the audit reads a log.
 
 The expectations are the limits of the config in force, the prompts of a batch, and the batch since which each prompt is
 open.
@@ -19,12 +19,14 @@ from rollflow.storage.log.entries import BatchCommitted, decode, entry_path
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
 
-LONG = 4  # a prompt is overdue after this many times (alpha + 1) batches
-MOST_OVERDUE = 20  # the largest number of prompts that are listed
+LONG = 4  # a prompt that is open for more than LONG * (alpha + 1) batches is overdue
+MOST_OVERDUE = 20  # the largest number of overdue prompts that are listed
 
 
 class Expecting:
-    """The limits in force, and the prompts. Missing limits or prompts are not compared, and the report says why."""
+    """The limits in force and the prompts, with which batches are compared. If they are missing, the report says
+    why.
+    """
 
     def __init__(self, expected: Expected, report: AuditReport) -> None:
         self._limits_of, self._prompts, self._report = expected.limits, expected.prompts, report
@@ -33,7 +35,7 @@ class Expecting:
 
     @property
     def is_thorough(self) -> bool:
-        """True if both limits and prompts are compared."""
+        """True if the audit compares batches with both limits and prompts."""
         return self._limits_of is not None and self._prompts is not None
 
     def take_config(self, config: Mapping[str, Any]) -> None:
@@ -53,9 +55,10 @@ class Expecting:
             self._give_up(f"prompts and limits are not checked against the config, because {error}")
 
     def expect_rows(self, body: BatchCommitted | None) -> ExpectedRows:
-        """Return the values with which an object is compared; `body` is given for a batch file.
+        """Return the values with which an object is compared; `body` is None unless the object is a batch file.
 
-        This method creates the prompts, and runs in the audit's own thread: only one thread may use a prompt source.
+        This method creates prompts, and only one thread may use a prompt source, so it must run in the audit's own
+        thread.
         """
         prompts = self._prompts
         if body is None or prompts is None:
@@ -75,18 +78,18 @@ class Expecting:
 
 @dataclass(slots=True)
 class OpenSince:
-    """The batch with which the dispatch of each open prompt began."""
+    """For each open prompt, the number of the next batch when its dispatch began."""
 
     batches: dict[int, int] = field(default_factory=dict)  # prompt -> batch
 
     def commit(self, body: BatchCommitted, after: RunState) -> None:
-        """Record the dispatches that ended with a batch, and the dispatches that began with it."""
+        """Remove the dispatches that ended with a batch, and add the dispatches that began with this batch."""
         ended = {*(group.prompt for group in body.groups), *(discard.key.prompt for discard in body.discards)}
         self.batches = {prompt: since for prompt, since in self.batches.items() if prompt not in ended}
         self.note(after)
 
     def note(self, after: RunState) -> None:
-        """Record dispatches that may have begun."""
+        """Add the open dispatches that are not recorded yet."""
         self.batches |= {prompt: after.next_batch for prompt in after.open if prompt not in self.batches}
 
     def list_overdue(self, state: RunState) -> list[str]:

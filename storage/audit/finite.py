@@ -1,6 +1,6 @@
 """Searches a safetensors file, in chunks, for a weight that is not finite.
 
-A file consists of eight bytes with the header's length, a JSON header and the tensors
+A safetensors file consists of eight bytes with the header's length, a JSON header and the tensors
 (https://github.com/huggingface/safetensors). A number is infinite or NaN if all bits of its exponent are set.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-STRETCH = 1 << 20  # numbers that are checked at a time
+STRETCH = 1 << 20  # number of weights that are checked at a time
 EXPONENTS = {  # data type -> unsigned NumPy type of the same width, and mask of the exponent
     "F64": ("<u8", 0x7FF << 52),
     "F32": ("<u4", 0xFF << 23),
@@ -25,7 +25,7 @@ def first_nonfinite(data: bytes | memoryview | mmap.mmap) -> str | None:
     """Return the name of the first tensor with a number that is not finite; None if all are finite.
 
     Raises:
-        ValueError: the file is no safetensors file.
+        ValueError: the file is not a safetensors file.
     """
     for name, dtype, start, end in _tensors(data):
         if dtype in EXPONENTS and not _is_finite(data, dtype, start, end):
@@ -34,7 +34,7 @@ def first_nonfinite(data: bytes | memoryview | mmap.mmap) -> str | None:
 
 
 def _tensors(data: bytes | memoryview | mmap.mmap) -> Iterator[tuple[str, str, int, int]]:
-    """List each tensor's name, type, first byte and end."""
+    """Yield each tensor's name, data type, first byte and end byte."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise ValueError("the header of the safetensors file is truncated")

@@ -74,7 +74,7 @@ def list_orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) 
     """List the run's orphans that are at least `older_than_seconds` old at `now` (see `store_clock`), by path.
 
     Raises:
-        Corrupt: the log does not fold, so orphans cannot be identified.
+        Corrupt: the log is damaged, so orphans cannot be identified.
     """
     listed = [path for folder in FOLDERS for path in run.list(folder)]
     names = _Names.read(run)
@@ -93,7 +93,7 @@ def list_orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) 
 
 
 def list_abandoned(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> Iterator[Orphan]:
-    """List unfinished writes that have not grown for `older_than_seconds`, and for `ABANDONED_SECONDS`."""
+    """List unfinished writes that have not grown for at least `older_than_seconds` and at least `ABANDONED_SECONDS`."""
     oldest = now - max(older_than_seconds, ABANDONED_SECONDS)
     for left in run.list_unfinished():
         if left.touched < oldest:
@@ -113,13 +113,13 @@ def collect(run: ObjectStore, found: Iterable[Orphan]) -> int:
 
 
 def sweep(run: ObjectStore) -> int:
-    """Remove abandoned unfinished writes; return the freed bytes. Each run calls this function itself."""
+    """Remove abandoned unfinished writes; return the freed bytes. Every run calls this function."""
     return collect(run, list(list_abandoned(run, store_clock(run))))
 
 
 @dataclass(slots=True)
 class _Names:
-    """The names of objects in the log."""
+    """The paths of the objects that the log names."""
 
     live: set[int] = field(default_factory=set)  # entries of the newest claims
     superseded: set[int] = field(default_factory=set)  # entries of superseded claims
@@ -129,7 +129,7 @@ class _Names:
 
     @classmethod
     def read(cls, run: ObjectStore) -> _Names:
-        """Collect the names from the whole log; raise `Corrupt` if it does not fold."""
+        """Collect the paths from the whole log; raise `Corrupt` if the log is damaged."""
         names, wrong = cls(), list[str]()
 
         def add(kind: ViolationKind, where: str, what: str) -> None:

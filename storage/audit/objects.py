@@ -1,4 +1,4 @@
-"""Reads the objects that entries name, several at a time, and compares them with their entries."""
+"""Reads the objects that log entries name, several at a time, and compares each object with its entry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import raise_missing
 from rollflow.storage.records import StoredObject
 
-AT_ONCE = 16  # objects that are read at a time
+AT_ONCE = 16  # number of objects that are read at a time
 MOST_BYTES = 1 << 30  # the total size of objects that are read at a time; a larger object is read alone
 
 
@@ -73,7 +73,7 @@ def look(run: ObjectStore, named: NamedObject) -> ObjectFinding:
 
 
 def _check_weights(run: ObjectStore, path: str) -> tuple[Violation, ...]:
-    """Check that weights are finite. An index of several weight files holds no weights."""
+    """Check that weights are finite. A JSON index of several weight files contains no weights."""
     if path.endswith(".json"):
         return ()
     local = run.local_path(path)
@@ -130,7 +130,7 @@ class ObjectChecks:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def add(self, named: NamedObject) -> None:
-        """Queue an object to be checked; wait while too many are pending."""
+        """Queue an object to be checked; wait while too many objects are pending."""
         size = named.stored.size
         while len(self._under_way) >= 2 * AT_ONCE or (self._under_way and self._bytes + size > MOST_BYTES):
             self._take()

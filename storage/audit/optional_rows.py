@@ -1,6 +1,7 @@
 """Checks the optional columns of a batch: reward parts, outcome, turns, branch, routed experts, kept tokens.
 
-Shapes: R trajectories; T tokens over all trajectories; S sets of kept tokens with K tokens in all.
+The last letter of an array's name is its length: R is the number of trajectories, T the number of tokens in all
+trajectories, S the number of sets of kept tokens, and K the number of tokens in all sets.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The columns with which optional columns are compared."""
+    """The columns of a batch with which its optional columns are compared."""
 
     keys: list[GroupKey]
     samples: list[int]
@@ -47,7 +48,7 @@ class _Rows:
         return cls(keys, samples, np.cumsum(length_R) - length_R, length_R, tokens_T, mask_T, vocabulary)
 
     def span(self, row: int) -> slice:
-        """Return the place of a row in `tokens_T`."""
+        """Return the slice of `tokens_T` that contains the tokens of a row."""
         first = int(self.first_R[row])
         return slice(first, first + int(self.length_R[row]))
 
@@ -57,9 +58,9 @@ class _Rows:
 
 
 def check_optional(batch: TrajectoryBatch, vocabulary: int) -> Iterator[Found]:
-    """Report values of optional columns that no scheduler of ours writes; `vocabulary` is a bound of token ids.
+    """Report values of optional columns that rollflow never writes; all token ids must be below `vocabulary`.
 
-    `rows` must have checked that all list columns of a row have the same length.
+    The module `rows` must have checked that all list columns of a row have the same length.
     """
     columns = {name: column for name in CHECKS if (column := batch.optional(name)) is not None}
     if columns:
@@ -85,7 +86,7 @@ def _check_outcomes(rows: _Rows, column: pa.Array) -> Iterator[Found]:
 
 
 def _check_turns(rows: _Rows, column: pa.Array) -> Iterator[Found]:
-    """Check that turns ascend, begin with sampled tokens, and that no sampled tokens lie outside of turns."""
+    """Check that turns ascend and begin with sampled tokens, and that each sequence of sampled tokens begins a turn."""
     for row, starts in enumerate(column.to_pylist()):
         if starts is None:
             continue
@@ -104,7 +105,7 @@ def _check_turns(rows: _Rows, column: pa.Array) -> Iterator[Found]:
 
 
 def _check_branches(rows: _Rows, column: pa.Array) -> Iterator[Found]:
-    """Check that each branch continues an earlier row of its group, with the tokens that this row begins with."""
+    """Check that each branch continues an earlier row of its group, and begins with the same tokens as that row."""
     earlier: dict[tuple[GroupKey, int], int] = {}
     for row, branch in enumerate(column.to_pylist()):
         if branch is not None:
@@ -136,7 +137,7 @@ def _check_experts(rows: _Rows, column: pa.Array) -> Iterator[Found]:
 
 
 def _check_kept(rows: _Rows, column: pa.Array) -> Iterator[Found]:
-    """Check that there is one set per token, and that each sampled token is in its set."""
+    """Check that there is one set of kept tokens per token, and that each sampled token is in its set."""
     wrong = np.flatnonzero(_valid(column) & (_lengths(column) != rows.length_R))
     if wrong.size:
         row = int(wrong[0])
@@ -159,7 +160,7 @@ def _check_kept(rows: _Rows, column: pa.Array) -> Iterator[Found]:
 
 
 def _check_foreign(rows: _Rows, column: pa.Array) -> Iterator[Found]:
-    """Check that foreign parts follow each other in their row, and that `NO_TOKEN` stands where they do."""
+    """Check that the foreign parts of a row do not overlap, and that all tokens at their positions are `NO_TOKEN`."""
     for row, placed in enumerate(read_parts(column)):
         tokens, mask = rows.tokens_T[rows.span(row)], rows.mask_T[rows.span(row)]
         name, end = rows.name(row), 0

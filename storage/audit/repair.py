@@ -1,8 +1,8 @@
 """Repairs a damaged log. `plan_repairs` lists the possible steps; `repair` carries out the steps that the user accepts.
 
-- A damaged or missing entry in the middle is restored from its segment, if the hash in the next entry matches.
-- A damaged newest entry cannot be restored. The entry is moved away, so the log ends before it. The entry's commit is
-  undone: the batch is formed again, or the version is trained again.
+- A damaged or missing entry before other entries is restored from its segment, if the hash in the next entry matches.
+- A damaged newest entry cannot be restored. This entry is moved away, so that the log ends with the entry before it.
+  The run then repeats the lost work: the batch is formed again, or the version is trained again.
 - Other damage cannot be repaired, because the entries after the damage cannot be trusted.
 
 No process may work on the run during a repair. An entry that is moved away stays in storage under another name.
@@ -41,7 +41,7 @@ class LogRepair:
 
 
 def plan_repairs(run: ObjectStore) -> list[LogRepair]:
-    """List the steps that would repair the log; empty if it is intact.
+    """List the steps that would repair the log; return an empty list if the log is intact.
 
     Raises:
         Missing: there is no log.
@@ -82,7 +82,7 @@ def repair(run: ObjectStore, agreed: Sequence[LogRepair]) -> None:
 
 
 def _made_of(run: ObjectStore, n: int) -> list[str]:
-    """List snapshots and audits made after entry `n`, because they would report that the log was truncated."""
+    """List the snapshots and audits made at or after entry `n`, which would show that the log was truncated."""
     found = (path for folder in (SNAPSHOTS, AUDITS) for path in run.list(folder))
     return [path for path in found if int(path.rpartition("/")[2][:10]) >= n]
 

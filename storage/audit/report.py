@@ -1,4 +1,4 @@
-"""The report of an audit: its counts and its violations."""
+"""Defines the report of an audit, with its counts and its violations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from rollflow.storage.log.state import RunState
 
 ViolationKind = Literal["stale", "duplicate", "missing", "gap", "altered", "lineage"]
-SPANS = 64  # the largest number of version ranges with their own counts, so a report does not grow with the run
+SPANS = 64  # largest number of version ranges with separate counts, so that a report does not grow with the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,9 @@ class RowCounts:
 
 @dataclass(slots=True)
 class AuditReport:
-    """The report of an audit. All fields but `since` and `bytes` cover the whole run, even if only its end was read."""
+    """The report of an audit. All fields but `since` and `bytes` cover the whole run, even if this audit read only the
+    newest entries.
+    """
 
     run: str = ""
     async_ratio: float = 0.0
@@ -40,13 +42,14 @@ class AuditReport:
     entries: int = 0
     versions: int = 0
     trajectories: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)  # staleness -> trajectories
-    staleness_by_version: dict[int, Counter[int]] = field(default_factory=dict)  # first version of each range -> counts
+    staleness: Counter[int] = field(default_factory=Counter)  # staleness -> number of trajectories
+    # first version of a range -> staleness -> number of trajectories
+    staleness_by_version: dict[int, Counter[int]] = field(default_factory=dict)
     span: int = 1  # the number of versions per range
-    domains: Counter[str] = field(default_factory=Counter)  # domain -> groups trained on
-    fates: Counter[str] = field(default_factory=Counter)  # fate -> dispatched groups
+    domains: Counter[str] = field(default_factory=Counter)  # domain -> number of groups that were trained on
+    fates: Counter[str] = field(default_factory=Counter)  # how dispatches ended -> number of dispatches
     discarded_tokens: int = 0
-    surplus_tokens: int = 0  # tokens of the extra responses of groups that were trained on
+    surplus_tokens: int = 0  # number of tokens in unused extra responses of groups that were trained on
     trained_tokens: int = 0
     objects: int = 0  # the number of objects that were read and hashed
     bytes: int = 0  # the total size in bytes of the objects that this audit read

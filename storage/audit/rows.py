@@ -1,6 +1,7 @@
 """Compares each trajectory of a batch file with the log entry that names the file.
 
-Shapes: R trajectories in N groups of G each; T tokens over all trajectories.
+The last letter of an array's name is its length: R is the number of trajectories, N the number of groups, T the number
+of tokens in all trajectories, and C the number of tokens that the policy sampled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from rollflow.storage.records import GroupKey
 
 Found = tuple[ViolationKind, str]
 Array = np.ndarray[Any, Any]
-HIGHEST_LOGPROB = 1e-4  # nats; rounding may raise the log-prob of a certain token above 0
+# largest accepted log-prob in nats; rounding may give a token of probability 1 a log-prob above 0
+HIGHEST_LOGPROB = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Rules:
 
     alpha: float
     group_size: int  # G
-    responses: int  # responses that are started for a group; G of them are kept
+    responses: int  # number of responses that are started for a group, of which `group_size` are kept
     asked: ExpectedRows = NOT_ASKED
 
 
@@ -43,7 +45,7 @@ def count_rows(batch: TrajectoryBatch, number: int) -> RowCounts:
 
 
 def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: Rules) -> Iterator[Found]:
-    """Report what is wrong with a batch that was committed when `version` was the newest."""
+    """Report what is wrong with a batch that was committed when `version` was the newest version."""
     yield from _staleness(batch, body.number, rules.alpha)
     if tuple(batch.keys) == tuple(group.key for group in body.groups):
         samples = list(_samples(batch, rules))
@@ -73,7 +75,7 @@ def _staleness(batch: TrajectoryBatch, number: int, alpha: float) -> Iterator[Fo
 
 
 def _samples(batch: TrajectoryBatch, rules: Rules) -> Iterator[Found]:
-    """Check that each group has G different samples. Branches have samples of their own, which do not count."""
+    """Check that each group has `group_size` different samples; the samples of branches do not count."""
     columns = [batch.table[name].to_pylist() for name in ("index", "attempt", "sample")]
     for (prompt, attempt), group in groupby(zip(*columns, batch.branches, strict=True), key=lambda row: row[:2]):
         rows = list(group)
@@ -93,7 +95,7 @@ def _samples(batch: TrajectoryBatch, rules: Rules) -> Iterator[Found]:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The C tokens that the policy sampled."""
+    """The tokens that the policy sampled in a batch."""
 
     row_C: Array  # the trajectory of each token
     version_C: Array
@@ -107,13 +109,13 @@ class _Tokens:
 
 
 def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iterator[Found]:
-    """Check each group's oldest start, newest version and number of tokens against its trajectories."""
+    """Compare the versions and the number of tokens in the record of each group with the group's trajectories."""
     group_R, starts_R = _number_groups(batch), batch.table["started_version"].to_numpy()
     group_C = group_R[tokens.row_C]
     counts = np.bincount(group_C, minlength=len(body.groups)).tolist()
     oldest_N = np.full(len(body.groups), starts_R.max())
     np.minimum.at(oldest_N, group_R, starts_R)
-    newest_N = oldest_N.copy()  # the newest version of a group without tokens is its start
+    newest_N = oldest_N.copy()  # the newest version of a group without sampled tokens is its oldest start version
     np.maximum.at(newest_N, group_C, tokens.version_C)
     for group, *found in zip(body.groups, oldest_N.tolist(), newest_N.tolist(), counts, strict=True):
         recorded = (group.started, group.newest, group.tokens)
@@ -123,13 +125,15 @@ def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iter
 
 
 def _number_groups(batch: TrajectoryBatch) -> Array:
-    """Return the number of each row's group, from 0."""
+    """Return for each row the number of its group, counted from 0."""
     changes = [np.diff(batch.table[name].to_numpy()) != 0 for name in ("index", "attempt")]
     return np.concatenate([[0], np.cumsum(changes[0] | changes[1])])
 
 
 def _values(batch: TrajectoryBatch, tokens: _Tokens, version: int) -> Iterator[Found]:
-    """Check that token versions lie between start and commit, and that log-probs and rewards are finite."""
+    """Check that no token is older than its trajectory's start version or newer than `version`, and that values are
+    finite.
+    """
     started_R = batch.table["started_version"].to_numpy()
     if (tokens.version_C < started_R[tokens.row_C]).any() or (tokens.version_C > version).any():
         yield (

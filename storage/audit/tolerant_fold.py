@@ -1,13 +1,9 @@
-"""A tolerant fold over a log, for the audit: it reports an entry that it cannot fold, and continues.
+"""Folds a log for the audit; an entry that cannot be folded is reported, and the fold continues.
 
-`apply` decides, and every entry that it refuses is reported. After the report, the fold continues as follows:
-
-- An entry with a wrong hash of the previous entry, or with a wrong version or batch number, is folded nevertheless.
-- An entry with groups that are too old, or with tokens of versions that did not exist, is folded as if the
-  groups and tokens were fresh.
-- Any other refused entry is skipped. Every reader of the run would also skip this entry.
-- After a lost entry (missing or damaged, and in no segment) the state is unknown, so later entries are read but not
-  folded.
+Every entry that the function `apply` refuses is reported. An entry with a wrong hash of the previous entry, or with a
+wrong version or batch number, is folded nevertheless. The commit of a batch with groups that are too old, or with
+tokens of versions that did not exist, is folded as if its groups were fresh. Any other refused entry is skipped. After
+a lost entry (missing or damaged, and in no segment) the state is unknown, so later entries are read but not folded.
 """
 
 from __future__ import annotations
@@ -26,14 +22,14 @@ from rollflow.storage.log.state import EntryRefused, GroupTooOld, RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
 
-MOST = 5  # refused entries that are reported after the first skipped entry, which may have caused the others
+MOST = 5  # largest number of refused entries that are reported; the first of them may have caused the others
 REFUSALS = (
     EntryRefused,
     KeyError,
     TypeError,
     ValueError,
     ArithmeticError,
-)  # each error but `EntryRefused` comes from a content that no role writes
+)  # each error but `EntryRefused` comes from an entry that rollflow never writes
 
 
 @dataclass(slots=True)
@@ -44,18 +40,20 @@ class TolerantFold:
     state: RunState
     add: Callable[[ViolationKind, str, str], None]
     lost: bool = False  # true: an entry on which the state depends cannot be read
-    sound: bool = True  # true: every entry so far could be folded, a damaged entry from its segment
+    sound: bool = True  # true: every entry so far could be folded, if necessary from its segment
     _refused: list[int] = field(default_factory=list)  # the first skipped entry, and later refused entries
     _broken: list[int] = field(default_factory=list)  # entries with a wrong hash of the previous entry
     _unlinked: bool = False  # true: the hash that the next entry must name is unknown
 
     @property
     def missed(self) -> bool:
-        """True if an entry is lost or was skipped, so that this state differs from the state of the run's writers."""
+        """True if an entry is lost or was skipped, so that the audit's state differs from the state of the run's
+        writers.
+        """
         return self.lost or bool(self._refused)
 
     def over(self, found: Iterable[tuple[int, bytes | LogGap | Corrupt]]) -> Iterator[tuple[WrittenEntry, bytes, bool]]:
-        """Fold entries; yield each readable one, parsed and as bytes, and whether it is trusted.
+        """Fold entries; yield each readable entry, its bytes, and whether the entry is trusted.
 
         The first skipped entry is not trusted. A later refused entry is trusted, because the skipped entry may be the
         reason for the refusal.
@@ -76,8 +74,8 @@ class TolerantFold:
     def close(self) -> None:
         """Report what can only be decided at the log's end: broken links and the number of refused entries.
 
-        A broken link between two entries is usually reported for the first entry. If the next link is broken, too, or
-        if the log ends with the second entry, the broken link is reported for the second entry.
+        If an entry names a wrong hash of the previous entry, the previous entry is reported as altered. If the next
+        entry also names a wrong hash, or if there is no next entry, the naming entry is reported as altered.
         """
         for n in self._broken:
             own = n + 1 in self._broken or n == self.state.n
