@@ -1,8 +1,8 @@
-"""Learners turn a trajectory batch into the next policy version: one contract (`base`), one file for each learner.
+"""Learners turn a trajectory batch into the next policy version; their contract is in `base`.
 
-`build_learner` chooses a learner and imports only that learner's module. Imports take most of the time of a learner's
-start, and a run whose learner died waits for them. This module does not import torch, so a process that only starts the
-learner's actor does not import torch either.
+`build_learner` chooses a learner and imports only that learner's module. Imports take most of the time in which a
+learner starts, and a run whose learner died waits for this start. This module does not import torch, so a process that
+only starts the learner's actor does not import torch either.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ STORED = "the learner's stored state depends on this key"
 
 
 class CriticConfig(Section):
-    """The critic estimates future rewards; it is used if `objective.advantage.baseline` is "critic"."""
+    """Options of the critic, which estimates future rewards; used if `objective.advantage.baseline` is "critic"."""
 
     fixed: ClassVar[Mapping[str, str]] = {"model": STORED}
 
@@ -141,7 +141,7 @@ class TrainBase(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_kinds(cls, tree: Any) -> Any:
-        """Apply `with_kinds`; move keys of older configs, from before objectives had parts, into the objective."""
+        """Fill in omitted kinds, and move keys of configs from before objectives had parts into the objective."""
         return with_kinds(cls, _as_parts(tree) if isinstance(tree, Mapping) else tree)
 
     @model_validator(mode="after")
@@ -292,7 +292,7 @@ EARLIER = ("baseline", "normalize", "negative_weight", "aggregation")
 
 
 def _as_parts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert the config tree of an older run or recipe, whose advantage keys applied to every objective."""
+    """Convert the config tree of an older recipe or run: its advantage keys become part of the objective."""
     old = {name: tree[name] for name in EARLIER if name in tree}
     objective = tree.get("objective", {})
     if not old or not isinstance(objective, Mapping) or not isinstance(old.get("normalize", True), bool):

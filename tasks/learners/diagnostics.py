@@ -1,8 +1,9 @@
-"""Diagnostics of a version's updates, by the age of the tokens. Shapes: M tokens of a micro-batch.
+"""Diagnostics of a version's updates, separately for tokens of each age. Shapes: M is the number of tokens of a
+micro-batch.
 
-All metrics are over the tokens that had a gradient, each token counted once. A token's age is the trained version minus
-the version that sampled the token; age `OLDEST` includes all older tokens. The name of a metric of one age ends in
-`_age_<age>`; a metric without this ending covers all ages. The ratio of a token is pi/mu, the trained policy's
+All metrics are computed over the tokens that had a gradient, and each token counts once. A token's age is the trained
+version minus the version that sampled the token; age `OLDEST` includes all older tokens. If a metric covers one age,
+its name ends in `_age_<age>`; otherwise the metric covers all ages. The ratio of a token is pi/mu, the trained policy's
 probability of the token over the probability at which it was sampled.
 
 - `ratio_mean`, `ratio_max`, `ratio_p1`, `ratio_p99`: mean, maximum and two percentiles of the ratio in the update. For
@@ -37,21 +38,22 @@ COLUMNS = 6  # number of values that `add` keeps of each token
 
 
 class Diagnostics:
-    """Collects the values of a version's micro-batches.
+    """Collects values of a version's tokens, from which the version's diagnostics are computed.
 
-    The values stay on the device until they are read, because reading a value waits for the device.
+    The values stay on the device until the end of the version, because reading a value waits for the device.
     """
 
     def __init__(self, version: int) -> None:
         self.updates = 0  # number of updates so far
         self.version = version
-        self._added: list[tuple[Tensor, Tensor | None, bool]] = []  # columns, divergences, is before the first update
+        # for each micro-batch: columns, divergences, True before the first update
+        self._added: list[tuple[Tensor, Tensor | None, bool]] = []
         self._found: list[np.ndarray] = []  # columns of each micro-batch, in the order of `add`
         self._gaps: list[np.ndarray] = []
         self._divergences: list[np.ndarray] = []
 
     def add(self, tokens: MaskedTokens, loss: TokenLoss, versions_M: Tensor) -> None:
-        """Add the tokens of a micro-batch; `versions_M` are the versions that sampled them."""
+        """Add the tokens of a micro-batch; `versions_M` gives the version that sampled each token."""
         change_M = (tokens.logp_M.detach() - tokens.behaviour_M).double().clamp(-BOUND, BOUND)
         entropy_M = torch.zeros_like(change_M) if tokens.entropy_M is None else tokens.entropy_M.detach()
         age_M = (self.version - versions_M).clamp(0, OLDEST)
@@ -65,7 +67,7 @@ class Diagnostics:
         self._added.append((torch.stack([column.double() for column in columns]), divergence_M, not self.updates))
 
     def gather(self, ranks: Ranks) -> None:
-        """Add the values of the other ranks."""
+        """Add the values that the other ranks have collected."""
         self._read()
         self._found = [part.reshape(COLUMNS, -1) for part in ranks.gather_all(_flatten(self._found))]
         self._gaps = ranks.gather_all(_flatten(self._gaps))
@@ -103,7 +105,7 @@ def _flatten(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _compute_metrics(found: np.ndarray, end: str, entropy: bool) -> dict[str, float]:
-    """Return the metrics of some tokens; the name of each metric ends in `end`."""
+    """Return the metrics of the given tokens; the name of each metric ends in `end`."""
     _, change, up, down, corrected, entropies = found
     ratio = np.exp(change)
     told = {

@@ -1,4 +1,4 @@
-"""Release of freed memory, because the C library would keep a step's memory while the version is published."""
+"""Return of freed memory to the operating system: the C library would keep it while a version is published."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MANY = 2**28  # bytes of weights from which on memory is released; releasing less memory is not worth the time
+MANY = 2**28  # smallest size of weights, in bytes, for which returning freed memory is worth the time
 
 
 def release_memory(weights: Iterable[Tensor]) -> None:
-    """Release freed memory to the system if `weights` are large. The release costs the next step some page faults."""
+    """Return freed memory to the operating system if `weights` are large. Afterwards the next step has some additional
+    page faults."""
     if sum(tensor.nbytes for tensor in weights if tensor.device.type == "cpu") >= MANY:
         give_back_all()
 
 
 def give_back_all() -> None:
-    """Release freed memory to the system, whatever the size of the weights."""
+    """Return freed memory to the operating system, whatever the size of the weights."""
     if (trim := _trim()) is not None:
         trim(0)
 
 
 @cache
 def _trim() -> Any:
-    """Return glibc's `malloc_trim`; None with another C library."""
+    """Return glibc's function `malloc_trim`; None if another C library is used."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def given_back(shape: torch.Size, kind: torch.dtype) -> Tensor:
-    """Return a new tensor whose memory goes back to the system as soon as the tensor is freed.
+    """Return a new tensor whose memory goes back to the operating system as soon as the tensor is freed.
 
     The C library would keep much of the memory that it allocates for a tensor.
     """

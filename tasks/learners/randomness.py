@@ -1,9 +1,9 @@
-"""Random generators, and the choice of torch's algorithms: results depend on these two and on tensors only.
+"""Random generators and the choice of torch's algorithms; results depend on these and on tensors only.
 
 On one CPU thread torch gives the same bits with and without `deterministic`. On a GPU, torch adds up numbers in a
-different order each time: in `index_add` of sequence ratios, and in gradients of embeddings, of attention, and of
-hidden states that are selected more than once. With `deterministic`, torch uses algorithms with a fixed order, or
-raises an error if an operation has no such algorithm.
+different order each time, for example in `index_add` and in the gradients of embeddings and attention. If
+`deterministic` is set, torch uses algorithms with a fixed order, or raises an error if an operation has no such
+algorithm.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RNG, DEVICE_RNG = "rng", "device_rng"  # keys in the learner state
 
 
 def begin_process(config: RankedTrain, seed: int) -> None:
-    """Set the threads, the seed and the algorithms of this process; call this before the process uses a device."""
+    """Set the threads, the seed and the algorithms of this process, before the process uses a device."""
     torch.set_num_threads(config.threads)
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(config.deterministic)
@@ -30,7 +30,7 @@ def begin_process(config: RankedTrain, seed: int) -> None:
 
 
 def random_state(config: RankedTrain, device: torch.device) -> dict[str, Tensor]:
-    """Return the state of the CPU's random generator; with `deterministic` on a GPU, also that of the GPU's."""
+    """Return the state of the CPU's random generator, and of the GPU's with `deterministic` on a GPU."""
     found = {RNG: torch.get_rng_state()}
     if config.deterministic and device.type == "cuda":
         found[DEVICE_RNG] = torch.cuda.get_rng_state(device)
@@ -38,13 +38,13 @@ def random_state(config: RankedTrain, device: torch.device) -> dict[str, Tensor]
 
 
 def random_like(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the generator states that `saved` should contain; a GPU's state only if `saved` contains one."""
+    """Return the names of the generator states that `saved` should contain, each with a tensor of the right shape."""
     found = {RNG: torch.get_rng_state()}
     return found | ({DEVICE_RNG: saved[DEVICE_RNG]} if DEVICE_RNG in saved else {})
 
 
 def take_random(drawn: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore the generators to the states in `drawn`; skip the GPU's generator on a machine without GPU."""
+    """Restore the random generators to the states in `drawn`; on a machine without a GPU, skip the GPU's generator."""
     torch.set_rng_state(drawn[RNG])
     if DEVICE_RNG in drawn and device.type == "cuda":
         torch.cuda.set_rng_state(drawn[DEVICE_RNG], device)

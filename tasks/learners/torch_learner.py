@@ -47,7 +47,7 @@ from rollflow.tasks.policies.attention import choose_attention
 
 WEIGHTS = "weights/model"
 STATE, CRITIC, REFERENCE = "learner/state", "learner/critic", "learner/reference"
-KL_WEIGHT = "kl_weight"  # key in the learner state of a KL weight that `kl_target` adapts
+KL_WEIGHT = "kl_weight"  # key of the adapted KL weight in the learner state
 
 
 def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, attention: str = "exact") -> Any:
@@ -66,7 +66,7 @@ def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, 
         return AutoModelForCausalLM.from_pretrained(folder, config=config, **how)
     with no_init_weights() if blank else nullcontext():
         model = AutoModelForCausalLM.from_config(config, **how)
-    model.tie_weights()  # `no_init_weights` skips this step of initialization
+    model.tie_weights()  # `no_init_weights` skips the tying of weights, which is a step of initialization
     for pattern, its_kind in model._get_dtype_plan(kind).items():  # as from_pretrained does
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern, name):
@@ -75,7 +75,7 @@ def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, 
 
 
 def _first_weights(start: LearnerStart) -> Mapping[str, Tensor]:
-    """Load the run's first weights by Hugging Face name; return an empty mapping if `start.first` is None."""
+    """Load the weights with which the run began, by Hugging Face name, or none if `start.first` is None."""
     return named_tensors(load_model(start.first(), start.dtype, trained=True)) if start.first else {}
 
 
@@ -86,7 +86,7 @@ class TorchLearner(TrainedModels):
     can_shard = sharded = False
 
     def shard(self) -> None:
-        """Shard weights and state over the ranks; a learner that cannot be sharded does nothing."""
+        """Shard weights and state over the ranks; do nothing if this kind of learner cannot be sharded."""
 
     @classmethod
     def create(cls, config: RankedTrain, start: LearnerStart) -> Self:
@@ -178,9 +178,9 @@ class TorchLearner(TrainedModels):
             role.check(shapes_of(_of_stem(stem, state)))
 
     def take(self, weights: Files, state: Files) -> None:
-        """Load files that `check` has accepted, without keeping a file in memory.
+        """Load files that `check` has accepted; keep no file in memory.
 
-        Files with the same stem must follow each other.
+        Files whose names begin with the same stem must follow each other.
         """
         drawn: dict[str, Tensor] = {}
         self.policy.take(tensors_of(weights))
@@ -194,7 +194,7 @@ class TorchLearner(TrainedModels):
         take_random(drawn, self.device)  # after all else, because reading a model may draw random numbers
 
     def _of_policy(self, saved: Named, drawn: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's tensors of the state `saved`; put the states of random generators into `drawn`."""
+        """Yield the policy's tensors in the state `saved`; put the states of random generators into `drawn`."""
         for name, tensor in saved:
             if name in (RNG, DEVICE_RNG):
                 drawn[name] = tensor.clone()
@@ -216,5 +216,5 @@ class TorchLearner(TrainedModels):
 
 
 def _of_stem(stem: str, files: Mapping[str, Data]) -> Files:
-    """Return name and content of the files whose names begin with `stem`."""
+    """Return the name and the content of each file whose name begins with `stem`."""
     return ((name, files[name]) for name in files if name.startswith(stem))

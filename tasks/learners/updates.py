@@ -1,6 +1,6 @@
 """The updates of a version: each update is an optimizer step of the policy, then one of the critic, on a minibatch.
 
-Shapes: R rows, B loss-masked tokens of the batch, M loss-masked tokens of a part of a micro-batch, H hidden.
+Shapes: R rows, B tokens with loss mask 1 in the batch, M such tokens in a part of a micro-batch, hidden size H.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollflow.tasks.policies.device import send
 
 
 class Updates:
-    """The updates of one version; `seen` collects the diagnostics of all updates."""
+    """The updates of one version; the attribute `seen` collects the diagnostics of all updates."""
 
     def __init__(
         self, roles: TrainedModels, data: BatchRows, before: PreUpdate, version: int, settle: WaitForPublish
@@ -43,7 +43,8 @@ class Updates:
         roles, data, seen = self.roles, self.data, self.seen
         weight_R = self.weights_of(part)
         roles.policy.clear()
-        added = torch.zeros((), dtype=torch.float64, device=self.device)  # reading a value waits for the GPU
+        # The sum is a tensor, because reading a value would wait for the GPU.
+        added = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in roles.micros(data, roles.select_rows(part, self.before.signal_R)):
             with self.token_logprobs.add_in_place():
                 added += self._backward(micro, partial(self.loss_of, micro=micro, weight_R=weight_R))
@@ -57,14 +58,14 @@ class Updates:
         return found
 
     def weights_of(self, part: list[int]) -> Tensor:
-        """Return (R,) weights in a minibatch's loss of the tokens of each row; zero for rows of other minibatches."""
+        """Return for each row the weight of its tokens in a minibatch's loss; zero for rows of other minibatches."""
         weight_R = torch.zeros(len(self.data.rewards))
         tokens_R = torch.from_numpy(self.data.masked_tokens[part])
         weight_R[part] = row_weights(tokens_R, self.roles.config.objective.aggregation, self.roles.longest).float()
         return weight_R
 
     def loss_of(self, some: slice, hidden_MH: Tensor, micro: MicroBatch, weight_R: Tensor) -> Tensor:
-        """Return the loss of some tokens of a micro-batch, and add their diagnostics to `seen`."""
+        """Return the loss of the given tokens of a micro-batch, and add their diagnostics to `seen`."""
         tokens = self._masked_tokens(micro, some, hidden_MH)
         result = self.roles.objective.loss(tokens)
         versions_M = torch.from_numpy(self.data.versions)[micro.among[some]]
@@ -111,7 +112,7 @@ class Updates:
         return found
 
     def _masked_tokens(self, micro: MicroBatch, some: slice, hidden_MH: Tensor) -> MaskedTokens:
-        """Return the objective's inputs for some tokens of a micro-batch; `hidden_MH` are the states before them."""
+        """Return the objective's inputs for the given tokens of a micro-batch; `hidden_MH` predicts these tokens."""
         roles, before, among = self.roles, self.before, micro.among[some]
         logp_M, entropy_M = self.token_logprobs.of(
             hidden_MH,

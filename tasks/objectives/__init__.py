@@ -1,4 +1,4 @@
-"""Objectives: one contract (`base`), implemented by presets built from parts, or by a user-defined class."""
+"""Objectives: `base` has their contract; an objective is a preset built from parts, or a user-defined class."""
 
 from __future__ import annotations
 

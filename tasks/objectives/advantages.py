@@ -1,4 +1,4 @@
-"""Advantages from rewards. Shapes: R trajectories in a batch, each in one group; G groups."""
+"""Advantages from rewards. Shapes: R trajectories in a batch, in G groups."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from rollflow.tasks.objectives.config import Advantage
 
-EPSILON = 1e-4  # added to a group's standard deviation, so that no reward is divided by almost zero
-TINY = 1e-8  # added to a batch's variance, so that no reward is divided by almost zero
+EPSILON = 1e-4  # added to a group's standard deviation, so that the divisor is never almost zero
+TINY = 1e-8  # added to a batch's variance, so that the divisor is never almost zero
 ROUNDING = 1e-12  # a penalty below this value is a rounding error and counts as zero
 
 
@@ -69,7 +69,8 @@ def _subtract_baseline(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tok
     if part.baseline == "group":  # as in GRPO (Shao et al. 2024, section 4.1)
         return centred_R
     count_G = torch.bincount(groups_R).to(rewards_R.dtype)
-    others_R = (count_G - 1).clamp(min=1)[groups_R]  # RLOO subtracts the others' mean (Kool et al. 2019)
+    # RLOO subtracts the mean of the group's other rewards (Kool et al. 2019).
+    others_R = (count_G - 1).clamp(min=1)[groups_R]
     return centred_R * count_G[groups_R] / others_R
 
 

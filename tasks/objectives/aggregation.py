@@ -1,4 +1,4 @@
-"""Aggregation of the tokens' losses into one number."""
+"""Aggregation of the losses of all tokens into one number."""
 
 from __future__ import annotations
 

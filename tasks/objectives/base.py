@@ -1,12 +1,12 @@
-"""The objective contract: a loss for each token that the policy sampled, from recorded behaviour log-probs.
+"""The objective contract: a loss for each token that the policy sampled, from the log-probs recorded at sampling.
 
 Notation: pi is the policy being trained, pi_p the proximal policy (the learner before this version's first update), mu
 the behaviour policy (its log-probs were recorded at sampling), A the advantage, and sg stop-gradient. All tensors are
-flat, with one element for each of the M loss-masked tokens of a micro-batch's rows. All tensors are on the learner's
+flat, with one element for each of the M tokens with loss mask 1 in a micro-batch. All tensors are on the learner's
 device and in the learner's precision.
 
-- A loss is returned for each token, to be minimized. The losses are not aggregated: `aggregation` and `minibatches`
-  later give each token's loss a weight.
+- A loss is returned for each token, to be minimized. An objective does not aggregate losses: `aggregation` and
+  `minibatches` later give each token's loss a weight.
 - Rows are independent of each other: the order and grouping of rows do not change their losses.
 - An objective gets whole rows, unless the objective is `by_token`. A `by_token` objective may get some tokens of a row
   at a time, so that memory holds fewer logits. `by_token` is not inherited: a class that changes the loss must set
@@ -33,14 +33,14 @@ class MaskedTokens:
     Only `logp_M` and `entropy_M` have a gradient.
     """
 
-    logp_M: Tensor  # log-probs of pi, the policy being trained
-    behaviour_M: Tensor  # log-probs of mu, the behaviour policy
+    logp_M: Tensor  # log-probs under pi, the policy being trained
+    behaviour_M: Tensor  # log-probs under mu, the behaviour policy
     advantage_M: Tensor  # advantage of each token; without a critic, all tokens of a row have the same advantage
     row_M: Tensor  # int64: number of the token's row
-    proximal_M: Tensor | None = None  # log-probs of pi_p, the proximal policy, if the objective sets `uses_proximal`
-    entropy_M: Tensor | None = None  # nats: entropy of pi at the token, if the objective sets `uses_entropy`
+    proximal_M: Tensor | None = None  # log-probs under pi_p, the proximal policy, if the objective sets `uses_proximal`
+    entropy_M: Tensor | None = None  # entropy of pi at the token in nats, if the objective sets `uses_entropy`
     kept_M: Tensor | None = None  # bool: the result of `keep`, if the objective sets `uses_batch`
-    reference_M: Tensor | None = None  # log-probs of the reference policy, if the objective sets `uses_reference`
+    reference_M: Tensor | None = None  # log-probs under the reference policy, if the objective sets `uses_reference`
     kl_weight: float | None = None  # weight of the KL penalty if the learner adapts the weight, else None
 
 
@@ -60,7 +60,7 @@ class Objective(Protocol):
     uses_entropy: ClassVar[bool] = False  # True if `loss` needs `entropy_M`
     uses_reference: ClassVar[bool] = False  # True if `loss` needs `reference_M`, which costs a pass over the batch
     uses_batch: ClassVar[bool] = False  # True if `loss` needs `kept_M`, which costs a forward pass over the batch
-    every_row: ClassVar[bool] = False  # True if rows with advantage zero have a gradient, too
+    every_row: ClassVar[bool] = False  # True if rows with advantage zero also have a gradient
     by_token: ClassVar[bool] = False  # True if a token's loss depends only on that token
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:

@@ -1,8 +1,8 @@
 """The `[train.objective]` section: the loss to minimize, as a choice of parts.
 
 A part is a section of a few keys; the part's formula and paper are documented with its code. `kind` names a preset
-(`presets.py`). The preset defines all parts and keys that a recipe leaves out. A run stores every key of every part.
-This module imports pydantic only.
+(`presets.py`). A recipe gets from the preset all parts and keys that the recipe leaves out. The config that a run
+stores has every key of every part. This module imports pydantic only.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Correction(Section):
         return self.outside == "clamp" or (self.outside == "mask" and self.weigh)
 
 
-COUNTS_WITH = {  # for each key of a correction: the values of `outside` with which the key has an effect
+COUNTS_WITH = {  # key of a correction -> values of `outside` with which the key has an effect
     "level": ("clamp", "mask"),
     "low": ("clamp", "mask"),
     "high": ("clamp", "mask"),
@@ -69,7 +69,7 @@ COUNTS_WITH = {  # for each key of a correction: the values of `outside` with wh
 }
 
 
-SCALES = {  # for two baselines: the allowed scales; with other scales, equal rewards would be divided by almost zero
+SCALES = {  # baseline -> allowed scales; with other scales, equal rewards would be divided by almost zero
     "none": ("none", "whiten"),
     "batch": ("none", "batch", "whiten"),
 }
@@ -254,9 +254,9 @@ def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     return found
 
 
-# A recorded run stores every part with every key. A config tree with all of these keys is accepted without checks of
-# keys that have no effect, so that the run can be replayed. A form also sends every key; so `check_new` repeats the
-# important checks when a run is created.
+# Keys of an objective in a recorded run's config. A config tree with all of these keys is not checked for keys without
+# an effect, so that the run can be replayed. A form also sends every key, so `check_new` repeats the important checks
+# when a run is created.
 RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregation", "penalties"})
 
 
@@ -338,8 +338,7 @@ def _set_only(section: Section, given: Mapping[str, Any]) -> None:
             _set_only(part, value)
 
 
-# Keys of older configs, from before objectives had parts, with their new places. Recorded runs with these keys can be
-# replayed.
+# Keys of configs from before objectives had parts -> (part, key). Recorded runs with these keys can be replayed.
 EARLIER = {
     "clip_low": ("surrogate", "low"),
     "clip_high": ("surrogate", "high"),

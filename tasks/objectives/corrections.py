@@ -2,7 +2,7 @@
 
 If the surrogate's older policy is the proximal policy, the ratio of a correction is pi_p / mu (decoupled PPO);
 otherwise the ratio is pi / mu. A token that a mask removes still counts in the denominators of the mean losses. Shapes:
-M tokens of a micro-batch, B tokens of a whole batch.
+M tokens in a micro-batch, B tokens in a whole batch.
 """
 
 from __future__ import annotations

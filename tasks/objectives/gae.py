@@ -1,7 +1,8 @@
 """Advantages of tokens from a critic's values (Schulman et al. 2016, Generalized advantage estimation).
 
 Shapes: R trajectories; B tokens that the policy sampled, one trajectory after the other. Only tokens that the policy
-sampled are steps; tokens that an environment wrote are not. The value after a trajectory's last token is zero.
+sampled are steps in time; tokens that an environment wrote are left out. The value after a trajectory's last token is
+zero.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Ten
     `starts` gives the index of each trajectory's first token among the B tokens, and at the end B.
     """
     found_B = -price_B.double()
-    some = np.flatnonzero(np.diff(starts))  # trajectories that have at least one token
+    some = np.flatnonzero(np.diff(starts))  # trajectories that have at least one sampled token
     found_B[torch.from_numpy(starts[some + 1] - 1)] += rewards_R.double()[torch.from_numpy(some)]
     return found_B
 

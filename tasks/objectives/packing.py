@@ -1,8 +1,8 @@
 """Padded micro-batches of rows of similar length, as tensors.
 
-Shapes: R rows (trajectories), L lines, T padded tokens, M loss-masked tokens of the micro-batch. Padding is on the
-right, so no other token attends to padding under causal attention. If rows of a line share a prompt, a mask keeps the
-rows from attending to each other.
+Shapes: R rows (trajectories) in L lines of T padded tokens, M tokens with loss mask 1 in the micro-batch. Padding is on
+the right, so under causal attention no other token attends to padding. If several rows of a line share a prompt, a mask
+keeps these rows from attending to each other.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class MicroBatch:
     """
 
     tokens: Tensor  # (L, T) int64
-    where: tuple[Tensor, Tensor]  # (M,) line, (M,) place of the token before each masked token
-    targets: Tensor  # (M,) int64: the masked tokens
-    row_M: Tensor  # int64: row of each masked token, numbered in the batch
-    among: Tensor  # (M,) int64: number of each masked token among the batch's B masked tokens
+    where: tuple[Tensor, Tensor]  # line and place of the token before each token with loss mask 1: (M,), (M,)
+    targets: Tensor  # (M,) int64: the tokens with loss mask 1
+    row_M: Tensor  # int64: row in the batch of each token with loss mask 1
+    among: Tensor  # (M,) int64: index of each token with loss mask 1 among the batch's B such tokens
     positions: Tensor | None = None  # (L, T) int64: position of each token in its row; None if no row shares a prompt
     part: Tensor | None = None  # (L, T) int64: see `Packing.part`; None if no row shares a prompt
 

@@ -1,4 +1,4 @@
-"""An objective built from its parts: surrogate(ratio) x correction + penalties."""
+"""An objective that is built from its parts as surrogate(ratio) x correction + penalties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""KL penalties: a penalty of each token, whatever its advantage, in the loss or in the reward. Shapes: M tokens."""
+"""KL penalties of each token, in the loss or in the reward; they do not depend on the token's advantage. Shapes: M
+tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from torch import Tensor
 from rollflow.tasks.objectives.config import Penalties
 from rollflow.tasks.objectives.ratios import BOUND
 
-STEP = 0.2  # bound on the relative error of the divergence when the KL weight is adapted
+STEP = 0.2  # largest relative error of the divergence that counts when the KL weight is adapted
 
 
 def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:

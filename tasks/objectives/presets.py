@@ -1,6 +1,6 @@
-"""Presets: objectives by name, with their parts, from papers and from other systems.
+"""Presets: named objectives with their parts, from papers and from other systems.
 
-A part that a preset does not name has its default. docs/objectives.md has a table of the presets' formulas, and
+If a preset does not name a part, the part has its default. docs/objectives.md has a table of the presets' formulas, and
 `tests/contracts/test_objectives.py` compares each preset with its formula.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-UNBOUNDED = 1e9  # larger than any ratio, since log-ratios are clipped at 20; finite, since JSON has no infinity
+UNBOUNDED = 1e9  # an upper bound above any ratio (log-ratios are clipped at 20), but finite, since JSON has no infinity
 
 Range = tuple[float, float]
 PresetName = Literal[

@@ -1,4 +1,5 @@
-"""Ratios of two policies over the same tokens, from their log-probs (nats). Shapes: M tokens of whole rows."""
+"""Ratios of two policies over the same tokens, from their log-probs (nats). Shapes: M tokens, which make up whole
+rows."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from rollflow.tasks.objectives.surrogate_config import Level
 
-BOUND = 20.0  # largest log-ratio in nats: e^20 is a ratio of 5e8, and float32 overflows at e^88
+BOUND = 20.0  # largest log-ratio in nats; e^20 is a ratio of 5e8, far below e^88, at which float32 overflows
 
 
 def log_ratio(new_M: Tensor, old_M: Tensor, row_M: Tensor, level: Level) -> Tensor:

@@ -1,6 +1,6 @@
-"""A batch as flat arrays, read from the batch's Arrow columns, for objectives and learners.
+"""A batch as flat arrays for objectives and learners, read from the batch's Arrow columns.
 
-Shapes: R rows (trajectories), B loss-masked tokens of the batch.
+Shapes: R rows (trajectories), B tokens with loss mask 1 in the batch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class BatchRows:
 
     tokens: np.ndarray  # int32, tokens of all rows
     offsets: np.ndarray  # int64, R + 1: where each row begins in `tokens`
-    chosen: np.ndarray  # int64, (B,) places of the loss-masked tokens in `tokens`
-    starts: np.ndarray  # int64, R + 1: where each row begins in the flat (B,) arrays
-    behaviour: np.ndarray  # float32, (B,) log-probs in nats under the policy that sampled the token
-    versions: np.ndarray  # int32, (B,) version that sampled each token
+    chosen: np.ndarray  # int64, B: places of the tokens with loss mask 1 in `tokens`
+    starts: np.ndarray  # int64, R + 1: where each row begins in the flat arrays of B values
+    behaviour: np.ndarray  # float32, B: log-probs in nats under the policy that sampled the token
+    versions: np.ndarray  # int32, B: version that sampled each token
     groups: np.ndarray  # int64, R: number of each row's group, from 0
     rewards: np.ndarray  # float32, R: reward of each row
 

@@ -1,4 +1,5 @@
-"""Lines are the sequences that a model runs. Rows of a group may share one copy of their prompt in a line.
+"""Lines are the sequences that a model runs. A line may contain several rows of a group behind one copy of their
+prompt.
 
     rows    p p p a a a      line    p p p a a a b b          b attends to p and to b, and its positions follow p's
             p p p b b
@@ -18,7 +19,7 @@ import numpy as np
 
 from rollflow.tasks.objectives.rows import BatchRows
 
-PAIRS = 6  # attention over PAIRS x width pairs of tokens costs as much as the rest of a layer costs for one token
+PAIRS = 6  # for one token, a layer without attention costs as much as attention over PAIRS x width pairs of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,9 @@ class Packing:
     tokens: np.ndarray  # (L, T) int64: tokens of the lines; 0 for padding
     positions: np.ndarray  # (L, T) int64: position of each token in its row
     part: np.ndarray  # (L, T) int64: 0 for a prompt or a single row; 1, 2, ... for rows behind it; -1 for padding
-    at: tuple[np.ndarray, np.ndarray]  # (M,) line, (M,) place of the token before each masked token
-    among: np.ndarray  # (M,) number of each masked token among the batch's masked tokens
-    row: np.ndarray  # (M,) row of each masked token, numbered in the batch
+    at: tuple[np.ndarray, np.ndarray]  # line and place of the token before each token with loss mask 1: (M,), (M,)
+    among: np.ndarray  # (M,) index of each token with loss mask 1 among the batch's such tokens
+    row: np.ndarray  # (M,) row in the batch of each token with loss mask 1
 
 
 def lay_out(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
@@ -105,7 +106,7 @@ def lay_out(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
             tokens[i, here] = data.tokens[begin + line.prompt : end]
             positions[i, here], part[i, here] = np.arange(line.prompt, end - begin), number
             own = np.arange(data.starts[row], data.starts[row + 1])
-            before = data.chosen[own] - begin - 1  # place in the row of the token before each masked token
+            before = data.chosen[own] - begin - 1  # place in the row of the token before each token with loss mask 1
             at_place.append(np.where(before < line.prompt, before, before - line.prompt + place))
             at_line.append(np.full(len(own), i))
             among.append(own)

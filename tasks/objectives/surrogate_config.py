@@ -1,7 +1,7 @@
-"""The sections `ratio` and `surrogate` of `[train.objective]`: the policy gradient's loss of a token.
+"""The sections `ratio` and `surrogate` of `[train.objective]`, which define the loss of a token.
 
-The formulas are in `ratios.py` and `surrogates.py`. A is the advantage, pi the trained policy, and mu the policy of
-`ratio.to`. This module imports only pydantic.
+The formulas of ratios and surrogates are in `ratios.py` and `surrogates.py`. A is the advantage, pi the trained policy,
+and mu the policy of `ratio.to`. This module imports only pydantic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rollflow.tasks.objectives.presets import UNBOUNDED
 from rollflow.tasks.runtime.sections import Section, refuse
 
 Level = Literal["token", "sequence", "geometric"]
-HEAVIEST = 1e6  # largest allowed weight; a larger weight would only overflow
+HEAVIEST = 1e6  # largest allowed weight of a loss; a larger weight would only overflow
 Range = tuple[Annotated[float, Field(ge=0, le=UNBOUNDED)], Annotated[float, Field(ge=0, le=UNBOUNDED)]]
 
 

@@ -1,8 +1,8 @@
-"""The simulator: the shipped scheduler, admission, buffer, weight sync, proxy and channel on a virtual clock.
+"""The simulator runs the shipped scheduler, admission, buffer, weight sync, proxy and channel on a virtual clock.
 
-Only things that cost time are modelled: engines, rewards, the learner, the pause of an update, faults. No scheduling
-decision is implemented a second time here, so a result about scheduling holds for the code that ships. A simulation
-needs no Ray, torch or disk. The same recipe, hardware and seed give the same figures.
+Only parts that take time are replaced by models: engines, rewards, the learner, the pause of an update, faults. The
+simulator has no second implementation of scheduling decisions, so its results hold for the shipped scheduler. A
+simulation needs no Ray, torch or disk. The same recipe, hardware and seed give the same figures.
 
     hardware.py  how long machines take, and how long responses are (one TOML file)
     world.py     one simulation: builds the parts and runs them

@@ -1,9 +1,10 @@
 """Bounds on the time of a step: lower bounds for every schedule, and upper bounds by Proposition 2 of ROLL Flash.
 
-N: samples per step; mu and L: mean and longest generation; E: epochs; mu_t: training of one sample; K: workers in all.
-The seconds of a generation are those at full occupancy: with S slots, it decodes at 1 / (1 + c (S - 1)). S samples
-share an engine, so one of them takes mu = seconds x GPUs of the engine / S GPU-seconds, and K counts GPUs. mu_0 is mu
-at the occupancy that minimises it: with c > 1 an engine is faster with one request at a time.
+N: number of samples per step; mu and L: mean and longest time of a generation; E: number of epochs; mu_t: time to train
+one sample; K: number of workers. The time of a generation is measured on a full engine: one with S slots decodes each
+request at 1 / (1 + c (S - 1)) of the speed for a single request. Since S samples share an engine, one sample takes mu =
+seconds x GPUs of the engine / S GPU-seconds, and K counts GPUs. mu_0 is mu at the number of requests that minimises it,
+which is one request if c > 1.
 
     work-conserving      (N/K) (mu_0 + E mu_t)               whatever the schedule, if every GPU could do everything
     T_sync           <=  (N/K) (mu + E mu_t) + L
@@ -40,7 +41,7 @@ class Workload:
     train_gpus: float  # K_t
     colocated: bool  # True if K_r and K_t count the same GPUs
     async_ratio: float  # alpha
-    whole: bool = True  # True if these numbers include all costs except rewards and updates
+    whole: bool = True  # True if no cost except rewards and updates is left out of these numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Bounds:
     """Bounds on the seconds of a step, and the best share of the GPUs for training. See the module's docstring."""
 
     conserving: float
-    conserving_split: float  # lower bound for any schedule with this split
+    conserving_split: float  # lower bound in seconds for any schedule with the hardware's split of the GPUs
     sync: float
     asynchronous: float
     asynchronous_split: float

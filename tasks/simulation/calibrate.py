@@ -1,11 +1,11 @@
 """Calibrates the engines of a recorded run, by simulating the run until the simulation matches the record.
 
-If the number n of requests hardly changes during a run, its record does not show how long a token takes among n
-requests. The log shows how long short and long responses took, and how long the whole rollout took. The recorded times
-are compared with the times of a simulation of the same recipe. For a few values of the slowing c, seconds per token and
-prefill are set so that the line through lengths and times equals that of the record. The c with the closest times, by
-length and in all, is chosen. Recorded and simulated times both include the wait for a slot, so the comparison does not
-need the time at which a response started.
+If the number n of concurrent requests hardly changes during a run, the run's record does not show how the time of a
+token depends on n. The record shows how long short and long responses took, and how long the whole rollout took.
+The recorded times are compared with the times of a simulation of the same recipe. For a few values of the slowdown c,
+the seconds per token and for the prefill are chosen so that a line through (length, time) of the responses equals that
+of the record. The value of c whose simulated times are closest to the recorded times is chosen. Recorded and simulated
+times both include the wait for a slot, so it does not matter when a response started.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.hardware import EnginesHardware, Hardware
 from rollflow.tasks.simulation.world import SimulatedRun
 
-SLOWINGS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # at c = 1, more requests give no more throughput
-ROUNDS = 3  # number of simulations for each value of the slowing c
-TRAJECTORIES = 2000  # fewest trajectories in the window of a simulation
-FEWEST = 4  # fewest versions in the window of a simulation
-BINS = 6  # number of bins of lengths
+# values of the slowdown c; at c = 1, more requests give no more throughput
+SLOWINGS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+ROUNDS = 3  # number of simulations for each value of the slowdown c
+TRAJECTORIES = 2000  # smallest number of measured trajectories of a simulation
+FEWEST = 4  # smallest number of measured versions of a simulation
+BINS = 6  # number of bins into which lengths are divided
 
 Floats = NDArray[np.float64]
 

@@ -51,7 +51,7 @@ QUICK = SimulationBudget(40, 2, 4_000, 8, 16_000)
 class PlanLimits:
     """Limits that a recommendation must not exceed."""
 
-    bias: float = 0.02  # largest bias of the mean length, as a share of it, in either direction
+    bias: float = 0.02  # largest length bias in either direction, as a share of the mean length
     waste: float = 0.15  # largest share of all sampled tokens that may be wasted
 
 

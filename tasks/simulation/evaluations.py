@@ -1,9 +1,9 @@
-"""Evaluations of a simulated run: the shipped `Evaluations`, on timed engines that are borrowed as in a run.
+"""Evaluations of a simulated run: the shipped `Evaluations`, on timed engines that are borrowed as in a real run.
 
 - Evaluations are simulated only if the recipe borrows engines, because a separate engine takes no time from training.
 - Evaluations before and after the run are omitted, because a simulation shows the steady run between them.
-- The responses to held-out prompts draw their lengths like all other responses. Scoring them takes time, on separate
-  workers.
+- The responses to held-out prompts draw their lengths like all other responses. The scoring of evaluated responses
+  takes time on workers of its own.
 - `spent` counts the tokens that engines sampled for evaluations, separately from those for training.
 """
 
@@ -23,8 +23,8 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import SimulatedPrompts, TimedRewards
 from rollflow.tasks.simulation.records import SimulationRecords
 
-HELD_OUT = 1 << 30  # an index that training never reaches; the index of a prompt is its only token
-TRIES = 1_000  # most engines that may die during one evaluation
+HELD_OUT = 1 << 30  # first index of held-out prompts, which training never reaches; a prompt's index is its only token
+TRIES = 1_000  # largest number of engines that may die during one evaluation
 
 
 def takes_engines(config: RunConfig, hardware: Hardware) -> bool:

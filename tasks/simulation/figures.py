@@ -1,9 +1,9 @@
 """The figures of a simulation, computed from its records.
 
 Times, shares and staleness are measured after a warm-up of `Figures.warm_up` versions. Counts, tokens and lengths are
-measured over the whole simulation. Trained lengths are compared with a *population*: the responses that the first
-prompts in order draw. The population has no filtered prompts, and as many responses as were trained on. The population
-of responses does not depend on the schedule.
+measured over the whole simulation. The lengths of trained responses are compared with a *population*: the responses to
+the first prompts in order. The population leaves out filtered prompts, and has as many responses as were trained on.
+The population of responses does not depend on the schedule.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import SimulatedPrompts
 from rollflow.tasks.simulation.records import SimulationRecords, Snapshot
 
-WARM_UP = 2  # versions of the warm-up, in addition to the versions that alpha lets run ahead
+WARM_UP = 2  # number of warm-up versions, in addition to the versions that rollout may run ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Figures:
     deaths: int
     restarted: int
     taken_over: int
-    evaluations: int  # evaluations that borrowed an engine
+    evaluations: int  # number of evaluations, each on a borrowed engine
 
     @property
     def staleness_mean(self) -> float:

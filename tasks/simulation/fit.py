@@ -1,8 +1,8 @@
-"""Fits a hardware file to a recorded run: its latencies, lengths, train steps and updates.
+"""Fits a hardware file to a recorded run.
 
 - Responses: the measured lengths (thinned to `QUANTILES`), and the correlation of their normal scores within a prompt.
-- Engines: fitted so that a simulation of the run gives the recorded times; see `calibrate`.
-  `kv_read_cost` and `kv_tokens` are not fitted: set them by hand if the cache fills.
+- Engines: fitted so that a simulation of the run gives the recorded times; see `calibrate`. The fields `kv_read_cost`
+  and `kv_tokens` are not fitted: a user must set them if the KV cache fills up.
 - Learner: each version's own time, from the receipt of its batch to the request for the next one, replayed in order.
 - Updates: the median pause, and the median time from the publishing of a version to its pause.
 """
@@ -26,8 +26,8 @@ from rollflow.tasks.simulation.hardware import (
     UpdateHardware,
 )
 
-QUANTILES = 400  # values that represent a measured distribution
-TRIM = 0.01  # share of the longest generations to ignore, such as restarts and stalls
+QUANTILES = 400  # largest number of values that represent a measured distribution
+TRIM = 0.01  # share of generations to ignore, the longest ones, such as restarts and stalls
 
 Floats = NDArray[np.float64]
 
@@ -37,7 +37,7 @@ class RecordedVersion:
     """One recorded version of a run, trained on R trajectories; times are wall-clock seconds."""
 
     version: int
-    seconds: float  # since the previous version was published
+    seconds: float  # seconds since the previous version was published
     waited: float  # the part of `seconds` in which the learner waited for the batch
     pause: float | None  # seconds that the engines paused to load this version
     fetched: float | None  # seconds from the publishing of this version to the pause

@@ -1,7 +1,7 @@
-"""The assumptions of a simulation about machines and workload: one TOML file, typed and frozen.
+"""The assumptions of a simulation about machines and workload, read from one TOML file.
 
-Seconds are the seconds of one engine, one worker or one GPU; lengths count response tokens. This module imports only
-pydantic.
+All seconds are those of one engine, one worker or one GPU; all lengths are numbers of response tokens. This module
+imports only pydantic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.renamed_keys import HARDWARE, Renames
 from rollflow.tasks.runtime.sections import Section, refuse
 
-GRAINS = 128  # simulated tokens of the longest response: enough to show versions per token, in short arrays
+GRAINS = 128  # number of simulated tokens of the longest response; a response may span several versions
 
 
 class EnginesHardware(Section):

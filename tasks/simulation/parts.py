@@ -1,4 +1,5 @@
-"""The simulated parts: prompts, verifiers, the learner and faults. These parts only take time and decide nothing."""
+"""The parts of a run that a simulation replaces: prompts, verifiers, the learner and faults. The replaced parts only
+take time; they decide nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The planner: finds by simulation how to divide GPUs between rollout and training, and how far rollout may run ahead.
+"""The planner: simulates how to divide GPUs between rollout and training, and how far rollout may run ahead of
+training.
 
-Guarantees: a recommendation was simulated, with the shipped objects, for the number of versions that it names. A
-recommendation keeps both limits (`PlanLimits`). No simulated candidate with a smaller alpha that keeps the limits comes
-within `TOLERANCE` of the best.
+Guarantees: the shipped objects were simulated with the recommended settings, for the number of versions that the
+recommendation names. A recommendation keeps the limits of waste and of length bias (`PlanLimits`). The recommendation
+has the smallest alpha of all simulated candidates that keep the limits and come within `TOLERANCE` of the best
+throughput.
 
     1. synchronous     all GPUs in turns if the hardware says so, otherwise the best split: the baseline for gains
     2. alpha = 1 ...   for each alpha the best split: descend from beta* (Proposition 2), later from the previous
@@ -40,11 +42,11 @@ from rollflow.tasks.simulation.figures import WARM_UP, Figures, simulate_populat
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.world import simulate
 
-TOLERANCE = 0.05  # share of the best throughput that a smaller alpha may cost ("the ratio needed")
+TOLERANCE = 0.05  # share of the best throughput that may be lost for a smaller alpha
 TIE = 0.01  # throughputs that differ by a smaller share count as equal
 ALPHAS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 FINALISTS = 12  # simulations reserved for the finals
-WIDER = 4  # the planner tries a bound of 4 times alpha, at the same depth
+WIDER = 4  # factor by which the planner tries to widen alpha while rollout runs ahead by as many batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Plan:
     best: CandidateOutcome | None  # the fastest outcome that keeps the limits
     recommended: CandidateOutcome | None
     alphas: tuple[float, ...]  # the simulated values of alpha
-    settled: bool  # larger alphas need no simulation: no schedule could be faster by more than the tolerance
+    settled: bool  # True if no larger alpha can be faster by more than the tolerance
     simulations: int
     trajectories: int
     limits: PlanLimits = LIMITS
@@ -146,7 +148,7 @@ class _Search:
     ) -> None:
         self._config, self._hardware, self._gpus, self._width = config, hardware, gpus, hardware.engines.gpus_per_engine
         self._largest, self._budget, self._limits, self._watch = largest, budget, limits, watch
-        self._most = math.floor((gpus - 1) / self._width)  # most engines, if the learner has one GPU
+        self._most = math.floor((gpus - 1) / self._width)  # largest number of engines, with one GPU for the learner
         self._check()
         self._known: dict[tuple[Candidate, int], CandidateOutcome] = {}
         self._lengths: list[int] = []

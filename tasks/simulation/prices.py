@@ -1,4 +1,4 @@
-"""The cost of a plan: the price of an hour of machines, and the price of the objects that a run keeps in storage.
+"""The cost of a plan: the price of machines per hour, and the price of the objects that a run keeps in storage.
 
     hour       machines x price, of rollout, of training, and of the rest
     version    hour x seconds of a step / 3600
@@ -64,7 +64,7 @@ class Cost:
     version: float
     run: float
     idle: float  # share of `hour`
-    storage_month: float | None  # of what the run keeps at its end
+    storage_month: float | None  # monthly price of what the run still stores at its end
 
 
 def cost_of(outcome: CandidateOutcome, prices: Prices, config: RunConfig, hardware: Hardware) -> Cost:

@@ -1,7 +1,7 @@
-"""The records of a simulation; no decision depends on them.
+"""The records that a simulation writes; no decision depends on them.
 
-Times are virtual seconds since the beginning. Lengths count simulated tokens; a simulated token stands for
-`tokens_per_tick` real tokens.
+Times are virtual seconds since the beginning of the simulation. Lengths count simulated tokens; one simulated token
+stands for `tokens_per_tick` real tokens.
 """
 
 from __future__ import annotations
@@ -83,21 +83,21 @@ class SimulationRecords:
     """All records of one simulation."""
 
     formed: list[FormedBatch] = field(default_factory=list)
-    steps: list[Span] = field(default_factory=list)  # train steps, until the version is published
+    steps: list[Span] = field(default_factory=list)  # train steps, each until its version is published
     updates: list[Span] = field(default_factory=list)  # pauses of the engines
     trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # length of each trained response
     filtered: set[int] = field(default_factory=set)  # prompts whose groups were filtered
     generation_seconds: array[float] = field(default_factory=lambda: array("d"))  # seconds of each trained response
     discarded_groups: Counter[str] = field(default_factory=Counter)
     discarded_tokens: Counter[str] = field(default_factory=Counter)
-    snapshots: dict[int, Snapshot] = field(default_factory=dict)  # version just published -> snapshot
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)  # version -> snapshot at the time of its publishing
     last_generation: float = 0.0
     deaths: int = 0
     restarted: int = 0  # requests that restarted
     restarted_tokens: int = 0  # tokens lost because requests restarted
     taken_over: int = 0  # requests that continued on another engine
     evaluations: int = 0  # number of finished evaluations
-    evaluation_tokens: int = 0  # sampled for finished and unfinished evaluations
+    evaluation_tokens: int = 0  # number of tokens sampled for finished and unfinished evaluations
 
     def form(self, staged: StagedBatch) -> None:
         """Record a formed batch."""

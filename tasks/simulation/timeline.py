@@ -1,7 +1,8 @@
-"""The timeline: occupancy of engines and verifiers in equal bins of time; train steps and updates as spans.
+"""The timeline of a simulation: how busy engines and verifiers are in equal bins of time, and when train steps and
+updates run.
 
-There are at most `BINS` bins. When more bins would be needed, neighbouring bins are merged, and bins are twice as long
-from then on. The memory of a timeline is bounded, however long the simulation runs.
+There are at most `BINS` bins. When more bins would be needed, pairs of neighbouring bins are merged, and later bins are
+twice as long. A timeline needs a bounded amount of memory, however long the simulation runs.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Sampler:
 
     def __init__(self, read: Callable[[], Sequence[float]], bin_seconds: float) -> None:
         self._read, self.bin_seconds = read, bin_seconds
-        self._rows: list[NDArray[np.float32]] = []  # growth of each counter in each bin
+        self._rows: list[NDArray[np.float32]] = []  # for each bin, how much each counter grew
 
     async def run(self) -> None:
         """Sample until cancelled."""

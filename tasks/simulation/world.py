@@ -1,4 +1,4 @@
-"""One simulation: the shipped objects of a run, connected on a virtual clock.
+"""One simulation of a run: the run's shipped objects, connected on a virtual clock.
 
     prompts --> RolloutScheduler --> InferenceProxy --> timed engines <-- faults
                   |    |                  ^
@@ -118,7 +118,7 @@ class SimulatedRun:
         self.records = SimulationRecords()
         self.speeds = hardware.speeds(recipe)
         self.engines = {place: self._engine(place) for place in range(len(self.speeds))}
-        self._past = [0.0] * len(self.speeds)  # slot seconds of dead engines, keyed by place
+        self._past = [0.0] * len(self.speeds)  # slot seconds of dead engines, by the engine's place
         self._buried: list[EngineUsage] = []
         _check(config, hardware)
         self.rewards = TimedRewards(hardware.reward, config.seed, self.records)

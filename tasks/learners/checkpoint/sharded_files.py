@@ -15,12 +15,14 @@ from rollflow.storage.records import StoredObject
 
 
 class GatheredFiles(Mapping[str, Data]):
-    """Files by name, gathered one at a time and not kept. A file is valid until its tensors change."""
+    """A mapping of names to files; a file is gathered each time it is read, and not kept. A gathered file is valid
+    until its tensors change."""
 
     def __init__(
         self, names: Iterable[str], gather: Callable[[str], Data], put: Put | None = None, movers: int = 1
     ) -> None:
-        """Set the files' names. `put` makes a rank store a file; `movers` is the number of files stored at a time."""
+        """Set the files' names. `put` makes a rank store a file; `movers` is the number of files that are stored at the
+        same time."""
         self._names, self._gather, self._turn = tuple(names), gather, threading.Lock()
         self.put, self.movers = put, movers
 

@@ -1,8 +1,9 @@
-"""Safetensors files as pieces: a header and views of the tensors, so that publishing copies nothing.
+"""Safetensors files as pieces (a header, and views of the tensors), so that publishing copies nothing.
 
 A file holds at most `shard_bytes` of tensors (a larger tensor has a file of its own). File names are those of Hugging
-Face: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`. The same
-tensors give the same bytes. The pieces of a tensor on the CPU are views of the tensor, valid until the tensor changes.
+Face: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with the index
+`model.safetensors.index.json`. Equal tensors give equal bytes. The pieces of a tensor on the CPU are views of the
+tensor, valid until the tensor changes.
 
 Files are read one after the other, and a file is not kept in memory after it was read.
 """
@@ -19,8 +20,8 @@ from torch import Tensor
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import Data, split_buffers
 
-Files = Iterable[tuple[str, Data]]  # name and content of each file; may be a one-time iterator
-Named = Iterable[tuple[str, Tensor]]  # name and value of each tensor; may be a one-time iterator
+Files = Iterable[tuple[str, Data]]  # name and content of each file; possibly an iterator that is read only once
+Named = Iterable[tuple[str, Tensor]]  # name and value of each tensor; possibly an iterator that is read only once
 
 INDEX = ".index.json"
 SHARD_BYTES = 2**28
@@ -40,7 +41,7 @@ NAMES = {name: dtype for dtype, name in TYPES.items()}
 
 
 def to_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Data]:
-    """Return safetensors files as name -> pieces; each name begins with `stem` ("weights/model")."""
+    """Return safetensors files as a mapping of names to pieces; each name begins with `stem` ("weights/model")."""
     shards = plan_files(stem, tensors, shard_bytes)
     return {**{name: file_of(shard) for name, shard in shards.items()}, **index_of(stem, shards)}
 
@@ -55,7 +56,7 @@ def plan_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> di
 
 
 def index_of(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Data]:
-    """Return the index file, which says which file holds each tensor; an empty mapping if there is a single file."""
+    """Return the index file, which names the file of each tensor; an empty mapping if there is a single file."""
     if len(shards) == 1:
         return {}
     where = {name: file.rpartition("/")[2] for file, shard in shards.items() for name in shard}
@@ -65,7 +66,7 @@ def index_of(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str,
 
 
 def from_files(files: Mapping[str, Data]) -> dict[str, Tensor]:
-    """Return all tensors of safetensors files by name, as `tensors_of` yields them."""
+    """Return all tensors of safetensors files by name."""
     return dict(tensors_of(files.items()))
 
 
@@ -90,7 +91,7 @@ def shapes_of(files: Files) -> dict[str, Tensor]:
 
 
 def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Split tensors into shards in a fixed order: types with large elements first, so that each tensor is aligned."""
+    """Split tensors into files in a fixed order: types with large elements first, so that each tensor is aligned."""
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n)):
@@ -103,7 +104,7 @@ def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Te
 
 
 def file_of(tensors: Mapping[str, Tensor]) -> Sequence[memoryview]:
-    """Return one file: the header's length, the header, then the tensors one after the other."""
+    """Return the pieces of one file: the header's length, the header, and each tensor."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -115,7 +116,7 @@ def file_of(tensors: Mapping[str, Tensor]) -> Sequence[memoryview]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Return the tensor's memory as bytes; a copy if the tensor is not on the CPU."""
+    """Return the tensor's memory as bytes, or a copy of the bytes if the tensor is not on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 

@@ -1,1 +1,2 @@
-"""Ranks, their sums, their protocol and their shares of a batch. No module of this package depends on a model."""
+"""The ranks of a learner: their sums, their protocol, and how a batch is divided among them. No module of this package
+depends on a model."""

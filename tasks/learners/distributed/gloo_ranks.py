@@ -1,8 +1,7 @@
-"""Ranks that add up tensors with gloo, and gradients on GPUs with NCCL.
-
-torch's own wrapper, DistributedDataParallel (DDP), does not fit. DDP averages over ranks, but a learner's losses are
-weighted over the whole minibatch. DDP hooks into the model's forward, but a learner runs decoder and head separately.
-DDP waits for a backward pass of each rank, but a learner's rank may have no rows.
+"""Ranks that add up tensors with gloo, and gradients on GPUs with NCCL. torch's own wrapper, DistributedDataParallel
+(DDP), does not fit a learner, for three reasons. DDP averages over ranks, but a learner's losses are weighted over the
+whole minibatch. DDP hooks into the model's forward, but a learner runs decoder and head separately. DDP waits for a
+backward pass of each rank, but a learner's rank may have no rows.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from rollflow.tasks.learners.distributed.ranks import Piece, RankLost, Ranks
 
 HOST = "127.0.0.1"  # address of ranks that all run on one machine
 BUCKET = 2**23  # largest number of float32 elements in one all-reduce (32 MiB)
-STORE_SECONDS = 60.0  # longest wait for an answer of the TCP store
-START_SECONDS = 120.0  # longest wait of started ranks for each other
+STORE_SECONDS = 60.0  # longest wait in seconds for an answer of the TCP store
+START_SECONDS = 120.0  # longest wait in seconds of started ranks for each other
 
 
 class GlooRanks(Ranks):
@@ -43,8 +42,8 @@ class GlooRanks(Ranks):
     ) -> None:
         """Join a group of ranks; all ranks of the group must join at about the same time.
 
-        `seconds` limits each later collective call. `name` distinguishes several groups of the same ranks. `host` is
-        the address at which the other ranks reach this rank.
+        `seconds` limits each later collective call. `name` distinguishes the group from other groups of the same ranks.
+        `host` is the address at which the other ranks reach this rank.
         """
         self.rank, self.count, self._check = rank, count, check
         self.store, self._name, self.host = store, name, host
@@ -100,11 +99,11 @@ class GlooRanks(Ranks):
         return found
 
     def broadcast(self, data: Tensor) -> None:
-        """Broadcast the first rank's values into `data`."""
+        """Broadcast the contents of `data` on the first rank into `data` on the other ranks."""
         self._call_collective(lambda: self._group.broadcast(data, 0, timeout=self._bound).wait())
 
     def gather_to(self, rank: int, own: Tensor, parts: Sequence[Tensor]) -> None:
-        """Copy the `own` tensor of each rank into `parts` on `rank`; each rank sends its `own` in one message."""
+        """Copy the tensor `own` of each rank into `parts` on rank `rank`; each rank sends its tensor in one message."""
         if self.rank != rank:
             self._call_collective(lambda: self._send_own(own, rank))
             return
@@ -112,7 +111,7 @@ class GlooRanks(Ranks):
         self._call_collective(lambda: self._receive_parts(parts))
 
     def find_late(self) -> list[int]:
-        """Return the ranks that have begun fewer collective calls than this rank; used after a failure."""
+        """Return the ranks that have begun fewer collective calls than this rank, to find the cause of a failure."""
         found = [rank for rank in range(self.count) if rank != self.rank and self._count_calls(rank) < self._done]
         return found or (self.beside.find_late() if self.beside else [])
 
@@ -168,7 +167,7 @@ class GlooRanks(Ranks):
 
 
 def serve_store(host: str = HOST) -> TCPStore:
-    """Open the TCP store in which ranks find each other and count their calls; the store listens on `host` only."""
+    """Open the TCP store of a group of ranks, which counts their collective calls; it listens on `host` only."""
     listening = socket.create_server((host, 0))
     port, bound = listening.getsockname()[1], timedelta(seconds=STORE_SECONDS)
     fd = listening.detach()  # from this line on, the store owns the socket
@@ -181,7 +180,7 @@ def connect_store(host: str, port: int) -> Store:
 
 
 def _group_options(host: str) -> Any:
-    """Return options of a group whose members listen on `host` only."""
+    """Return the options of a process group whose members listen on `host` only."""
     found = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     found._devices = [ProcessGroupGloo.create_device(hostname=host)]
     found._timeout = timedelta(seconds=START_SECONDS)
@@ -189,7 +188,7 @@ def _group_options(host: str) -> Any:
 
 
 def _split_buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Split parameters into buckets of at most `BUCKET` elements, in their order."""
+    """Split parameters, in their order, into buckets of at most `BUCKET` elements."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET:

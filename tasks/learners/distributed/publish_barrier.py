@@ -1,4 +1,4 @@
-"""The publish barrier of ranks: on every rank, a step waits for the first rank before it changes a stored tensor.
+"""The publish barrier of ranks: in each step, every rank waits for the first rank before it changes a stored tensor.
 
     first rank: settle() ...... WAIT ...... WAIT ...... GO_ON or STOP
     other rank:                 reads each message, and then goes on or stops
@@ -29,7 +29,7 @@ class BarrierMessage(IntEnum):
 
 
 class StepStopped(Exception):
-    """Raised if a step ends before it changed a stored tensor; `error` is the cause, known on the first rank only."""
+    """Raised if a step ends before it changed a stored tensor; only on the first rank, `error` is the cause."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__(str(error))

@@ -1,7 +1,7 @@
-"""GPUs of a learner's ranks: each rank has one GPU, and its process sees no other GPU.
+"""GPUs of a learner's ranks: each rank has one GPU, and the rank's process sees no other GPU.
 
-In each thread of a rank, "cuda" therefore means the rank's own GPU. The first rank runs in the learner's actor. Ray
-gives that actor as many GPUs as there are ranks, and the first rank uses the first of these GPUs.
+In each thread of a rank, "cuda" means the rank's own GPU. The first rank runs in the learner's actor. Ray gives the
+learner's actor as many GPUs as there are ranks, and the first rank uses the first of these GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # library that adds up tensors over 
 
 
 def check_gpus(ranks: int) -> None:
-    """Check on the first rank that there are enough GPUs, before other ranks start.
+    """Check on the first rank, before the other ranks start, that there are enough GPUs.
 
     Raises:
         ConfigError: this machine has GPUs, but fewer GPUs than ranks.
@@ -43,7 +43,7 @@ def begin_backend(device: torch.device, host: str, *, blocking: bool) -> str:
     """Return the backend of a process group for tensors on `device`, and set the backend's environment variables.
 
     Call this function just before the group is created. The group's members listen on the interface of `host` only.
-    If a wait of NCCL lasts too long, NCCL raises an error with `blocking`, and ends the process without `blocking`.
+    If NCCL waits for too long, it raises an error with `blocking`, and ends the process without `blocking`.
     """
     name = interface_of(host)
     os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}

@@ -1,4 +1,5 @@
-"""The protocol between the first rank and the other ranks: where ranks meet, their orders, and how they end."""
+"""The protocol between the first rank and the other ranks: how they meet, the first rank's orders, and how ranks
+end."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class LoadState:
     """Load weights and state. The fields `weights` and `state` map a file's name to the file's size in bytes; the
     files' contents are sent next.
 
-    `width` is the result of the first rank's test of the model. All ranks use the same `width`, because all ranks must
-    pack a batch into the same lines.
+    `width` is the result of the first rank's test of the model. All ranks use the first rank's `width`, because all
+    ranks must pack a batch into equal lines.
     """
 
     weights: Mapping[str, int]
@@ -67,7 +68,7 @@ Order: TypeAlias = ComputeLogprobs | FindNonfinite | LoadState | ShardModel | Tr
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The object store and path at which a rank stores a file; `number` identifies the rank's answer."""
+    """The object store and path at which a rank stores a file; `number` identifies the rank's report."""
 
     store: ObjectStore
     path: str
@@ -76,7 +77,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SendFile:
-    """Send the rank's own shards of a file to rank `to`, once the rank has executed `after` orders.
+    """Send this rank's shards of a file to rank `to`, as soon as this rank has executed `after` orders.
 
     If `to` is not the first rank, rank `to` stores the file at `place`.
     """
@@ -89,7 +90,7 @@ class SendFile:
 
 @dataclass(frozen=True, slots=True)
 class Pipes:
-    """The two pipes to a rank: `orders` for its orders, and `asked` for requests for files."""
+    """The two pipes to a rank: `orders` carries the orders, and `asked` the requests for files."""
 
     orders: Connection
     asked: Connection
@@ -105,7 +106,7 @@ class StartedRank(Protocol):
 
     @property
     def pipes(self) -> Pipes:
-        """The pipes to the rank; available once it has started."""
+        """The pipes to the rank; available as soon as the rank has started."""
 
     def read_exit(self) -> int | str | None:
         """Return the rank's exit code, or a text that says how the rank ended; None while the rank runs."""
@@ -119,9 +120,9 @@ StartRank = Callable[[int, Meeting], StartedRank]
 
 @dataclass(frozen=True, slots=True)
 class RankHosts:
-    """Where a learner's ranks run: the first rank's address, and the function that starts another rank.
+    """Where a learner's ranks run: the address of the first rank, and a function that starts another rank.
 
-    Without `start` all ranks are processes of one machine.
+    If `start` is None, all ranks are processes on one machine.
     """
 
     host: str = "127.0.0.1"

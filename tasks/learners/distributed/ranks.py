@@ -1,8 +1,9 @@
-"""Ranks: processes that train one policy together, each on its part of every batch.
+"""Ranks: processes that train one policy together, each on its share of every batch.
 
-Each rank has the whole model and takes the same steps on the same batch. Each rank runs its own lines of the batch, and
-the results of all ranks are added up. Gradients, losses and log-probs are those of the whole batch, however the lines
-are dealt to ranks. All ranks take the same optimizer step, and get the same bits.
+Each rank has the whole model and takes the same optimizer steps. Each rank runs its own lines of the batch (a line is a
+sequence of one or several rows), and the results of all ranks are added up. Gradients, losses and log-probs are those
+of the whole batch, however the lines are divided among ranks. All ranks have the same weights after an optimizer step,
+bit for bit.
 
     rank 0:  own lines --> gradient --+             +--> clip, AdamW
     rank 1:  own lines --> gradient --+--> sum -----+--> clip, AdamW
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 Piece = TypeVar("Piece")
-GROUP_SIGNS = "gloo", "connection", "timed out"  # texts by which torch's errors about a process group are recognized
+GROUP_SIGNS = "gloo", "connection", "timed out"  # words that identify torch's errors about a process group
 
 
 class RankLost(Exception):
@@ -37,12 +38,13 @@ class RankLost(Exception):
 
 
 class Ranks:
-    """A single rank without others, which has nothing to add up or exchange. Subclasses connect several ranks."""
+    """The only rank of a learner, which has no other rank to exchange sums with. Subclasses of `Ranks` connect several
+    ranks."""
 
     rank, count = 0, 1
 
     def select_own(self, pieces: list[Piece], length: Callable[[Piece], int]) -> list[Piece]:
-        """Return the pieces that this rank runs; `length` returns the number of a piece's tokens."""
+        """Return the pieces that this rank runs; `length` maps a piece to its number of tokens."""
         return pieces
 
     def add(self, found: Tensor) -> None:
@@ -53,11 +55,12 @@ class Ranks:
         return loss
 
     def gather_all(self, found: np.ndarray) -> list[np.ndarray]:
-        """Return the (N,) arrays of all ranks, without the empty ones."""
+        """Return the flat arrays of all ranks, except empty arrays."""
         return [found] if len(found) else []
 
     def check(self) -> None:
-        """Raise `RankLost` if another rank is known to have ended. Callers call this before each micro-batch."""
+        """Raise `RankLost` if another rank is known to have ended. The learner calls this method before each
+        micro-batch."""
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of this rank since the previous call of `take_metrics`."""
@@ -66,7 +69,7 @@ class Ranks:
 
 @contextmanager
 def raise_lost() -> Iterator[None]:
-    """Raise torch's errors about a failed process group as `RankLost`."""
+    """Replace torch's errors about a failed process group by `RankLost`."""
     try:
         yield
     except RuntimeError as error:

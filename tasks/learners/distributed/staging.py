@@ -1,4 +1,4 @@
-"""The ranks of a sharded learner store the files of a version, all at the same time.
+"""Storing of a version's files by all ranks of a sharded learner at the same time.
 
     first rank: ask --> gather, on rank r --> next file, for rank r + 1 ....... r's report --> the version's log entry
     rank r:     ....... gather --> put --> report size and sha256
@@ -45,7 +45,8 @@ class Staging:
     ) -> None:
         """Assign each file to a rank.
 
-        `sizes` is the result of `ShardedLearner.sizes`. A file larger than `most` bytes is held in memory alone.
+        `sizes` is the result of `ShardedLearner.sizes`. While a rank has a file larger than `most` bytes in memory, the
+        rank has no other file in memory.
         """
         self._ranks, self._sizes, self._most, self._gather = ranks, sizes, most, gather
         self._places = {file: n % ranks.count if sizes[file][1] else 0 for n, file in enumerate(sizes)}
@@ -60,8 +61,8 @@ class Staging:
         """Make the file's rank store the file, and wait until the file is stored.
 
         Raises:
-            RollflowError: the store raised this error on the file's rank.
-            RankLost: the file's rank ended, or reported nothing for `train.rank_seconds`.
+            RollflowError: the object store raised this error on the file's rank. RankLost: the file's rank ended, or
+                reported nothing for `train.rank_seconds`.
         """
         to = self._places[file]
         with self._rooms[to].reserve(alone=self._sizes[file][0] > self._most):
@@ -118,14 +119,14 @@ def stage(ranks: GlooRanks, place: Place, data: Data) -> None:
 
 
 class _FileSlots:
-    """Memory slots of a rank: it may hold `HELD` files, or one large file."""
+    """Memory slots of a rank, for `HELD` files or for one large file."""
 
     def __init__(self) -> None:
         self._free, self._door = BoundedSemaphore(HELD), Lock()
 
     @contextmanager
     def reserve(self, *, alone: bool) -> Iterator[None]:
-        """Reserve memory for one file during the block; with `alone`, the rank holds no other file."""
+        """Reserve memory for one file during the block; with `alone`, the rank has no other file in memory."""
         places = HELD if alone else 1
         with self._door:  # a caller acquires all its slots before another caller starts
             for _ in range(places):

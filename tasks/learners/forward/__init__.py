@@ -1,1 +1,2 @@
-"""The models of a step and what they compute for tokens: log-probs, a critic's values, a reference's log-probs."""
+"""The models of a train step and what they compute for tokens: the policy's and the reference's log-probs, and a
+critic's values."""

@@ -1,4 +1,5 @@
-"""Activation checkpointing: layers run again in the backward pass instead of keeping activations (Chen et al. 2016)."""
+"""Activation checkpointing: layers run again in the backward pass, so that activations need not be kept (Chen et al.
+2016)."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from rollflow.storage.errors import ConfigError
 
 
 def recompute_layers(decoder: Any) -> None:
-    """Recompute each of the decoder's layers in the backward pass.
+    """Make each layer of the decoder run again in the backward pass.
 
-    Recomputing gives the same bits: a layer draws no random numbers, because dropout is off. The model's own switch
-    for activation checkpointing is not used, because it needs training mode, which would turn dropout on.
+    A layer that runs again gives the same bits, because dropout is off and a layer draws no random numbers. The
+    transformers option for activation checkpointing is not used, because it needs training mode, which would turn
+    dropout on.
 
     Raises:
         ConfigError: the decoder has no list of layers.

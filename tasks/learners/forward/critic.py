@@ -1,11 +1,11 @@
-"""The critic estimates the reward still to come, before each token (PPO: Schulman et al. 2017).
+"""The critic estimates, before each token, the reward still to come (PPO: Schulman et al. 2017).
 
-At the first trained version the critic is a copy of the policy with a new head that outputs zero. With `model = "head"`
-the critic is only that head, on the policy's hidden states. The critic is trained on every row towards the returns of
-`objectives/gae.py`, after the policy's own update on the same rows. The critic's weights and moments are part of the
+At the first trained version the critic is a copy of the policy, with a new head that outputs zero. With `model =
+"head"` the critic is only a head on the policy's hidden states. The critic is trained on every row towards the returns
+of `objectives/gae.py`, after the policy's own update on the same rows. The critic's weights and moments are part of the
 learner's state.
 
-Shapes: M loss-masked tokens of a micro-batch, B loss-masked tokens of a batch, H hidden.
+Shapes: M tokens with loss mask 1 in a micro-batch, B tokens with loss mask 1 in a batch, hidden size H.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Critic:
             self.begun = True
 
     def values(self, micro: MicroBatch) -> Tensor:
-        """Return (M,) float32, the expected reward before each masked token of the micro-batch."""
+        """Return the reward that the critic expects before each token of the micro-batch with loss mask 1 (float32)."""
         device = self.model.head.weight.device
         row, position = (send(index, device) for index in micro.where)
         hidden_MH = self._hidden(micro.inputs(device, self._dtype))[row, position]
@@ -65,9 +65,9 @@ class Critic:
         return found
 
     def update(self, micros: Iterable[MicroBatch], values_B: Tensor, returns_B: Tensor, tokens: int) -> float:
-        """Add up the gradient of the loss and return the loss: the sum over all masked tokens, divided by `tokens`.
+        """Run the loss (the sum over all tokens, divided by `tokens`) forward and backward; return the loss.
 
-        `values_B` are the critic's values before the version's first update.
+        `values_B` are the values that the critic estimated before the version's first update.
         """
         self.optimized.clear()
         total = 0.0
@@ -81,11 +81,11 @@ class Critic:
         return total
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the critic's whole state; an empty mapping before the first trained version."""
+        """Return the critic's whole state, which is an empty mapping before the first trained version."""
         return {**self._weights(), **self.optimized.tensors()} if self.begun else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise `Corrupt` unless `saved` fits this critic: the same tensors by name, shape and type, or none."""
+        """Raise `Corrupt` unless `saved` is empty or has the same tensors as this critic by name, shape and type."""
         if saved:
             check_fit(
                 "the critic's state does",
@@ -116,7 +116,7 @@ class Critic:
         return {f"{WEIGHT}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def _hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return (L, T, H) hidden states; they have no gradient if the policy computes them."""
+        """Return the decoder's hidden states, (L, T, H); they have no gradient if the policy computes them."""
         own = self.model.decoder
         decoder = self._policy.get_decoder() if own is None else own
         with torch.set_grad_enabled(own is not None and torch.is_grad_enabled()):
@@ -125,10 +125,10 @@ class Critic:
 
 
 def value_loss(value_M: Tensor, old_M: Tensor, return_M: Tensor, clip: float) -> Tensor:
-    """Return (M,) half the larger of two squared errors: that of the value, and that of the clipped value.
+    """Return for each token half the larger squared error of two values: the value, and the clipped value.
 
-    The clipped value differs from the old value by at most `clip`. The clip is that of the first PPO code (Schulman et
-    al. 2017), which verl and TRL also use.
+    The clipped value differs from the old value by at most `clip`. The first PPO code (Schulman et al. 2017), verl and
+    TRL clip values in this way.
     """
     held_M = old_M + (value_M - old_M).clamp(-clip, clip)
     return torch.maximum((value_M - return_M).square(), (held_M - return_M).square()) / 2
@@ -146,5 +146,5 @@ def explained_variance(values_B: Tensor, returns_B: Tensor) -> float:
 
 
 def drop_weights(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the critic's saved tensors that are not weights."""
+    """Return the critic's saved tensors except its weights."""
     return {name: value for name, value in saved.items() if not name.startswith(WEIGHT)}

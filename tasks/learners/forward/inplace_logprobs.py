@@ -25,22 +25,23 @@ ON_GPU = 32  # factor of `PIECE_BYTES` on a GPU, where each piece costs three ke
 def chosen_tokens(
     logits_MV: Tensor, targets_M: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs (M,) of `targets_M`, in nats, at `temperature`; with `entropy`, also the entropies (M,).
+    """Return the log-probs of `targets_M` in nats at `temperature`; with `entropy`, also return the entropies.
 
     The logits are overwritten. The backward pass can run only once, because it overwrites the log-softmax.
     """
     made = logits_MV if logits_MV._base is None else logits_MV._base
-    if hasattr(made.grad_fn, "_saved_result"):  # the backward pass of e.g. tanh needs the logits again
+    if hasattr(made.grad_fn, "_saved_result"):  # the logits come from e.g. tanh, whose backward pass needs them
         logits_MV = logits_MV.clone()
     logp_M, entropy_M = _ChosenTokens.apply(logits_MV, targets_M, temperature, entropy)  # type: ignore[no-untyped-call]
     return logp_M, entropy_M
 
 
 class _ChosenTokens(torch.autograd.Function):
-    """Log-probs and entropies in the memory of the logits. See the module's docstring.
+    """An autograd function that computes log-probs and entropies in the memory of the logits. See the module's
+    docstring.
 
-    The operation that made the logits must not need the logits in its backward pass. If the operation needs them,
-    autograd raises an error, because autograd notices that the logits have changed.
+    The operation that made the logits must not need the logits in its backward pass. If the operation that made the
+    logits needs them, autograd notices that the logits have changed and raises an error.
     """
 
     @staticmethod
@@ -78,14 +79,14 @@ def _entropy(logp_PV: Tensor) -> Tensor:
 
 
 def _add_of_entropy(found_PV: Tensor, logp_PV: Tensor, given_P1: Tensor) -> None:
-    """Add the entropy's gradient with respect to log p: the terms that autograd would add, in the same order."""
+    """Add the entropy's gradient with respect to log p, with the same terms in the same order as autograd."""
     p_PV, less_P1 = logp_PV.exp(), -given_P1
     found_PV += less_P1 * p_PV
     found_PV += less_P1 * logp_PV * p_PV
 
 
 def _pieces(logp_MV: Tensor) -> Iterator[slice]:
-    """Return slices that together cover all rows; each slice has at most `PIECE_BYTES`, or one row."""
+    """Return slices that together cover all rows; a slice has at most `PIECE_BYTES` bytes, or a single row."""
     most = PIECE_BYTES * (ON_GPU if logp_MV.device.type == "cuda" else 1)
     count, rows = len(logp_MV), max(1, most // max(1, logp_MV[:1].nbytes))
     return (slice(begin, begin + rows) for begin in range(0, max(1, count), rows))

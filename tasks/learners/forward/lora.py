@@ -40,7 +40,8 @@ ADAPTER = "adapter/"  # prefix of the adapter's tensors in the learner state
 
 
 class LoraPolicy(TrainedPolicy):
-    """A policy of which only an adapter is trained. `first` returns the run's first weights by Hugging Face name."""
+    """A policy of which only an adapter is trained. The function `first` returns the weights with which the run began,
+    by Hugging Face name."""
 
     def __init__(self, model: Any, config: RankedTrain, first: Callable[[], Mapping[str, Tensor]]) -> None:
         assert config.lora is not None
@@ -54,7 +55,7 @@ class LoraPolicy(TrainedPolicy):
         self.begun = False
 
     def begin(self, rate: float) -> None:
-        """Freeze the policy's own weights, switch the adapter on, and begin as `TrainedTensors` does."""
+        """Freeze the policy's own weights, switch the adapter on, and prepare the version's first update."""
         self._begin()
         super().begin(rate)
 
@@ -132,14 +133,14 @@ class LoraPolicy(TrainedPolicy):
     def _sum(self, base: Tensor, layer: Any) -> Tensor:
         """Return a layer's published weight: `base` plus the adapter's part.
 
-        Where the adapter's part is zero, the result is `base` to the bit; an addition would turn -0 into +0.
+        Where the adapter's part is zero, the result is `base` bit for bit, because adding zero would turn -0 into +0.
         """
         part = self._part(layer)
         return torch.where(part == 0, base, (base.float() + part).to(base.dtype))
 
     @torch.no_grad()
     def _warn_of_rounding(self, bases: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        """Log once, as a share of the adapter's part, how much rounding changes the published weights."""
+        """Log once by how much rounding changes the published weights, as a share of the adapter's part."""
         if self._warned or self.model.dtype == torch.float32:
             return
         added = lost = 0.0
@@ -158,7 +159,7 @@ class LoraPolicy(TrainedPolicy):
             )
 
     def _part(self, layer: Any) -> Tensor:
-        """Return the adapter's part of a layer's weight: (out, in), float32."""
+        """Return what the adapter adds to a layer's weight: (out, in), float32."""
         found: Tensor = self._scale * (layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float())
         return found
 
@@ -169,10 +170,10 @@ class LoraPolicy(TrainedPolicy):
 
 
 class AdapterReference(Reference):
-    """A reference that is an adapter, without a model of its own.
+    """A reference policy that consists of an adapter and has no model of its own.
 
-    During a pass of the reference, the reference's adapter replaces the policy's adapter. The first reference is the
-    policy without an adapter, so the reference's adapter starts at zero.
+    While the reference computes log-probs, its adapter replaces the policy's adapter. The first reference is the policy
+    without an adapter, so the adapter of the reference starts at zero.
     """
 
     def __init__(self, policy: LoraPolicy, every: int, token_logprobs: TokenLogprobs) -> None:
@@ -194,7 +195,7 @@ class AdapterReference(Reference):
 
 @contextmanager
 def swap_values(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-    """Give each parameter the values of the tensor that it is paired with, during the block."""
+    """Give each parameter the values of its paired tensor while the block runs."""
     own = [(parameter, parameter.data, other) for parameter, other in pairs]
     try:
         for parameter, _, other in own:
@@ -209,11 +210,11 @@ def _add_adapters(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]
     """Put adapters into the model's decoder; return the adapted layers by their names in the model.
 
     Raises:
-        ConfigError: a target names no linear layer.
+        ConfigError: a name in `train.lora.targets` matches no linear layer.
     """
     decoder = model.get_decoder()
     chosen = _choose_layers([name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)], config)
-    held = nn.Module()  # has no config: by a model's config, peft would replace the chosen layers by others
+    held = nn.Module()  # a module without a config, because with a model's config peft would choose other layers
     held.decoder = decoder
     inject_adapter_in_model(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen), held)
     found = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

@@ -1,6 +1,6 @@
 """The models that take part in a learner's steps: the policy, and the critic and reference that an objective needs.
 
-Shapes: B loss-masked tokens of the batch, M loss-masked tokens of a micro-batch.
+Shapes: B tokens with loss mask 1 in the batch, M tokens with loss mask 1 in a micro-batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from rollflow.tasks.policies.device import find_device, send
 
 
 def _trained_policy(model: Any, config: RankedTrain, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
-    """Build the trained policy: the whole model, or an adapter. Import peft only for an adapter."""
+    """Build the trained policy: a policy whose parameters are all trained, or a policy with an adapter. The package
+    peft is imported only for an adapter."""
     if config.lora is None:
         return TrainedPolicy(model, config)
     from rollflow.tasks.learners.forward.lora import LoraPolicy
@@ -41,7 +42,8 @@ def _trained_policy(model: Any, config: RankedTrain, first: Callable[[], Mapping
 
 
 class TrainedModels:
-    """The models of a learner's steps; `pre_update` and `updates` use them. See the module's docstring."""
+    """The models that take part in a learner's steps; `pre_update` and `updates` run these models. See the module's
+    docstring."""
 
     def __init__(
         self,
@@ -56,7 +58,8 @@ class TrainedModels:
         first: Callable[[], Mapping[str, Tensor]] = dict,
         blank: bool = False,
     ) -> None:
-        """Set up the models. `LearnerStart` documents the arguments; `first` returns the run's first weights."""
+        """Set up the models. `LearnerStart` documents most arguments; `first` returns the weights with which the run
+        began."""
         torch.manual_seed(seed)
         self.device = find_device()
         self.model = model.to(self.device).eval()  # a model in eval mode has gradients, but no dropout
@@ -77,10 +80,11 @@ class TrainedModels:
         self._add_roles()
 
     def try_model(self) -> None:
-        """Test the model of a learner that started blank, once the weights are loaded. Other models are tested earlier.
+        """Test whether the model can be trained; call this function after a `blank` learner has loaded its weights. The
+        model of any other learner is tested when the learner starts.
 
         Raises:
-            ConfigError: the model cannot be trained. A learner that does not start blank raises this at its start.
+            ConfigError: the model cannot be trained.
         """
         TokenLogprobs(self.model)
         self.width, self.blank = self._shared_width(), False
@@ -108,7 +112,7 @@ class TrainedModels:
         """Return the learning rate of a version; `base` defaults to `train.learning_rate`.
 
         The learning rate rises linearly to `base` during the warm-up. After the warm-up, the learning rate stays
-        constant, or falls in proportion to the versions left, but not below a tenth of `base`.
+        constant, or falls in proportion to the number of remaining versions, but not below a tenth of `base`.
         """
         warm = min(1.0, (version + 1) / max(self.config.warmup_versions, 1))
         left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
@@ -117,8 +121,8 @@ class TrainedModels:
     def begin(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Prepare a version's first update.
 
-        Of all stored tensors, this method changes only those of the reference, after it has called `settle`. A critic
-        that this method starts has not been stored yet.
+        Of all stored tensors, this method changes only the reference's tensors, after it has called `settle`. This
+        method may also create the critic, which is not a stored tensor yet.
         """
         self.policy.begin(self.learning_rate(version))
         if self.reference is not None:
@@ -139,7 +143,8 @@ class TrainedModels:
     # --- passes of models ---------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Sequence[int], signal_R: np.ndarray) -> list[int]:
-        """Return the rows that have a gradient. A row whose advantage is zero has one only if `every_row` is set."""
+        """Return the rows that have a gradient. A row whose advantage is zero has a gradient only if the objective sets
+        `every_row`."""
         return [r for r in rows if self.objective.every_row or signal_R[r]]
 
     def micros(self, data: BatchRows, rows: Sequence[int]) -> Iterator[MicroBatch]:
@@ -151,7 +156,7 @@ class TrainedModels:
 
     @torch.no_grad()
     def compute_tokens(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
-        """Run `of` on the masked tokens of `rows`; return (B,) values, zero for the tokens of other rows."""
+        """Run `of` on the tokens of `rows` with loss mask 1; return values for all B tokens, zero in other rows."""
         found_B = torch.zeros(len(data.chosen))
         for micro in self.micros(data, rows):
             found_B[micro.among] = of(micro).float().cpu()
@@ -159,16 +164,17 @@ class TrainedModels:
         return found_B
 
     def own_logprobs(self, micro: MicroBatch) -> Tensor:
-        """Return (M,) log-probs of the micro-batch's masked tokens under the policy."""
+        """Return the policy's log-probs of the micro-batch's tokens with loss mask 1."""
         return self._token_logprobs(micro, self.token_logprobs)
 
     def reference_logprobs(self, micro: MicroBatch) -> Tensor:
-        """Return (M,) log-probs of the micro-batch's masked tokens under the frozen reference."""
+        """Return the frozen reference's log-probs of the micro-batch's tokens with loss mask 1."""
         assert self.reference is not None
         return self._token_logprobs(micro, self.reference.token_logprobs)
 
     def _token_logprobs(self, micro: MicroBatch, of: Pass) -> Tensor:
-        """Return (M,) log-probs at the sampling temperature. The head runs only where a masked token is predicted."""
+        """Return a model's log-probs at the sampling temperature. The model's head runs only at the positions that
+        predict a token with loss mask 1."""
         row, place = (send(index, self.device) for index in micro.where)
         inputs, targets_M = micro.inputs(self.device, self.dtype), send(micro.targets, self.device)
         return of(inputs, (row, place), targets_M, temperature=self.temperature)[0]

@@ -1,6 +1,6 @@
-"""Values known before a version's first update: advantages, and the log-probs and values of the other models.
+"""Values that are computed before a version's first update: advantages, and the other models' log-probs and values.
 
-Shapes: R rows, B loss-masked tokens of the batch (those that a loss counts), one row after the other.
+Shapes: R rows, B tokens with loss mask 1 in the batch, one row after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollflow.tasks.objectives.rows import BatchRows
 
 @dataclass(frozen=True, slots=True)
 class BatchTargets:
-    """Advantages and returns, computed from the batch's rewards."""
+    """Advantages of a batch, and the critic's targets, computed from the rewards."""
 
     advantage_B: Tensor  # advantage of each token, in the data type of the rewards
     signal_R: np.ndarray  # bool: True if a token of the row has an advantage other than zero
@@ -32,7 +32,8 @@ class BatchTargets:
 
 @dataclass(frozen=True, slots=True)
 class PreUpdate:
-    """Values known before a version's first update; a value that is not needed is None. Log-probs are in nats."""
+    """Values that are computed before a version's first update; a value that is not needed is None. Log-probs are in
+    nats."""
 
     judged: BatchTargets
     behaviour_B: Tensor  # log-probs of the behaviour policy, which sampled the tokens
@@ -43,11 +44,11 @@ class PreUpdate:
 
     @property
     def signal_R(self) -> np.ndarray:
-        """(R,) bool: True if a token of the row has an advantage other than zero."""
+        """Whether a token of each row has an advantage other than zero."""
         return self.judged.signal_R
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the critic's metrics, explained variance and mean value; an empty mapping without a critic."""
+        """Return the critic's explained variance and mean value as metrics; an empty mapping without a critic."""
         if self.values_B is None or self.judged.returns_B is None or not len(self.values_B):
             return {}
         explained = explained_variance(self.values_B, self.judged.returns_B)
@@ -55,7 +56,7 @@ class PreUpdate:
 
 
 def compute_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
-    """Compute the values known before the first update, with one forward pass of each other model that is needed."""
+    """Compute what must be known before the first update, with one forward pass of each other model that is needed."""
     every = range(len(data.rewards))
     reference_B = roles.compute_tokens(data, every, roles.reference_logprobs) if roles.reference else None
     values_B = roles.compute_tokens(data, every, roles.critic.values) if roles.critic else None
@@ -71,17 +72,17 @@ def compute_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
 
 
 def _kl_price(roles: TrainedModels, behaviour_B: Tensor, reference_B: Tensor | None) -> Tensor | None:
-    """Return (B,) KL penalties of the tokens, to be subtracted from the rewards; None if KL is not in the reward."""
+    """Return the KL penalty of each token, to be subtracted from the rewards; None if rewards have no KL penalty."""
     if reference_B is None or roles.penalties.kl_in != "reward":
         return None
     return roles.kl_weight * kl_estimate(roles.penalties, behaviour_B, reference_B)
 
 
 def _proximal(roles: TrainedModels, data: BatchRows, judged: BatchTargets) -> Tensor | None:
-    """Return (B,) log-probs of the learner for the rows that will be trained on, or None if no pass is needed.
+    """Return the learner's log-probs in the rows that will be trained on, or None if no forward pass is needed.
 
-    If a version takes one update, the proximal policy is the trained policy. The update then computes the policy's
-    log-probs itself.
+    If a version takes one update, the proximal policy is the policy of that update. In this case the update itself
+    computes the policy's log-probs.
     """
     if roles.objective.uses_batch:
         return roles.compute_tokens(data, range(len(data.rewards)), roles.own_logprobs)
@@ -120,9 +121,9 @@ def compute_targets(
 
 
 def _may_overflow(rewards_R: Tensor, tokens_R: Tensor) -> bool:
-    """Return True if sums of squared rewards may overflow float32.
+    """Return True if a sum of squared rewards may overflow float32.
 
-    After an overflow, a standard deviation would be infinite, and an advantage would be zero.
+    After such an overflow, a standard deviation would be infinite, and advantages would be zero.
     """
     squares_R = rewards_R.double().square() * tokens_R.clamp(min=1)
     return float(squares_R.sum()) > torch.finfo(rewards_R.dtype).max

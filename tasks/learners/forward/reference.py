@@ -1,8 +1,8 @@
 """The reference: a frozen policy from which a penalty measures the divergence.
 
-The reference is the policy at the first version that is trained. With `every` = n, the reference is updated to the
-policy at every n-th version. The reference's weights are part of the learner's state, so that any train step can be
-replayed, whatever was pruned.
+The reference is the policy at the first version that is trained. If `every` is n, the reference is set to the policy's
+current weights at every n-th version. The reference's weights are part of the learner's state, so that any train step
+can be replayed even if older versions were pruned.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Reference:
         self.now: Callable[[], dict[str, Tensor]] = partial(named_tensors, policy)  # returns the policy's tensors
         self._model = copy.deepcopy(policy).eval().requires_grad_(False)
         self.token_logprobs: Pass = TokenLogprobs(self._model, judged=False)  # the policy's head was tested already
-        self.version = -1  # version whose weights the reference has; -1: none yet
+        self.version = -1  # version whose weights the reference has; -1: no weights yet
 
     def follow(self, version: int, settle: WaitForPublish = no_wait) -> None:
-        """Copy the policy's weights if `version` is one at which the reference is updated.
+        """Copy the policy's weights into the reference if the reference is to be updated at `version`.
 
-        Call this before `version` is trained.
+        The caller must call `follow` before `version` is trained.
         """
         if self.version < 0 or (self._every and version % self._every == 0):
             settle()
@@ -44,11 +44,11 @@ class Reference:
             self.version = version
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the reference's whole state; an empty mapping before the first trained version."""
+        """Return the reference's whole state, which is an empty mapping before the first trained version."""
         return {**self._tensors_to_save(), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise `Corrupt` unless `saved` fits this reference: the same tensors by name, shape and type, or none."""
+        """Raise `Corrupt` unless `saved` is empty or has the same tensors as this reference by name, shape and type."""
         if saved:
             check_fit("the reference does", saved, {**self._tensors_to_save(), VERSION: torch.tensor(0)})
 
@@ -74,7 +74,7 @@ class Reference:
 
 
 def named_tensors(model: Any) -> dict[str, Tensor]:
-    """Return a policy's tensors by Hugging Face name; tensors tied to each other appear once."""
+    """Return a policy's tensors by Hugging Face name; tied tensors appear once."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ())
     keep = {} if not model.config.tie_word_embeddings else tied
     return {n: t.detach().contiguous() for n, t in model.state_dict().items() if n not in keep}

@@ -1,9 +1,9 @@
-"""A test that a model can run several responses behind one copy of their prompt (`objectives/shared_prefix.py`).
+"""A test whether a model can run several responses behind one copy of their prompt (`objectives/shared_prefix.py`).
 
-To share prompts, a model must obey an attention mask and given positions. A sliding window, chunked attention or a
-recurrent state would ignore the mask or cover wrong tokens. A policy whose architecture declares a window, chunks or a
-recurrent state does not share prompts. Any other architecture is tested: log-probs of two responses behind one prompt
-must equal the log-probs of each response on its own.
+To share prompts, a model must obey the attention mask and the positions that it is given. A model with a sliding
+window, chunked attention or a recurrent state would ignore the mask or cover wrong tokens. A policy whose architecture
+declares a window, chunks or a recurrent state does not share prompts. A model of any other architecture is tested: the
+log-probs of two responses behind one prompt must equal those of each response alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, As
 
 
 def shared_width(model: Any, logprobs: TokenLogprobs) -> int | None:
-    """Return the width of the model's layers; None if the model cannot share prompts."""
+    """Return the width of the model's layers, or None if rows of this model cannot share prompts."""
     config = model.config.get_text_config()
     if not _has_full_attention(config):
         return None
@@ -38,7 +38,7 @@ def shared_width(model: Any, logprobs: TokenLogprobs) -> int | None:
 
 
 def _has_full_attention(config: Any) -> bool:
-    """Return True if no layer declares that it sees fewer than all previous tokens."""
+    """Return True unless a layer declares that it attends to fewer than all previous tokens."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     return kinds == {"full_attention"} and window is None
@@ -46,7 +46,7 @@ def _has_full_attention(config: Any) -> bool:
 
 @torch.no_grad()
 def _distance(model: Any, logprobs: TokenLogprobs) -> float:
-    """Return the largest difference between the log-probs of the two responses, in nats."""
+    """Return the largest difference in nats that sharing the prompt makes to a log-prob of two test responses."""
     rows = _build_test_rows()
     found = [
         torch.cat([_compute_logprobs(model, logprobs, micro) for micro in micro_batches(rows, [0, 1], 100, width)])
@@ -62,7 +62,7 @@ def _compute_logprobs(model: Any, logprobs: TokenLogprobs, micro: MicroBatch) ->
 
 
 def _build_test_rows() -> BatchRows:
-    """Return the test batch: a group of two rows."""
+    """Return a test batch of two rows that form a group."""
     lengths = [len(PROMPT) + len(response) for response in RESPONSES]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     texts = [token for response in RESPONSES for token in (*PROMPT, *response)]

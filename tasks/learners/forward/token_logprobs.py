@@ -1,4 +1,4 @@
-"""Log-probs of a policy's tokens, through the model's own head.
+"""Log-probs that a policy gives to tokens, computed by the model's own head.
 
     tokens --> decoder --> hidden states at the wanted positions --> head (see `policies/head`) --> log-probs
 
@@ -51,23 +51,23 @@ class TokenLogprobs:
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs (M,) of `targets_M`, in nats, at `temperature`; with `entropy`, also the entropies (M,).
+        """Return the log-probs of `targets_M` in nats at `temperature`; with `entropy`, also return the entropies.
 
-        `inputs` are the decoder's arguments, such as the (R, T) `input_ids`. `where` has the (row, position) of the M
-        tokens that come before the targets.
+        `inputs` are the decoder's arguments, such as the (R, T) `input_ids`. `where` gives the (row, position) of the
+        token before each of the M targets.
         """
         return self.of(self.hidden(inputs, where), targets_M, temperature=temperature, entropy=entropy)
 
     def hidden(self, inputs: Mapping[str, Tensor], where: tuple[Tensor, Tensor]) -> Tensor:
-        """Return (M, H) hidden states of the tokens at `where`."""
+        """Return the hidden states (M, H) of the tokens at `where`."""
         return cast(Tensor, self._decoder(**inputs, use_cache=False).last_hidden_state[where])
 
     def of(
         self, hidden_MH: Tensor, targets_M: Tensor, *, temperature: float = 1.0, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs (M,) from hidden states; with `entropy`, also the entropies (M,).
+        """Return log-probs computed from hidden states; with `entropy`, also return the entropies.
 
-        If the tokens do not fit one chunk, the logits of each chunk are recomputed in the backward pass.
+        If the tokens do not fit one chunk, the backward pass recomputes the logits of each chunk.
         """
         parts = max(1, math.ceil(len(targets_M) / self._chunk))
         if parts == 1:
@@ -83,10 +83,10 @@ class TokenLogprobs:
             yield
 
     def parts(self, row_M: Tensor, *, by_token: bool) -> list[slice]:
-        """Split the M tokens into parts. `row_M` is the row of each token.
+        """Split the M tokens into parts. `row_M` gives the number of each token's row.
 
-        With `by_token`, no part exceeds a chunk. Without `split_rows` a part has whole rows, and a row larger than a
-        chunk is a part of its own.
+        If `by_token` is set, no part has more tokens than a chunk. If `by_token` is not set, a part has whole rows, and
+        a row larger than a chunk is a part of its own.
         """
         return self._split_evenly(len(row_M)) if by_token else self._split_by_row(row_M)
 

@@ -1,4 +1,4 @@
-"""A policy, its trained parameters and its published weights: all parameters are trained and published."""
+"""A policy whose parameters are all trained and published."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class TrainedPolicy(TrainedTensors):
     """A policy whose parameters are all trained."""
 
     def __init__(self, model: Any, config: RankedTrain, given: Mapping[str, nn.Parameter] | None = None) -> None:
-        """Set up the trained parameters: those in `given`, by name; by default all of the model's parameters."""
+        """Set up the trained parameters: those in `given`, or by default all parameters of the model."""
         self.model = model
         super().__init__(given or dict(model.named_parameters()), config, config.learning_rate)
 
     def reference(self, every: int, token_logprobs: TokenLogprobs) -> Reference:
-        """Return a frozen copy of the policy, updated at each `every`-th version.
+        """Return a frozen copy of the policy, which is updated at each version divisible by `every`.
 
         `token_logprobs` computes log-probs under the policy.
         """
@@ -33,7 +33,7 @@ class TrainedPolicy(TrainedTensors):
 
     @contextmanager
     def use_published(self) -> Iterator[None]:
-        """Run the model with the published weights during the block. The block must not compute gradients."""
+        """Make the model run with the published weights in the block. The block must not compute gradients."""
         yield
 
     def weights(self) -> dict[str, Tensor]:
@@ -42,7 +42,7 @@ class TrainedPolicy(TrainedTensors):
             return self._model_tensors()
 
     def weights_like(self) -> dict[str, Tensor]:
-        """Return tensors with the names, shapes and types of `weights`."""
+        """Return tensors with the names, shapes and types of the published weights; their values are not defined."""
         return self.weights()
 
     @torch.no_grad()

@@ -69,19 +69,20 @@ from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner
 from rollflow.tasks.runtime.actor_warnings import open_socket
 
 IMPORTS = "rollflow.tasks.learners.multi_rank.rank_imports"  # module imported before ranks are forked
-READY_SECONDS = 300.0  # longest time for a rank to import modules and read the model
-GRACE_SECONDS = 5.0  # longest time for ranks to end by themselves after they lost another rank
+READY_SECONDS = 300.0  # longest time in seconds for a rank to import modules and read the model
+GRACE_SECONDS = 5.0  # longest time in seconds for ranks to end by themselves after they lost another rank
 POLL_SECONDS = 0.05
 
 
 class MultiRankLearner:
-    """The first rank of a learner of several ranks. See the module's docstring."""
+    """The first rank of a learner with several ranks, which leads the other ranks. See the module's docstring."""
 
     def __init__(self, config: RankedTrain, start: LearnerStart) -> None:
         """Start the other ranks and create the first rank.
 
         Raises:
-            ConfigError: there are fewer GPUs than ranks, or a learner of one rank rejects the config or the model.
+            ConfigError: there are fewer GPUs than ranks, or a learner with one rank would reject the config or the
+                model.
         """
         if start.ranks == NEAR:
             check_gpus(config.ranks)
@@ -91,7 +92,7 @@ class MultiRankLearner:
         self._own = kind.create(config, start)
         self._ranks = self._own.ranks = self._others.meet()
         self._alike = False  # True if the other ranks have the first rank's weights and state
-        self._turn = Lock()  # held while a file is gathered, so that all ranks gather files in the same order
+        self._turn = Lock()  # acquired to gather a file, so that all ranks gather files in the same order
 
     @property
     def model(self) -> Any:
@@ -183,7 +184,8 @@ class MultiRankLearner:
 
     @contextmanager
     def _guard_ranks(self, what: str) -> Iterator[None]:
-        """Run work of all ranks in the block. An error ends all ranks, unless the error is not the fault of a rank."""
+        """Run the block, in which all ranks work together. An error that a rank's failure may have caused ends all
+        ranks."""
         try:
             with raise_lost():
                 yield
@@ -252,7 +254,7 @@ class ForkedRank:
 
 
 class OtherRanks:
-    """The processes of all ranks but the first; they are started, ordered and ended together."""
+    """The processes of all ranks but the first, which are started, ordered and ended together."""
 
     def __init__(self, config: RankedTrain, start: LearnerStart) -> None:
         self._config, self._host = config, start.ranks.host
@@ -265,7 +267,7 @@ class OtherRanks:
         self._started = {rank: begin(rank, meeting) for rank in range(1, config.ranks)}
 
     def meet(self) -> GlooRanks:
-        """Wait until all ranks have started; return the first rank's view of the group."""
+        """Wait until all ranks have started; return the first rank's `GlooRanks`."""
         deadline = time.monotonic() + READY_SECONDS
         try:
             while late := [rank for rank in self._started if not self._store.check([ready_key(rank)])]:
@@ -290,7 +292,7 @@ class OtherRanks:
         _send([one.pipes.asked for one in self._started.values()], ask)
 
     def fail(self, when: str, error: Exception) -> RankFailed:
-        """End all ranks and return the error that names the rank at fault; later calls return the same error."""
+        """End all ranks and return the error that names the failed rank; later calls return the same error."""
         with self._failing:
             if self._failed is None:
                 self._failed = RankFailed(
@@ -300,7 +302,8 @@ class OtherRanks:
             return self._failed
 
     def _find_fault(self, error: Exception) -> str:
-        """Describe which rank failed and how. Wait `GRACE_SECONDS` for the ranks that only lost another rank to end."""
+        """Describe which rank failed and how. First wait at most `GRACE_SECONDS`, so that ranks that only lost another
+        rank can end by themselves."""
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(one.read_exit() is None for one in self._started.values()):
             time.sleep(POLL_SECONDS)
@@ -339,7 +342,7 @@ class OtherRanks:
 
 
 def _send(to: Sequence[Connection], what: object) -> None:
-    """Send an object through each pipe; raise `RankLost` if the process at the other end of a pipe has ended."""
+    """Send an object through each pipe; raise `RankLost` if the process at a pipe's other end has ended."""
     try:
         for pipe in to:
             pipe.send(what)

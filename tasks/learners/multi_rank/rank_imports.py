@@ -1,4 +1,4 @@
-"""Imports of the process from which ranks are forked: imports take most of a rank's start, and are done only once."""
+"""The modules that the ranks need, imported only once, by the process from which ranks are forked."""
 
 from __future__ import annotations
 

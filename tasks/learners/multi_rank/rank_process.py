@@ -1,4 +1,4 @@
-"""The process of a rank other than the first: it executes the first rank's orders.
+"""The process of a rank other than the first, which executes the first rank's orders.
 
     orders --> load files or train on a batch, both sent by the first rank             --> next order
     requests for files --> send shards of a file or store the file, even during a step --> next request
@@ -66,7 +66,7 @@ CHUNK = 2**25  # largest number of bytes in one broadcast
 
 
 class OwnerGone(Exception):
-    """Raised when the owner of a rank has closed its pipe, so that no order will follow."""
+    """Raised when the first rank's process has closed its end of a pipe, so that no order will follow."""
 
 
 class OrderCount:
@@ -107,7 +107,7 @@ def learner_of(config: RankedTrain) -> type[TorchLearner]:
 def run_rank(
     rank: int, meeting: Meeting, pipes: Pipes, config: RankedTrain, start: LearnerStart, ear: socket.socket
 ) -> None:
-    """Run `serve_rank` in a process that was forked for this rank; send warnings to the socket `ear`."""
+    """Run `serve_rank` in a process that was forked for this rank; send the process's warnings to the socket `ear`."""
     _end_with_owner()
     _name_process(name := f"rank {rank} of {config.ranks}")
     send_to(ear, name, rank)
@@ -116,12 +116,12 @@ def run_rank(
 
 
 def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: RankedTrain, start: LearnerStart) -> None:
-    """Execute orders until the owner ends. `host` is the address at which other ranks reach this machine."""
+    """Execute the first rank's orders until its process ends. `host` is the address at which other ranks reach this
+    machine."""
     store, obeyed = connect_store(meeting.host, meeting.port), OrderCount()
     with _exit_on_error(store, rank):
-        learner = learner_of(config).create(
-            config, replace(start, blank=True)
-        )  # the first rank sends weights and state
+        # The learner starts without weights, because the first rank sends weights and state.
+        learner = learner_of(config).create(config, replace(start, blank=True))
         store.set(ready_key(rank), "")
         while not store.check([MEET]):  # the first rank reads its weights; the owner limits this wait
             time.sleep(POLL_SECONDS)
@@ -146,7 +146,7 @@ def _read_pipe(pipe: Connection) -> Any:
 
 
 def _serve_files(store: Store, learner: TorchLearner, asked: Connection, obeyed: OrderCount) -> None:
-    """Send shards of files on request until the owner ends."""
+    """Send shards of files on request until the first rank's process ends."""
     ranks = learner.ranks
     assert isinstance(ranks, GlooRanks)
     with _exit_on_error(store, ranks.rank):
@@ -169,7 +169,7 @@ def _stage(store: Store, ranks: GlooRanks, ask: SendFile, data: Data) -> None:
 
 @contextlib.contextmanager
 def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
-    """Run the block; if it raises an error, end the process with the exit code that fits the error."""
+    """Run the block; if the block raises an error, end the process with the exit code for this error."""
     try:
         yield
     except OwnerGone:
@@ -179,7 +179,7 @@ def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
             store.set(gone_key(rank), "")
         os._exit(LOST)  # end at once: the first rank seeks the fault among ranks with other exit codes
     except Exception as error:  # noqa: BLE001 - the first rank reports any error
-        with contextlib.suppress(RuntimeError):  # if the store is gone, nobody can read the reason
+        with contextlib.suppress(RuntimeError):  # the shared store may be gone, and then nobody can read the reason
             store.set(failed_key(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
         os._exit(FAILED)
 
@@ -207,7 +207,7 @@ def _execute(learner: TorchLearner, ranks: GlooRanks, order: Order) -> None:
 
 
 def broadcast_data(ranks: GlooRanks, data: Data) -> None:
-    """Broadcast bytes from the first rank, in chunks; at most one chunk is copied at a time."""
+    """Broadcast bytes from the first rank in chunks, so that only one chunk is copied at a time."""
     for chunk in _chunks(data):
         ranks.broadcast(torch.frombuffer(chunk, dtype=torch.uint8))
 
@@ -234,7 +234,7 @@ def _chunks(data: Data) -> Iterator[bytearray]:
 
 
 def ready_key(rank: int) -> str:
-    """Return the store key that a rank sets when it has started and can meet the other ranks."""
+    """Return the store key that a rank sets to report that it has started and can meet the other ranks."""
     return f"ready/{rank}"
 
 
@@ -249,7 +249,7 @@ def failed_key(rank: int) -> str:
 
 
 def _end_with_owner() -> None:
-    """End this process with its owner (see the module's docstring); ignore SIGINT, which the owner handles."""
+    """Make this process end with its owner (see the module's docstring) and ignore SIGINT, which the owner handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""The trained tensors, their float32 master weights and AdamW, and the check that all numbers are finite."""
+"""The trained tensors with AdamW and float32 master weights, and checks that all numbers are finite."""

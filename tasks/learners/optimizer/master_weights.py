@@ -1,8 +1,8 @@
-"""Master weights: float32 weights behind a policy in a shorter type, or the policy's own weights.
+"""Master weights: float32 weights that the optimizer changes in place of a policy's weights of a shorter type.
 
 A bfloat16 weight has 8 significant bits. At a learning rate of 1e-6, 99 of 100 changes of a weight are smaller than
-half the weight's rounding step and would be lost. The optimizer therefore changes float32 masters (Micikevicius et al.
-2018, Mixed precision training), and the policy's weights are the rounded masters:
+half the weight's rounding step and would be lost. The optimizer changes float32 master weights (Micikevicius et al.
+2018, Mixed precision training), and the policy's weights are the rounded master weights.
 
     policy (bfloat16) --> forward, backward --> gradients, added up in float32 --> optimizer --> masters --> policy
 
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 
 class MasterWeights:
-    """The parameters that the optimizer changes, under the names in `given`: masters, or the policy's parameters."""
+    """The parameters that the optimizer changes: float32 master weights, or the policy's own parameters."""
 
     def __init__(self, given: Mapping[str, nn.Parameter], *, wide: bool) -> None:
-        """Set up the parameters. With `wide`, use float32 masters if a parameter has another type than float32."""
+        """Set up the parameters. If `wide` is set, use float32 master weights unless all parameters are float32."""
         self._policy = dict(given)
         self.wide = wide and any(parameter.dtype != torch.float32 for parameter in self._policy.values())
         self.parameters = {
@@ -33,13 +33,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def begin(self, but: Collection[str] = ()) -> None:
-        """Set the masters to the policy's weights, except the masters named in `but`."""
+        """Set the master weights to the policy's weights, except the master weights named in `but`."""
         for name in self._policy.keys() - set(but) if self.wide else ():
             self.parameters[name].copy_(self._policy[name])
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Set a master to the policy's weight wherever the master does not round to that weight."""
+        """Set each master weight that does not round to the policy's weight to the policy's weight."""
         for parameter, master in self._pairs():
             torch.where(master.to(parameter.dtype) == parameter, master, parameter, out=master)
 
@@ -49,7 +49,7 @@ class MasterWeights:
             parameter.grad = None
 
     def take_gradients(self) -> None:
-        """Add the policy's gradients to the masters' gradients, and free the policy's gradients."""
+        """Add the policy's gradients to the master weights' gradients, and free the policy's gradients."""
         sums, added = list[Tensor](), list[Tensor]()
         for parameter, master in self._pairs():
             if parameter.grad is None:
@@ -65,10 +65,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Set the policy's weights to the masters, rounded to the nearest value of the policy's type."""
+        """Set the policy's weights to the master weights, rounded to the policy's data type."""
         if pairs := self._pairs():
             torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
     def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return each parameter of the policy with its master; an empty list without masters."""
+        """Return pairs of each policy parameter and its master weight; an empty list if there are no master weights."""
         return [(own, self.parameters[name]) for name, own in self._policy.items()] if self.wide else []

@@ -14,7 +14,7 @@ from rollflow.tasks.objectives.rows import BatchRows
 
 
 def check_batch(data: BatchRows, version: int) -> None:
-    """Raise `NotFinite` if a log-prob or a reward is not finite; an objective might clip it to a finite value."""
+    """Raise `NotFinite` if a log-prob or a reward of the batch is not finite; an objective might clip such a value."""
     made_by = {"a log-prob": (data.behaviour, "engine"), "a reward": (data.rewards, "verifier")}
     for name, (values, maker) in made_by.items():
         wrong = values[~np.isfinite(values)]

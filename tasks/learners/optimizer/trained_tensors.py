@@ -1,4 +1,4 @@
-"""Parameters and the AdamW that trains them, saved and loaded as tensors by name; for the policy and for the critic.
+"""Parameters of the policy or the critic, with the AdamW that trains them, saved and loaded as tensors by name.
 
     begin --> (forward, backward, take_gradients)* --> clip --> apply --> ... --> tensors
 
@@ -23,7 +23,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # keys of AdamW's state of a parame
 
 
 class TrainedTensors:
-    """Trained parameters and their AdamW, by the names in `given`. See the module's docstring."""
+    """The trained parameters `given`, by name, and the AdamW that trains them. See the module's docstring."""
 
     def __init__(self, given: Mapping[str, nn.Parameter], config: RankedTrain, learning_rate: float) -> None:
         self.max_grad_norm, self.fused = config.max_grad_norm, config.fused_adamw
@@ -37,7 +37,7 @@ class TrainedTensors:
         )
 
     def begin(self, rate: float) -> None:
-        """Prepare a version's first update: set the learning rate, and copy weights that other code has changed."""
+        """Prepare a version's first update: set the learning rate, and accept weights that other code has changed."""
         self.trained.follow()
         for group in self.adamw.param_groups:
             group["lr"] = rate
@@ -57,7 +57,7 @@ class TrainedTensors:
         self.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the saved tensors of the parameters that AdamW has changed: "exp_avg/<parameter>" and so on."""
+        """Return the tensors to save for the parameters that AdamW has changed, such as "exp_avg/<parameter>"."""
         return {
             f"{key}/{name}": torch.as_tensor(value).detach()
             for name, parameter in self.trained.parameters.items()
@@ -68,7 +68,7 @@ class TrainedTensors:
     def expected_tensors(self, saved: Iterable[str]) -> dict[str, Tensor]:
         """Return the tensors that should be saved for the parameters that `saved` mentions.
 
-        Names, shapes and types of the returned tensors are right; their values mean nothing.
+        The returned tensors have the right names, shapes and types; their values mean nothing.
         """
         named = {name.partition("/")[2] for name in saved}
         one = torch.zeros(())
@@ -107,9 +107,10 @@ def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor])
 
 
 def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[str]) -> None:
-    """Raise `Corrupt` if a file's name begins with none of `stems`, or if a stem has no file after the first update.
+    """Raise `Corrupt` if a file's name begins with none of `stems`, or if a stem without files should have one.
 
-    `saved` has the names of the policy's tensors. Before the first update, the critic and the reference store nothing.
+    `saved` names the policy's saved tensors, which exist only after the first update. Before the first update, the
+    critic and the reference store nothing.
     """
     strange = sorted(name for name in files if not name.startswith(tuple(stems)))
     begun = any(name.startswith(MOMENTS) for name in saved)

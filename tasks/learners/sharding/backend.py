@@ -25,7 +25,8 @@ from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS, T
 
 
 class AnyForward(nn.Module):
-    """A module whose forward pass calls any function. A backend wraps it to run decoder, head and loss in one pass."""
+    """A torch module whose forward pass calls the function that it is given. A backend wraps this module to run
+    decoder, head and loss in one pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -51,15 +52,15 @@ class ShardingBackend(TrainedTensors):
         self.wide = config.master_dtype == "float32" and any(kind != torch.float32 for kind in self.types.values())
 
     def run(self, of: Callable[[], Tensor]) -> Tensor:
-        """Call `of` and return its result; gather the model's weights while `of` uses them."""
+        """Call `of` and return its result; the model's weights are gathered from all ranks while `of` uses them."""
         raise NotImplementedError
 
     def run_backward(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
-        """Add up the gradients of the losses that `passes` return, over all ranks; return this rank's losses."""
+        """Run `passes` forward and backward, add up their gradients over all ranks, and return this rank's losses."""
         raise NotImplementedError
 
     def put(self, name: str, weight: Tensor) -> None:
-        """Set a parameter to the whole tensor `weight`; the caller must call `load` next, or be called by `load`."""
+        """Set a parameter to the whole tensor `weight`; `load` must follow or be the caller."""
         raise NotImplementedError
 
     def list_changed(self) -> Sequence[str]:
@@ -67,11 +68,11 @@ class ShardingBackend(TrainedTensors):
         raise NotImplementedError
 
     def count_steps(self, name: str) -> Tensor:
-        """Return the number of AdamW's steps on a parameter that AdamW has changed."""
+        """Return how many steps AdamW has taken on a parameter that it has changed."""
         raise NotImplementedError
 
     def own(self, name: str, key: str | None) -> Tensor:
-        """Return this rank's shard of the moment `key`, or of the trained parameter if `key` is None; do not copy."""
+        """Return, uncopied, this rank's shard of the moment `key`, or of the trained parameter if `key` is None."""
         raise NotImplementedError
 
     def locate_shard(self, name: str) -> tuple[int, int]:
@@ -79,7 +80,7 @@ class ShardingBackend(TrainedTensors):
         raise NotImplementedError
 
     def view_shard(self, name: str, whole: Tensor) -> Tensor:
-        """Return a view of the part of `whole` that this rank's shard covers."""
+        """Return a view of the part of the tensor `whole` that this rank's shard covers."""
         return _view_piece(whole, *self.locate_shard(name)).view_as(self.own(name, None))
 
     def gather_weight(self, name: str, to: int) -> Tensor:
@@ -103,7 +104,7 @@ class ShardingBackend(TrainedTensors):
         }
 
     def gather_tensor(self, saved: str, to: int) -> Tensor:
-        """Gather one of `tensors` on rank `to`; on other ranks the result is empty, unless it is a number of steps."""
+        """Gather one of the saved tensors on rank `to`; other ranks get an empty tensor, or the number of steps."""
         key, _, name = saved.partition("/")
         if key == "step":
             return self.count_steps(name)
@@ -111,9 +112,9 @@ class ShardingBackend(TrainedTensors):
         return self._gather(name, None if key == MASTER else key, kind, to)
 
     def check_finite(self, weight: str = "") -> dict[str, bool]:
-        """Return a bool for each parameter and moment: True if this rank's shard is finite.
+        """Return for each parameter and moment, by name, whether this rank's shard is finite.
 
-        Each rank returns the same names. `weight` is put before the names of parameters.
+        Each rank returns the same names. `weight` is a prefix for the names of parameters.
         """
         found = {f"{weight}{name}": all_finite(self.own(name, None).to(kind)) for name, kind in self.types.items()}
         keys = [(key, name) for key in MOMENTS[1:] for name in self.list_changed()]
@@ -141,7 +142,7 @@ class ShardingBackend(TrainedTensors):
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int]]]:
-        """Results of `locate_shard` for each parameter on every rank; all ranks must read this property together."""
+        """Offset and size of every rank's shard of each parameter; all ranks must read this property together."""
         assert self.ranks.beside is not None
         found = torch.zeros(self.ranks.count, len(self.types), 2, dtype=torch.int64)
         found[self.ranks.rank] = torch.tensor([self.locate_shard(name) for name in self.types])
@@ -149,7 +150,7 @@ class ShardingBackend(TrainedTensors):
         return {name: [(int(a), int(b)) for a, b in found[:, at]] for at, name in enumerate(self.types)}
 
     def _put_master(self, name: str, own: Tensor) -> None:
-        """Set this rank's shard of a master to `own`, except where `own` does not round to the parameter."""
+        """Set this rank's shard of a master weight to `own`, except where `own` does not round to the parameter."""
         kind, now = self.types[name], self.own(name, None)
         own = own.to(now.device)
         now.copy_(torch.where(own.to(kind) == now.to(kind), own, now))

@@ -1,8 +1,8 @@
-"""DeepSpeed shards moments (ZeRO 1), gradients, too (ZeRO 2), and weights, too (ZeRO 3).
+"""DeepSpeed shards moments with ZeRO 1; moments and gradients with ZeRO 2; moments, gradients and weights with ZeRO 3.
 
 DeepSpeed adds up and clips gradients and takes optimizer steps. No file in DeepSpeed's own format is stored. A rank's
-shard of a tensor is a piece of the flattened tensor; a rank may have no shard of a tensor. Gathering a tensor copies
-each shard to its place in the tensor.
+shard of a tensor is a contiguous piece of the flattened tensor; a rank may have no shard of a tensor. To gather a
+tensor, each shard is copied to its place in the tensor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
 from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS
 from rollflow.tasks.learners.sharding.backend import AnyForward, ShardingBackend
 
-SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's sum over processes, compiled at its first use
+SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's operation for sums over processes, compiled at its first use
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
-    """Create the process group that DeepSpeed uses. A process has only one such group, so an earlier group is ended."""
+    """Create the process group that DeepSpeed uses. A process can have only one DeepSpeed group, so an earlier group is
+    ended."""
     backend = begin_backend(device, ranks.host, blocking=False)
     local = ranks.rank if device.type == "cpu" else 0  # a rank sees only its own GPU
     os.environ |= {"DS_ACCELERATOR": device.type, "MASTER_ADDR": ranks.host, "MASTER_PORT": "0"}
@@ -111,7 +112,7 @@ class DeepSpeedTensors(ShardingBackend):
         self._dirty = False
 
     def clip(self) -> float:
-        """Return the gradient's norm before scaling; `apply` scales the gradient, not this method."""
+        """Return the gradient's norm; the gradient is scaled down later, by `apply`."""
         if not self._dirty:
             return 0.0
         from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -182,8 +183,8 @@ class DeepSpeedTensors(ShardingBackend):
     def _part(self, name: str) -> tuple[Tensor, int, int, int] | None:
         """Return this rank's shard of a parameter; None if the rank has no shard of the parameter.
 
-        The shard is described by a tensor of `_flats`, the shard's offset in that tensor, the shard's offset in the
-        parameter, and the shard's number of elements.
+        The result is a tensor of `_flats`, the shard's offset in that tensor, the shard's offset in the parameter, and
+        the shard's number of elements.
         """
         parameter: Any = self.given[name]
         if self.zero < 3:
@@ -199,9 +200,9 @@ class DeepSpeedTensors(ShardingBackend):
 
     @torch.no_grad()
     def _put_policy(self, parameter: Any, value: Tensor) -> None:
-        """Set the weights with which the model runs.
+        """Set a parameter of the model to `value`.
 
-        With ZeRO 3, set this rank's shard of a parameter; small parameters are also set as a whole.
+        With ZeRO 3, this rank's shard of the parameter is set; a small parameter is also set as a whole.
         """
         if self.zero < 3:
             parameter.copy_(value)
@@ -233,7 +234,7 @@ def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
 
 
 def _offload_options(config: DeepSpeedTrain) -> dict[str, Any]:
-    """Return DeepSpeed's options for offloading, without pinned memory: only copies to a GPU would profit from it."""
+    """Return DeepSpeed's options for offloading, without pinned memory, which speeds up copies to a GPU only."""
     keys = {"none": (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
     return {key: {"device": "cpu", "pin_memory": False} for key in keys[config.offload]}
 

@@ -11,7 +11,7 @@ class DeepSpeedPolicy(ShardedPolicy, DeepSpeedTensors):
 
 
 class DeepSpeedLearner(ShardedLearner):
-    """A learner that DeepSpeed shards over ranks."""
+    """A learner whose models DeepSpeed shards over ranks."""
 
     engine, engine_of_policy = DeepSpeedTensors, DeepSpeedPolicy
 

@@ -1,4 +1,4 @@
-"""torch's own sharding (FSDP2): each rank keeps some rows of each parameter, of its gradient and of its moments.
+"""torch's own sharding (FSDP2): each rank keeps some rows of each parameter, of its gradient and of its AdamW moments.
 
     a layer: gather --> forward --> reshard
              gather --> backward --> reshard; the layer's gradient is reduced over ranks and sharded
@@ -39,7 +39,8 @@ from rollflow.tasks.learners.sharding.fsdp_cpu_patch import patch_all_gather
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
-    """Create the process group that FSDP uses. A process has only one such group, so an earlier group is ended."""
+    """Create the process group that FSDP uses. A process can have only one such group for FSDP, so an earlier group is
+    ended."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     store, bound = PrefixStore("fsdp", ranks.store), timedelta(seconds=ranks.seconds)
@@ -123,7 +124,7 @@ class FsdpTensors(ShardingBackend):
             self._put_master(name, own)
 
     def _without_masters(self, given: Named, masters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's shards of the saved tensors, except masters; put the shards of masters into `masters`."""
+        """Yield this rank's shards of the saved tensors, except master weights, whose shards are put into `masters`."""
         for saved, value in given:
             key, _, name = saved.partition("/")
             if key == MASTER:
@@ -158,7 +159,7 @@ class FsdpTensors(ShardingBackend):
         patch_all_gather(cut)
 
     def _own_shards(self, *, of_gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's shards by name; with `of_gradients`, the gradients of the shards that have a gradient."""
+        """Yield this rank's shards by name; with `of_gradients`, yield the gradients of the shards that have one."""
         for name, parameter in self._model.named_parameters():
             found: Any = parameter.grad if of_gradients else parameter.detach()
             if found is not None:
@@ -166,11 +167,11 @@ class FsdpTensors(ShardingBackend):
 
 
 def _separate_modules(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
-    """Return modules outside the layers that can be gathered alone: norms, and embeddings that are not also the head.
+    """Return modules outside the layers that can be gathered alone: norms, and embeddings not tied to the head.
 
     The remaining parameters are mostly one tensor, the head's weights. `policies/head.py` reads these weights outside
-    the head's module, so the head cannot be gathered alone. Modules with child modules are not gathered alone either,
-    because a child would be gathered twice: with its parent, and alone.
+    the head's module, so the head cannot be gathered alone. A module with child modules is not gathered alone either,
+    because its children would be gathered twice.
     """
     inner, owners = {*layers.modules()}, Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     outer = [(m, [*m.parameters(recurse=False)]) for m in model.modules() if m not in inner and not [*m.children()]]
@@ -182,7 +183,7 @@ def _separate_modules(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module
 
 
 def _other_type_modules(model: nn.Module) -> list[nn.Module]:
-    """Return modules whose own parameters are not of the most frequent data type; an FSDP group must have one type."""
+    """Return modules whose own parameters do not have the most frequent data type; an FSDP group must have one type."""
     kinds = {m: {p.dtype for p in m.parameters(recurse=False)} for m in model.modules()}
     every = [kind for found in kinds.values() for kind in found]
     most = max(every, key=every.count)

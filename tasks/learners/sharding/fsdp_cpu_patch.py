@@ -1,13 +1,13 @@
 """A patch of FSDP2 that gathers parameters on a CPU with little extra memory.
 
-FSDP2 gathers a group of parameters into one buffer and copies each parameter out of the buffer, because the buffer has
-the shards of several parameters side by side. The patch changes this on a CPU:
+FSDP2 gathers a group of parameters into one buffer, in which the shards of several parameters are side by side, and
+copies each parameter out of the buffer. On a CPU, the patch saves memory in three ways.
 
-- In a group of one parameter, the buffer *is* the parameter, padded at its end as FSDP pads a parameter. Embeddings are
-  such a group, and the largest group: 100,000 tokens of 2,048 numbers in bfloat16 take 0.4 GB.
-- gloo's all-gather allocates a buffer of its own, but gloo's broadcast does not. Embeddings are therefore broadcast.
-- FSDP keeps a layer's buffer until it has the next layer's buffer, because work on a GPU may still read the first one.
-  On a CPU the layer's buffer is freed before the next buffer is allocated.
+- In a group of one parameter, the buffer *is* the parameter, padded at its end as FSDP pads a parameter. The embeddings
+  are a group of one parameter, and the largest group: 100,000 tokens of 2,048 numbers in bfloat16 take 0.4 GB.
+- gloo's all-gather allocates a buffer of its own, but gloo's broadcast does not, so embeddings are broadcast.
+- FSDP keeps a layer's buffer until it has the next layer's buffer, because work on a GPU may still read the earlier
+  buffer. On a CPU, the patch frees a layer's buffer before the next layer's buffer is allocated.
 
 On a GPU nothing is patched, because only FSDP knows when one stream may reuse memory that another stream has freed.
 """
@@ -26,20 +26,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 
 def patch_all_gather(cut: FSDPModule) -> None:
-    """Patch how the parameters of a module are gathered on a CPU; do nothing on a GPU."""
+    """Patch the gathering of a module's parameters on a CPU; do nothing on a GPU."""
     for group in cut._get_fsdp_state()._fsdp_param_groups:
         if group.device.type == "cpu":
             cut.set_custom_all_gather(_AllGather(group))
 
 
 class _AllGather(DefaultAllGather):
-    """The all-gather of a group of parameters, which FSDP calls; `group` is an object of FSDP."""
+    """The all-gather that FSDP calls for a group of parameters; `group` is an object of FSDP."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the buffer of the group; for a single parameter, the memory into which FSDP would copy it."""
+        """Allocate the group's buffer; for a single parameter, use the memory of the gathered parameter itself."""
         self._group.comm_ctx.all_gather_state = None  # free the previous layer's buffer
         if not self._is_one:
             return super().allocate(size, dtype=dtype, device=device)

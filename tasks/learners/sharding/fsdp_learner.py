@@ -16,7 +16,7 @@ class FsdpPolicy(ShardedPolicy, FsdpTensors):
 
 
 class FsdpLearner(ShardedLearner):
-    """A learner that FSDP2 shards over ranks."""
+    """A learner whose models FSDP2 shards over ranks."""
 
     engine, engine_of_policy = FsdpTensors, FsdpPolicy
 

@@ -1,4 +1,4 @@
-"""A learner whose weights, gradients and moments are sharded over ranks, and which trains like `TorchLearner`.
+"""A learner that trains like `TorchLearner`, but shards weights, gradients and moments over its ranks.
 
     torch learner, whole or blank --shard--> backends --take--> step, load, weights, state: of all ranks
 
@@ -37,11 +37,11 @@ from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.rows import BatchRows
 
-Stored = dict[str, dict[str, dict[str, Tensor]]]  # tensors by name, by file, by stem
+Stored = dict[str, dict[str, dict[str, Tensor]]]  # stem -> file name -> tensor name -> tensor
 
 
 class ShardedPolicy(TrainedPolicy, ShardingBackend):
-    """A policy whose parameters a sharding backend holds; a subclass adds the backend as its other base class."""
+    """A policy whose parameters are sharded; a subclass adds a sharding backend as its other base class."""
 
     def __init__(self, model: Any, config: RankedTrain, ranks: GlooRanks) -> None:
         self.model = model
@@ -73,12 +73,13 @@ class ShardedPolicy(TrainedPolicy, ShardingBackend):
 
 
 class ShardedCritic(Critic):
-    """A critic whose parameters a sharding backend of its own holds."""
+    """A critic whose parameters are sharded by a backend of its own."""
 
     optimized: ShardingBackend
 
     def shard(self, policy: ShardedPolicy, engine: ShardingBackend) -> None:
-        """Use the shards in `engine` from now on. The critic was built with a policy that was not sharded yet."""
+        """Use the sharding backend `engine` for the critic's parameters from now on. Until this call, the critic reads
+        the weights of the unsharded policy."""
         self._policy_weights = policy.gather_everywhere
         self._decoder = next(n for n, found in policy.model.named_modules() if found is policy.model.get_decoder())
         self.optimized = engine
@@ -96,7 +97,7 @@ class ShardedCritic(Critic):
     def values(self, micro: MicroBatch) -> Tensor:
         """See `Critic`."""
         if torch.is_grad_enabled():
-            return super().values(micro)  # the backend already runs a pass
+            return super().values(micro)  # the caller already runs this call within a pass of the backend
         return self.optimized.run(lambda: Critic.values(self, micro))
 
     def loss(self, micro: MicroBatch, values_B: Tensor, returns_B: Tensor, share: float) -> Tensor:
@@ -115,7 +116,7 @@ class ShardedCritic(Critic):
         self.optimized.put(name, weight)
 
     def gather_tensor(self, saved: str, to: int) -> Tensor:
-        """Gather one of `tensors` on rank `to`."""
+        """Gather one of the critic's saved tensors on rank `to`."""
         of = self.optimized
         if saved.startswith(WEIGHT):
             return of.gather_weight(saved.removeprefix(WEIGHT), to)
@@ -136,7 +137,7 @@ class ShardedLearner(TorchLearner):
     can_shard = True
 
     def begin_group(self) -> None:
-        """Create the process group that the backends use; end an earlier group, since a process can have only one."""
+        """Create the process group that the backends use; end an earlier group, because a process can have only one."""
         raise NotImplementedError
 
     def shard(self) -> None:
@@ -205,7 +206,7 @@ class ShardedLearner(TorchLearner):
         return self._file(self._list_stored(), to, file)
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
-        """Return the size in bytes of each file of weights and state, and True if any rank can store the file."""
+        """Return for each file of weights and state its size in bytes, and whether any rank can store the file."""
         return {
             file: (sum(like.nbytes for like in shard.values()), stem != STATE or all(map(_is_sharded, shard.values())))
             for stem, shards in self._list_stored().items()
@@ -226,7 +227,7 @@ class ShardedLearner(TorchLearner):
         raise KeyError(file)
 
     def _list_stored(self) -> Stored:
-        """Return the tensors that a version stores, by stem and file; sharded tensors are on the "meta" device."""
+        """Return the tensors that a version stores, by stem and file; sharded tensors are on "meta", without values."""
         own = {**random_state(self.config, self.device), **self._weight_of_kl(), **self.policy.tensors()}
         roles = {stem: tensors for stem, role in self._roles() if (tensors := role.tensors())}
         stored = {WEIGHTS: self.policy.weights(), STATE: own, **roles}
@@ -257,7 +258,7 @@ class ShardedLearner(TorchLearner):
         return found_B
 
     def pad_passes(self, data: BatchRows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield micro-batches, the same number on each rank; each with True if its loss counts, else False."""
+        """Yield equally many micro-batches on each rank, each with True if its loss counts, else False."""
         own = list(self.micros(data, rows))
         counts = torch.zeros(self.ranks.count)
         counts[self.ranks.rank] = len(own)
@@ -268,7 +269,7 @@ class ShardedLearner(TorchLearner):
             yield micro, number < len(own)
 
     def _shortest_row(self, data: BatchRows) -> MicroBatch:
-        """Return a micro-batch of one row: of the rows that have masked tokens, the row with the fewest."""
+        """Return a micro-batch of the row that has the fewest tokens with loss mask 1, but at least one."""
         row = min(
             range(len(data.rewards)), key=lambda row: (data.masked_tokens[row] == 0, data.masked_tokens[row], row)
         )
@@ -278,7 +279,7 @@ class ShardedLearner(TorchLearner):
 class ShardedUpdates(Updates):
     """Updates by a sharding backend: each pass is one forward and one backward of the whole model.
 
-    If the logits of a pass do not fit one chunk, the backward pass recomputes the logits.
+    If the logits of a pass do not fit one chunk, they are recomputed in the backward pass.
     """
 
     roles: ShardedLearner
