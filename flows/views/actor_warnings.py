@@ -1,7 +1,7 @@
-"""Logs the actors' warnings in the run's own flow: each warning once, and without secrets.
+"""Logs the warnings of a run's actors in the supervisor's flow run: each warning once, and without secrets.
 
-A restarted actor numbers its warnings from 1 again. A supervisor that takes over logs the newest warnings again, on its
-own page.
+A restarted actor is a new process, whose warnings are numbered from 1. A restarted supervisor logs the newest warnings
+again, in its own flow run.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ NAMED = re.compile(r"([\w-]+)(['\"]?\s*[=:]\s*)(?:(?:Bearer|Basic)\s+)?([^\s,;]+
 
 
 class ActorWarnings:
-    """Logs each warning that was not logged before."""
+    """Logs each actor warning that was not logged before."""
 
     def __init__(self, warn: Callable[..., None]) -> None:
-        """Log through `warn`, a logger's method."""
+        """Log through `warn`, a method of a logger such as `Logger.warning`."""
         self._warn = warn
-        self._logged: dict[str, int] = {}  # process -> number of its newest logged warning
+        self._logged: dict[str, int] = {}  # process that warned -> number of its newest logged warning
 
     def tell(self, warned: Sequence[ActorWarning]) -> None:
-        """Log those of these warnings that are new."""
+        """Log the warnings that were not logged before."""
         for warning in warned:
             if warning.number > self._logged.get(warning.process, 0):
                 self._logged[warning.process] = warning.number
@@ -35,6 +35,6 @@ class ActorWarnings:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text without the values of secrets, and without the user, password and query of addresses."""
+    """Return a text in which the values of secrets, and user names, passwords and queries of addresses, are removed."""
     text = URL.sub(lambda found: redact(found[0]), text)
     return NAMED.sub(lambda found: f"{found[1]}{found[2]}***" if names_secret(found[1]) else found[0], text)

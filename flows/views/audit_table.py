@@ -1,4 +1,4 @@
-"""Shows the audit of a run to users: a progress line while the audit works, then the audit's report as tables."""
+"""Shows the audit of a run to users: a progress line during the audit, then the audit's report as tables."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rollflow.storage.audit.expected import NOTHING, Expected
 from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.objects import ObjectStore
 
-ROWS = 12  # largest number of rows for versions; a row of a longer run covers several versions
+ROWS = 12  # largest number of rows in the table of staleness; in a long run a row covers several versions
 
 
 def show_audit(
     store: ObjectStore, *, deep: bool, console: Console | None = None, expected: Expected = NOTHING
 ) -> AuditReport:
-    """Audit a run's storage, with a progress line on a terminal. See `audit` for the errors."""
+    """Audit a run's storage, and show a progress line if the output is a terminal. See `audit` for the errors."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         return audit(store, deep=deep, expected=expected)
@@ -37,8 +37,8 @@ def _progress(far: AuditProgress) -> str:
 
 
 def print_report(report: AuditReport, shares: Mapping[str, float], console: Console | None = None) -> None:
-    """Print trajectories, staleness by version, prompt fates, domains with their configured
-    `shares`, and violations.
+    """Print the report of an audit: counts of trajectories, tables of staleness, of group outcomes and of domains (with
+    their configured `shares`), and the violations.
     """
     console = console or Console(highlight=False)
     console.print(
@@ -66,7 +66,9 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
 
 
 def read_line(report: AuditReport) -> str:
-    """Say how much this audit read, and how much an earlier audit had read."""
+    """Return a sentence that says how much this audit read, and how much it skipped because an earlier audit had read
+    it.
+    """
     read = f"read {report.entries - report.since:,} entries and {report.bytes:,} bytes of objects"
     return (
         f"{read}, from entry {report.since} on, because an earlier audit found nothing wrong before it"
@@ -76,9 +78,10 @@ def read_line(report: AuditReport) -> str:
 
 
 def tokens_line(report: AuditReport) -> str:
-    """Say how many tokens were trained on, how many were discarded, and whether discarded groups were longer.
+    """Return a line with the numbers of trained and discarded tokens, and the mean lengths of trained and discarded
+    groups.
 
-    Discarding long groups biases training towards short answers.
+    The lengths are shown because discarding long groups biases training towards short answers.
     """
     line = f"tokens: {report.trained_tokens:,} trained on"
     gone = sum(count for fate, count in report.fates.items() if fate.startswith("discarded"))
@@ -111,7 +114,7 @@ def staleness_table(report: AuditReport) -> Table:
 
 
 def fates_table(report: AuditReport) -> Table:
-    """Build a table of dispatched groups by fate."""
+    """Build a table that counts dispatched groups by outcome, such as "trained" or "discarded"."""
     table = Table(title="prompt fates", title_justify="left")
     table.add_column("fate")
     table.add_column("groups", justify="right")
@@ -121,7 +124,7 @@ def fates_table(report: AuditReport) -> Table:
 
 
 def domains_table(trained: Mapping[str, int], shares: Mapping[str, float]) -> Table:
-    """Build a table of trained groups by domain, beside the configured share."""
+    """Build a table of trained groups by domain, with each domain's actual and configured share."""
     table = Table(title="trained groups by domain", title_justify="left")
     table.add_column("domain")
     for name in ("groups", "share", "asked for"):

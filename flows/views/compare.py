@@ -1,6 +1,6 @@
-"""Compares several runs: reads each run from its storage alone into a frozen value, and finds the differences.
+"""Compares several runs: reads each run from its storage, and finds the differences.
 
-A chart shows runs that differ only in their seed, their name and their storage as one band.
+Runs that differ only in their seed, name or storage are shown as one band in a chart.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from rollflow.tasks.run.restore import name_of
 
 Numbers = npt.NDArray[np.float64]
 NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "tracking.study")
-PLACES = "cluster."  # prefix of the keys that say where a run is trained, which does not affect the run's versions
+PLACES = "cluster."  # prefix of config keys that say where a run is trained, which does not affect its results
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VersionCurve:
-    """Values by policy version. `tokens` counts the response tokens trained on so far.
+    """The values of one metric by policy version. `tokens` is the number of response tokens that were trained on up to
+    each version.
 
-    `seconds` counts the time since version 0, without pauses.
+    `seconds` is the time from version 0 to each version, without pauses.
     """
 
     versions: Numbers
@@ -44,8 +45,8 @@ class VersionCurve:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComparedRun:
-    """One run of a comparison. `result`, `cost` and `idle` (share of time, by stage) are texts for users; `config` has
-    dotted keys.
+    """One run of a comparison, with the texts and curves that are shown. `result`, `cost` and `idle` (idle share of
+    each stage) are texts for users; `config` maps dotted keys to texts.
     """
 
     name: str
@@ -54,18 +55,18 @@ class ComparedRun:
     cost: Mapping[str, str]
     idle: Mapping[str, str]
     curves: Mapping[str, VersionCurve]
-    # version -> weight file -> sha256 of the file
+    # version -> name of a weight file -> the file's sha256
     policies: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def recipe(self) -> tuple[tuple[str, str], ...]:
-        """The run's config without its seed and places: two seeds of one recipe have the same value here."""
+        """The run's config without seed, names and addresses; it is equal for all seeds of one recipe."""
         own = {key: value for key, value in self.config.items() if key not in NO_RECIPE and not key.startswith(PLACES)}
         return tuple(sorted(own.items()))
 
 
 def read_compared(contexts: Sequence[RunContext]) -> list[ComparedRun]:
-    """Read the runs; a run's name is its id, or its address if two runs have the same id."""
+    """Read the runs for a comparison; a run's name is its id, or its address if two runs have the same id."""
     ids = [context.run_id for context in contexts]
     return [
         _read_run(context, context.run_id if ids.count(context.run_id) == 1 else context.uri) for context in contexts
@@ -73,14 +74,14 @@ def read_compared(contexts: Sequence[RunContext]) -> list[ComparedRun]:
 
 
 def diff_configs(runs: Sequence[ComparedRun]) -> dict[str, tuple[str, ...]]:
-    """Return the config keys whose values differ between runs, each key with its value in every run."""
+    """Return the config keys whose values differ between runs; each key has its value in every run."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = {key: tuple(run.config.get(key, UNSET) for run in runs) for key in keys}
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 
 def group_seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
-    """Group the runs by recipe, in the order of each recipe's first run."""
+    """Group the runs that have the same recipe, in the order of each recipe's first run."""
     groups: dict[tuple[tuple[str, str], ...], list[ComparedRun]] = {}
     for run in runs:
         groups.setdefault(run.recipe, []).append(run)
@@ -88,8 +89,8 @@ def group_seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
 
 
 def describe_same_weights(runs: Sequence[ComparedRun]) -> list[str]:
-    """Say for each run but the first which earlier run has the same weights, and up to which version the weights are
-    the same.
+    """Return a sentence for each run after the first: the earlier run with which it shares the most versions of
+    weights, and how many.
     """
     lines = []
     for place, run in enumerate(runs[1:], 1):
@@ -100,7 +101,7 @@ def describe_same_weights(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def _count_shared(run: ComparedRun, other: ComparedRun) -> int:
-    """Count the consecutive versions from 0 on whose weight files have equal hashes in both runs."""
+    """Count the first versions whose weight files have equal hashes in both runs."""
     both = range(min(len(run.policies), len(other.policies)))
     return next((v for v in both if run.policies[v] != other.policies[v]), len(both))
 
@@ -135,7 +136,7 @@ def _read_run(context: RunContext, name: str) -> ComparedRun:
 
 
 def _read_curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict[str, VersionCurve]:
-    """Return the curves by name; a run without version 0 has none."""
+    """Return a run's curves by name; a run without version 0 has no curves."""
     if not versions:
         return {}
     trained = versions[1:]
@@ -167,7 +168,7 @@ def _metric(versions: Sequence[PolicyVersion], name: str) -> Numbers:
 
 
 def _share(part: Numbers, whole: Numbers) -> Numbers:
-    """Return part / whole, clipped to [0, 1]; return 0 if the whole is 0."""
+    """Return `part / whole`, clipped to [0, 1], and 0 where `whole` is 0."""
     shares: Numbers = np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
     return np.clip(shares, 0.0, 1.0)
 
@@ -194,7 +195,7 @@ def _audit_text(summary: Mapping[str, Any]) -> str:
 def _cost_rows(
     context: RunContext, versions: Sequence[PolicyVersion], curves: Mapping[str, VersionCurve]
 ) -> dict[str, str]:
-    """Return the cost rows; seconds are counted from version 0 to the newest version, without pauses."""
+    """Return the rows of a run's costs; seconds count from version 0 to the newest version, without pauses."""
     if (reward := curves.get("reward")) is None:
         return {}
     seconds, tokens = reward.seconds[-1], reward.tokens[-1]

@@ -1,8 +1,7 @@
-"""Writes the comparison of runs as one HTML file, which fetches nothing, runs no script, and works with a screen
-reader.
+"""Writes a comparison of runs as one HTML file, which loads nothing, runs no script and works with a screen reader.
 
-Each chart is an SVG picture with a text that describes the chart in words. A curve has at most `SHOWN` points, each the
-mean of neighbouring versions, so the page stays small for long runs.
+Each chart is an SVG picture with a text that describes it. A curve has at most `SHOWN` points, each the mean of
+neighbouring versions, so that the page of a long run stays small.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 Axis = Literal["versions", "tokens", "seconds"]
 SHOWN = 120
-# Each style has its own dash pattern, so that the curves can be distinguished without colours.
+# Each style has its own dash pattern, so that curves can be told apart without colours.
 STYLES = (
     ("#0b5fa5", ""),
     ("#b3470b", "6 2"),
@@ -39,7 +38,7 @@ SECTIONS: dict[str, tuple[tuple[str, Axis], ...]] = {
     "Training reward": (("reward", "versions"), ("reward", "tokens"), ("reward", "seconds")),
     "Staleness, idle, waste": (("staleness", "versions"), ("idle", "versions"), ("waste", "versions")),
 }
-# Name of a curve -> the curve's caption, and the label of its vertical axis.
+# name of a curve -> its caption, and the label of its vertical axis
 SAID = {
     "accuracy": ("held-out accuracy", "accuracy"),
     "reward": ("training reward", "reward"),
@@ -52,7 +51,7 @@ TEMPLATE = Path(__file__).with_name("compare.html")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeedBand:
-    """A chart's band for one recipe: the mean, the smallest and the largest value over the recipe's seeds."""
+    """The band of one recipe in a chart: the mean, the smallest and the largest value over the recipe's seeds."""
 
     label: str
     colour: str
@@ -84,7 +83,7 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def _label_group(group: Sequence[ComparedRun]) -> str:
-    """Return the label of a recipe's runs. A repeated run with the same seed is not a second seed."""
+    """Return the label of the runs of one recipe. The label counts seeds, or runs if two runs have the same seed."""
     own = {run.config.get("seed") for run in group}
     what = "seed" if len(own) == len(group) else "run"
     others = f" and {len(group) - 1} other {what}{'s' * (len(group) > 2)}" if len(group) > 1 else ""
@@ -92,7 +91,7 @@ def _label_group(group: Sequence[ComparedRun]) -> str:
 
 
 def _draw_figure(runs: Sequence[ComparedRun], what: str, axis: Axis) -> dict[str, str] | None:
-    """Draw a chart, with caption and text; return None if no run has such a curve."""
+    """Draw a chart; return its picture, caption and description, or None if no run has the curve `what`."""
     bands = []
     for n, group in enumerate(group_seeds(runs)):
         if curves := [run.curves[what] for run in group if what in run.curves]:
@@ -111,7 +110,7 @@ def _describe_ends(band: SeedBand) -> str:
 
 
 def _build_band(label: str, colour: str, dash: str, curves: Sequence[VersionCurve], axis: Axis) -> SeedBand:
-    """Build the band over the part of the axis that every seed has reached."""
+    """Build a recipe's band, over the part of the axis that all its seeds have reached."""
     thinned = [_thin(getattr(curve, axis), curve.values) for curve in curves]
     if len(thinned) == 1:
         x, y = thinned[0]
@@ -131,7 +130,7 @@ def _thin(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _draw(bands: Sequence[SeedBand], what: str, axis: Axis) -> bytes:
-    """Draw the bands as SVG, with text kept as text."""
+    """Draw the bands of a chart; return the SVG picture, in which text stays text."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

@@ -1,6 +1,6 @@
 """Shows the history of a run's config to users: what changed, who changed it, and from which version on.
 
-Keys whose names indicate a secret are left out, as in every view of a config.
+Config keys whose names indicate a secret are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ TOML = {"None": UNSET, "True": "true", "False": "false"}
 
 @dataclass(frozen=True, slots=True)
 class ShownChange:
-    """One key of one config change, effective from `version` on. The old and new values are written as in a recipe."""
+    """One changed key of a run's config; the new value applies from `version` on. `before` and `after` are the old and
+    new value as a recipe writes them.
+    """
 
     version: int
     key: str
@@ -35,12 +37,14 @@ class ShownChange:
 
 
 def shown_changes(recorded: RecordedConfig) -> list[ShownChange]:
-    """List the keys of one config change, without secrets."""
+    """Return the changed keys of one config change, without secrets."""
     return select_shown(recorded.changes, recorded.version)
 
 
 def select_shown(changes: Iterable[Change], version: int) -> list[ShownChange]:
-    """List the changes that may be shown, with today's names of the keys, effective from `version` on."""
+    """Return the changes of keys that contain no secret, under the keys' present names; they apply from `version`
+    on.
+    """
     today = (Change(*_today(one)) for one in changes)
     open_keys = (one for one in today if not any(map(names_secret, one.key.split("."))))
     return [ShownChange(version, one.key, _text(one, one.before), _text(one, one.after)) for one in open_keys]
@@ -52,18 +56,18 @@ def _today(change: Change) -> tuple[str, Any, Any]:
 
 
 def change_sentence(recorded: RecordedConfig) -> str:
-    """Describe one config change in words."""
+    """Return a sentence that describes one config change."""
     changes = ", ".join(map(str, shown_changes(recorded)))
     return f"config changed from version {recorded.version} on: {changes}"
 
 
 def list_changes(context: RunContext) -> list[RecordedConfig]:
-    """List the config changes of a run in order, including a change under which no version was trained."""
+    """Return the config changes of a run in order, including changes under which no version was trained."""
     return context.configs[1:]
 
 
 def flat_history(context: RunContext) -> dict[str, str]:
-    """Return the value of each key when the run was created, followed by its later values."""
+    """Return a text for each config key: its value when the run was created, followed by its later values."""
     shown = {key: TOML.get(text, text) for key, text in flatten(_tree(context, 0)).items()}
     for recorded in list_changes(context):
         for one in shown_changes(recorded):
@@ -72,7 +76,7 @@ def flat_history(context: RunContext) -> dict[str, str]:
 
 
 def change_table(context: RunContext) -> dict[str, list[Any]]:
-    """Return all config changes as a table, by column."""
+    """Return all config changes of a run as a table: column name -> values."""
     rows = [(one, recorded) for recorded in list_changes(context) for one in shown_changes(recorded)]
     return {
         "from version": [one.version for one, _ in rows],
@@ -85,7 +89,7 @@ def change_table(context: RunContext) -> dict[str, list[Any]]:
 
 
 def recipe_of(context: RunContext, which: int) -> str:
-    """Return config number `which` of the run as a whole recipe."""
+    """Return the run's config number `which` (0 is the first) as the text of a recipe."""
     return tomlkit.dumps(without_secrets(_tree(context, which, exclude_none=True)))
 
 
@@ -94,7 +98,7 @@ def _tree(context: RunContext, which: int, **options: bool) -> Mapping[str, Any]
 
 
 def _text(change: Change, value: Any) -> str:
-    """Return a value as text without secrets."""
+    """Return a config value as text, without secrets."""
     shown = flatten({change.key: value})
     text = shown[change.key] if set(shown) == {change.key} else str(without_secrets({"": value})[""])
     return TOML.get(text, text)

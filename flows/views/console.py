@@ -1,9 +1,9 @@
-"""Console output of a run: a live view on a terminal, plain lines elsewhere, the closing summary.
+"""Shows a run on the console: a live view on a terminal, plain lines elsewhere, and the closing summary.
 
-Guarantees: a view only draws the status that `show(status)` gets. A view starts no thread that outlives its block. A
-view never raises for an odd value (an unknown stage, no reward yet, an empty buffer). The last status stays on the
-screen. `PlainView` writes a line only if something changed, and at most one every `every_seconds`; a new phase, a new
-accuracy or a message is written at once.
+Guarantees: a view draws only the status that `show(status)` receives. A view's thread ends with the view's `with`
+block. A view raises no error for an unusual value (an unknown stage, no reward yet, an empty buffer). The last status
+stays visible when the view ends. `PlainView` writes a line only if the status has changed, and at most one line every
+`every_seconds`; a new phase, accuracy or message is written immediately.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rollflow.flows.views.status import RunStatus, StageStatus
 BLOCKS = "▁▂▃▄▅▆▇█"
 STALENESS_STYLES = ("green", "cyan", "yellow", "magenta", "red")
 PHASE_STYLES = {"done": "bold green", "failed": "bold red", "training": "bold cyan"}
-WORTH_SAYING = 0.02  # smallest share of the run's CPU seconds that gets a line
-# roles that only watch the run, and do no training
+WORTH_SAYING = 0.02  # smallest share that is shown in the summary, such as a role's share of the CPU seconds
+# roles whose processes only watch the run, and do no training
 WATCHING = {"command", "supervisor", "stage flows", "runner", "prefect server"}
 STATE_MARKS = {
     "running": ("●", "green"),
@@ -39,7 +39,7 @@ BAD_STATES = {"failed", "crashed", "lost", "stalled", "cancelled"}
 
 
 def draw_sparkline(values: Sequence[float], width: int) -> str:
-    """Draw `values` as one line of blocks, scaled to the range of the values; if there are too many values, neighbours
+    """Return `values` as one line of blocks, scaled to their range; if there are more values than `width`, neighbours
     are averaged.
     """
     if not values or width < 1:
@@ -53,7 +53,7 @@ def draw_sparkline(values: Sequence[float], width: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration: 48 s, 3:07, 1:02:09."""
+    """Format a duration in seconds: 48 s, 3:07, 1:02:09."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -63,7 +63,7 @@ def format_duration(seconds: float) -> str:
 
 
 def staleness_bar(counts: Mapping[int, int], width: int) -> Text:
-    """Draw one bar that is divided by the staleness of the trained trajectories, with a legend."""
+    """Return a bar that shows the shares of trained trajectories by staleness, with a legend."""
     total = sum(counts.values())
     if total == 0:
         return Text("nothing trained yet", style="dim")
@@ -83,7 +83,7 @@ def _gauge(filled: int, capacity: int, width: int) -> Text:
 
 
 class LiveView:
-    """A panel on the terminal, redrawn in place."""
+    """Shows a run's status as a panel on the terminal, redrawn in place."""
 
     def __init__(self, stream: TextIO | None = None, *, console: Console | None = None) -> None:
         self._console = console or Console(file=stream)
@@ -168,7 +168,7 @@ def _accuracy(points: Sequence[tuple[int, float]]) -> Text:
 
 
 def _pass_at(shares: Mapping[int, float]) -> Text:
-    """Format pass@k of the newest evaluated version."""
+    """Format the pass@k of the newest evaluated version."""
     text = Text()
     for k, share in shares.items():
         text.append("  " if text else "").append(f"@{k} ", style="dim").append(f"{share:.1%}", style="bold")
@@ -176,7 +176,7 @@ def _pass_at(shares: Mapping[int, float]) -> Text:
 
 
 def _domains(status: RunStatus) -> Text:
-    """Format the share of each domain in the trained groups, beside the domain's configured share."""
+    """Format each domain's share of the trained groups, with its configured share."""
     total, text = max(sum(status.domains.values()), 1), Text()
     for domain, groups in status.domains.items():
         text.append("  " if text else "").append(f"{domain} ").append(f"{groups / total:.0%}", style="bold")
@@ -190,7 +190,7 @@ def _stage_table(stages: Mapping[str, StageStatus]) -> Table:
         table.add_column(style=style, no_wrap=True)
     table.add_column(style="dim", ratio=1, no_wrap=True, overflow="ellipsis")
     for name, stage in stages.items():
-        said = stage.state.lower()  # Prefect capitalizes the states
+        said = stage.state.lower()  # Prefect writes the names of states with a capital letter
         mark, style = ("✗", "red") if said in BAD_STATES else STATE_MARKS.get(said, ("●", "cyan"))
         state = Text.assemble((f"{mark} ", style), said)
         table.add_row(name, state, f"idle {stage.idle:4.0%}", stage.note)
@@ -198,7 +198,7 @@ def _stage_table(stages: Mapping[str, StageStatus]) -> Table:
 
 
 class PlainView:
-    """Writes one line each time the status has changed."""
+    """Shows a run's status as plain lines, one for each change."""
 
     def __init__(
         self, stream: TextIO, *, every_seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
@@ -218,7 +218,7 @@ class PlainView:
         self._stream.flush()
 
     def show(self, status: RunStatus) -> None:
-        """Write a line if the status has changed."""
+        """Write a line if the status has changed since the last call."""
         last = self._last
         fresh = list(status.messages) if last is None else _find_new(last.messages, status.messages)
         news = last is None or (last.phase, last.accuracy) != (status.phase, status.accuracy)
@@ -235,8 +235,8 @@ class PlainView:
 
 
 def _find_new(before: Sequence[str], now: Sequence[str]) -> list[str]:
-    """Return the messages at the end of `now` that `before` did not have. `before` and `now` may both be the ends of
-    longer lists.
+    """Return the messages at the end of `now` that are not in `before`. Both lists may contain only the last messages
+    of longer lists.
     """
     for overlap in range(min(len(before), len(now)), -1, -1):
         if list(before[len(before) - overlap :]) == list(now[:overlap]):
@@ -245,7 +245,7 @@ def _find_new(before: Sequence[str], now: Sequence[str]) -> list[str]:
 
 
 def plain_line(status: RunStatus) -> list[str]:
-    """Return the parts of one plain line of status: the time, then the known figures."""
+    """Return the parts of one plain line for a status: the time, then the known figures."""
     parts = [f"[{format_duration(status.seconds)}]", status.phase]
     if status.versions:
         parts.append(f"version {status.version}/{status.versions}")
@@ -267,7 +267,7 @@ def plain_line(status: RunStatus) -> list[str]:
 
 
 def open_view(stream: TextIO) -> LiveView | PlainView:
-    """Open a live view if `stream` is a terminal that can redraw, otherwise a view that writes plain lines."""
+    """Return a live view if `stream` is a terminal that can redraw, otherwise a view that writes plain lines."""
     console = Console(file=stream)
     return LiveView(console=console) if console.is_terminal and not console.is_dumb_terminal else PlainView(stream)
 
@@ -286,7 +286,9 @@ def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None, *, c
 
 
 def cpu_line(seconds: Mapping[str, float]) -> str:
-    """Format CPU seconds: the share of each role with a large share, and the share of all roles that only watch."""
+    """Format the run's CPU seconds: the total, the share of each role, and the share of all roles that only watch the
+    run.
+    """
     total = max(sum(seconds.values()), 1e-9)
     shares = [f"{role} {used / total:.0%}" for role, used in seconds.items() if used / total >= WORTH_SAYING]
     watching = sum(used for role, used in seconds.items() if role in WATCHING)
@@ -294,7 +296,7 @@ def cpu_line(seconds: Mapping[str, float]) -> str:
 
 
 def _change_rows(label: str, before: float | None, after: float | None) -> list[tuple[str, Text]]:
-    """Return a row with both values, or no row if one of the values is unknown."""
+    """Return a row of the summary with an old and a new value, or no row if one of them is unknown."""
     if before is None or after is None:
         return []
     now = Text(f"{after:.1%}", style="bold green" if after > before else "bold red")
@@ -302,7 +304,7 @@ def _change_rows(label: str, before: float | None, after: float | None) -> list[
 
 
 def _no_signal_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    """Return the row that counts the versions in which nothing was learned, or no row if there are no such versions."""
+    """Return the row of the summary that counts versions in which nothing was learned, or no row if there are none."""
     if not (lost := (summary.get("no_signal") or {}).get("versions")):
         return []
     said = f"nothing was learned in {lost} of {summary.get('versions', lost)} versions: no row had an advantage"

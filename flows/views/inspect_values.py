@@ -1,4 +1,4 @@
-"""The values behind `rollflow inspect`, for its JSON output (`--json`) and its tables."""
+"""Collects the values that `rollflow inspect` shows, as JSON (`--json`) or in tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollflow.tasks.run.context import RunContext
 
 
 def run_value(context: RunContext) -> dict[str, Any]:
-    """Return the run's state from its log."""
+    """Return the state of a run according to its log, as JSON values."""
     state = context.log.state
     return {
         "run": context.run_id,
@@ -47,7 +47,9 @@ def run_value(context: RunContext) -> dict[str, Any]:
 
 
 def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]:
-    """Return a version, its parent and batch, and which of its objects are still stored."""
+    """Return a policy version as JSON values, with its batch, and with the information which of its objects are still
+    stored.
+    """
     batch = context.batches.read_commit(version.batch_entry).number if version.batch_entry is not None else None
     stored = {one.path: context.store.exists(one.path) for one in version.objects}
     config = context.recorded_at(version.number)
@@ -56,11 +58,11 @@ def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]
 
 
 def trajectory_value(context: RunContext, prompt: int, attempt: int, sample: int | None = None) -> dict[str, Any]:
-    """Return a group's fate and, if the group was committed, its trajectories (or only trajectory `sample`) with their
-    texts.
+    """Return the outcome of a group and, if the group was committed, its trajectories with their texts; with `sample`,
+    only that trajectory.
 
     Raises:
-        ConfigError: the run has no such group, or the group has no such sample.
+        ConfigError: the run has no such group, or the group has no trajectory `sample`.
     """
     key, attempts = GroupKey(prompt, attempt), list_fates(context.log, prompt)
     check_key(key, attempts, context.log.state.cursor)
@@ -86,7 +88,7 @@ def _values(one: Trajectory) -> dict[str, Any]:
 
 
 def _optional_values(one: Trajectory) -> dict[str, Any]:
-    """Return the recorded optional values of a trajectory, as JSON values."""
+    """Return the optional values that a trajectory has, as JSON values."""
     convert: dict[str, Callable[[Any], Any]] = {
         "reward_parts": dict,
         "outcome": str,
@@ -102,9 +104,7 @@ def _optional_values(one: Trajectory) -> dict[str, Any]:
 def trajectories_of(
     context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None
 ) -> Sequence[Trajectory]:
-    """Return the trajectories of a group, or only trajectory `sample`; raise `ConfigError` if that trajectory does not
-    exist.
-    """
+    """Return the trajectories of a group, or only trajectory `sample`; raise `ConfigError` if it does not exist."""
     group = next(one for one in groups_of(context, batch.file) if one.key == key)
     chosen = [one for one in group.trajectories if sample in (None, one.sample)]
     if not chosen:
@@ -138,5 +138,5 @@ def check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: Cursor) -> 
 
 
 def next_prompts(cursor: Cursor) -> str:
-    """Return the next prompt of each source."""
+    """Return the number of the next prompt of each source, as text."""
     return " or ".join(map(str, cursor.upcoming)) or "0"

@@ -1,7 +1,8 @@
-"""The last status of a run that this machine has seen, kept in the run home in case the run's store does not answer.
+"""Keeps the last status of each run that this machine has seen in the run home, in case the run's store does not
+answer.
 
-The home has one small file for each run, named after the run's address. Each command that shows a status updates the
-file.
+The run home has one small file for each run, whose name is a hash of the run's address. Each command that shows a run's
+status updates the run's file.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ FOLDER = "seen"
 
 @dataclass(frozen=True, slots=True)
 class LastStatus:
-    """A run's status and its age: the seconds since the status was written."""
+    """A run's status and its age, the seconds since it was written."""
 
     status: RunStatus
     age: float
 
 
 def save_last_status(home: Path, uri: str, status: RunStatus, age: float = 0.0) -> None:
-    """Keep the status of the run at `uri`, `age` seconds old; do nothing if the home cannot be written."""
+    """Store the status of the run at `uri`, which is `age` seconds old; do nothing if the run home cannot be
+    written.
+    """
     file = _file(home, uri)
     new = file.with_suffix(f".{os.getpid()}.new")
     with contextlib.suppress(OSError):
@@ -39,8 +42,8 @@ def save_last_status(home: Path, uri: str, status: RunStatus, age: float = 0.0) 
 
 
 def read_last_status(home: Path, uri: str | None, store: str | None = None) -> LastStatus | None:
-    """Return the last seen status of the run at `uri`; if `uri` is None, the newest status of any run, or of any run in
-    `store`.
+    """Return the last seen status of the run at `uri`; if `uri` is None, return the newest status of all runs, or of
+    the runs in `store`.
     """
     files = [_file(home, uri)] if uri else list((home / FOLDER).glob("*.json"))
     found = [seen for file in files if (seen := _read(home, file, store)) is not None]

@@ -1,5 +1,5 @@
-"""Log lines for machines: with `ROLLFLOW_LOG_FORMAT=json`, one JSON object for each line, with the line's author and
-run.
+"""Formats log lines for machines: with `ROLLFLOW_LOG_FORMAT=json`, each line is a JSON object with the message, its
+author and its run.
 
     {"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "run": "one", "stage": "train", "actor": "learner",
      "version": 7, "attempt": 1, "message": "recovered ..."}
@@ -20,25 +20,25 @@ from rollflow.storage.errors import ConfigError
 
 FORM = "ROLLFLOW_LOG_FORMAT"
 FACTS = ("run", "stage", "actor", "rank", "version", "attempt")
-# named and not imported, because only a runner imports Prefect
+# import path of the text formatter, which is not imported here because only a runner imports Prefect
 UTC_LINES = "rollflow.flows.services.utc_lines.UtcLines"
-# The facts are global because this process belongs to one flow run, and because `logging` is global, too.
+# facts of this process's log lines; global, because this process executes only one flow run
 _about: dict[str, object] = {}
 
 
 def set_log_facts(**facts: object) -> None:
-    """Add facts (keys of `FACTS`), such as the run, to every later line of this process."""
+    """Add facts such as the run (see `FACTS`) to all later log lines of this process."""
     _about.update(facts)
 
 
 def logging_settings(*, shared: bool = False) -> dict[str, str]:
-    """Return the environment variables of a runner that logs in the configured format; a `shared` runner always logs
-    JSON.
+    """Return the environment variables with which a runner logs in the format that `ROLLFLOW_LOG_FORMAT` names; a
+    `shared` runner always logs JSON.
 
-    The runs of a shared runner write into one file, and only JSON tells which line belongs to which run.
+    The runs of a shared runner write to the same file, where only JSON lines show which run they belong to.
 
     Raises:
-        ConfigError: the configured format is unknown.
+        ConfigError: `ROLLFLOW_LOG_FORMAT` has an unknown value.
     """
     match os.environ.get(FORM, "text"):
         case "text" if not shared:
@@ -52,7 +52,7 @@ def logging_settings(*, shared: bool = False) -> dict[str, str]:
 
 
 def _formatter(name: str) -> dict[str, str]:
-    """Return the settings that make Prefect's logging use the formatter of this import path."""
+    """Return the settings with which Prefect uses the formatter with the import path `name`."""
     return {
         "PREFECT_LOGGING_FORMATTERS_JSON_CLASS": name,
         "PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER": "json",
@@ -60,10 +60,10 @@ def _formatter(name: str) -> dict[str, str]:
 
 
 class LogLines(logging.Formatter):
-    """Formats each record as one JSON object. A fact of the log record has priority over a fact of the process."""
+    """Formats each log record as one JSON object. A fact in the log record has priority over a fact of the process."""
 
     def __init__(self, *_: object) -> None:
-        """Ignore the arguments: Prefect's logging passes the format of its own formatter."""
+        """Ignore the arguments, which Prefect passes for its own formatter."""
         super().__init__()
 
     def format(self, record: logging.LogRecord) -> str:
@@ -82,7 +82,7 @@ class LogLines(logging.Formatter):
 
 
 def is_of(line: str, run: str) -> bool:
-    """Return whether a line of a shared log belongs to this run."""
+    """Return whether a line of a shared log file belongs to this run."""
     parsed = _parse(line)
     return parsed is not None and parsed.get("run") == run
 

@@ -1,8 +1,6 @@
-"""Finds versions in which nothing was learned: no row of the version's batch had an advantage, so no reward moved the
-weights.
+"""Finds versions in which nothing was learned: no row of the batch had an advantage, so no reward changed the weights.
 
-The module reads each version's metrics from the run's log, so that a resumed run, a summary and a live view show the
-same counts.
+The metrics come from the run's log, so that a live view, a summary and a resumed run show the same counts.
 """
 
 from __future__ import annotations
@@ -19,22 +17,22 @@ CAUSE = (
 
 
 def lacks_signal(version: PolicyVersion) -> bool:
-    """Return whether no reward moved the weights of a version; return False for old records, whose metrics lack the
-    figure.
+    """Return whether a version has no learning signal; return False for versions of older runs, which did not record
+    it.
     """
     return version.number > 0 and version.metrics.get("rows_with_signal", 1.0) == 0.0
 
 
 def count_without_signal(versions: Iterable[PolicyVersion]) -> int:
-    """Count the versions that lack a signal."""
+    """Count the versions without a learning signal."""
     return sum(map(lacks_signal, versions))
 
 
 def count_newest_without(versions: Sequence[PolicyVersion]) -> int:
-    """Count the versions without a signal after the last version with a signal."""
+    """Count the newest versions without a learning signal, back to the last version with one."""
     return sum(1 for _ in takewhile(lacks_signal, reversed(versions)))
 
 
 def describe_no_signal(newest: int, count: int) -> str:
-    """Say in one sentence that the newest `count` versions lack a signal."""
+    """Return a sentence that says that the newest `count` versions have no learning signal."""
     return f"versions {newest - count + 1} to {newest} learned nothing: {CAUSE}"

@@ -1,7 +1,7 @@
-"""The artifacts of a run's page in Prefect, beside the run's graph: a progress table, links, the reward plot.
+"""Writes the artifacts on a run's page in Prefect: a progress table, links, the reward plot.
 
-The page is only a view and blocks nobody: every method returns at once, and one thread makes the requests. If the
-server is unreachable or rejects a request, the log says so once. The next row that arrives completes the table.
+No method waits for Prefect: one thread makes the requests. If the Prefect server is unreachable or rejects a request,
+this is logged once. After a failure, the next update writes the whole progress table.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ END_SECONDS = 10.0
 
 
 class Page:
-    """The artifacts of one supervisor's flow run. The artifacts' keys contain the run id, so that all supervisors share
-    one history.
+    """The artifacts of one supervisor's flow run in Prefect. The artifacts' keys contain the run id, so that all
+    supervisors of a run write to the same artifacts.
     """
 
     def __init__(self, run_id: str, log: Callable[[str], None]) -> None:
@@ -37,19 +37,19 @@ class Page:
         self._anchors: list[str] = []
         self._away = False
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        context = copy_context()  # the flow run's context, which names the Prefect server
-        # A daemon thread: a server that hangs must not keep the process from ending.
+        context = copy_context()  # a copy of the flow run's context, which names the Prefect server
+        # A daemon thread does not keep the process from ending if the server hangs.
         self._thread = threading.Thread(target=lambda: context.run(self._work), name="page", daemon=True)
         self._thread.start()
 
     def progress(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Show the progress table with these rows, one for each block of versions."""
+        """Write the progress table, with one row for each block of versions."""
         self._show(
             "progress", "table", json.dumps([dict(row) for row in rows]), "The run so far, by blocks of versions"
         )
 
     def links(self, places: Mapping[str, str]) -> None:
-        """Show links: names, each with an address or a command."""
+        """Write the list of links: each name has an address or a command."""
         lines = (f"- {what}: {_write_link(where)}" for what, where in places.items())
         self._show("places", "markdown", "\n".join(lines), "Where to see this run")
 
@@ -58,20 +58,22 @@ class Page:
         self._show("warning", "markdown", text, "What to look at")
 
     def anchor(self, anchor: str) -> None:
-        """Show another hash of an entry of the run's log, for `rollflow audit --anchor`."""
+        """Add the hash of a log entry to the list of anchors, for `rollflow audit --anchor`."""
         self._anchors.append(f"- `{anchor}`")
         lines = "\n".join(dict.fromkeys(self._anchors))
         self._show("anchors", "markdown", lines, "Hashes of the run's entries, for rollflow audit --anchor")
 
     def plot(self, picture: Path) -> None:
-        """Show the reward plot (PNG). The plot is embedded in the artifact, because the page reads no file."""
+        """Show the reward plot (PNG). The plot is embedded in the artifact, because Prefect's page cannot read a
+        file.
+        """
         # A Markdown artifact, because below an artifact of the kind "image" the page prints the whole address.
         text = base64.b64encode(picture.read_bytes()).decode()
         drawn = f"![The plot is reward.png in the run's storage](data:image/png;base64,{text})"
         self._show("reward", "markdown", drawn, "Reward and held-out accuracy by version")
 
     def close(self) -> None:
-        """Wait for pending requests, for `END_SECONDS` at most."""
+        """Wait until the pending requests have been made, for at most `END_SECONDS`."""
         self._queue.put(None)
         self._thread.join(END_SECONDS)
 

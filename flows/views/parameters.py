@@ -1,6 +1,6 @@
 """Removes secrets from a run's config before it is shown.
 
-User names, passwords and queries are removed from addresses. Keys whose names indicate a secret are removed.
+User names, passwords and queries are removed from addresses, and keys whose names indicate a secret are left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from rollflow.flows.services.reachability import redact
 
-LENGTH = 6000  # largest number of characters of a value; MLflow rejects longer ones
+LENGTH = 6000  # largest number of characters of a value; MLflow rejects longer values
 SECRET_WORDS = {
     *("secret", "secrets", "token", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey"),
     *("auth", "authorization", "bearer"),
@@ -20,7 +20,7 @@ SECRET_PAIRS = ("api_key", "access_key", "private_key", "account_key")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a config tree as dotted keys and texts, without secrets."""
+    """Return a config tree as a flat mapping from dotted keys to texts, without secrets."""
     flat: dict[str, str] = {}
     for name, value in without_secrets(tree).items():
         key = f"{prefix}{name}"
@@ -34,7 +34,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same tree without secrets; values other than text stay unchanged."""
+    """Return a copy of the tree without secrets."""
     return {name: _safe(value) for name, value in tree.items() if not names_secret(str(name))}
 
 

@@ -1,10 +1,11 @@
-"""Computes from the log how long a run was paused, stopped or down between two of its versions.
+"""Computes from a run's log how long the run was paused, stopped or down between two versions.
 
-A resumed run has a new supervisor, under which the stages claim their roles again. The pause lasts from the newest
-batch or version before the resumption to the newest of these claims before the next batch or version. Unfinished work
-of the stopped stages counts as pause, since the log does not show it. The restart of a single stage causes no pause.
+When a run is resumed, a new supervisor claims its role, and then the stages claim theirs. A pause begins with the last
+batch or version before the new supervisor, and ends with the last claim of a stage before the next batch or version.
+The time of unfinished work of stopped stages counts as pause, because the log does not show it. A restart of one stage
+alone is no pause.
 
-Only entries between versions of different claims are read, so the cost grows with the claims, not with the run.
+Only log entries between versions with different claims are read, so the cost grows with the number of claims.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from rollflow.tasks.run.context import RunContext
 
 
 def paused_seconds(context: RunContext, first: PolicyVersion, last: PolicyVersion) -> float:
-    """Add up the pauses between two published versions of a run."""
+    """Return the total seconds of pauses between two published versions."""
     return sum(_sum_pauses(context, before, after) for before, after in _find_reclaimed(context, first, last))
 
 
 def _find_reclaimed(
     context: RunContext, first: PolicyVersion, last: PolicyVersion
 ) -> Iterator[tuple[PolicyVersion, PolicyVersion]]:
-    """Yield the pairs of consecutive versions that were published under different claims; a lost claim never comes
-    back.
+    """Yield each pair of consecutive versions that were published under different claims, by bisection: a lost claim
+    never comes back.
     """
     if first.number >= last.number or first.claim == last.claim:
         return
@@ -39,7 +40,7 @@ def _find_reclaimed(
 
 
 def _sum_pauses(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> float:
-    """Add up the pauses between two consecutive versions."""
+    """Return the total seconds of pauses between two consecutive versions."""
     total, worked, claimed = 0.0, before.at, None
     resumed = False
     for record in iterate_written(context.log, before.entry + 1, after.entry):

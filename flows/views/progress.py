@@ -1,7 +1,7 @@
-"""A run's progress according to its log; the live view, MLflow and the summary are built from this progress.
+"""Computes a run's progress from its log, for the live view, MLflow and the summary.
 
-The cost of following a run does not grow with its length: totals are part of the log's state, and only the newest
-versions are read.
+The cost of an update does not grow with the run's length: totals are part of the log's state, and only new versions are
+read.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 
-RECENT = 5  # number of versions that count as recent
-KEPT = 128  # number of versions kept in memory
+RECENT = 5  # number of versions in the mean of the newest versions
+KEPT = 128  # number of the newest versions that are kept in memory
 
 
 @dataclass
 class RunProgress:
-    """Follows a run's log, and computes the run's progress."""
+    """A run's progress, which is updated from the run's log."""
 
     context: RunContext
     versions: deque[PolicyVersion] = field(default_factory=lambda: deque(maxlen=KEPT))  # the newest versions
-    _pauses: dict[int, float] = field(default_factory=dict)  # version -> seconds of pause before this version, if any
-    _paused: float = 0.0  # seconds between version 0 and the newest version
+    # version -> seconds of pause between the previous version and this one
+    _pauses: dict[int, float] = field(default_factory=dict)
+    _paused: float = 0.0  # seconds of all pauses between version 0 and the newest version
 
     def advance(self) -> list[PolicyVersion]:
-        """Return the versions that were published since the last complete read; at the first read, the newest `KEPT`
-        versions.
+        """Read the log; return the versions that were published since the last call, or the newest `KEPT` versions on
+        the first call.
         """
         newest = self.context.policies.newest()
         seen = self.versions[-1].number if self.versions else newest - KEPT
@@ -47,32 +48,32 @@ class RunProgress:
         return new
 
     def pause_before(self, version: PolicyVersion) -> float:
-        """Return the seconds for which the run was paused between the previous version and this one."""
+        """Return the seconds for which the run was paused between the version before `version` and `version`."""
         return self._pauses.get(version.number, 0.0)
 
     @property
     def state(self) -> RunState:
-        """The run's state when its log was last read."""
+        """The run's state at the time when its log was last read."""
         return self.context.log.state
 
     @property
     def version(self) -> int:
-        """The newest version that was read from the log; -1 before the first version."""
+        """The number of the newest version; -1 before version 0."""
         return self.versions[-1].number if self.versions else -1
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Mean training reward of the newest versions' batches."""
+        """The mean training reward of each of the newest versions' batches."""
         return tuple(v.metrics["reward"] for v in self.versions if v.number)
 
     @property
     def staleness(self) -> Counter[int]:
-        """Number of trained groups by staleness; a group's staleness is that of its oldest response."""
+        """The number of trained groups by staleness; the staleness of a group is that of its oldest response."""
         return self.state.totals.staleness
 
     @property
     def domains(self) -> Counter[str]:
-        """Number of trained groups by domain."""
+        """The number of trained groups by domain."""
         return trained_domains(self.state, self.context.config)
 
     @cached_property
@@ -81,38 +82,38 @@ class RunProgress:
 
     @property
     def training_seconds(self) -> float:
-        """Seconds from version 0 to the newest version, without pauses, stops and downtime."""
+        """The seconds from version 0 to the newest version, without pauses, stops and downtime."""
         return max(0.0, self.versions[-1].at - self._first.at - self._paused) if self.versions else 0.0
 
     @property
     def paused_seconds(self) -> float:
-        """Seconds between version 0 and the newest version in which the run was paused, stopped or down."""
+        """The seconds between version 0 and the newest version during which the run was paused, stopped or down."""
         return self._paused
 
     @property
     def tokens(self) -> int:
-        """Number of response tokens trained on."""
+        """The number of response tokens that were trained on."""
         return self.state.totals.tokens["trained"]
 
     @property
     def tokens_per_second(self) -> float:
-        """Trained response tokens per second of training; 0 if the machine's clock stepped back."""
+        """The number of trained response tokens per second of training; 0 if the machine's clock was set back."""
         return self.tokens / self.training_seconds if self.training_seconds else 0.0
 
     @property
     def tokens_per_second_now(self) -> float:
-        """Trained response tokens per second over the newest versions."""
+        """The number of trained response tokens per second over the newest versions."""
         last = list(islice(reversed(self.versions), RECENT + 1))
         seconds = last[0].at - last[-1].at - sum(map(self.pause_before, last[:-1])) if last else 0.0
         return sum(v.metrics["response_tokens"] for v in last[:-1]) / seconds if seconds > 0 else 0.0
 
 
 def system_figures(before: PolicyVersion, version: PolicyVersion, paused: float = 0.0) -> dict[str, float]:
-    """Compute the cost figures of a version, without the `paused` seconds before the version; no figures if the clock
-    stepped back.
+    """Return the cost figures of a version: tokens per second, the share of time that the learner waited, and the share
+    of discarded tokens.
 
-    The figures are trained tokens per second, the share of the time that the learner waited, and the share of discarded
-    tokens.
+    Figures per time are left out if the clock was set back; `paused` is the number of seconds to subtract from the time
+    between the versions.
     """
     metrics, seconds = version.metrics, version.at - before.at - paused
     used, lost = metrics["response_tokens"], metrics["discarded_tokens"] + metrics["surplus_tokens"]
@@ -123,19 +124,19 @@ def system_figures(before: PolicyVersion, version: PolicyVersion, paused: float 
 
 
 def length_bias(tokens: float, groups: float, lost_tokens: float, lost_groups: float) -> float:
-    """Return the share by which the mean length of trained groups is above (+) or below (-) that of all generated
-    groups.
+    """Return the relative difference between the mean length of trained groups and that of all generated groups;
+    negative if trained groups are shorter.
 
-    A discarded group counts with the tokens that it had, so the true bias may be larger; surplus responses do not
-    count.
+    A discarded group counts with the tokens that it had when it was discarded, so the true bias may be larger. Surplus
+    responses do not count.
     """
     every = tokens + lost_tokens
     return (tokens / groups) / (every / (groups + lost_groups)) - 1.0 if groups and every else 0.0
 
 
 def trained_domains(state: RunState, config: RunConfig) -> Counter[str]:
-    """Count trained groups by domain: the domain's issued prompts, less prompts that are filtered, open or in an unused
-    batch.
+    """Count trained groups by domain: issued prompts minus those that were filtered, are in progress or are in a batch
+    that waits.
     """
     waiting = (group.prompt for batch in state.waiting.values() for group in batch.groups)
     elsewhere = _count_by_source((*state.open, *waiting), len(config.prompts))

@@ -1,4 +1,4 @@
-"""Divides a run into blocks of versions: the rows of the progress table on the run's page."""
+"""Computes the rows of the progress table on a run's page; each row covers a block of versions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rollflow.tasks.run.context import RunContext
 
 
 def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
-    """Yield the row of each block (first, last) whose versions are all published: the block's training figures and
-    cost.
+    """Yield one row of the progress table for each block (first version, last version) whose versions are all
+    published.
 
-    Reward and staleness are means over versions. Tokens are those trained on. Idle is the share of time that the
-    learner waited. Waste is the share of tokens that were discarded. Accuracy is that of the block's newest evaluation
-    on the held-out prompts. The length bias is the value of `length_bias`.
+    In a row, reward and staleness are means over the block's versions. Tokens per second count trained tokens. Idle is
+    the share of time that the learner waited for a batch. Waste is the share of tokens that were discarded. Accuracy is
+    the held-out accuracy of the block's newest evaluation. The length bias is computed by `length_bias`.
     """
     for first, last in blocks:
         published = list(islice(context.policies.since(first - 1), last - first + 2))
@@ -38,7 +38,7 @@ def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> d
     def total(name: str) -> float:
         return sum(version.metrics.get(name, 0.0) for version in trained)
 
-    # 0 or less if the clock stepped back; the row then has no figures that need a time
+    # 0 or less if the clock was set back; the row then has no figures per time
     seconds = trained[-1].at - before.at - paused
     used, lost = total("response_tokens"), total("discarded_tokens") + total("surplus_tokens")
     bias = length_bias(used, groups * len(trained), total("discarded_tokens"), total("discarded_groups"))

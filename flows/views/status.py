@@ -1,7 +1,8 @@
-"""The status of a run at one moment: the value behind the live view, `rollflow status` and `status.json`.
+"""Defines the status of a run, which is shown in the live view and by `rollflow status`, and is stored as
+`status.json`.
 
-`from_json(to_json(status)) == status`. The reader ignores unknown keys in the JSON, so that an older rollflow can show
-a newer run.
+`from_json` returns what `to_json` was given. `from_json` ignores unknown keys, so that an older rollflow can show a
+newer run.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 
 Phase = Literal["starting", "cold start", "training", "evaluating", "ending", "paused", "done", "failed", "stopped"]
 ENDED: tuple[Phase, ...] = ("done", "failed", "stopped")
-STAGE_ENDS = ("completed", "failed", "crashed", "cancelled", "cancelling")  # states of a stage that has ended
+# states of a stage that has ended or is ending
+STAGE_ENDS = ("completed", "failed", "crashed", "cancelled", "cancelling")
 
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """One stage (rollout, reward, train): its state, a note, and the share (0 to 1) of its time in which it was
-    idle.
+    """The status of one stage (rollout, reward or train): its state, a note, and the share (0 to 1) of time in which it
+    was idle.
     """
 
     state: str
@@ -37,15 +39,16 @@ class StageStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The status of a run at one moment.
+    """The status of a run at one time.
 
-    `reward` is the recent mean training reward, and `rewards` holds the mean reward of each of the newest versions
-    (oldest first). `accuracy` holds the held-out points `(version, accuracy)` of version 0 and of the newest evaluated
-    versions. `pass_at` holds pass@k by k in the newest evaluation (empty with one sample for each prompt). `staleness`
-    counts trained groups by the staleness of their oldest response, `domains` counts trained groups by domain, and
-    `shares` has the domains' configured shares. `tokens_per_second` covers the newest versions,
-    `tokens_per_second_total` the whole run. `buffer_groups` of `buffer_capacity` groups are ready for the learner.
-    `flow_run` is the supervisor that wrote the status.
+    `reward` is the mean training reward of the newest versions, and `rewards` has the mean reward of each of them
+    (oldest first). `accuracy` has pairs `(version, held-out accuracy)` of version 0 and of the newest evaluated
+    versions. `pass_at` maps k to the pass@k of the newest evaluation; it is empty if each prompt has one sample.
+    `staleness` counts trained groups by the staleness of their oldest response, and `domains` counts them by domain.
+    `shares` has the configured share of each domain. `tokens_per_second` is a mean over the newest versions,
+    `tokens_per_second_total` a mean over the whole run. `buffer_groups` is the number of groups that are ready for the
+    learner, `buffer_capacity` the largest possible number. `flow_run` is the id of the flow run of the supervisor that
+    wrote the status.
     """
 
     run_id: str
@@ -71,11 +74,11 @@ class RunStatus:
 
     @property
     def ended(self) -> bool:
-        """True if the run has ended, so that its status will not change."""
+        """True if the run has ended, after which its status does not change."""
         return self.phase in ENDED
 
     def at_end(self, phase: Phase, *messages: str) -> RunStatus:
-        """Return a copy of this status in which the run has ended as `phase`, and all stages have ended."""
+        """Return a copy of this status with the final phase `phase`, in which all stages have ended."""
         stages = {
             role: stage if stage.state.lower() in STAGE_ENDS else replace(stage, state="Cancelled")
             for role, stage in self.stages.items()
@@ -89,10 +92,10 @@ class RunStatus:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RunStatus:
-        """Return the status that `to_json` wrote.
+        """Return the status from the JSON text that `to_json` has written.
 
         Raises:
-            ValueError: the text is not such a JSON object.
+            ValueError: the text is not the JSON object of a status.
         """
         raw: Any = json.loads(text)
         if not isinstance(raw, dict) or "run_id" not in raw:
@@ -114,9 +117,9 @@ def _read_stage(raw: Mapping[str, Any]) -> StageStatus:
 
 
 def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus | None:
-    """Return the run's `status.json`, or None if another supervisor than `flow_run` wrote it.
+    """Return the run's status from `status.json`, or None if another supervisor than `flow_run` wrote it.
 
-    A damaged status counts as missing, because the supervisor writes the next status within a second.
+    None is also returned for a damaged file, which the supervisor replaces within a second.
     """
     try:
         status = RunStatus.from_json(context.store.get(STATUS))
@@ -126,7 +129,7 @@ def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus 
 
 
 def record_end(context: RunContext, phase: Phase, why: str) -> None:
-    """Store that the run has ended, unless the supervisor has stored an end; ignore a store that fails."""
+    """Store that the run has ended, unless its supervisor has already stored that; ignore a store that fails."""
     with contextlib.suppress(RollflowError, OSError):
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         if not last.ended:

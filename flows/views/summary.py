@@ -1,4 +1,4 @@
-"""The closing summary: `summary.json` in the run's storage, from the log, the evaluations and the audit."""
+"""Writes a run's closing summary, `summary.json` in its storage, from its log, its evaluations and its audit."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def summarize(
     """Write the run's summary to its storage, and return the summary.
 
     Args:
-        report: the run's audit.
-        idle: each stage's idle share.
-        rollout: the last status of the rollout actor; the shares in that status cover the whole run.
-        pages: the addresses of pages (prefect, mlflow).
+        report: the report of the run's audit.
+        idle: the share of time in which each stage was idle.
+        rollout: the last status of the rollout actor, whose shares cover the whole run.
+        pages: the addresses of the run's pages in Prefect and MLflow.
     """
     summary = {**_collect(context, report), **_measure(idle, rollout), **pages}
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
@@ -42,7 +42,7 @@ def summarize(
 
 
 def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
-    """Collect what storage says of a run: its results, and the figures of its audit."""
+    """Collect the parts of the summary that are computed from the run's storage."""
     progress = RunProgress(context)
     progress.advance()
     stored = read_evaluations(context.store)
@@ -77,21 +77,19 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
 
 
 def _count_no_signal(context: RunContext) -> dict[str, int]:
-    """Count the versions in which no row had an advantage: all such versions of the run, and the
-    consecutive ones at the end of the run.
-    """
+    """Count the versions without a learning signal: all of them, and those at the end of the run."""
     trained = list(context.policies.since(1))
     return {"versions": count_without_signal(trained), "newest": count_newest_without(trained)}
 
 
 def summary_bias(report: AuditReport) -> float:
-    """Return the length bias of a whole run."""
+    """Return the length bias of a whole run, from its audit's report."""
     gone = sum(count for fate, count in report.fates.items() if fate.startswith("discarded"))
     return length_bias(report.trained_tokens, report.fates["trained"], report.discarded_tokens, gone)
 
 
 def _measure(idle: Mapping[str, float], rollout: RolloutStatus) -> dict[str, Any]:
-    """Return the shares that only the run's processes know, rounded."""
+    """Return the parts of the summary that only the run's processes know, rounded."""
     return {
         "idle": {stage: round(share, 3) for stage, share in idle.items()},
         "held_back_by_alpha": round(rollout.held, 3),
@@ -102,7 +100,7 @@ def _measure(idle: Mapping[str, float], rollout: RolloutStatus) -> dict[str, Any
 
 
 def read_summary(context: RunContext) -> dict[str, Any]:
-    """Return the summary of a run that has finished; return an empty summary for any other run."""
+    """Return the summary of a run; return an empty mapping if the run has none, because it has not finished."""
     try:
         found: dict[str, Any] = json.loads(context.store.get(SUMMARY))
     except (Missing, Corrupt, ValueError):
@@ -111,7 +109,7 @@ def read_summary(context: RunContext) -> dict[str, Any]:
 
 
 def domain_shares(trained: Mapping[str, int], shares: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return each domain's number of trained groups and their share, beside the domain's configured share."""
+    """Return each domain's number of trained groups, their share of all trained groups, and the configured share."""
     total = max(sum(trained.values()), 1)
     return {
         domain: {"groups": trained.get(domain, 0), "share": round(trained.get(domain, 0) / total, 4), "asked": asked}

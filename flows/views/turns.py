@@ -1,6 +1,7 @@
-"""Splits a trajectory into its parts: the prompt, the policy's generations, the environment's answers.
+"""Splits a trajectory into its parts: the prompt, the responses of the policy, and the answers of the environment.
 
-A part ends where the loss mask changes. Two generations without tokens of the environment between them are one part.
+A part ends where the value of the loss mask changes. Two responses without environment tokens between them are one
+part.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ Author = Literal["prompt", "policy", "environment"]
 
 @dataclass(frozen=True, slots=True)
 class TurnPart:
-    """Consecutive tokens of one author from token `start` on. Only the policy has log-probs and versions."""
+    """Consecutive tokens of a trajectory that one author wrote, from token number `start` on. Only a part that the
+    policy wrote has `logprobs` and `versions`.
+    """
 
     author: Author
     start: int
     tokens: Sequence[int]
-    logprobs: Sequence[float] = ()  # one log-probability for each token, in nats
+    logprobs: Sequence[float] = ()  # log-probability of each token in nats
     versions: Sequence[int] = ()
 
     @property
     def readable(self) -> list[int]:
-        """The tokens that have a text: all but the positions of foreign parts."""
+        """The tokens of the part that have a text, without positions of images and other input that is not text."""
         return [token for token in self.tokens if token != NO_TOKEN]
 
     def value(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-        """Return the part as JSON values."""
+        """Return the part as JSON values, with its text."""
         value: dict[str, Any] = {"by": self.author, "start": self.start, "tokens": len(self.tokens)}
         value |= {"loss_mask": self.author == "policy", "text": decode(self.readable)}
         if self.logprobs:
@@ -43,7 +46,7 @@ class TurnPart:
 
 
 def split_turns(trajectory: Trajectory) -> list[TurnPart]:
-    """Split a trajectory into its parts, in order."""
+    """Split a trajectory into its parts, in order of their tokens."""
     parts = list[TurnPart]()
     start = 0
     for chosen, masks in groupby(trajectory.loss_mask):
@@ -59,5 +62,5 @@ def split_turns(trajectory: Trajectory) -> list[TurnPart]:
 
 
 def prompt_tokens(trajectory: Trajectory) -> Sequence[int]:
-    """Return the tokens of the trajectory's prompt that have a text."""
+    """Return the tokens of a trajectory's prompt that have a text."""
     return next((part.readable for part in split_turns(trajectory) if part.author == "prompt"), ())

@@ -1,1 +1,1 @@
-"""Timelines of runs and simulations, as text, HTML and PNG."""
+"""Draws the timelines of simulated runs as HTML and PNG, and their figures as a table."""

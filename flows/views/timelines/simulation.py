@@ -1,7 +1,8 @@
-"""`rollflow plan` without `--gpus`: shows how a recipe would run on other hardware, in virtual time.
+"""Implements `rollflow plan` without `--gpus`: simulates how a recipe would run on other hardware, and shows the
+result.
 
-The command prints figures. On request it draws the timeline, writes the figures as JSON, or compares a prediction with
-a recorded run. The command needs neither Ray nor torch.
+The simulation's figures are printed as a table. On request, the timeline is drawn and the figures are written as JSON.
+This module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ PLOTS = (".png", ".html")
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Files that the command writes besides the table."""
+    """The files that `rollflow plan` writes, besides the table that it prints."""
 
     plots: tuple[Path, ...] = ()
     json: Path | None = None
 
     @classmethod
     def of(cls, plot: Path | None, json: Path | None) -> Outputs:
-        """Build the list of files from the options. `plot` names a .png or an .html file, or both if `plot` has no
-        suffix.
+        """Build the outputs from the options `--plot` and `--json`. `plot` is a .png or an .html file, or both if it
+        has no suffix.
 
         Raises:
             ConfigError: `plot` has another suffix, or a file's folder does not exist.
@@ -68,7 +69,7 @@ class Outputs:
 def run_simulation(
     config: RunConfig, hardware: Hardware, versions: int | None, outputs: Outputs, *, console: Console | None = None
 ) -> SimulationResult:
-    """Simulate the recipe, print the table, write the files."""
+    """Simulate the recipe, print its figures as a table, and write the files in `outputs`."""
     console = console or Console(highlight=False)
     with _show_progress(versions or config.versions) as watch:
         simulated = simulate(config, hardware, versions=versions, timeline=bool(outputs.plots), watch=watch)
@@ -85,7 +86,7 @@ def run_simulation(
 
 
 def as_json(figures: Figures) -> dict[str, Any]:
-    """Return all figures as a JSON object."""
+    """Return all figures of a simulation as a JSON object."""
     bias = {"mean_difference": figures.bias.mean_difference, "p99_difference": figures.bias.p99_difference}
     found = asdict(figures)
     return {**found, "staleness_mean": figures.staleness_mean, "bias": {**found["bias"], **bias}}

@@ -1,4 +1,4 @@
-"""The drawing of a simulation's timeline, shared by the picture (`timeline_png`) and the page (`timeline_html`).
+"""Prepares the drawing of a simulation's timeline, for a picture (`timeline_png`) and for a page (`timeline_html`).
 
 engines     one row for each engine, or for several neighbours: dark is busy, white is idle
 learner     one bar for each train step
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from rollflow.tasks.simulation.records import Span
 from rollflow.tasks.simulation.timeline import Timeline
 
-BUSY = ("#ffffff", "#c6dbef", "#6baed6", "#2171b5", "#08306b")  # from idle to all slots busy, in equal steps
-LEARNER = ("#c2410c", "#fb923c")  # two alternating colours, so that neighbouring train steps can be distinguished
+# colours of an engine's row, from idle to all slots busy, in equal steps
+BUSY = ("#ffffff", "#c6dbef", "#6baed6", "#2171b5", "#08306b")
+LEARNER = ("#c2410c", "#fb923c")  # colours of train steps, which alternate so that neighbouring steps can be told apart
 UPDATE = "#7c3aed"
 REWARD = "#15803d"
 SLOTS = "#3b82f6"
@@ -26,43 +27,45 @@ SLOTS = "#3b82f6"
 
 @dataclass(frozen=True, slots=True)
 class TimeCurve:
-    """An area over time: a value from 0 to `top` for each of B time bins."""
+    """A filled curve over time: `values_B` has a value from 0 to `top` for each of B time bins."""
 
     label: str
     values_B: NDArray[np.float32]
     top: float
     colour: str
     digits: int
-    sentence: str  # the meaning of a value; "{}" stands for the value
+    sentence: str  # a sentence that explains a value of the curve, in which "{}" stands for the value
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A drawing of R rows with B time bins each; times are virtual seconds."""
+    """A drawing of engines over time: R rows (engines, or means of neighbouring engines) and B time bins; times are
+    virtual seconds.
+    """
 
     title: str
     bin_seconds: float
     engines: int
     slots: int
-    rows_RB: NDArray[np.float32]  # share of busy slots in each row and bin, 0 to 1
+    rows_RB: NDArray[np.float32]  # share of busy slots (0 to 1) by row and time bin
     steps: Sequence[Span]
     updates: Sequence[Span]
     curves: tuple[TimeCurve, ...]
 
     @property
     def seconds(self) -> float:
-        """Virtual seconds from the left edge to the right one."""
+        """The length of the timeline in virtual seconds."""
         return self.bin_seconds * int(self.rows_RB.shape[1])
 
     @property
     def label(self) -> str:
-        """Label of the engines' rows."""
+        """The label of the rows of engines."""
         count = f"{self.engines} engine" + "s" * (self.engines > 1)
         return count + (f"\nin {len(self.rows_RB)} rows" if len(self.rows_RB) < self.engines else "")
 
 
 def build_drawing(timeline: Timeline, title: str, most_rows: int) -> Drawing:
-    """Build the drawing with at most `most_rows` rows; with more engines than that, a row is the mean of neighbouring
+    """Build the drawing with at most `most_rows` rows; if there are more engines, a row is the mean of neighbouring
     engines.
     """
     engines = timeline.engines

@@ -1,6 +1,6 @@
-"""A simulation's timeline as one HTML file without external scripts or styles; hovering shows what was running.
+"""Writes a simulation's timeline as one HTML file without external scripts or styles; hovering shows what was running.
 
-The page holds the drawing as JSON, and a short script of its own paints it on canvases.
+The page contains the drawing as JSON, and a short script that draws it on canvases.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import numpy as np
 from rollflow.flows.views.timelines.timeline import BUSY, LEARNER, UPDATE, Drawing
 from rollflow.tasks.simulation.records import Span
 
-ROWS = 256  # largest number of rows in the page; more rows would be too thin to point at with a mouse
+ROWS = 256  # largest number of rows on the page; more rows would be too thin to point at with a mouse
 
 
 def draw_html(drawing: Drawing, path: Path) -> None:
     """Write the page to `path`."""
-    # A "<" in the title could end the script element, so it is escaped.
+    # "<" is escaped, because a "</script>" in the title would end the script element.
     data = json.dumps(_numbers(drawing), separators=(",", ":")).replace("<", "\\u003c")
     path.write_text(PAGE.replace("{{title}}", html.escape(drawing.title)).replace("{{data}}", data))
 
 
 def _numbers(drawing: Drawing) -> dict[str, Any]:
-    """Return the drawing as JSON values; the shares of busy slots are stored in 256 steps, as base64."""
+    """Return the drawing as JSON values; the shares of busy slots are integers from 0 to 255, in base64."""
     rows, bins = drawing.rows_RB.shape
     levels = np.clip(np.rint(drawing.rows_RB * 255), 0, 255).astype(np.uint8)
     curves = [asdict(curve) | {"values_B": np.round(curve.values_B, 2).tolist()} for curve in drawing.curves]
