@@ -1,4 +1,4 @@
-"""The metrics of a batch, which are published with the version that was trained on it."""
+"""The metrics of a batch, which are published with the policy version that was trained on the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.records import Discard
 
-UNSAFE = re.compile(r"[^\w.-]")  # characters not allowed in the name of a metric
+UNSAFE = re.compile(r"[^\w.-]")  # characters that a metric's name may not contain
 
 
 def compute_batch_metrics(
@@ -41,9 +41,9 @@ def compute_batch_metrics(
 
 
 def count_domain_groups(batch: TrajectoryBatch, domains: Iterable[str]) -> dict[str, float]:
-    """Count the groups of each of the run's domains in a batch.
+    """Count the groups of each domain of the run in a batch.
 
-    Over many versions, the counts of the domains are in the ratio of the configured shares.
+    Summed over many batches, the numbers of groups per domain approach the configured shares.
     """
     found = batch.domains
     return {f"groups_{UNSAFE.sub('_', domain)}": float(found[domain]) for domain in domains}

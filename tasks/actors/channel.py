@@ -1,13 +1,12 @@
-"""The channel in a Ray actor: one named actor per run, which owns the batches in the channel.
+"""The channel in a Ray actor. Each run has one such actor, which owns the batches in the channel.
 
-A batch's payload is an Arrow buffer or the name of a local file. If the payload is a file, only the name is sent, and
-the learner memory-maps the file. A learner on a machine without that file asks the channel for the bytes. The actor
-itself puts a buffer into Ray's object store, because Ray loses an object with the process that put it. The actor
-returns an object reference, so that the learner reads the buffer from shared memory without a copy.
+A batch is sent as an Arrow buffer or as the name of a local file. A learner that receives the name of a local file
+memory-maps the file. A learner on a machine without the batch's file asks the channel for the bytes. The channel's
+actor itself puts each buffer into Ray's object store, because Ray loses an object when the process that put it ends.
+The channel's actor returns an object reference, so that the learner reads the buffer from shared memory without a copy.
 
-Clients of the channel outlive its actor: a call that finds the actor dead is repeated on the new actor of the same
-name. Every call to the channel may be repeated, so no batch is lost or duplicated. The new actor reads missing batches
-from storage.
+A client repeats a call that finds the channel's actor dead, on the new actor of the same name. Repeating a call to the
+channel neither loses nor duplicates a batch. A restarted channel reads missing batches from storage.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.actors.lease import Lease
 
 CHANNEL = "channel"
-GRACE_SECONDS = 30.0  # seconds after a call's own deadline in which the channel's actor may still be restarted
-AGAIN_SECONDS = 0.2  # pause before a call to a dead actor is repeated
+GRACE_SECONDS = 30.0  # seconds that a call waits, after its own deadline, for a restarted channel
+AGAIN_SECONDS = 0.2  # seconds before a call to a dead actor is repeated
 
 
 class StoredBatches:
-    """Implements `Source` from the run's log: returns references to Arrow buffers owned by the calling process."""
+    """Implements the channel's `Source` from the run's log; the calling process owns the returned Arrow buffers."""
 
     def __init__(self, run: ObjectStore) -> None:
-        """Do not read storage yet, so that the actor starts even while storage does not answer."""
+        """Prepare without reading storage, so that the actor starts even while storage does not answer."""
         self._run = run
         self._is_local = run.local_path("log") is not None
 
@@ -48,9 +47,9 @@ class StoredBatches:
         return TrajectoryStore(Log(self._run))
 
     async def entry(self, number: int) -> int | None:
-        """Find the batch's log entry, as `Source` does.
+        """Find the batch's log entry; implements `Source.entry`.
 
-        In a local folder, looking up a log entry is quicker than starting a thread.
+        A log in a local folder is read without a thread, because the lookup is quicker than starting a thread.
         """
         if self._is_local:
             return self._entry(number)
@@ -61,7 +60,7 @@ class StoredBatches:
         return None if waiting is None else waiting.entry
 
     async def read(self, number: int) -> Any:
-        """Read the batch, as `Source` does."""
+        """Read the batch; implements `Source.read`."""
         return ray.put(await asyncio.to_thread(self._read, number))
 
     def _read(self, number: int) -> pa.Buffer:
@@ -72,7 +71,7 @@ class StoredBatches:
 
 
 class ChannelActor:
-    """Wraps `Channel`; payloads are file names, or references to Arrow buffers that this actor owns."""
+    """Serves a `Channel` of batches, each a file name or a reference to an Arrow buffer that this actor owns."""
 
     def __init__(self, run: ObjectStore, capacity: int, version: int, lease: Lease | None = None) -> None:
         if lease:
@@ -80,13 +79,13 @@ class ChannelActor:
         self.channel: Channel[Any] = Channel(capacity, StoredBatches(run), version)
 
     async def ping(self, seconds: float) -> None:
-        """Answer after `seconds`. If the actor dies before that, Ray immediately raises an error at the caller."""
+        """Answer after `seconds`; Ray raises an error at the waiting caller if the actor dies."""
         await asyncio.sleep(seconds)
 
     async def put(self, number: int, payload: pa.Buffer | str, deadline: float, entry: int) -> None:
-        """Put a batch, as `Channel.put` does; a `payload` that is a string is a file name.
+        """Put a batch into the channel, as `Channel.put` does; `payload` is a buffer or a file name.
 
-        The channel does not check the payload, because the learner compares each batch with its commit.
+        The channel does not check a batch, because the learner compares each batch with its commit.
         """
         held = payload if isinstance(payload, str) else ray.put(payload)
         await self.channel.put(number, held, deadline, entry)
@@ -94,18 +93,18 @@ class ChannelActor:
     async def lease(self, number: int, deadline: float, *, afresh: bool) -> str | list[Any]:
         """Lease a batch, as `Channel.lease` does; return a file name, or an object reference in a list.
 
-        The object reference is in a list because Ray would replace a bare reference by its object.
+        The list is needed because Ray replaces a bare object reference by the object.
         """
         held = await self.channel.lease(number, deadline, afresh=afresh)
         return held if isinstance(held, str) else [held]
 
     async def finish(self, number: int, version: int) -> None:
-        """Acknowledge batch `number` and announce the version trained on it."""
+        """Acknowledge batch `number` and announce the policy version that was trained on it."""
         await self.channel.ack(number)
         await self.channel.announce(version)
 
     async def announce(self, version: int) -> None:
-        """Announce a version, as `Channel.announce` does."""
+        """Announce a policy version, as `Channel.announce` does."""
         await self.channel.announce(version)
 
     async def wait_version(self, after: int, deadline: float) -> int:
@@ -113,7 +112,7 @@ class ChannelActor:
         return await self.channel.wait_version(after, deadline)
 
     async def count_waiting(self) -> int:
-        """Return the number of batches that are not acknowledged."""
+        """Return the number of batches that the learner has not acknowledged."""
         return self.channel.waiting
 
 
@@ -124,11 +123,11 @@ def start_channel(
     lease: Lease | None = None,
     placed: Mapping[str, Any] | None = None,
 ) -> RayChannel:
-    """Start (or find) the run's channel actor in the current Ray namespace.
+    """Start the run's channel actor in the current Ray namespace, or find the running one.
 
     Args:
         version: the newest published version.
-        placed: the options from `placement.actor_options`.
+        placed: Ray's options for the actor, from `placement.actor_options`.
     """
     options = {"name": CHANNEL, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 64}
     options |= placed or {"num_cpus": 0}
@@ -136,13 +135,13 @@ def start_channel(
 
 
 class RayChannel:
-    """A client of the channel. Every wait is bounded; a call that finds the actor dead waits for the new actor."""
+    """A client of the channel; if the channel's actor is dead, a call waits until its time limit for the new actor."""
 
     def __init__(self, actor: Any = None) -> None:
         self._actor = actor
 
     async def put(self, number: int, payload: object, deadline: float, entry: int = 0) -> None:
-        """Put a batch, as `Channel.put` does; if the payload is a `Path`, only the file's name is sent."""
+        """Put a batch into the channel, as `Channel.put` does; of a `Path`, only the file's name is sent."""
         sent = str(payload) if isinstance(payload, Path) else payload  # Ray passes strings without pickling
         await self._wait(lambda a, left: a.put.remote(number, sent, left, entry), deadline, f"take batch {number}")
 
@@ -151,11 +150,11 @@ class RayChannel:
         return int(await self._wait(lambda a, left: a.wait_version.remote(after, left), deadline, "tell the version"))
 
     async def count_waiting(self) -> int:
-        """Return the number of batches that are not acknowledged."""
+        """Return the number of batches that the learner has not acknowledged."""
         return int(await self._wait(lambda a, _: a.count_waiting.remote(), 0, "count its batches"))
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
-        """Lease a batch, as `Channel.lease` does, and block the calling thread meanwhile.
+        """Lease a batch, as `Channel.lease` does; the call blocks its thread until the batch arrives.
 
         The returned buffer is a view of shared memory.
         """
@@ -163,13 +162,13 @@ class RayChannel:
         while True:
             with patience.translate_errors():
                 while isinstance(leased := self._lease(number, patience, afresh=afresh), str):
-                    afresh = True  # ask for the bytes, because this machine does not have the file
+                    afresh = True  # request the bytes, because the file is not on this machine
                 return leased
             self._actor, afresh = None, True  # the actor may have lost its copy of the batch
             time.sleep(AGAIN_SECONDS)
 
     def _lease(self, number: int, patience: _CallDeadline, *, afresh: bool) -> pa.Buffer | str:
-        """Return the bytes of a batch, or the name of a file that this machine cannot memory-map."""
+        """Return the bytes of a batch, or the name of the batch's file if this machine cannot memory-map the file."""
         held = ray.get(self.actor.lease.remote(number, patience.own, afresh=afresh), timeout=patience.left)
         if isinstance(held, str):
             try:
@@ -179,17 +178,17 @@ class RayChannel:
         return ray.get(held[0], timeout=patience.left)
 
     def finish(self, number: int, version: int) -> None:
-        """Acknowledge batch `number` and announce the version trained on it; blocks."""
+        """Acknowledge batch `number` and announce the version trained on it; the call blocks its thread."""
         self._get(lambda a: a.finish.remote(number, version), f"acknowledge batch {number}")
 
     def announce(self, version: int) -> None:
-        """Announce a version, as `Channel.announce` does; blocks."""
+        """Announce a policy version, as `Channel.announce` does; the call blocks its thread."""
         self._get(lambda a: a.announce.remote(version), f"announce version {version}")
 
     @property
     def actor(self) -> Any:
-        """The actor that has the channel's name now."""
-        actor = self._actor  # a local copy, because another thread may set `self._actor` to None
+        """The actor that currently has the channel's name."""
+        actor = self._actor  # another thread may set `self._actor` to None
         if actor is None:
             try:
                 actor = self._actor = ray.get_actor(CHANNEL)
@@ -217,7 +216,7 @@ class RayChannel:
 
 
 class _ChannelAway(Exception):
-    """Raised while no actor has the channel's name."""
+    """Raised if no actor currently has the channel's name."""
 
 
 LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, _ChannelAway)
@@ -237,16 +236,16 @@ class _CallDeadline:
 
     @property
     def own(self) -> float:
-        """Seconds that the channel itself may wait."""
+        """Number of seconds that the channel's actor itself may wait."""
         return min(self._deadline, self.left)
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Translate Ray's errors; ignore the loss of an actor or a payload until the call's time limit."""
+        """Translate Ray's errors; ignore the loss of the actor or of a batch until the call's time limit."""
         waited = self._deadline + GRACE_SECONDS
         try:
             yield
-        except ray.exceptions.RayTaskError as error:  # includes a TimeoutError raised by the channel itself
+        except ray.exceptions.RayTaskError as error:  # includes a `TimeoutError` that the channel itself raised
             raise _unwrap(error) from None
         except (ray.exceptions.GetTimeoutError, TimeoutError) as error:
             raise Unreachable(f"the channel actor did not {self._what} within {waited:g} s") from error
@@ -256,7 +255,7 @@ class _CallDeadline:
 
 
 def _unwrap(error: ray.exceptions.RayTaskError) -> Exception:
-    """Return the exception that the actor raised, without Ray's wrapping."""
+    """Return the exception that the actor raised, without Ray's wrapper."""
     cause = error.cause
     return cause if isinstance(cause, Exception) else error
 

@@ -1,4 +1,4 @@
-"""An engine in a Ray actor; its client is `engine_client.RayEngine`."""
+"""An engine in a Ray actor, which `engine_client.RayEngine` calls."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from rollflow.tasks.engines.meter import EngineMeter, EngineStats
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.cpu import CpuClock
 
-COALESCE_SECONDS = 0.003  # seconds that a finished generation waits for others, to be returned together
-PROGRESS_SECONDS = 0.25  # seconds between two progress reports; an actor that dies loses the work of at most this time
+COALESCE_SECONDS = 0.003  # how long a finished generation waits for others
+PROGRESS_SECONDS = 0.25  # seconds between two reports of generated tokens to the client
 
 
 class OwnershipLost(EngineFailed):
-    """Raised when another owner has taken over the actor."""
+    """Raised at a client of an engine actor after another client has taken over the actor."""
 
 
 class EngineActor:
-    """Owns the engine in the actor's process, runs its requests and keeps their results until they are collected."""
+    """Owns an engine in the actor's process, runs requests, and keeps their results until the client collects them."""
 
     def __init__(self, build: Callable[[], Engine], lease: Lease | None = None) -> None:
-        """Store the arguments; `start` creates the engine.
+        """Store the arguments without creating the engine, which `start` does.
 
         Args:
             build: creates the engine on the actor's node.
-            lease: the lease of a detached actor.
+            lease: the lease with which a detached actor ends itself, if any.
         """
         if lease:
             lease.hold("engine")
         self._build = build
         self._built: Engine | None = None
         self._source: WeightsSource | None = None
-        self._loading = asyncio.Lock()  # a fetch deletes the previous weights, which an update may still read
+        self._loading = asyncio.Lock()  # a fetch may delete weights that an update is reading
         self._meter = EngineMeter()
         self._cpu = CpuClock("engine", "engine core")
         self._started: asyncio.Task[None] | None = None
         self._owner: str | None = None
-        self._have: dict[str, int] = {}  # id of a running request -> number of tokens that the owner has received
+        self._have: dict[str, int] = {}  # id of a running request -> number of tokens that the client has received
         self._reported = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: list[Generation] = []
@@ -57,10 +57,10 @@ class EngineActor:
         self._news = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the engine. A second call, from a stage that replaced a dead stage, waits for the same start.
+        """Start the engine. A second call waits for the same start.
 
-        A dead engine is replaced by a new engine without weights and without an owner. The actor's process is kept,
-        because importing and compiling take most of the time of an engine's start.
+        If the engine is dead, a new engine without weights and without a client replaces it. The actor's process stays
+        alive when its engine is replaced, because imports and compilation take most of an engine's start.
         """
         if self._started is None or self._is_dead():
             self._started = asyncio.create_task(self._start())
@@ -77,7 +77,7 @@ class EngineActor:
 
     async def _start(self) -> None:
         if self._built is not None:
-            self._owner = None  # the client of the dead engine must not use the new engine
+            self._owner = None  # the dead engine's client must not use the new engine
             await self._built.close()
         self._built = await asyncio.to_thread(self._build)
         await self._built.start()
@@ -89,7 +89,7 @@ class EngineActor:
         return self._built
 
     async def attach(self, owner: str) -> None:
-        """Serve this owner from now on; abort and forget the requests of the previous owner."""
+        """Make `owner` the actor's only client; abort and forget the requests of the previous client."""
         self._owner = owner
         tasks = list(self._tasks)
         for task in tasks:
@@ -119,14 +119,14 @@ class EngineActor:
             del self._have[request.id]
         except Exception as error:  # noqa: BLE001 - the error of a request is raised at its caller
             self._errors.append((request.id, error))
-        finally:  # runs even if a new owner cancels the request
+        finally:  # also runs if a new client cancels the request
             self._meter.change(running=-1, tokens=tokens)
             self._news.set()
 
     async def collect(self, owner: str) -> Collected:
-        """Return the results since the last call, and the new tokens of running requests.
+        """Return the results since the last call of `collect`, and the new tokens of running requests.
 
-        Without a result, the call waits until a request ends or the next progress report is due.
+        If there is no result, the call waits until a request ends or `PROGRESS_SECONDS` have passed.
         """
         try:
             async with asyncio.timeout(PROGRESS_SECONDS):
@@ -138,16 +138,16 @@ class EngineActor:
         self._news.clear()
         finished, self._finished = self._finished, []
         errors, self._errors = self._errors, []
-        # A failed request forces a progress report, because the engine may be dead.
+        # After a failed request, the new tokens of all requests are returned at once, because the engine may be dead.
         report = self._collect_progress(now=bool(errors))
         for id, _ in errors:
             del self._have[id]
         return pack_generations(finished), errors, pack_partials(report)
 
     def _collect_progress(self, *, now: bool) -> dict[str, TokenSpan]:
-        """Return new tokens of the running requests; none if the last report is newer than `PROGRESS_SECONDS`.
+        """Return new tokens of running requests, but at most once in `PROGRESS_SECONDS`.
 
-        With `now`, the age of the last report does not matter.
+        With `now`, the tokens are returned in any case.
         """
         if not now and asyncio.get_running_loop().time() - self._reported < PROGRESS_SECONDS:
             return {}
@@ -178,11 +178,11 @@ class EngineActor:
             await self._engine.update(version, folder)
 
     def _fetch_weights(self, version: int, source: WeightsSource) -> Path:
-        if self._source != source:  # an equal source is kept, because it may have fetched weights already
+        if self._source != source:  # an equal source may already have fetched the weights
             self._source = source
         try:
             return self._source.weights(version)
-        except (RollflowError, OSError) as error:  # other nodes may have the weights
+        except (RollflowError, OSError) as error:  # other nodes may still have the weights
             raise EngineFailed(f"version {version} is not available to this engine's node: {error}") from error
 
     async def resume(self, owner: str) -> None:
@@ -200,7 +200,7 @@ class EngineActor:
         return dataclasses.replace(self._meter.read(), costs=tuple(self._cpu.read()), warned=warned)
 
     async def health(self) -> None:
-        """Raise `EngineFailed` if the engine is dead, even if the engine has no request."""
+        """Raise `EngineFailed` if the engine is dead; this also detects the death of an engine without requests."""
         if self._started is not None and self._started.done():
             self._engine.check()
 

@@ -1,6 +1,6 @@
-"""The client of an engine actor: implements `Engine` by calls to an engine in a Ray actor.
+"""The client of an engine actor, which implements `Engine` by calls to the actor.
 
-One actor call per request would cost more than generating a short answer, so calls are coalesced:
+One actor call per request would cost more than generating a short answer, so requests share calls.
 
     generate() ─┐                      ┌─ task per request ─ engine
     generate() ─┼─ submit([...]) ────► │                       │
@@ -50,20 +50,19 @@ from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 
 START_SECONDS = 900.0
-# Most seconds until a call is answered, and until the next token. An engine's own deadline is shorter, so that the
-# engine's own error arrives first.
+# longest wait for an answer or for the next token; longer than the engine's own deadline, whose error is clearer
 SILENT_SECONDS = 60.0
-# Seconds that a fetch of weights may take in addition to the patience for storage. A node waits less long for another
-# fetch of the same weights.
+# longest time of a fetch of weights, in addition to the time that storage may not answer
 FETCH_SECONDS = 1000.0
 UPDATE_SECONDS = 150.0
 CLOSE_SECONDS = 10.0
 
 
 class RayEngine:
-    """The `Engine` in an `EngineActor`. See `base.Engine` for the contract of the methods.
+    """An `Engine` that runs in an `EngineActor`. See `base.Engine` for the contract of the methods.
 
-    An actor serves one client at a time. The first call of a client in a restarted process takes over the actor.
+    An engine actor serves one client at a time. The first call of a new client takes over the actor from the previous
+    client.
     """
 
     def __init__(
@@ -72,30 +71,29 @@ class RayEngine:
         """Connect to an actor.
 
         Args:
-            silent_seconds: an actor that is silent, or generates no token, for this time counts as dead.
-            keep_actor: the caller manages the actor. `close` then closes the engine, and kills the actor only if the
-                actor does not answer.
+            silent_seconds: an actor that does not answer or generates no token for this time counts as dead.
+            keep_actor: the caller restarts and ends the actor. `close` then closes only the engine, unless the actor
+                does not answer, in which case `close` kills the actor.
         """
         self._actor = actor
         self._keep_actor = keep_actor
-        self._answers = True  # True while the actor answers, even if the actor's engine has failed
+        self._answers = True  # False once the actor has died or missed a deadline
         self._name = name
         self._silent = silent_seconds
-        self._moved = 0.0  # loop time of the last new token, or of the last time without requests
+        self._moved = 0.0  # loop's time of the last new token, or of the last moment without requests
         self._suspended = False
         self._version = -1
         self._owner = secrets.token_hex(8)
         self._attached: asyncio.Future[Any] | None = None
         self._failure: EngineFailed | None = None
         self._numbers = itertools.count()
-        self._outbox: dict[str, GenerationRequest] = {}  # by the number under which each request is sent
-        # The futures of sent requests, keyed by the requests' numbers. A future's error keeps its stack frames, so no
-        # long-lived object may hold a future.
+        self._outbox: dict[str, GenerationRequest] = {}  # requests not sent yet, keyed by their number
+        # Futures of requests, keyed by number; each is deleted early, because its error keeps stack frames alive.
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._sent: dict[str, PendingCall] = {}
         self._calls: dict[
             str, PendingCall
-        ] = {}  # the calls keyed by the caller's id, including calls that waited when the engine failed
+        ] = {}  # calls keyed by the caller's id, including those that waited when the engine failed
         self._submits: set[asyncio.Task[None]] = set()
         self._collector: asyncio.Task[None] | None = None
 
@@ -109,7 +107,7 @@ class RayEngine:
         name: str = "engine",
         **options: Any,
     ) -> RayEngine:
-        """Create the actor; call `start` next. `options` are Ray's actor options: num_cpus, num_gpus, name, ..."""
+        """Create an engine actor with Ray's `options`, such as `num_cpus`; the caller must then call `start`."""
         remote = ray.remote(EngineActor).options(**{"max_restarts": 0, "num_cpus": 0, **options})
         return cls(remote.remote(functools.partial(build_engine, config, policy_folder, dtype=dtype)), name=name)
 
@@ -150,9 +148,9 @@ class RayEngine:
                 del self._calls[request.id]
 
     async def abort(self, ids: Sequence[str]) -> None:
-        await self._wait_submitted()  # an abort must not overtake its request
+        await self._wait_submitted()  # an abort must not arrive before its request
         if self._attached is None:
-            self.check()  # without an owner nothing runs
+            self.check()  # no request was ever sent
         else:
             await self._ask_as_owner(self._silent, "abort", [self._calls[id].number for id in ids if id in self._calls])
 
@@ -165,7 +163,7 @@ class RayEngine:
         await self._ask(FETCH_SECONDS + (weights.patience or 0.0), "fetch", version, weights)
 
     async def update(self, version: int, weights: WeightsSource) -> None:
-        await self.fetch(version, weights)  # a joining engine may not have fetched the weights yet
+        await self.fetch(version, weights)  # an engine that has just joined may lack the weights
         await self._ask_as_owner(UPDATE_SECONDS, "update", version, weights)
         self._version = version
 
@@ -191,16 +189,16 @@ class RayEngine:
 
     async def close(self) -> None:
         if self._attached is not None and self._failure is None:
-            with suppress(EngineFailed):  # the actor and its processes are killed below in any case
+            with suppress(EngineFailed):  # the actor is killed below if it does not answer
                 await self._ask_as_owner(CLOSE_SECONDS, "close")
         failure = self._fail(EngineFailed(f"{self._name} is closed"))
         if self._attached is None or isinstance(failure, OwnershipLost):
-            return  # another client owns the engine
+            return  # another client has taken over the engine
         if not (self._keep_actor and self._answers):
             ray.kill(self._actor)
 
     async def owns(self) -> bool:
-        """Return whether the actor still serves this client with the engine that this client updated."""
+        """Return whether the actor still serves this client, with the same engine."""
         try:
             await self._ask_as_owner(self._silent, "abort", [])
         except EngineFailed:
@@ -217,10 +215,10 @@ class RayEngine:
                 self._sent[number].submit = task
 
     async def _wait_submitted(self) -> None:
-        """Send all requests made so far, and wait until the actor has them."""
+        """Send all pending requests, and wait until the actor has received them."""
         self._flush()
         if self._submits:
-            await asyncio.wait(self._submits)  # `gather` would cancel the submits if its caller is cancelled
+            await asyncio.wait(self._submits)  # unlike `gather`, `wait` does not cancel the submits
 
     async def _submit(self, batch: list[GenerationRequest]) -> None:
         try:
@@ -234,7 +232,7 @@ class RayEngine:
             self._collector = asyncio.create_task(self._collect())
 
     async def _collect(self) -> None:
-        """Deliver results until no caller waits."""
+        """Deliver results to the waiting callers until no caller waits."""
         try:
             while self._waiting:
                 self._check_moving(self._deliver(await self._ask_as_owner(self._silent, "collect")))
@@ -244,11 +242,11 @@ class RayEngine:
             self._fail(EngineFailed(f"the results of {self._name} could not be collected: {error!r}"))
 
     def _deliver(self, collected: Collected) -> bool:
-        """Deliver results and new tokens to their callers; return False if there were none."""
+        """Deliver results and new tokens to their callers; return False if there was nothing to deliver."""
         packed, errors, report = collected
         progress = unpack_partials(report)
         for number, new in progress.items():
-            if number in self._sent:  # otherwise the caller of the request was cancelled
+            if number in self._sent:  # False if the request's caller was cancelled
                 self._sent[number].arrived.add(new)
         finished = unpack_generations(packed)
         for generation in finished:
@@ -278,14 +276,14 @@ class RayEngine:
     def _drop_cancelled(self, call: PendingCall) -> None:
         """Abort the request of a cancelled caller, so that the request frees its slot."""
         if self._outbox.pop(call.number, None) is None and call.submit is not None:
-            call.submit.add_done_callback(lambda _: self._abandon(call.number))  # an abort must follow the submit
+            call.submit.add_done_callback(lambda _: self._abandon(call.number))  # abort only after the submit
 
     def _abandon(self, number: str) -> None:
         if self._failure is None:
             self._actor.abort.remote(self._owner, [number])
 
     async def _ask_as_owner(self, seconds: float, method: str, *arguments: Any) -> Any:
-        """Call a method that only the owner may call."""
+        """Call a method of the actor that only its current client may call."""
         await self._attach(seconds)
         return await self._ask(seconds, method, self._owner, *arguments)
 
@@ -307,24 +305,25 @@ class RayEngine:
             raise self._fail(kind(f"{self._name} failed in {method}: {_read_message(error)}")) from error
         except RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError):
-                raise  # the method raised it: the actor is alive
+                raise  # the method raised this error, so the actor is alive
             self._answers = False
             raise self._fail(EngineFailed(f"the actor of {self._name} died: {error}")) from error
 
     def _fail(self, failure: EngineFailed) -> EngineFailed:
-        """Fail all waiting calls and return the error; every caller gets the first failure."""
+        """Fail all waiting calls with the first failure of the engine, and return it as a new error."""
         self._failure = self._failure or failure
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(EngineFailed(str(self._failure)))
-        return type(self._failure)(str(self._failure))  # a new error, because a raised one keeps its stack frames
+        return type(self._failure)(str(self._failure))  # a raised error keeps its stack frames
 
 
 @dataclass(eq=False, slots=True)
 class PendingCall:
-    """A request whose caller waits, or waited when the engine failed.
+    """A request whose caller is waiting, or was waiting when the engine failed.
 
-    `number` is the request's id in the actor. A caller may reuse its own id while the earlier request is still ending.
+    `number` is the id under which the request is sent to the actor. A caller may reuse a request's id before the
+    earlier request with this id has ended in the actor.
     """
 
     number: str
@@ -333,7 +332,7 @@ class PendingCall:
 
 
 class ReceivedTokens:
-    """The received tokens of a request, in three growing buffers, so that each addition is cheap."""
+    """The received tokens of a request, in three growing buffers, which makes each addition cheap."""
 
     __slots__ = ("_logprobs", "_tokens", "_versions")
 
@@ -352,5 +351,5 @@ class ReceivedTokens:
 
 
 def _read_message(error: EngineFailed) -> str:
-    """Return the message of an error without the traceback that Ray adds to it."""
+    """Return the error's message without the traceback that Ray adds."""
     return str(getattr(error, "cause", error))

@@ -1,4 +1,4 @@
-"""The learner's actor: trains one version after another, each on one batch.
+"""The learner's actor, which trains one policy version after another, each on one batch.
 
     restore v --> lease batch v --> check --> step --> probe --> publish v + 1 --> acknowledge --> prune
                        ^                                  |
@@ -60,9 +60,8 @@ from rollflow.tasks.scorers.verifier import score_response
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
-MAKINGS = 8  # most times that one batch may be damaged or not finite before the run fails
-# Most concurrent calls of the actor: `run` by the stage's flow and by dead flows before that flow, `status` by any
-# observer.
+MAKINGS = 8  # how often a batch may be damaged or make weights NaN before the run fails
+# largest number of concurrent calls to the actor: `run` by old and new flows, and `status` by observers
 CALLS = 32
 
 
@@ -79,7 +78,7 @@ def start_learner(context: RunContext, gpus: float, address: str) -> Any:
 
 
 class LearnerActor:
-    """Trains one run in one thread; `run` waits for that thread, and `status` may be called at any time."""
+    """Trains a run in one thread; `run` waits for the thread's end, and `status` may be called at any time."""
 
     config: RunConfig
     policies: PolicyStore
@@ -90,23 +89,23 @@ class LearnerActor:
     def __init__(
         self, context: RunContext, address: str = "", channel: BatchFeed | None = None, lease: Lease | None = None
     ) -> None:
-        """Do not read storage yet, so that `status` can report a wait for storage.
+        """Prepare without reading storage, so that `status` can report a wait for storage.
 
         Args:
             address: the address of the actor's Ray cluster.
-            lease: the lease of a detached actor.
+            lease: the lease with which a detached actor ends itself, if any.
         """
         if lease:
             lease.hold(LEARNER)
         self.context, self._address = context, address
         self.channel: BatchFeed = channel or RayChannel()
         self.version = -1  # newest committed version
-        self.reached = -1  # version of the learner's tensors: the committed version, or the version being published
-        self.trained = 0  # number of versions trained by this actor
+        self.reached = -1  # version of the learner's tensors, which may still be being published
+        self.trained = 0  # number of versions that this actor has trained
         self.phase, self.note = LearnerPhase.STARTING, "starting"
-        self.steps = 0  # steps of work done on the way to a version
+        self.steps = 0  # number of finished steps of work, which shows that the learner is alive
         self.restored: RestoredVersion | None = None
-        self._metrics: Mapping[str, float] = {}  # metrics of the newest version that this actor trained
+        self._metrics: Mapping[str, float] = {}  # metrics of the newest trained version
         self._gauges = Gauges(LEARNER, context.uri)
         self.meter = BusyMeter()
         self.cpu = CpuClock(LEARNER)
@@ -117,7 +116,7 @@ class LearnerActor:
         self._starting = threading.Lock()
 
     def status(self) -> LearnerStatus:
-        """Return the status for the stage's flow and the live view."""
+        """Return the learner's status, for the flow of the training stage and for the live view."""
         restored = self.restored or RestoredVersion(self.version)
         status = LearnerStatus(
             waits_for=self.context.store.waits,
@@ -135,7 +134,7 @@ class LearnerActor:
         return self._gauges.show(status, self._metrics)
 
     def run(self) -> int:
-        """Train up to the last version and return its number. A second call waits for the same training."""
+        """Train up to the run's last version and return its number; a second call waits for the first one."""
         with self._starting:
             if self._work is None:
                 self._work = self._worker.submit(self._train_all)
@@ -149,7 +148,7 @@ class LearnerActor:
                 self._train_one_more()
         finally:
             try:
-                self._settle()  # an error in training must not lose the version that is being published
+                self._settle()  # after an error, too, finish publishing
             finally:
                 self._spans.flush()
         self.phase, self.note = LearnerPhase.DONE, "done"
@@ -158,7 +157,7 @@ class LearnerActor:
     def _train_one_more(self) -> None:
         """Train one more version; after the last batch, wait until the last version is published.
 
-        If a batch was voided, restore the version that was to be trained on that batch.
+        If the batch was voided, restore the version before it.
         """
         try:
             if self.reached < self.config.versions:
@@ -179,7 +178,7 @@ class LearnerActor:
         with self.meter.busy():
             self._train(number, batch, entry, metrics)
             if self.config.async_ratio < 1:
-                self._settle()  # the groups of the next batch start under this version
+                self._settle()  # the next batch's groups start under this version
 
     def _settle(self) -> None:
         """Wait for the version that is being published; raise the error if publishing failed."""
@@ -205,7 +204,7 @@ class LearnerActor:
         self.channel.announce(self.version)
 
     def _step(self, note: str) -> None:
-        """Count a step of work on the way to a version, and note what is done."""
+        """Count a finished step of work, and set the note of the status."""
         self.note, self.steps = note, self.steps + 1
 
     def _make_first(self) -> None:
@@ -244,10 +243,10 @@ class LearnerActor:
     def _keep_weights(self) -> None:
         """Store the weights of the cold start in the run's policy folder.
 
-        With these weights, the folder can be the `policy.path` of another run.
+        With the weights of its cold start, the policy folder can be the `policy.path` of another run.
         """
         for name, data in self.learner.weights().items():
-            self.writer.check()  # another learner may have stored its own weights there
+            self.writer.check()  # raises `Deposed` if another learner has claimed the run
             self.context.store.put(f"policy/{name.rpartition('/')[2]}", data)
 
     def _restore(self, newest: int) -> None:
@@ -257,7 +256,7 @@ class LearnerActor:
         self.phase, self.note = LearnerPhase.TRAINING, self.restored.sentence() or "training"
 
     def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:
-        """Return batch `number`, exactly as committed, and the number of the batch's log entry.
+        """Return batch `number`, verified against its commit, and the number of its log entry.
 
         A damaged batch is voided, and the rollout stage forms the batch again.
         """
@@ -267,20 +266,20 @@ class LearnerActor:
                 data = self._lease(number, afresh=attempt > 0)
                 waiting = self.batches.find_waiting(number)
                 if waiting is None:
-                    continue  # the batch was voided a moment ago; the next lease waits until the batch is formed again
+                    continue  # the batch was just voided; the next lease waits for the new batch
                 verify(waiting.file, data)
                 return TrajectoryBatch.from_bytes(data), waiting.entry
             except Corrupt as error:
-                self._settle()  # the log itself may be damaged
+                self._settle()  # raises an error if the log itself is damaged
                 reason = str(error)
                 self._step(f"batch {number} is damaged and is formed again: {reason}")
-                self.batches.void(self.writer, number, reason)  # no effect if only the channel's copy is damaged
+                self.batches.void(self.writer, number, reason)  # no effect if the stored batch is intact
         raise Corrupt(f"batch {number} was damaged {MAKINGS} times ({reason}); check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
         """Lease batch `number`; wait as long as the rollout stage may take to form the batch.
 
-        Time in which storage does not answer does not count.
+        Time in which storage does not answer does not count as waiting for the batch.
         """
         patience, waited, why = self.config.rollout.patience_seconds, 0.0, ""
         while waited < patience:
@@ -288,9 +287,9 @@ class LearnerActor:
                 return self.channel.lease(number, LEASE_SECONDS, afresh=afresh)
             except (TimeoutError, Unreachable) as error:
                 why = str(error)
-            self._settle()  # the batch may need the version that is being published
+            self._settle()  # the batch may need the new version
             self.learner.check_ranks()
-            self.writer.check()  # returns once storage answers; the time of this call does not count as waiting
+            self.writer.check()  # returns once storage answers; does not count as waiting
             waited += LEASE_SECONDS
         raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")
 
@@ -306,17 +305,17 @@ class LearnerActor:
             metrics["step_seconds"] = time.monotonic() - began
             self._publish(number + 1, entry, metrics)
         except NotFinite as error:
-            self._settle()  # if two versions fail, the error of the earlier one is raised
+            self._settle()  # if two versions fail, the earlier error is raised
             if self.config.train.not_finite == "stop":
                 raise
             self._quarantine(number, entry, error)
 
     def _quarantine(self, number: int, entry: int, error: NotFinite) -> None:
-        """Void batch `number` and restore the version before this batch from storage.
+        """Void batch `number` and restore from storage the version before the batch.
 
-        The version has to be restored because some minibatches may have changed the weights.
+        Some minibatches of a voided batch may have changed the weights, so the weights are restored.
         """
-        why = str(error).partition("; ")[0]  # the error without its advice, which is meant for a run that stops
+        why = str(error).partition("; ")[0]  # the error without its advice for a run that stops
         self.batches.reject(self.writer, number, entry, why)
         if (times := self.context.log.state.not_finite) >= MAKINGS:
             cure = f"fix the engine or the verifier and resume the run, or {AGAIN} and a lower train.learning_rate"
@@ -325,13 +324,13 @@ class LearnerActor:
         self.note = f"batch {number} is quarantined and formed again: {why}"
 
     def _check_fresh(self, number: int, batch: TrajectoryBatch) -> None:
-        """Check before training that no row of the batch exceeds the staleness bound."""
+        """Check before training that no trajectory of the batch exceeds the largest allowed staleness."""
         oldest = min(batch.table["started_version"].to_pylist())
         if oldest < number - self.config.async_ratio:
             raise Stale(f"batch {number} holds a trajectory started under version {oldest}, which is too old")
 
     def _publish(self, version: int, batch_entry: int | None, metrics: Mapping[str, float]) -> None:
-        """Start publishing the learner's state; the next `_settle` waits for its commit."""
+        """Start publishing the learner's state as `version`; the next `_settle` waits for the commit."""
         began = time.monotonic()
         probe = self._check_finite(version)
         stateful = self.policies.retention.stores_state(version) or version == self.config.versions
@@ -356,7 +355,7 @@ class LearnerActor:
         self.note = f"version {version} is logged without {', '.join(omitted)}: not finite" if omitted else "training"
 
     def _record_spans(self, version: int, batch_entry: int | None, seconds: Mapping[str, float]) -> None:
-        """Record the spans of a version in its own trace, and in the traces of the prompts that it was trained on."""
+        """Record a version's spans in the version's trace, and in the traces of the prompts that it was trained on."""
         if batch_entry is None or not self._spans.on:
             return
         wait, step, publish = (seconds.get(f"{part}_seconds", 0.0) for part in ("wait", "step", "publish"))
@@ -368,7 +367,7 @@ class LearnerActor:
             self._spans.record_prompt(group.key, "train", step + publish, **{"rollflow.version": version})
 
     def _note_published(self, version: int) -> None:
-        """Note the committed version, acknowledge the version's batch and prune old versions."""
+        """Record the committed version, acknowledge its batch in the channel, and prune old versions."""
         self.version = version
         self.trained += 1
         if version:
@@ -376,12 +375,12 @@ class LearnerActor:
             self._prune()
 
     def _prune(self) -> None:
-        """Delete the objects that retention does not keep; the next call or `rollflow gc` retries a failed deletion."""
+        """Delete stored objects that are no longer retained; the next call or `rollflow gc` retries a failed deletion."""
         with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
             self.policies.prune(self.writer)
 
     def _check_finite(self, version: int) -> tuple[float, ...]:
-        """Return the probe's log-probs for `version`.
+        """Return the learner's log-probs of the probe tokens; raise an error if a weight or a log-prob is not finite.
 
         Raises:
             NotFinite: the version has a NaN or an infinity; nothing of the version is stored yet.
@@ -393,7 +392,7 @@ class LearnerActor:
         raise NotFinite(f"version {version} is not published, because {what}; {self._suggest_fix(version)}")
 
     def _suggest_fix(self, version: int) -> str:
-        """Return the advice for the user if the weights of `version` are not finite."""
+        """Return advice for the user if the weights of `version` are NaN or infinite."""
         if version:
             return f"{AGAIN} and a lower train.learning_rate"
         cold = self.config.policy.cold_start is not None

@@ -1,4 +1,4 @@
-"""The lease of a run's detached actors: an actor ends itself once no supervisor watches the run.
+"""The lease of a run's detached actors, which end themselves once no supervisor watches the run.
 
     supervisor -- status.json, every second --> run's storage <-- reads now and then -- a timer thread in each actor
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from rollflow.tasks.run.context import RunContext
 
 STATUS = "status.json"  # the supervisor's status in the run's storage
-LOOKS = 20  # number of reads of the supervisor's status in the time of one lease
-ACTOR_SHARE = 1.15  # an actor ends after 1.15 lease times: later than its flow, so the flow does not restart the actor
-READ_SECONDS = 5.0  # longest wait for a store that does not answer
+LOOKS = 20  # number of times that the supervisor's status is read per lease time
+ACTOR_SHARE = 1.15  # lease times after which an actor ends; its flow must end first
+READ_SECONDS = 5.0  # seconds to wait for a store that does not answer
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The parameters of a lease: `uri` of the run's storage, and `seconds`; a lease of 0 seconds never expires."""
+    """The parameters of a run's lease; a lease of 0 seconds never expires."""
 
     uri: str
     seconds: float
@@ -53,14 +53,14 @@ class Lease:
 
     @property
     def sentence(self) -> str:
-        """The log line for an expired lease."""
+        """The log line that reports an expired lease."""
         return (
             f"no supervisor has watched the run {self.uri} for {self.seconds:g} s (cluster.lease_seconds), "
             f"so the run's actors end; continue the run with: rollflow resume {self.uri}"
         )
 
     def hold(self, role: str) -> None:
-        """End this process when the lease expires; an actor calls this method once, when the actor starts."""
+        """End this process when the lease expires; an actor calls this method once, at its start."""
         if self.seconds:
             threading.Thread(target=self._hold, args=(role,), name="lease", daemon=True).start()
 
@@ -73,7 +73,7 @@ class Lease:
 
 
 class LeaseWatch:
-    """Detects by this process's own clock that the supervisor's status has not changed for the time of the lease."""
+    """Detects, on this process's clock, that the supervisor's status has not changed for the time of a lease."""
 
     def __init__(
         self,
@@ -85,18 +85,18 @@ class LeaseWatch:
         """Start watching.
 
         Args:
-            read: returns the status; b"" if there is no status, None if storage does not answer.
-            share: the lease counts as expired after its seconds times this number.
+            read: returns the supervisor's status, b"" if there is none, or None if storage does not answer. share:
+            number of lease times after which the lease counts as expired.
         """
         self._longest = share * lease.seconds
         self.lease, self.pause = lease, lease.seconds / LOOKS
         self._read, self._clock = read or self._status, clock
         self._seen: bytes | None = None
         self._looked = clock()
-        self._unwatched = 0.0  # seconds without a change of the status
+        self._unwatched = 0.0  # seconds in which the status did not change
 
     def has_expired(self) -> bool:
-        """Return whether the lease has expired; read the status, unless the last read was a moment ago."""
+        """Return whether the lease has expired; read the supervisor's status if the last read is old enough."""
         now = self._clock()
         passed = now - self._looked
         if not self.lease.seconds or passed < self.pause:
@@ -109,9 +109,9 @@ class LeaseWatch:
         return self._unwatched >= self._longest
 
     def _note_silence(self, passed: float) -> bool:
-        """Note that storage does not answer, and return whether the lease has expired.
+        """Count time in which storage did not answer, and return whether the lease has expired.
 
-        The time without a change starts again at zero when storage stops answering, and when it answers again.
+        The time without a change of the status restarts at zero whenever storage stops or resumes answering.
         """
         self._unwatched = passed + (self._unwatched if self._seen is None else 0.0)
         self._seen = None
@@ -127,7 +127,7 @@ class LeaseWatch:
 
 
 def end_process() -> None:
-    """Kill the processes that this process started, and then this process; Ray treats the actor as dead."""
+    """Kill this process's children and then this process, so that Ray considers the actor dead."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             child.kill()

@@ -1,4 +1,4 @@
-"""The report of a cluster node about itself: versions, clock, GPUs, disk, and whether it can use the store."""
+"""Reports a cluster node's software versions, clock, GPUs and disk, and whether the node can use the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects import open_store
 from rollflow.tasks.runtime.node import node_cache
 
-PACKAGES = {  # packages that must be the same on every node, and the names under which they may be installed
+PACKAGES = {  # packages whose versions must agree on all nodes -> names of their distributions
     "rollflow": ("rollflow",),
     "ray": ("ray",),
     "torch": ("torch",),
@@ -30,8 +30,8 @@ PACKAGES = {  # packages that must be the same on every node, and the names unde
 class NodeReport:
     """The report of one node.
 
-    `gpus`: number of GPUs; `disk`: free bytes in `cache`; `cache`: the folder for fetched files, "" if no folder can be
-    written; `store`: the reason why the node cannot use the store, "" if it can.
+    `gpus` is the number of GPUs. `cache` is the folder for fetched files, or "" if the folder cannot be written. `disk`
+    is the number of free bytes in `cache`. `store` is the reason why the node cannot use the store, or "".
     """
 
     host: str
@@ -43,7 +43,7 @@ class NodeReport:
 
 
 def read_versions() -> dict[str, str]:
-    """Return the versions of this process's Python and packages; "" for a package that is not installed."""
+    """Return the versions of Python and of each package in `PACKAGES`, or "" for a package that is not installed."""
     return {"python": platform.python_version()} | {name: _read_version(names) for name, names in PACKAGES.items()}
 
 
@@ -57,14 +57,14 @@ def _read_version(names: tuple[str, ...]) -> str:
 
 
 class NodeReporter:
-    """The actor that reports about the node on which it runs."""
+    """An actor that inspects the node on which the actor runs."""
 
     def clock(self) -> float:
-        """Return the time of this node, in seconds since the epoch."""
+        """Return the node's time, in seconds since the epoch."""
         return time.time()
 
     def report(self, store: str) -> NodeReport:
-        """Inspect this node, and put, read and delete a small object in the store."""
+        """Inspect this node, and check that it can put, read and delete an object in the store."""
         cache, disk = _read_disk()
         return NodeReport(
             platform.node(), read_versions(), len(glob.glob("/dev/nvidia[0-9]*")), disk, cache, _check_store(store)
@@ -80,7 +80,7 @@ def _check_store(uri: str) -> str:
 
 
 def _read_disk() -> tuple[str, int]:
-    """Return the folder for fetched files, and the number of free bytes on the folder's disk."""
+    """Return the folder for fetched files and its number of free bytes, or "" and 0 if it cannot be written."""
     try:
         folder = Path(node_cache())
         folder.mkdir(parents=True, exist_ok=True)

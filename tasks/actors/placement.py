@@ -1,7 +1,7 @@
-"""Placement of a run's actors on a Ray cluster: their nodes, the resources they reserve, and their environment.
+"""Places a run's actors on a Ray cluster by choosing their nodes, reserved resources and environment.
 
-- Without `cluster.placement` an actor reserves its GPUs and almost no CPU. The actor therefore runs on a node with a
-  CPU, and never on a host that joined the cluster without CPUs, such as the supervisor's host.
+- Without `cluster.placement` an actor reserves its GPUs and almost no CPU. Reserving a little CPU keeps actors off
+  hosts that joined the cluster without CPUs, such as the supervisor's host.
 - With `reserve_cpus` an actor reserves the CPUs that the actor's threads use, so no other actor gets these CPUs.
 - A role with labels or a custom resource runs only on nodes with these labels or this resource.
 - Engines are placed on the nodes in turn ("spread", so that the loss of a node loses few engines), or packed by Ray.
@@ -17,18 +17,18 @@ from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig
 from rollflow.tasks.run.config import RunConfig
 
 Role = Literal["engine", "learner", "scheduler", "reward"]
-LEAST = 0.001  # amount of a resource; Ray would place an actor that asks for no resource on a random node
+LEAST = 0.001  # amount of a resource to reserve for an actor that needs almost none
 
 
 def actor_options(
     config: RunConfig, role: Role, cpus: float, *, gpus: float = 0.0, imports: Kind | None = None
 ) -> dict[str, Any]:
-    """Return Ray's options for an actor.
+    """Return Ray's options for an actor of the run.
 
     Args:
         cpus: number of CPUs that the actor's threads use.
         gpus: number of GPUs that the actor reserves.
-        imports: the kind of worker to start in, on a private cluster.
+        imports: the kind of worker process, with early imports, in which the actor starts on a private cluster.
     """
     placement = config.cluster.placement
     own = getattr(placement, role)
@@ -43,9 +43,9 @@ def actor_options(
 
 
 def runtime_env(config: RunConfig, gpus: float = 0.0, imports: Kind | None = None) -> dict[str, Any]:
-    """Return the Ray option with the environment of an actor's process; empty if Ray's default environment suffices.
+    """Return Ray's option for the environment of an actor's process, or {} for Ray's default environment.
 
-    Workers with early imports exist only on a private cluster and only for the default environment.
+    Workers with early imports exist only on a private cluster with the default environment.
     """
     cluster = config.cluster
     if cluster.runtime_env or cluster.env:
@@ -57,17 +57,17 @@ def runtime_env(config: RunConfig, gpus: float = 0.0, imports: Kind | None = Non
 
 
 def engine_cpus(engine: EngineConfig) -> float:
-    """Return the CPUs that an engine's threads use."""
+    """Return the number of CPUs that an engine's threads use."""
     return LEAST if isinstance(engine, TimedEngineConfig) else float(engine.threads)
 
 
 def learner_cpus(config: RunConfig) -> float:
-    """Return the CPUs of the learner's actor, including the CPUs of ranks that are child processes of the actor."""
+    """Return the number of CPUs of the learner's actor, including those of ranks that are its child processes."""
     return float(config.train.threads * (1 if config.train.multi_node else config.train.ranks))
 
 
 def is_fitting(node: Mapping[str, Any], config: RunConfig, role: Role) -> bool:
-    """Return whether a node from Ray's list may run an actor of the role."""
+    """Return whether a node in Ray's list has the labels and the resource that the role requires."""
     own = getattr(config.cluster.placement, role)
     labels, resources = node.get("Labels", {}), node.get("Resources", {})
     return all(labels.get(key) == value for key, value in own.labels.items()) and (

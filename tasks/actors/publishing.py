@@ -1,4 +1,4 @@
-"""Publishing: a thread publishes a version from the learner's own tensors while the next version is trained.
+"""Publishes a version from the learner's own tensors in a thread while the next version is trained.
 
     step v --> check --> [ hash, upload --> commit v + 1 --> acknowledge batch v --> prune ]    the thread
                   +----> lease batch v + 1 --> forward, backward --> settle --> optimizer's step
@@ -17,24 +17,27 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class Publishing:
-    """Publishes versions in a background thread. See the module's docstring. Only one thread may call the methods."""
+    """Publishes versions in a background thread. See the module's docstring.
+
+    Only one thread may call the methods of a `Publishing`.
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "publisher")
         self._job: Future[None] | None = None
 
     def begin(self, job: Callable[[], None]) -> None:
-        """Start publishing a version, after waiting for the previous version as `settle` does."""
+        """Wait for the previous version as `settle` does, and start publishing the next version."""
         self.settle()
         self._job = self._thread.submit(job)
 
     def settle(self) -> None:
-        """Wait until the last version is published; raise the error if publishing failed."""
+        """Wait until the newest version is published; raise the error if publishing failed."""
         if self._job is not None:
             self._job.result()
 
     def forget(self) -> None:
-        """Wait until publishing has ended, and drop its error, because no version will be trained from that version."""
+        """Wait until publishing has ended, and drop its error, because the learner restores an older version."""
         if self._job is not None:
             wait([self._job])
             self._job = None

@@ -1,4 +1,4 @@
-"""Learner ranks as Ray actors (`train.multi_node`): each rank runs on any node with room, with a GPU of its own.
+"""Learner ranks as Ray actors (`train.multi_node`), each with its own GPU on any node that has a free GPU.
 
     learner's actor (first rank) --starts--> RankActor (rank 1), RankActor (rank 2), ...
             +---- orders, over a separate connection that is protected by a secret ----+
@@ -32,8 +32,8 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import start_of
 
-RESERVED_SECONDS = 240.0  # longest wait for free GPUs; the wait for ranks is a little longer
-CONNECTED_SECONDS = 60.0  # longest wait until the connections of a started rank are accepted
+RESERVED_SECONDS = 240.0  # longest wait for free GPUs
+CONNECTED_SECONDS = 60.0  # longest wait for the connections of a started rank
 GONE = "ended, because its process or its machine is gone"
 
 
@@ -41,10 +41,10 @@ Room = Callable[[int], dict[str, Any]]  # Ray's options for a rank
 
 
 def rank_hosts(context: RunContext) -> RankHosts:
-    """Return how this process, which is the learner's actor, starts its other ranks.
+    """Return the `RankHosts` with which the learner's actor, the first rank, starts the other ranks.
 
     Raises:
-        Unreachable: GPUs for the other ranks were not free at the same time.
+        Unreachable: the GPUs for the other ranks did not become free at the same time.
     """
     config = context.config
     room = reserve_gpus(config, config.train.ranks - 1) if ray.get_gpu_ids() else partial(place_in_turn, config)
@@ -52,23 +52,23 @@ def rank_hosts(context: RunContext) -> RankHosts:
 
 
 def find_node_address() -> str:
-    """Return the address of this process's node, as other nodes see it."""
+    """Return the address under which other nodes reach this process's node."""
     return str(list_nodes()[0]["NodeManagerAddress"])
 
 
 def list_nodes() -> list[dict[str, Any]]:
-    """List the living nodes of the Ray cluster, this node first."""
+    """List the living nodes of the Ray cluster, with this process's node first."""
     own = ray.get_runtime_context().get_node_id()
     return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != own)
 
 
 def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECONDS, name: str = "ranks") -> Room:
-    """Reserve a GPU for each of the other ranks, on nearby nodes if possible.
+    """Reserve a GPU for each rank but the first, on as few nodes as possible.
 
-    The reservation lasts until the run's job on the cluster ends. If only a learner ends, Ray keeps its placement
-    group, so the next learner first removes the group `name` in the run's namespace.
+    The GPUs stay reserved until the run's job on the cluster ends. Ray keeps the placement group of a learner that has
+    died, so a restarted learner first removes the group `name`.
     """
-    with contextlib.suppress(ValueError):  # ignore that there is no such group
+    with contextlib.suppress(ValueError):  # no such group exists
         remove_placement_group(get_placement_group(name))
     own = actor_options(config, "learner", float(config.train.threads))
     bundle = {"GPU": 1, "CPU": own["num_cpus"], **own.get("resources", {})}
@@ -82,31 +82,31 @@ def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECOND
         )
     return lambda rank: {
         "num_gpus": 1,
-        "num_cpus": own["num_cpus"],  # by default Ray asks for one CPU at the start, which the group lacks
+        "num_cpus": own["num_cpus"],  # Ray's default is one CPU, which the group lacks
         **runtime_env(config, gpus=1),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank - 1),
     }
 
 
 def place_in_turn(config: RunConfig, rank: int) -> dict[str, Any]:
-    """Return Ray's options for a rank without a GPU: the nodes get ranks in turn."""
+    """Return Ray's options for a rank without a GPU, which place ranks on the nodes in rotation."""
     every = [node for node in list_nodes() if is_fitting(node, config, "learner")] or list_nodes()
     near = NodeAffinitySchedulingStrategy(every[rank % len(every)]["NodeID"], soft=True)
     own = actor_options(config, "learner", float(config.train.threads))
-    own.pop("label_selector", None)  # a label selector is not needed, because the chosen node has the labels
+    own.pop("label_selector", None)  # not needed, because the chosen node has the labels
     return {**own, "scheduling_strategy": near}
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The address and the secret with which a rank connects to the learner's actor to receive orders."""
+    """The address and the secret with which a rank connects to the learner's actor."""
 
     address: Any
     secret: bytes = field(repr=False)
 
 
 class SpreadRank:
-    """A rank in an actor; see `StartedRank`."""
+    """A rank in its own actor; implements `StartedRank`."""
 
     def __init__(self, context: RunContext, room: Room, rank: int, meeting: Meeting) -> None:
         secret = secrets.token_bytes(32)
@@ -118,15 +118,15 @@ class SpreadRank:
 
     @property
     def pipes(self) -> Pipes:
-        """The connections of the rank, once the rank has connected."""
+        """The connections to the rank; reading the property waits until the rank has connected."""
         return self._pipes.result(CONNECTED_SECONDS)
 
     def read_exit(self) -> str | None:
-        """Return why the rank ended; None while it runs."""
+        """Return the reason why the rank ended, or None while it runs."""
         return GONE if ray.wait([self._served], timeout=0)[0] else None
 
     def end(self) -> None:
-        """End the rank and close the rank's connections; a rank that Ray does not know has ended already."""
+        """End the rank and close its connections; do nothing if the rank has already ended."""
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.ActorHandleNotFoundError):
                 ray.kill(self._actor)
@@ -135,26 +135,26 @@ class SpreadRank:
             self._pipes.result().close()
 
     def _accept(self) -> None:
-        """Accept the rank's two connections in order; reject all other connections."""
+        """Accept the rank's two connections, and reject connections from other processes."""
         found = list[Connection]()
         while len(found) < 2:
             try:
                 found.append(self._listener.accept())
             except (AuthenticationError, EOFError, ConnectionError):
-                pass  # the connection is not from the rank
+                pass  # another process tried to connect
             except OSError:
                 return  # the listener was closed
         self._pipes.set_result(Pipes(*found))
 
 
 class RankActor:
-    """The actor of a rank other than the first."""
+    """The actor of any rank but the first, which runs in the learner's actor."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
 
     def serve(self, rank: int, meeting: Meeting, caller: Caller) -> None:
-        """Serve until the learner's actor or another rank ends."""
+        """Run the rank until the learner's actor or another rank ends."""
         from rollflow.tasks.learners.multi_rank.rank_process import serve_rank
 
         pipes = Pipes(*(Client(caller.address, authkey=caller.secret) for _ in range(2)))

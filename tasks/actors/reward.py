@@ -1,4 +1,4 @@
-"""The reward stage's actor and its client.
+"""The actor of the reward stage, and the client with which other actors have responses scored.
 
     score() ─┐                         ┌─ pool
     score() ─┼─ score([...]) ────────► │   answers when all are scored, or after PACKET_SECONDS with those that are
@@ -37,15 +37,15 @@ from rollflow.tasks.scorers.base import Score, ScoreColumns, Scorer, ScoreReques
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2
-PACKET_SECONDS = 0.05  # time for which the first scores of a call wait for the others
-POLL_SECONDS = 2.0  # longest time that a call stays open without a new score
+PACKET_SECONDS = 0.05  # seconds that a call's first scores wait for the call's other scores
+POLL_SECONDS = 2.0  # longest time that a call waits for a score, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Scores as tuples, which are quick to pickle, each with the position of its request in the call.
+    """Scores of a call, each with its request's position, as tuples because tuples are quick to pickle.
 
-    `ticket` is the argument of the next `more` call; None if no score of the call is missing.
+    `ticket` is the argument for `more`, which returns the missing scores; None if no score is missing.
     """
 
     scores: list[tuple[int, ScoreColumns]]
@@ -53,16 +53,16 @@ class Verdicts:
 
 
 class RewardActor:
-    """The run's scorer in an actor: one per run."""
+    """The actor that runs the scorer; a run has one such actor."""
 
     def __init__(self, context: RunContext, lease: Lease | None = None) -> None:
-        """Do not read storage yet, so that `status` can report a wait for storage."""
+        """Prepare without reading storage, so that `status` can report a wait for storage."""
         if lease:
             lease.hold(REWARD)
         self.context = context
         self._began = 0.0
         self._tickets = itertools.count()
-        self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> missing scores and their positions
+        self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> missing scores
         self._finished = asyncio.Event()
         self._attended = False
         self._scorer = AsyncOnce(self._start)
@@ -70,13 +70,13 @@ class RewardActor:
         self._gauges = Gauges(REWARD, context.uri)
 
     async def begin(self) -> None:
-        """Start the scorer before a flow watches over it."""
+        """Start the scorer, before the stage's flow calls `run`."""
         await self._scorer.get()
 
     async def run(self) -> int:
-        """Keep the scorer until the run is finished; return how many responses it scored.
+        """Serve until `finish` is called; return the number of scored responses.
 
-        A flow that replaced a dead flow may call `run` again.
+        A restarted flow may call `run` again.
 
         Raises:
             ConfigError: the scorer cannot score any response.
@@ -96,11 +96,11 @@ class RewardActor:
         return build_scorer(self.context.config.reward, self.context.policy_folder)
 
     async def finish(self) -> None:
-        """Note that no more responses will be scored."""
+        """End `run`, because no more responses will be scored."""
         self._finished.set()
 
     async def score(self, requests: Sequence[tuple[bytes, Mapping[str, Any]]]) -> Verdicts:
-        """Score requests, each given as the bytes of its tokens (int32) and its reference; return the first scores."""
+        """Score requests, each a pair of int32 tokens as bytes and a reference; return the first scores."""
         scorer = await self._scorer.get()
         self._began = self._began or time.monotonic()
         ticket, to_come = next(self._tickets), scorer.submit([ScoreRequest(Int32s(t), r) for t, r in requests])
@@ -108,7 +108,7 @@ class RewardActor:
         return await self.more(ticket)
 
     async def more(self, ticket: int) -> Verdicts:
-        """Return further scores of the call with this ticket: all missing scores, if they take only a moment."""
+        """Return further scores of the call with this ticket, after a short wait for more of them."""
         to_come = self._open[ticket]
         done, _ = await asyncio.wait(to_come, timeout=PACKET_SECONDS)
         if not done:
@@ -119,7 +119,7 @@ class RewardActor:
         return Verdicts([(place, score.to_columns()) for place, score in judged], ticket if to_come else None)
 
     async def status(self) -> RewardStatus:
-        """Return the status for the stage's flow and the live view."""
+        """Return the reward actor's status, for the flow of the reward stage and for the live view."""
         waits, costs, warned = self.context.store.waits, self._cpu.read(), warnings_of(REWARD).read()
         scorer = self._scorer.found
         if not self._began or scorer is None:
@@ -131,31 +131,31 @@ class RewardActor:
 
 
 def start_reward(context: RunContext) -> Any:
-    """Start the run's reward actor, or find it after a restart of its flow."""
+    """Start the run's reward actor, or find the running one after a restart of the stage's flow."""
     options = {"name": REWARD, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 256}
     options |= actor_options(context.config, "reward", float(context.config.reward.workers), imports="reward")
     return ray.remote(RewardActor).options(**options).remote(context, Lease.of(context))
 
 
 class RewardClient:
-    """Scores single responses through the run's reward actor. Concurrent requests share a call; none waits for another.
+    """Scores responses through the run's reward actor.
 
-    Scoring has no side effects. When the reward actor dies, the client asks the new reward actor for the missing
-    scores.
+    Concurrent requests share an actor call, but no request waits for the score of another request. Scoring has no side
+    effects. When the reward actor dies, the client requests the missing scores from the new reward actor.
     """
 
     def __init__(self, patience_seconds: float) -> None:
         self._patience = patience_seconds
         self._actor: Any = None
-        self._moved = 0.0  # monotonic time of the last score of any request
+        self._moved = 0.0  # monotonic time at which the last score arrived
         self._calls: Coalescer[ScoreRequest, Score] = Coalescer(self._send)
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Score one response; raise `Unreachable` if neither this request nor another gets a score in time."""
+        """Score one response; raise `Unreachable` if no score of any request arrives for `patience_seconds`."""
         return await self._calls.ask(request)
 
     async def _send(self, requests: Sequence[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
-        """Yield packets of scores, by position, from one actor after another, until all requests are scored."""
+        """Yield scores with their requests' positions until all requests are scored, if need be by a new actor."""
         left, began = dict(enumerate(requests)), time.monotonic()
         while True:
             places = list(left)
@@ -170,7 +170,7 @@ class RewardClient:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _ask_actor(self, requests: list[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
-        """Yield the scores that the actor returns; end early if the actor is gone, because a new actor replaces it."""
+        """Yield the scores that the actor returns; end early if the actor has died."""
         try:
             self._actor = actor = self._actor or await asyncio.to_thread(ray.get_actor, REWARD)
             call = actor.score.remote([(Int32s.of(request.tokens).data, request.reference) for request in requests])
@@ -185,7 +185,7 @@ class RewardClient:
             self._actor = None
 
     def _check_moving(self, began: float, *, news: int, left: int) -> None:
-        """Raise `Unreachable` if neither this call, which began at `began`, nor another got a score for too long."""
+        """Raise `Unreachable` if no score of any call has arrived for `patience_seconds` since `began` or later."""
         now = time.monotonic()
         if news:
             self._moved = now

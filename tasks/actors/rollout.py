@@ -1,4 +1,4 @@
-"""The actor of the rollout stage: scheduler, proxy, weight sync and evaluations of one run, on one event loop.
+"""The actor of the rollout stage, which runs a run's scheduler, proxy, weight sync and evaluations on one event loop.
 
 channel <-- commit <-- scheduler --> proxy --> engine actors
    |                      |                        ^     |
@@ -68,20 +68,20 @@ PUT_SECONDS = 10.0
 
 
 def find_first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
-    """Return the first error inside nested groups, for people to read."""
+    """Return the first error inside nested exception groups."""
     inner = failed.exceptions[0]
     return find_first_cause(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 def start_rollout(context: RunContext, address: str) -> Any:
-    """Start the run's rollout actor on the cluster at `address`, or find it after a restart of its flow."""
+    """Start the run's rollout actor on the Ray cluster at `address`, or find the running one."""
     options = {"name": ROLLOUT, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 256}
     options |= actor_options(context.config, "scheduler", 1.0, imports="rollout")
     return ray.remote(RolloutActor).options(**options).remote(context, address, Lease.of(context))
 
 
 class RolloutActor:
-    """Runs the rollout side of one run. See the module's docstring."""
+    """Generates the trajectories of one run and evaluates its policy versions. See the module's docstring."""
 
     writer: Writer
     feed: StoreFeed
@@ -92,7 +92,7 @@ class RolloutActor:
     evaluations: Evaluations
 
     def __init__(self, context: RunContext, address: str, lease: Lease | None = None) -> None:
-        """Do not read storage yet, so that `status` can report a wait for storage.
+        """Prepare without reading storage, so that `status` can report a wait for storage.
 
         Args:
             address: the address of the Ray cluster.
@@ -108,7 +108,7 @@ class RolloutActor:
         self._judged = 0  # number of responses scored for evaluations
         self.began: float | None = None
         self._notes: set[asyncio.Task[None]] = set()
-        self._paused = 0.0  # seconds of engine updates that are stored already
+        self._paused = 0.0  # seconds of engine updates that are already stored
         self._stats: dict[int, EngineStats] = {}
         self._running: asyncio.Task[None] | None = None
         self._prepared = asyncio.Event()
@@ -118,11 +118,11 @@ class RolloutActor:
         self._spans = Spans()
 
     async def begin(self) -> None:
-        """Read the prompts, which takes most time, before any engine is ready."""
+        """Read the prompts, the slowest part of the start, before any engine is ready."""
         await self._read.get()
 
     def _prepare(self) -> None:
-        """Claim the run, read its config and build the rollout side."""
+        """Claim the run, read its config, and create the proxy, the scheduler and the evaluations."""
         self.writer = claim(self.context, "scheduler", self._address)
         self.config = self.context.config_under(self.writer.claim)
         self.feed = StoreFeed(self.context, self.channel)
@@ -130,7 +130,7 @@ class RolloutActor:
         tracking = self.config.tracking
         self._spans = open_spans(tracking.spans, tracking.spans_share, self.context.key, self.context.run_id, ROLLOUT)
         self.reward = RewardClient(self.patience)
-        # Each engine joins the proxy when the engine is ready, so that no engine waits for another.
+        # The proxy starts without engines, because each engine joins as soon as it is ready.
         self.proxy = InferenceProxy(
             [], self.config.engine.max_concurrent_requests, self.patience, self.config.rollout.routing
         )
@@ -178,9 +178,9 @@ class RolloutActor:
         return Evaluations(means, self.config.versions)
 
     async def run(self) -> None:
-        """Form every batch and follow every version; return when the last version was loaded and evaluated.
+        """Form all batches and evaluate versions; return once the last version was loaded and evaluated.
 
-        A second call, from a stage flow that replaced a dead flow, waits for the same work.
+        A second call, from a restarted flow, waits for the same work.
         """
         if self._running is None:
             self._running = asyncio.create_task(self._run())
@@ -200,11 +200,11 @@ class RolloutActor:
                 tasks.create_task(self.evaluations.run())
             await asyncio.gather(*self._notes)
             await asyncio.to_thread(self._spans.flush)
-        except BaseExceptionGroup as failed:  # the first line of the error must name the cause
+        except BaseExceptionGroup as failed:  # the error's first line must name the cause
             raise find_first_cause(failed) from None
 
     async def _schedule(self) -> None:
-        """Form batches until the last version is trained; after a voided batch, create a new scheduler from the log."""
+        """Form batches until the last version is trained; create a new scheduler after each voided batch."""
         while True:
             forming = asyncio.create_task(self.scheduler.run())
             try:
@@ -216,7 +216,7 @@ class RolloutActor:
             self.scheduler = await asyncio.to_thread(self._create_scheduler)
 
     async def _wait_trained(self, forming: asyncio.Task[None], voided: int) -> bool:
-        """Wait; return True when every version is trained, False when another batch was voided."""
+        """Wait until all versions are trained, then return True; return False as soon as another batch is voided."""
         while self.feed.newest < self.config.versions:
             if forming.done():
                 forming.result()
@@ -230,7 +230,7 @@ class RolloutActor:
         return True
 
     async def join(self, number: int) -> None:
-        """Let the started engine `number` replace a dead engine; return when the new engine serves requests."""
+        """Add the started engine `number`, which may replace a dead engine; return when it serves requests."""
         await self._prepared.wait()
         engine = RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number), keep_actor=True)
         present = self._own if number == EVALUATION else self.proxy.engines.get(number)
@@ -243,7 +243,7 @@ class RolloutActor:
             await self.proxy.join(number, engine)
 
     async def status(self) -> RolloutStatus:
-        """Return the status for the stage's flow and the live view, without waiting for storage."""
+        """Return the rollout actor's status without waiting for storage."""
         waits = self.context.store.waits
         if not self._prepared.is_set():
             attended = self._running is not None
@@ -255,7 +255,7 @@ class RolloutActor:
             )
         counts = self.counts
         lasted = max(time.monotonic() - self.began, 1e-9) if self.began else math.inf
-        idle = await self._measure_idle()  # `_measure_idle` also updates self._stats, which is used below
+        idle = await self._measure_idle()  # also updates `self._stats`
         status = RolloutStatus(
             waits_for=waits or ("" if self.feed.newest >= 0 else "the first policy version, from the train stage"),
             costs=[*self._cpu.read(), *(cost for stats in self._stats.values() for cost in stats.costs)],
@@ -287,7 +287,7 @@ class RolloutActor:
         return self._gauges.show(status)
 
     def _find_failed(self) -> dict[int, str]:
-        """Return the reasons why engines failed, keyed by engine number."""
+        """Return why each failed engine failed, keyed by the engine's number."""
         failed = dict(self.proxy.failed)
         try:
             if self._own is not None:
@@ -311,12 +311,12 @@ class RolloutActor:
         note.add_done_callback(self._notes.discard)
 
     def _store_update(self, update: Update) -> None:
-        with contextlib.suppress(Unreachable, StoreFailed):  # the run does not depend on this record
+        with contextlib.suppress(Unreachable, StoreFailed):  # the run does not need this record
             store_update(self.context.store, update)
 
     @contextlib.asynccontextmanager
     async def _borrow_own_engine(self) -> AsyncIterator[Engine]:
-        """Wait until the separate engine for evaluations, which the stage's flow starts, is alive, and yield it."""
+        """Wait until the separate engine for evaluations is alive, and yield this engine."""
         while self._own is None or EVALUATION in self._find_failed():
             self._evaluating.clear()
             await self._evaluating.wait()
@@ -334,16 +334,16 @@ class RolloutActor:
             store_evaluation(self.context.store, found)
 
     async def _commit(self, staged: StagedBatch) -> None:
-        """Commit a batch to storage, then hand it to the learner."""
-        # The commit is shielded from cancellation, because a new scheduler must see a commit that is being written.
+        """Commit a batch to storage, then put the batch into the channel for the learner."""
+        # A commit that has begun is not cancelled, because a new scheduler must find it in the log.
         self._committing = asyncio.ensure_future(asyncio.to_thread(self.context.batches.commit, self.writer, staged))
         entry, payload = await asyncio.shield(self._committing)
         await self._hand_over(staged.number, payload, entry.n)
 
     async def _hand_over(self, number: int, payload: Path | pa.Buffer, entry: int) -> None:
-        """Put a batch into the channel; wait at most `patience` seconds for room.
+        """Put a batch into the channel; wait at most `patience` seconds until the channel has a free place.
 
-        Time in which storage does not answer does not count as waiting.
+        Time in which storage does not answer does not count towards `patience`.
         """
         waited, why = 0.0, ""
         while waited < self.patience:
@@ -351,14 +351,14 @@ class RolloutActor:
                 return await self.channel.put(number, payload, PUT_SECONDS, entry)
             except (TimeoutError, Unreachable) as error:
                 why = str(error)
-            await asyncio.to_thread(self.feed.ask)  # this call returns once storage answers
+            await asyncio.to_thread(self.feed.ask)  # returns once storage answers
             waited += PUT_SECONDS
         raise Unreachable(
             f"the learner took no batch for {self.patience:g} s (rollout.patience_seconds); the last try: {why}"
         )
 
     async def _measure_idle(self) -> float:
-        """Compute the share of time since generation began in which the engines were idle."""
+        """Compute for which share of the time since generation began the engines were idle."""
         if self.began is None:
             return 0.0
         engines = {number: engine for number, engine in self.proxy.engines.items() if isinstance(engine, RayEngine)}
@@ -375,6 +375,6 @@ class RolloutActor:
         )
 
     def _measure_prefix_hits(self) -> float:
-        """Compute the share of prompt tokens that the engines found in their prefix cache."""
+        """Compute which share of the prompt tokens the engines found in their prefix caches."""
         asked = sum(stats.prompt_tokens for stats in self._stats.values())
         return sum(stats.cached for stats in self._stats.values()) / max(asked, 1)

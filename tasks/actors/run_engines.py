@@ -1,4 +1,4 @@
-"""The engine actors of a run: their names, and how an engine's actor is started."""
+"""Names and starts the engine actors of a run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.run.context import RunContext
 
-EVALUATION = -1  # number of the separate engine for evaluations, if the run has such an engine
+EVALUATION = -1  # number of the separate engine for evaluations
 
 
 def start_engine(context: RunContext, number: int, gpus: float) -> Any:
-    """Start (or find) one of the run's engine actors, with its share of the cluster's GPUs."""
+    """Start the run's engine actor `number` with `gpus` GPUs, or find the running one."""
     config, engine = context.config, context.config.engine
     if number == EVALUATION:
         engine = context.evaluation_engine(on_cpu=not gpus)
@@ -34,7 +34,7 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
 
 
 def build_run_engine(context: RunContext, engine: EngineConfig) -> Engine:
-    """Build an engine of the run on this node, without starting it."""
+    """Build an engine of the run on this node; the engine is not started."""
     dtype, seeded = context.config.policy.dtype, context.config.rollout.leaves_behind
     told_as = context.run_id if collects_metrics() else ""
     return build_engine(engine, context.policy_folder, dtype=dtype, seeded=seeded, told_as=told_as)

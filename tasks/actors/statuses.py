@@ -1,10 +1,10 @@
-"""The statuses of a run's actors: one frozen type per actor, read by its stage's flow and by the supervisor.
+"""The statuses of a run's actors, with one frozen type per actor, for the stages' flows and the supervisor.
 
-`progress` serves to detect a hang: an actor whose `progress` stays the same for too long is stuck. `progress` has
-exactly the fields that change only when work was done. `TICKING` names all other fields. A test checks that each field
-is either in `progress` or in `TICKING`.
+An actor whose `progress` stays the same for too long is considered stuck. `progress` has those fields of a status that
+change only when work was done. `TICKING` names the fields of a status that are not in `progress`. A test checks that
+each field of a status is either in `progress` or in `TICKING`.
 
-This module imports neither Ray nor torch, so that a process that only reads a status starts quickly.
+This module imports neither Ray nor torch, so that a process that only reads statuses starts quickly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import ClassVar
 from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
-WORTH_SAYING = 0.02  # smallest share (0 to 1) that a status line mentions
+WORTH_SAYING = 0.02  # smallest share (0 to 1) that a status line reports
 
 
 class LearnerPhase(Enum):
@@ -35,9 +35,9 @@ class LearnerPhase(Enum):
 class ActorStatus(ABC):
     """The common fields of all statuses.
 
-    `waits_for`: the actor that this actor waits for by design, or ""; `costs`: CPU seconds so far; `idle`: share of the
-    time (0 to 1) without work; `warned`: newest warnings of the actor's process; `attended`: True if the stage's flow
-    has found the actor and watches over it.
+    `waits_for` says what the actor waits for by design, or "". `costs` are the CPU seconds used so far. `idle` is the
+    share of the time (0 to 1) without work. `warned` has the newest warnings of the actor's process. `attended` is True
+    if the stage's flow watches the actor.
     """
 
     waits_for: str = ""
@@ -46,18 +46,18 @@ class ActorStatus(ABC):
     warned: Sequence[ActorWarning] = ()
     attended: bool = field(default=True, kw_only=True)
 
-    # The fields that may change without work. `waits_for` is no progress, because an actor may wait by design.
+    # names of the fields that may change although the actor does no work
     TICKING: ClassVar[frozenset[str]] = frozenset({"waits_for", "costs", "idle", "warned", "attended"})
 
     @property
     @abstractmethod
     def progress(self) -> Mapping[str, object]:
-        """The values that change only when work was done."""
+        """The fields that change only when the actor did work, by name."""
 
     @property
     @abstractmethod
     def made(self) -> float:
-        """Amount of work done; a restarted actor has resumed once its amount of work has grown."""
+        """Amount of work that the actor has done; once it grows, a restarted actor counts as recovered."""
 
     @property
     @abstractmethod
@@ -67,14 +67,15 @@ class ActorStatus(ABC):
 
 @dataclass(frozen=True, slots=True)
 class RolloutStatus(ActorStatus):
-    """The status of the rollout actor; the defaults are those of an actor that has not read the run's state.
+    """The status of the rollout actor; the defaults describe an actor that has not read the run's state yet.
 
-    Groups are `running` or `buffered` (scored, but in no batch); `waiting` counts batches ahead of the learner.
-    `trajectories` and `tokens` count what this actor has made; `discards` and `filtered` count groups by reason. `held`
-    is the share of the time in which engines had free slots but alpha let no group start. `waited` is the share of the
-    time in which a full batch waited for a slow group. `dropped` is the share of tokens that belonged to groups that
-    were too slow. `prefix_hits` is the share of prompt tokens that engines found in their prefix cache. `failed` maps
-    an engine's number to the reason of the engine's failure.
+    `running` groups have unfinished responses, and `buffered` groups are scored but in no batch. `waiting` counts the
+    batches that the learner has not trained on. `trajectories` and `tokens` count what this actor has generated.
+    `discards` and `filtered` count groups by reason. `held` is the share of the time in which engines had free slots,
+    but `async_ratio` allowed no new group. `waited` is the share of the time in which the learner was idle while a full
+    batch waited for a slow group. `dropped` is the share of generated tokens in groups that were discarded as too slow
+    or not needed. `prefix_hits` is the share of prompt tokens that engines found in their prefix cache. `failed` maps
+    the number of each failed engine to the reason of the failure.
     """
 
     version: int = -1
@@ -101,7 +102,7 @@ class RolloutStatus(ActorStatus):
 
     @property
     def progress(self) -> Mapping[str, object]:
-        """The values that change only when work was done."""
+        """The fields that change only when the actor did work, by name."""
         return {
             "version": self.version,
             "batch": self.batch,
@@ -140,10 +141,12 @@ class RolloutStatus(ActorStatus):
 
 @dataclass(frozen=True, slots=True)
 class LearnerStatus(ActorStatus):
-    """The status of the learner. `version`: the version in its tensors (-1: none); `trained`: versions it trained.
+    """The status of the learner.
 
-    `steps` counts steps of work on the way to a version: checks of a cold start, replayed versions, batches formed
-    again. `restored_from` and `replayed` record how the learner started. `note` describes the other fields in words.
+    `version` is the learner's newest committed version, or -1. `trained` counts the versions that this actor has
+    trained. `steps` counts steps of work between versions, such as accuracy checks of a cold start and replayed
+    versions. `restored_from` is the version that the learner loaded at its start, and `replayed` the number of versions
+    replayed after it. `note` describes in words what the learner is doing.
     """
 
     phase: LearnerPhase = LearnerPhase.STARTING
@@ -154,11 +157,11 @@ class LearnerStatus(ActorStatus):
     restored_from: int = -1
     replayed: int = 0
 
-    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"note"}  # `note` changes with other fields
+    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"note"}  # `note` may change without work
 
     @property
     def progress(self) -> Mapping[str, object]:
-        """The values that change only when work was done."""
+        """The fields that change only when the actor did work, by name."""
         return {
             "phase": self.phase.value,
             "version": self.version,
@@ -181,14 +184,14 @@ class LearnerStatus(ActorStatus):
 
 @dataclass(frozen=True, slots=True)
 class RewardStatus(ActorStatus):
-    """The status of the reward actor: `scored` counts scored responses, `timeouts` those without a score in time."""
+    """The status of the reward actor; `timeouts` counts responses whose scoring took too long."""
 
     scored: int = 0
     timeouts: int = 0
 
     @property
     def progress(self) -> Mapping[str, object]:
-        """The values that change only when work was done."""
+        """The fields that change only when the actor did work, by name."""
         return {"scored": self.scored, "timeouts": self.timeouts}
 
     @property

@@ -1,4 +1,4 @@
-"""The policy versions of a run as the rollout actor sees them: from the run's log, with news from the channel."""
+"""Reads a run's new policy versions from its log, for the rollout actor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rollflow.tasks.actors.channel import RayChannel
 from rollflow.tasks.rollout.proxy import WeightsProbe
 from rollflow.tasks.run.context import RunContext
 
-NEWS_SECONDS = 2.0  # longest wait for the channel to announce a version; then storage is read
+NEWS_SECONDS = 2.0  # longest wait for the channel to announce a version
 
 
 class StoreFeed:
-    """Implements `VersionFeed` from the run's log; the channel only signals when to read the log."""
+    """Implements `VersionFeed` with the run's log; the channel only signals when to read the log."""
 
     def __init__(self, context: RunContext, channel: RayChannel) -> None:
         self._context, self._channel = context, channel
@@ -28,21 +28,21 @@ class StoreFeed:
         return self.newest
 
     async def newer(self, version: int) -> int:
-        """Wait for a newer version, as `VersionFeed` does."""
+        """Wait for a version above `version`; implements `VersionFeed.newer`."""
         while True:
-            with contextlib.suppress(Unreachable):  # storage is read even while the channel is being restarted
+            with contextlib.suppress(Unreachable):  # the channel may be restarting
                 await self._channel.wait_version(version, NEWS_SECONDS)
             newest = await asyncio.to_thread(self.ask)
             if newest > version:
                 return newest
 
     async def fetch_kept(self, version: int) -> tuple[RunContext, WeightsProbe]:
-        """Fetch a version as `fetch` does, or raise `Missing` if its weights were pruned."""
+        """Return what `fetch` returns, or raise `Missing` if the version's weights were pruned."""
         found = await asyncio.to_thread(self._policies.find, version)
         await asyncio.to_thread(self._policies.check_kept, found)
         return await self.fetch(version)
 
     async def fetch(self, version: int) -> tuple[RunContext, WeightsProbe]:
-        """Return the version's context and probe; each engine fetches the weights on its own node."""
+        """Return the run's context, from which engines fetch the weights, and the version's probe."""
         found = await asyncio.to_thread(self._policies.find, version)
         return self._context, WeightsProbe(self._tokens, found.probe, self._context.config.probe_tolerance)

@@ -1,10 +1,10 @@
-"""The wire format of requests and generations between processes: a few flat columns for a whole batch.
+"""The wire format of requests and generations between processes, with a few flat columns for a whole batch.
 
-Unpacking a packed batch gives equal values, bit for bit. Pickling a batch object by object costs several times as much
-CPU time in both processes, which share the machine with the engine. No function of this module handles single tokens. A
-packed batch consists only of tuples, lists and bytes, because a dataclass takes ten times as long to pickle.
+Packing and unpacking a batch preserves all values exactly. Pickling a batch object by object would cost several times
+as much CPU time in both processes. No function of this module processes tokens one by one. A packed batch consists only
+of tuples, lists and bytes, because a dataclass takes ten times as long to pickle.
 
-Notation: N requests, generations or partial responses, with T tokens in all.
+Notation: N is the number of requests, generations or partial responses; T is the number of their tokens.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 
 ENDINGS = tuple(StopReason)
 
-# ids_N, tokens_T (int32), logprobs_T (float32), versions_T (int32), lengths_N
+# columns: ids_N, tokens_T (int32), logprobs_T (float32), versions_T (int32), lengths_N
 PackedPartials: TypeAlias = tuple[list[str], bytes, bytes, bytes, list[int]]
 Settings: TypeAlias = tuple[int, float, int | None, tuple[str, ...]]  # max_new_tokens, temperature, seed, stop
-PackedParts: TypeAlias = list[tuple[int, str, str, int]]  # (position, kind, sha256, length) of each foreign part
-# ids_N, flat prompts_T (int32), lengths_N, settings_N, prefixes of the few requests with a prefix, parts of the few
-# requests with foreign parts
+PackedParts: TypeAlias = list[tuple[int, str, str, int]]  # (position, kind, sha256, length) of each part that is not text
+# columns: ids_N, prompts_T (int32), lengths_N, settings_N; then the prefixes and foreign parts of requests with any
 PackedRequests: TypeAlias = tuple[list[str], bytes, list[int], list[Settings], PackedPartials, dict[str, PackedParts]]
-# tokens of each generation, index into ENDINGS_N, cached_N
+# tokens of the generations, index of each generation's ending in `ENDINGS`, cached_N
 PackedGenerations: TypeAlias = tuple[PackedPartials, bytes, list[int]]
-# the result of `collect`: finished generations, failed requests, new tokens of running requests
+# result of `EngineActor.collect`: finished generations, failed requests, new tokens of running requests
 Collected: TypeAlias = tuple[PackedGenerations, list[tuple[str, Exception]], PackedPartials]
 
 
