@@ -375,7 +375,7 @@ class LearnerActor:
             self._prune()
 
     def _prune(self) -> None:
-        """Delete stored objects that are no longer retained; the next call or `rollflow gc` retries a failed deletion."""
+        """Delete stored objects that are no longer retained; the next call retries a failed deletion."""
         with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
             self.policies.prune(self.writer)
 

@@ -23,7 +23,7 @@ ENDINGS = tuple(StopReason)
 # columns: ids_N, tokens_T (int32), logprobs_T (float32), versions_T (int32), lengths_N
 PackedPartials: TypeAlias = tuple[list[str], bytes, bytes, bytes, list[int]]
 Settings: TypeAlias = tuple[int, float, int | None, tuple[str, ...]]  # max_new_tokens, temperature, seed, stop
-PackedParts: TypeAlias = list[tuple[int, str, str, int]]  # (position, kind, sha256, length) of each part that is not text
+PackedParts: TypeAlias = list[tuple[int, str, str, int]]  # (position, kind, sha256, length) of each non-text part
 # columns: ids_N, prompts_T (int32), lengths_N, settings_N; then the prefixes and foreign parts of requests with any
 PackedRequests: TypeAlias = tuple[list[str], bytes, list[int], list[Settings], PackedPartials, dict[str, PackedParts]]
 # tokens of the generations, index of each generation's ending in `ENDINGS`, cached_N
