@@ -1,1 +1,3 @@
-"""Flows decide: Prefect flows, the run's config, the cluster and the command line."""
+"""Contains the parts of rollflow that decide what happens: Prefect flows, the run's config, the cluster and the command
+line.
+"""

@@ -1,4 +1,4 @@
-"""Describes the allowed values of a key in words: the key's choices, or its type and bounds. Values are written as
+"""Describes the allowed values of a config key in words: its choices, or its type and bounds. Values are written as
 TOML.
 """
 
@@ -16,9 +16,7 @@ BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def describe_allowed(info: FieldInfo) -> str:
-    """Describe the allowed values of a key: `"adamw" or "sgd"`; `whole number above 0`; `number at least 0, below
-    1`.
-    """
+    """Return a description of a key's allowed values, such as `"adamw" or "sgd"` or `whole number above 0`."""
     bounds = (
         f"{words} {getattr(rule, name):g}"
         for rule in info.metadata
@@ -29,7 +27,7 @@ def describe_allowed(info: FieldInfo) -> str:
 
 
 def default_of(info: FieldInfo) -> str:
-    """Return a key's default as TOML; `unset` if the key has no default."""
+    """Return a key's default as TOML, or "unset" if the key has no default."""
     value = info.get_default(call_default_factory=True)
     return UNSET if value is None else json.dumps(_plain(value), ensure_ascii=False)
 

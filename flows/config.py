@@ -1,6 +1,6 @@
-"""Reads a recipe (one TOML file, one run) into the typed config tree of `tasks/run/config.py`.
+"""Reads a recipe (a TOML file that describes one run) into the typed config tree of `tasks/run/config.py`.
 
-Imports pydantic only. Every error is one sentence with the key, the value and the fix.
+Imports pydantic only. Every error message is one sentence with the key, the value and the fix.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollflow.tasks.runtime.sections import Section
 if TYPE_CHECKING:
     from rollflow.tasks.simulation.hardware import Hardware
 
-# pydantic's errors in the words of JSON schema, which the form of the Prefect UI uses.
+# types of pydantic errors -> text in the style of JSON schema, which the form of the Prefect UI uses
 WORDS = {
     "greater_than": "less than or equal to the minimum of {gt}",
     "greater_than_equal": "less than the minimum of {ge}",
@@ -48,8 +48,8 @@ SHIPPED_HARDWARE = Path(__file__).parent / "hardware"
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe, apply `key.path=value` overrides, check the result; see `recipe_paths` for relative paths in a
-    recipe.
+    """Read a recipe, apply the overrides (`key.path=value`), and check the resulting config. `recipe_paths` defines the
+    meaning of relative paths in a recipe.
 
     Raises:
         ConfigError: one sentence for each key that the user must change.
@@ -68,13 +68,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _is_within(key: str, sections: Iterable[str]) -> bool:
-    """Return whether a dotted key names one of these sections, or a key within one."""
+    """Return whether a dotted key is one of these sections, or lies within one of them."""
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
 def override_config(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunConfig:
-    """Apply `key.path=value` overrides to a recorded config and check the result; raise `ConfigError` as `load_recipe`
-    does.
+    """Apply the overrides (`key.path=value`) to a run's recorded config and check the result; raise `ConfigError` for
+    errors.
     """
     given = _without_nulls(tree)
     recorded = path_values(given)
@@ -85,20 +85,20 @@ def override_config(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunCon
 
 
 def _without_nulls(tree: Any) -> Any:
-    """Return the tree without unset keys, so that the keys of an absent section may be given one by one."""
+    """Return a config tree without its null values, so that the keys of an unset section can be set one by one."""
     if isinstance(tree, Mapping):
         return {name: _without_nulls(value) for name, value in tree.items() if value is not None}
     return [_without_nulls(item) for item in tree] if isinstance(tree, list) else tree
 
 
 def check_new_run(config: RunConfig, recorded: RunConfig | None = None) -> None:
-    """Reject values that `parse_config` accepts for the sake of recorded runs, but that no new run may have.
+    """Reject values that `parse_config` accepts only because old runs were recorded with them.
 
     Args:
-        recorded: the config of the run that `config` changes; old values of `recorded` are accepted.
+        recorded: the recorded config of a run that is being changed; values that it already has are accepted.
 
     Raises:
-        ConfigError: one sentence that says what the user must change.
+        ConfigError: a value is not allowed in a new run.
     """
     known = list(_faults(recorded)) if recorded else []
     for fault in _faults(config):
@@ -135,7 +135,7 @@ def _check_temperature(config: RunConfig, key: str, temperature: float, engine: 
 
 
 def load_hardware(path: Path) -> Hardware:
-    """Read and check a hardware file, or the shipped file of that name.
+    """Read and check a hardware file; `path` may be the name of a hardware file that rollflow ships.
 
     Raises:
         ConfigError: one sentence for each key that the user must change.
@@ -151,24 +151,26 @@ def load_hardware(path: Path) -> Hardware:
 
 
 def hardware_file(path: Path) -> Path:
-    """Return the path of a hardware file: `path` itself, or the shipped file of that name."""
+    """Return the path of a hardware file: `path` itself, or the file that rollflow ships under this name."""
     shipped = SHIPPED_HARDWARE / f"{path.name}.toml"
     return shipped if len(path.parts) == 1 and not path.suffix and shipped.exists() else path
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """Read a TOML file that a user wrote; `what` names the kind of file in error messages."""
+    """Read a user's TOML file; `what` is the kind of file, for error messages."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte-order mark
+        # "utf-8-sig", because some editors write a byte-order mark
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         fix = "give the path of a TOML file"
         raise ConfigError(f"{what} {str(path)!r} cannot be read ({error.strerror}); {fix}") from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or a number or a nesting that is too long
+    # the file is not UTF-8 or not TOML, or has a too long number or too deep nesting
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{what} {str(path)!r} is not valid TOML: {error}; correct that line") from None
 
 
 def parse_config(tree: Mapping[str, Any]) -> RunConfig:
-    """Return the typed config tree; raise `ConfigError` for an invalid tree."""
+    """Return a config tree as a checked `RunConfig`; raise `ConfigError` if it is invalid."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -176,7 +178,7 @@ def parse_config(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
-    """Apply one `key.path=value`; the value is TOML, or else a bare string."""
+    """Apply one override (`key.path=value`) to a config tree; a value that is not TOML is a string."""
     key, sep, text = override.partition("=")
     if not sep or not key:
         raise ConfigError(f"--set {override!r} is not of the form key=value, e.g. --set train.learning_rate=1e-4")
@@ -200,9 +202,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: object) -> None:
-    """Remove the old kind's keys from a section that gets another kind; another preset removes all keys of the
-    section.
-    """
+    """Remove the keys that do not fit the new kind of a section; a new preset removes all keys of the section."""
     choices = _choices(parents)
     for chosen in (choice for choice in choices if key == "kind" and kind in list_kinds(choice)):
         if len(list_kinds(chosen)) > 1:
@@ -212,7 +212,7 @@ def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: objec
 
 
 def _choices(path: Iterable[str]) -> list[type[Section]]:
-    """Return the sections that are allowed at a place of the tree."""
+    """Return the section types that a recipe may have at this path of keys."""
     found: list[type[Section]] = [RunConfig]
     for name in path:
         fields = [section.model_fields[name] for section in found if name in section.model_fields]
@@ -231,17 +231,20 @@ def _toml_value(text: str) -> Any:
         read = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    return read["value"] if len(read) == 1 else text  # `read` has more than one key if the text has a second line
+    # a text of several lines may define several keys, and is then a plain string
+    return read["value"] if len(read) == 1 else text
 
 
 def describe_errors(
     error: ValidationError, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None
 ) -> str:
-    """Describe every error of a tree, with one sentence for each key. Errors that concern the whole tree come last."""
+    """Return the errors of a config tree as text, one sentence for each key. Errors that concern several keys come
+    last.
+    """
     by_key: dict[str, str] = {}
     for details in (*error.errors(), *_errors_behind(section, tree or {})):
         text = describe_error(details, section, tree)
-        # pydantic reports one error for each type that the value may have
+        # pydantic reports an error for each type that a value may have; keep the first
         by_key.setdefault(text.partition(" = ")[0], text)
     if len(by_key) == 1:
         return next(iter(by_key.values()))
@@ -249,7 +252,7 @@ def describe_errors(
 
 
 def _errors_behind(section: type[Section], tree: Mapping[str, Any]) -> list[ErrorDetails]:
-    """Find the other errors of a tree that is rejected because some of its keys have earlier names."""
+    """Return the further errors of a config tree that was rejected because of renamed keys."""
     renamed = section.renames.apply(tree)
     if renamed == tree:
         return []
@@ -263,7 +266,7 @@ def _errors_behind(section: type[Section], tree: Mapping[str, Any]) -> list[Erro
 def describe_error(
     error: ErrorDetails, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None
 ) -> str:
-    """Describe one pydantic error of `section` in one sentence: the key, the value, the fix."""
+    """Return a sentence that describes one pydantic error: the key, the value and the fix."""
     if error["type"] == "rollflow":
         return error["msg"]
     key = _key(error["loc"], section)
@@ -291,7 +294,9 @@ def describe_error(
 
 
 def _key(place: Iterable[int | str], section: type[Section]) -> str:
-    """Return the dotted key of an error's place; pydantic puts the kind of a section after the section's key."""
+    """Return the dotted key where pydantic found an error, without the section kinds that pydantic inserts into the
+    path.
+    """
     parts, here, entered = list[str](), [section], False
     for part in place:
         if entered and (chosen := [one for one in here if part in list_kinds(one)]):
@@ -305,22 +310,20 @@ def _key(place: Iterable[int | str], section: type[Section]) -> str:
 
 
 def _in_words(limit: object) -> str:
-    """Return a bound, or the allowed values, in the form of JSON schema."""
+    """Return a bound, or a list of allowed values, as JSON schema writes it."""
     whole = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
     return str(whole).replace(" or ", ", ")
 
 
 def _suggest_key(key: str, given: object, section: type[Section], tree: Mapping[str, Any]) -> str:
-    """Suggest the key that was probably meant: a section for a table, a plain key for a value."""
+    """Return a hint for an unknown key: the known key that was probably meant, of the same shape as the given value."""
     known = [name for name, info in _usable_keys(section, tree) if _accepts(info, given)]
     close = _find_by_initials(key, known) or _find_similar(key, known)
     return f"; did you mean {close[0]}?" if close else f"; remove the key; {section.keys_page} lists all keys"
 
 
 def _find_similar(key: str, known: Iterable[str]) -> list[str]:
-    """Return the keys that resemble a key in their last word or in the whole path; keys of the
-    same section come first.
-    """
+    """Return the known keys that resemble a key as a whole or in the last word, keys of the same section first."""
     import difflib
 
     def likeness(one: str, other: str) -> float:
@@ -332,14 +335,15 @@ def _find_similar(key: str, known: Iterable[str]) -> list[str]:
         where, _, name = one.rpartition(".")
         whole, last = likeness(key, one), likeness(word, name)
         beside = where == place
-        elsewhere = last >= 0.75 or (whole >= 0.8 and key.startswith(where))  # `train.lora_r` means `train.lora.rank`
+        # for example, `train.lora_r` resembles `train.lora.rank`
+        elsewhere = last >= 0.75 or (whole >= 0.8 and key.startswith(where))
         if whole >= 0.6 and (last >= 0.6 if beside else elsewhere):
             close.append((beside, whole, one))
     return [one for *_, one in sorted(close, reverse=True)]
 
 
 def _accepts(info: FieldInfo, given: object) -> bool:
-    """Return whether a field has the same shape as a given value: a table, a list of tables, or a value."""
+    """Return whether a field has the shape of a given value: a table, a list of tables, or a plain value."""
     sections = any(True for _ in sections_of(info.annotation))
     if isinstance(given, Mapping):
         return (sections and not _is_list(info)) or get_origin(info.annotation) is dict
@@ -353,8 +357,8 @@ def _is_list(info: FieldInfo) -> bool:
 
 
 def _usable_keys(section: type[Section], tree: object, prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
-    """Yield the keys that a tree may have; for a field with several kinds of section, those are the keys of the kind in
-    use.
+    """Yield the keys that a config tree may have; where a section has several kinds, use the kind that the tree
+    chooses.
     """
     for name, info in section.model_fields.items():
         yield prefix + name, info
@@ -369,7 +373,9 @@ def _usable_keys(section: type[Section], tree: object, prefix: str = "") -> Iter
 
 
 def _sections_in_use(info: FieldInfo, given: object) -> list[type[Section]]:
-    """Return a field's section in use: the one of the given kind, or the default; all sections if neither decides."""
+    """Return the section types that a field has in a config tree: that of the given or default kind, or all if there is
+    neither.
+    """
     sections = list(sections_of(info.annotation))
     kind = given.get("kind") if isinstance(given, Mapping) else None
     kind = kind if kind is not None else getattr(info.default, "kind", None)
@@ -377,7 +383,7 @@ def _sections_in_use(info: FieldInfo, given: object) -> list[type[Section]]:
 
 
 def _find_by_initials(key: str, known: Iterable[str]) -> list[str]:
-    """Return the keys whose words have these initials: `train.lr` is `train.learning_rate`."""
+    """Return the keys whose words have these initials: for `train.lr`, `train.learning_rate`."""
     place, _, name = key.rpartition(".")
     below = ((one, one.rpartition(".")) for one in known)
     return [

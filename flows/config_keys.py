@@ -1,4 +1,4 @@
-"""Lists the keys of a recipe: names, defaults, allowed values and meanings, from the config's types."""
+"""Lists the keys of a recipe, with their defaults, allowed values and meanings, from the config's types."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rollflow.tasks.runtime.sections import Section
 
 
 def list_kinds(section: type[Section]) -> tuple[object, ...]:
-    """Return the kinds or presets of a section; an empty tuple if the section has only one form."""
+    """Return the kinds or presets of a section, or an empty tuple if the section has neither."""
     field = section.model_fields.get("kind")
     return get_args(field.annotation) if field else ()
 
 
 def describe_keys(section: type[Section] = RunConfig) -> list[str]:
-    """Return one line per key: the key's name, default, allowed values and meaning."""
+    """Return a line for each key: its name, default, allowed values and meaning."""
     lines = []
     for one in key_values(section):
         value = "" if one["required"] else f" = {one['default']}"
@@ -28,7 +28,7 @@ def describe_keys(section: type[Section] = RunConfig) -> list[str]:
 
 
 def key_values(section: type[Section] = RunConfig) -> list[dict[str, Any]]:
-    """Return every key with the key's default, allowed values and meaning; defaults are written as TOML."""
+    """Return each key with its default, allowed values and meaning; defaults are written as TOML."""
     return [
         {
             "key": name,
@@ -43,7 +43,7 @@ def key_values(section: type[Section] = RunConfig) -> list[dict[str, Any]]:
 
 
 def list_keys(section: type[Section]) -> Iterable[str]:
-    """Return all dotted keys below a section, including those of every choice of a union."""
+    """Return all dotted keys below a section, including the keys of all kinds of section."""
     return (name for name, _ in list_fields(section))
 
 
@@ -55,7 +55,7 @@ def list_fields(section: type[Section], prefix: str = "") -> Iterable[tuple[str,
 
 
 def sections_of(annotation: Any) -> Iterable[type[Section]]:
-    """Yield the sections that a field of this type can hold, such as one for each kind of engine."""
+    """Yield the section types that a field of this type may have, such as one for each kind of engine."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for part in get_args(annotation):

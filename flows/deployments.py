@@ -1,11 +1,13 @@
-"""The runner: serves the flows as Prefect deployments, so that runs can be started from the UI or a schedule.
+"""Runs the Prefect runner: serves the flows as deployments, so that runs can be started from the UI or by a schedule.
 
 `python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves until it is stopped. The runner polls
-every second, because a run's stages should not wait for Prefect's default of ten. A session such as `rollflow run`
-watches the runner. Without a session, automations watch the runs: see `registration/automations.py`.
+Prefect every second, because with Prefect's default (ten seconds) a run's stages would start late. A command such as
+`rollflow run` watches its runner and restarts crashed runs. A runner without such a command uses Prefect automations:
+see `registration/automations.py`.
 
-A session of one run serves the six flows under the run's key. `rollflow serve` serves the flows under the name
-"rollflow", and serves `post-training` once more for each recipe: the shipped recipes, and those of `rollflow deploy`.
+The runner of `rollflow run` serves six flows, under the run's key as the name. The runner of `rollflow serve` serves
+the flows under the name "rollflow", and `post-training` once more for each recipe that rollflow ships or that `rollflow
+deploy` has added.
 """
 
 from __future__ import annotations
@@ -49,14 +51,14 @@ from rollflow.storage.errors import ConfigError, Unreachable
 
 POLL_SECONDS = 1
 BEGIN_SECONDS = 0.05
-LOOK_SECONDS = 2.0  # interval between two looks for new recipes
-# largest number of flow runs at a time; one training run has four flow runs, and Prefect's default limit is 5
+LOOK_SECONDS = 2.0  # seconds between checks for newly deployed recipes
+# largest number of flow runs at the same time: a training run has four, and Prefect's default is 5
 LIMIT = 40
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 
 def list_deployments(name: str | None = None) -> list[DeploymentOffer]:
-    """List the six flows, under the permanent name `name` or under this runner's own."""
+    """Return the deployments of the six flows, under the name `name` or under this runner's name."""
     session = name is None and runner_deployment() != SERVED
     tags = (INTERNAL, OF_SESSION, home_tag(run_home())) if session else (INTERNAL,)
     name = name or runner_deployment()
@@ -66,7 +68,7 @@ def list_deployments(name: str | None = None) -> list[DeploymentOffer]:
 
 
 def offer_recipe(recipe: ServedRecipe) -> DeploymentOffer:
-    """Return the deployment of `post-training` with a recipe as its defaults."""
+    """Return the deployment of `post-training` that has this recipe as its default parameters."""
     text = f"{recipe.about}\n\nThe recipe: `{recipe.file}`".strip()
     return DeploymentOffer(
         post_training, recipe.config.name, {"config": form_values(recipe.config)}, text, (RECIPE,), hidden=("storage",)
@@ -74,7 +76,7 @@ def offer_recipe(recipe: ServedRecipe) -> DeploymentOffer:
 
 
 def offer_nightly(plan: Nightly) -> DeploymentOffer:
-    """Return the deployment of a nightly file: with the file's schedule, and a limit of one flow run at a time."""
+    """Return the deployment of a nightly file, with the file's schedule and at most one flow run at a time."""
     parameters, text = (
         {"plan": plan.model_dump(mode="json", exclude_none=True)},
         (nightly.__doc__ or "").partition("\n")[0],
@@ -84,7 +86,7 @@ def offer_nightly(plan: Nightly) -> DeploymentOffer:
 
 
 def offer_recipes() -> list[DeploymentOffer]:
-    """Return a deployment for each recipe and nightly file of this home; invalid files are reported and skipped."""
+    """Return the deployments of all served recipes and nightly files; report invalid files and skip them."""
 
     def tell(error: object) -> None:
         print(f"This recipe is not served: {error}", file=sys.stderr, flush=True)
@@ -99,9 +101,10 @@ def offer_recipes() -> list[DeploymentOffer]:
 
 
 def build_runner(heartbeat_seconds: int | None) -> Runner:
-    """Build the Prefect runner, which works in a folder of the run home.
+    """Build the Prefect runner, with its working folder in the run home.
 
-    Prefect's own folder is /tmp/runner_storage, which only the first user of a runner on this machine may write to.
+    Prefect's default working folder, /tmp/runner_storage, is writable only for the user who first started a runner on
+    this machine.
     """
     runner = Runner(
         name="rollflow",
@@ -117,7 +120,7 @@ def build_runner(heartbeat_seconds: int | None) -> Runner:
 async def serve(
     made: Iterable[DeploymentOffer], ready: Path | None, *, automations: bool, recipes: bool = False
 ) -> None:
-    """Register the deployments and execute their flow runs."""
+    """Register the deployments with Prefect, and execute their flow runs until this process is stopped."""
     runner = build_runner(HEARTBEAT_SECONDS if automations else None)
     ids: dict[str, UUID] = {}
 
@@ -140,9 +143,7 @@ async def serve(
 
 
 async def _follow_recipes(add: Any) -> None:
-    """Serve the recipes that `rollflow deploy` adds while this runner lives; after a failure, report it and try
-    again.
-    """
+    """Serve the recipes that `rollflow deploy` adds while this runner lives; report a failure and try again."""
     seen, reported = _modified_at(), ""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
@@ -174,7 +175,7 @@ def main() -> None:
     given = parser.parse_args()
     import_early()
     fork_flows(__spec__.name)
-    # The process's owner waits for the server, and ends this process if the server does not come up.
+    # This process waits until its owner has started the Prefect server.
     while given.begin and not given.begin.exists():
         time.sleep(BEGIN_SECONDS)
     recipes = runner_deployment() == SERVED

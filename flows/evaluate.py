@@ -1,4 +1,4 @@
-"""Evaluate one version of a run on its held-out prompts."""
+"""Evaluates one version of a run on the run's held-out prompts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
 
 
 def evaluate_version(context: RunContext, version: int, note: Callable[[], None] = lambda: None) -> Evaluation:
-    """Return the version's stored evaluation, or evaluate the version now and store the result; `note` is called while
-    the evaluation makes progress.
-    """
+    """Return the version's stored evaluation; if there is none, evaluate the version and store the result."""
     if stored := read_evaluation(context.store, version):
         return stored
     evaluation = asyncio.run(evaluate_now(context, version, note))
@@ -41,7 +39,7 @@ def evaluate_version(context: RunContext, version: int, note: Callable[[], None]
 
 
 async def evaluate_now(context: RunContext, version: int, note: Callable[[], None] = lambda: None) -> Evaluation:
-    """Load a version into a new engine and generate answers to the held-out prompts; see `evaluate_version`."""
+    """Evaluate a version: load it into a new engine, and generate and score answers to the held-out prompts."""
     config = context.config
     published = context.policies.find(version)
     try:
@@ -64,7 +62,7 @@ async def evaluate_now(context: RunContext, version: int, note: Callable[[], Non
 
 
 def build_evaluator(context: RunContext, scorer: Scorer, note: Callable[[], None]) -> Evaluator:
-    """Build the evaluator of the run's held-out prompts, scored by `scorer`; `note` is called after each prompt."""
+    """Build the evaluator for the run's held-out prompts; `note` is called after each scored answer."""
 
     async def score(request: ScoreRequest) -> Score:
         score = (await scorer.score([request]))[0]

@@ -1,8 +1,7 @@
-"""Exports a version as an ordinary Hugging Face folder, from the run's storage alone.
+"""Exports a version of a run as an ordinary Hugging Face folder; only the run's storage is read.
 
-The folder holds the trained policy: its weights are checked against the entry that published them, `config.json` names
-the dtype of the training, and `AutoTokenizer` gives the same tokens as in the run. The folder gets its name only when
-all its files are written.
+The folder contains the trained policy: its weights are checked against the hashes in the run's log, and `AutoTokenizer`
+gives the same tokens as in the run. The folder appears under its final name only after all its files are written.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from rollflow.tasks.policies.folder import COPIED
 from rollflow.tasks.policies.tokenizer import find_other_reading
 from rollflow.tasks.run.context import RunContext
 
-TEXTS = 64  # number of the run's prompts that other tools must tokenize as the run did
+TEXTS = 64  # number of prompts with which the exported tokenizer is compared with the run's tokenizer
 
 
 def export(context: RunContext, version: PolicyVersion, folder: Path) -> None:
-    """Write `version` to `folder`, which must be new or empty.
+    """Write a policy version to `folder`, which must be new or empty.
 
     Raises:
         ConfigError: the version's weights were deleted, or the folder cannot be written.
-        Corrupt: the weights differ from the published ones.
+        Corrupt: the stored weights differ from the published weights.
     """
     with _new_folder(folder.expanduser().absolute()) as temporary:
         _check_kept(context, version)
@@ -39,7 +38,7 @@ def export(context: RunContext, version: PolicyVersion, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `folder`, and rename it to `folder` if the block succeeds."""
+    """Yield a temporary folder next to `folder`, and rename it to `folder` if the `with` block succeeds."""
     temporary = None
     try:
         if folder.exists() and any(folder.iterdir()):
@@ -61,7 +60,9 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _check_kept(context: RunContext, version: PolicyVersion) -> None:
-    """Raise an error that lists the exportable versions, if the weights of this version were not kept."""
+    """Raise `ConfigError` if the weights of this version were deleted; the error lists the versions that can be
+    exported.
+    """
     stored = set(context.store.list("policies"))
     if _has_weights(stored, version):
         return
@@ -76,20 +77,18 @@ def _check_kept(context: RunContext, version: PolicyVersion) -> None:
 
 
 def _has_weights(stored: Set[str], version: PolicyVersion) -> bool:
-    """Return whether all weights of the version are among these objects."""
+    """Return whether `stored` contains all weight files of the version."""
     return all(one.path in stored for one in version.weights)
 
 
 def _read_policy_files(context: RunContext) -> dict[str, bytes]:
-    """Return all files of the policy but its weights."""
+    """Return the files of the policy folder by name, without the weights."""
     names = [path for path in context.store.list("policy") if Path(path).name in COPIED]
     return {Path(path).name: context.store.get(path) for path in names}
 
 
 def _read_prompts(context: RunContext) -> list[str]:
-    """Return some of the run's prompts; none if the prompts cannot be opened, because the exported weights do not
-    depend on prompts.
-    """
+    """Return the first `TEXTS` prompts of the run, or none if they cannot be read, since an export needs no prompts."""
     try:
         prompts = context.prompts()
         return [prompts.prompt(index).text for index in range(TEXTS)]

@@ -1,4 +1,4 @@
-"""Writes every key of a recipe and of a hardware file as one Markdown page, from the config models alone.
+"""Writes all keys of a recipe and of a hardware file as one Markdown page, from the config models alone.
 
 The page has one heading for each section and one row for each key. The page is `docs/configuration.md`; a test compares
 it with the models.
@@ -41,13 +41,11 @@ def keys_page() -> str:
 
 
 def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[str]:
-    """Yield a section's own keys as a table, then the sections below this section; `default` is the section's default
-    value.
-    """
+    """Yield the lines of a section: its own keys as a table, then the sections below it."""
     plain: list[tuple[str, FieldInfo]] = []
     nested: list[tuple[str, FieldInfo]] = []
     for name, info in section.model_fields.items():
-        if not (name == "kind" and _fixed_kind(section)):  # the section's heading already names the kind
+        if not (name == "kind" and _fixed_kind(section)):  # the heading of the section already names its kind
             (nested if list(sections_of(info.annotation)) else plain).append((name, info))
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     yield from (_row(name, info) for name, info in plain)
@@ -59,9 +57,7 @@ def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[
 
 
 def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: Any) -> Iterator[str]:
-    """Yield a section under the heading that it has in a recipe; the heading of a section with several kinds names the
-    kind.
-    """
+    """Yield the lines of a section with its heading, which names the section's kind if there are several kinds."""
     if get_origin(info.annotation) is dict:
         path = f"{path}.NAME"
     heading = f"`[[{path}]]`" if get_origin(info.annotation) is tuple else f"`[{path}]`"
@@ -77,7 +73,7 @@ def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: A
 
 
 def _fixed_kind(section: type[Section]) -> str | None:
-    """Return the fixed kind of a section that is one of several choices; None if the user chooses its kind."""
+    """Return the kind of a section type that has only one kind; return None if the user chooses the kind."""
     field = section.model_fields.get("kind")
     choices = get_args(field.annotation) if field else ()
     return choices[0] if len(choices) == 1 else None

@@ -1,4 +1,4 @@
-"""Finds the run home on this machine and the runs in a store."""
+"""Finds the run home, the folder of all local files on this machine, and finds runs in a store."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rollflow.tasks.runtime.node import cache_in
 
 
 def run_home() -> Path:
-    """Return `ROLLFLOW_HOME`, or `.rollflow` in the working directory: all local files of runs lie below it.
+    """Return the run home: `ROLLFLOW_HOME`, or `.rollflow` in the working directory.
 
     Raises:
-        ConfigError: the working directory was removed, or there is no such user as in `~user`.
+        ConfigError: the working directory was removed, or `~user` in the path names no user.
     """
     given = os.environ.get("ROLLFLOW_HOME") or ".rollflow"
     try:
@@ -32,17 +32,17 @@ def run_home() -> Path:
 
 
 def default_store() -> str:
-    """Return the store of recipes without `store.uri`: `ROLLFLOW_STORE`, or else a folder in the run home."""
+    """Return the address of the default store: `ROLLFLOW_STORE`, or a folder in the run home."""
     return os.environ.get("ROLLFLOW_STORE") or str(run_home() / "store")
 
 
 def store_uri(config: RunConfig) -> str:
-    """Return the URI of the store that a config names, or of the default store; for a folder, its absolute path."""
+    """Return the URI of a config's store, or of the default store; for a folder, its absolute path."""
     return open_store(config.store.uri or default_store()).uri
 
 
 def context_of(uri: str, run_id: str) -> RunContext:
-    """Return the run `run_id` of the store at `uri`.
+    """Return the context of the run `run_id` in the store at `uri`.
 
     Raises:
         ConfigError: `run_id` is not a run id.
@@ -51,7 +51,7 @@ def context_of(uri: str, run_id: str) -> RunContext:
 
 
 def attach_run(uri: str) -> RunContext:
-    """Return the run whose own storage is at `uri`.
+    """Return the context of the run whose storage is at `uri`.
 
     Raises:
         ConfigError: the last part of `uri` is not a run id.
@@ -62,33 +62,31 @@ def attach_run(uri: str) -> RunContext:
 
 
 def await_run(uri: str) -> RunContext:
-    """Return the run at `uri` for a process that works for the run: reads and writes wait for a store that does not
-    answer.
-    """
+    """Return the context of the run at `uri`, with reads and writes that wait while the store does not answer."""
     unread = replace(attach_run(uri), patience=StoreConfig().patience_seconds)
     return replace(unread, patience=unread.config.store.patience_seconds)
 
 
 def new_run_id(name: str) -> str:
-    """Make a run id from a recipe's name and the time, in UTC."""
+    """Return a new run id from a recipe's name and the present time in UTC."""
     return f"{name}-{utc_stamp()}"
 
 
 def run_id_of(name: str, flow_run: str) -> str:
-    """Return the id of a run that was started without an id.
+    """Return the run id for a supervisor's flow run that was started without a run id.
 
-    A supervisor that replaces a dead supervisor computes the same id.
+    The id depends only on the arguments, so a restarted supervisor computes the same id.
     """
-    # the end of the flow run's id, because its beginning may be a time
+    # the last characters of the flow run's id, because the first ones may encode the time
     return f"{name}-{flow_run.replace('-', '')[-10:]}"
 
 
 def find_run(name: str | None, store: str | None = None) -> RunContext:
-    """Return the run that the user names: an id in `store` or the default store, or a run's path or URI. For None,
-    return the newest run.
+    """Return the run that a user names: by its id in `store` or in the default store, or by its path or URI. If `name`
+    is None, return the newest run.
 
     Raises:
-        ConfigError: there is no such run, another release recorded it in another format, or the name is not a run id.
+        ConfigError: the run does not exist, has the format of another release, or its name is not a run id.
     """
     base = store or default_store()
     found = newest_runs(base, 1)[0] if name is None else locate_run(name, base)
@@ -97,10 +95,10 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
 
 
 def newest_runs(store: str | None, count: int) -> list[RunContext]:
-    """Return the newest `count` runs of `store`, or of the default store, the newest last.
+    """Return the newest `count` runs of `store` or of the default store, from older to newer.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError: the store has no run.
     """
     runs = list_runs(store)
     if not runs:
@@ -112,20 +110,23 @@ def newest_runs(store: str | None, count: int) -> list[RunContext]:
 
 
 def locate_run(name: str, store: str) -> RunContext:
-    """Return the run of this id in `store`, or at this path or URI, without reading anything of it."""
+    """Return the run with this id in `store`, or at this path or URI, without reading its storage."""
     found = attach_run(name) if "/" in name else context_of(store, name)
-    return replace(found, uri=found.store.uri)  # a canonical URI, because other processes work in other folders
+    # the store's absolute URI, because other processes have other working folders
+    return replace(found, uri=found.store.uri)
 
 
 def list_runs(store: str | None = None) -> list[RunContext]:
-    """Return the runs of `store`, or of the default store, by their ids."""
+    """Return all runs of `store` or of the default store."""
     base = open_store(store or default_store())
     names = [name for name in base.folders("runs") if base.exists(f"runs/{name}/{entry_path(0)}")]
     return [context_of(base.uri, name) for name in names]
 
 
 def _created_at(context: RunContext) -> float:
-    """Return when the run was created; an unreadable run counts as older than all others."""
+    """Return the time at which the run was created; return 0 if the run cannot be read, so that it counts as the
+    oldest.
+    """
     try:
         return context.created_at
     except (ConfigError, Corrupt):

@@ -1,4 +1,4 @@
-"""Nightly training: trains recipes one after another, and compares each result with the recipe's best version so far.
+"""Trains recipes every night, one after another, and compares each result with the recipe's best version so far.
 
     for each recipe:  train (from last night's version) --> evaluate --> export --> better beyond noise? --> alias
                                                                                           |
@@ -58,7 +58,7 @@ from rollflow.tasks.runtime.sections import Section, refuse
 
 POLL_SECONDS = 2.0
 CANCEL_SECONDS = 120.0
-MARK = "-night-"  # separates the recipe's name from the time in a night's run id
+MARK = "-night-"  # text between the recipe's name and the time in a nightly run's id
 
 
 class Nightly(Section):
@@ -112,7 +112,7 @@ class Nightly(Section):
 
 
 def read_nightly(file: Path) -> Nightly:
-    """Read a nightly file; relative paths of recipes in the file are relative to the file's folder.
+    """Read a nightly file, whose paths of recipes are relative to the file's folder.
 
     Raises:
         ConfigError: one sentence for each key that the user must change.
@@ -131,7 +131,7 @@ def read_nightly(file: Path) -> Nightly:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of one recipe's night, in words."""
+    """The result of training one recipe in one night, as text."""
 
     recipe: str
     run_id: str
@@ -152,24 +152,22 @@ def nightly(plan: Nightly) -> Any:
     text = render_report(plan, when, reports)
     create_markdown_artifact(text, key=f"nightly-{plan.name.lower().replace('.', '-').replace('_', '-')}")
     if plan.notify:
-        # a failed notification does not fail the night, and is shown on the flow run's page
+        # With `return_state`, a failed notification does not fail the night.
         notify(plan.notify, text, return_state=True)
     failed = [report for report in reports if not report.ok]
     return Failed(message="; ".join(f"{one.recipe}: {one.result}" for one in failed)) if failed else None
 
 
 @nightly.on_crashed
-def notify_crash(flow: Any, flow_run: Any, state: Any) -> None:  # a runner passes the arguments by these names
-    """Send a notification about a night whose process died. The runner calls this function; the next night stops
-    leftover runs.
-    """
+def notify_crash(flow: Any, flow_run: Any, state: Any) -> None:  # Prefect passes these arguments by name
+    """Notify the user that a nightly flow run crashed. The Prefect runner calls this function."""
     plan = Nightly.model_validate(flow_run.parameters["plan"])
     if plan.notify:
         _send(plan.notify, f"# {plan.name}: a night crashed\n\n{flow_run.name}: {state.message}\n")
 
 
 def run_night(plan: Nightly, when: datetime, train: Train) -> list[Report]:
-    """Train every recipe, even after another recipe has failed."""
+    """Train every recipe of a nightly file, even if an earlier recipe has failed."""
     stamp = when.astimezone(UTC).strftime("%Y%m%d-%H%M")
     return [_train_recipe(plan, Path(file), stamp, train) for file in plan.recipes]
 
@@ -197,12 +195,12 @@ def _train_recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report
 
 
 def _judge(best: RegisteredVersion | None, score: EvaluationScore, plan: Nightly) -> tuple[bool, str]:
-    """Return whether the version becomes the best one of its recipe, and the reason.
+    """Return whether a new version becomes the best one of its recipe, and the reason as text.
 
-    With few answers no version becomes the best, because the z test needs many.
+    No version is promoted if there are fewer than `plan.answers` answers, because the z-test needs many.
     """
     said = f"{score.accuracy:.1%} of {score.responses} held-out answers"
-    # a repeated night evaluates the best version itself, so the scores are equal
+    # If a night is repeated, its version may be the best version itself; then both scores are equal.
     if best is None or best.score == score:
         return (
             best is None,
@@ -220,7 +218,7 @@ def _judge(best: RegisteredVersion | None, score: EvaluationScore, plan: Nightly
 
 
 def _find_newest(versions: Path, name: str) -> Path | None:
-    """Return the version that the last night ended with; run ids of nights sort by time."""
+    """Return the folder of the newest exported version of this recipe; the folders' names sort by time."""
     return max((one for one in versions.glob("*") if _is_night(one.name, name)), default=None)
 
 
@@ -230,10 +228,10 @@ def _start_from(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def read_score(context: RunContext) -> EvaluationScore:
-    """Return the evaluation of a run's last version.
+    """Return the evaluation of the last version of a run.
 
     Raises:
-        Unreachable: the run's last version has no evaluation.
+        Unreachable: the last version has no evaluation.
     """
     found = read_evaluation(context.store, context.config.versions)
     if found is None or not found.responses:
@@ -242,7 +240,7 @@ def read_score(context: RunContext) -> EvaluationScore:
 
 
 def _export(context: RunContext, folder: Path) -> None:
-    if not folder.exists():  # a repeated night finds the folder of its first try
+    if not folder.exists():  # if a night is repeated, the folder exists already
         export(context, context.policies.find(context.config.versions), folder)
 
 
@@ -251,9 +249,9 @@ def _registry_uri(config: RunConfig) -> str:
 
 
 def _prune(context: RunContext, versions: Path, name: str, keep: int, registry: Registry) -> None:
-    """Delete this recipe's old nights, with their exports, registered versions, and all objects of their runs.
+    """Delete the old nightly runs of this recipe: their storage, their exported folders and their registered versions.
 
-    The newest `keep` nights and those with an alias are kept.
+    The newest `keep` nightly runs, and those whose version has an alias, are kept.
     """
     store, aliased = context.uri.rpartition("/runs/")[0], registry.list_aliases()
     nights = sorted(one.run_id for one in list_runs(store) if _is_night(one.run_id, name))
@@ -262,20 +260,20 @@ def _prune(context: RunContext, versions: Path, name: str, keep: int, registry: 
             registry.forget(run_id)
             shutil.rmtree(versions / run_id, ignore_errors=True)
             old = context_of(store, run_id).store
-            # delete the log's first entry last, because a run is found by this entry
+            # The log's first entry is deleted last, because `list_runs` finds a run by this entry.
             for path in sorted(old.list(), key=entry_path(0).__eq__):
                 old.delete(path)
 
 
 def render_report(plan: Nightly, when: datetime, reports: list[Report]) -> str:
-    """Return the night's report as Markdown."""
+    """Return the report of one night as Markdown."""
     rows = "\n".join(f"| {one.recipe} | `{one.run_id}` | {one.result.replace('|', '/')} |" for one in reports)
     return f"# {plan.name}, {utc_minute(when)}\n\n| recipe | run | result |\n|---|---|---|\n{rows}\n"
 
 
 @task(name="notify")
 def notify(block: str, text: str) -> None:
-    """Send the report through the user's notification block."""
+    """Send the report of a night through the user's Prefect notification block."""
     _send(block, text)
 
 
@@ -287,16 +285,16 @@ def _send(block: str, text: str) -> None:
 
 
 def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
-    """Train a run on this runner's own deployment, and wait for the run's end. Cancelling the night cancels the run,
-    too.
+    """Train a run as a flow run on this runner, and wait until it ends. If the nightly flow run is cancelled, the run
+    is cancelled as well.
 
     Raises:
-        Unreachable: the run did not end in time, or failed.
+        Unreachable: the run failed, or did not end within `seconds`.
     """
     limit = time.monotonic() + seconds
     _stop_others(config.name)
     parameters = {"config": config.model_dump(mode="json"), "run_id": run_id}
-    key = f"{flow_run.id}:{flow_run.run_count}:{run_id}"  # a night that the user retries has a new key
+    key = f"{flow_run.id}:{flow_run.run_count}:{run_id}"  # `run_count` gives a retried night a new key
 
     def submit() -> UUID:
         with open_client() as client:
@@ -323,9 +321,9 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
 
 
 def _read_outcome(made: UUID, context: RunContext) -> str:
-    """Return "" while the run goes on, "done", or the reason of its failure.
+    """Return "" while the run continues, "done" after its end, or the reason of its failure.
 
-    After a crash of the supervisor, the state of its successor counts. A finished run has a summary.
+    If the supervisor has crashed, the state of its successor is used. A finished run has a summary.
     """
     try:
         state = call_until_answered(lambda: _state_of(made))
@@ -339,7 +337,7 @@ def _read_outcome(made: UUID, context: RunContext) -> str:
 
 
 def _state_of(made: UUID) -> Any:
-    """Return the state of a flow run, or the state of its last successor if the flow run crashed."""
+    """Return the state of a flow run; if it crashed, return the state of its newest successor."""
     state = flow_state(made)
     if state is None or not state.is_crashed():
         return state
@@ -348,14 +346,14 @@ def _state_of(made: UUID) -> Any:
 
 
 def _stop_others(name: str) -> None:
-    """Stop the unfinished runs of this recipe's nights, and wait until these runs have ended."""
+    """Stop this recipe's unfinished nightly runs, and wait until they have ended."""
     limit = time.monotonic() + CANCEL_SECONDS
     while time.monotonic() < limit and _cancel_nights(name):
         time.sleep(POLL_SECONDS)
 
 
 def _cancel_nights(name: str) -> bool:
-    """Cancel the unfinished runs of this recipe's nights; return whether there was one."""
+    """Cancel this recipe's unfinished nightly runs; return whether there was one."""
     from prefect.states import Cancelling
 
     with open_client() as client:
@@ -367,5 +365,5 @@ def _cancel_nights(name: str) -> bool:
 
 
 def _is_night(run_id: object, name: str) -> bool:
-    """Return whether a run is a night of this recipe, not of a recipe with a longer name, and not a user's own run."""
+    """Return whether a run id is that of a nightly run of this recipe."""
     return isinstance(run_id, str) and re.fullmatch(rf"{re.escape(name)}{MARK}\d{{8}}-\d{{4}}", run_id) is not None

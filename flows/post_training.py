@@ -1,13 +1,14 @@
-"""The supervisor: takes a run from its first version to its summary.
+"""Defines the supervisor, the flow that takes a run from its first version to its summary.
 
     prepare --> claim --> rollout, reward, train --> follow the log, block by block of versions --> end in order
             --> evaluate --> audit --> summary
 
-Each step is a box on the flow run's page.
+Each step of this diagram is a box on the flow run's page in Prefect.
 
-The supervisor decides and watches; no data passes through the supervisor. A supervisor reads the state of the run from
-the run's storage, so another supervisor can take over if the first one dies. The newest claim on the run wins: an older
-supervisor gets `Deposed` and stops. A run that a user stopped, paused or cancelled can be resumed from its storage.
+The supervisor starts and watches the stages; the run's data does not pass through the supervisor. A supervisor reads
+the run's state from the run's storage, so a new supervisor can replace a dead one. A supervisor claims its run in the
+log, and only the newest claim is valid: an older supervisor gets `Deposed` and stops. A run that a user has stopped,
+paused or cancelled can be resumed from its storage.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def post_training(
         following = RunWatch(stages, writer, supervisor)
         write_first_anchor(context, tracker, page)
         try:
-            writer.refresh()  # publishes that the run starts
+            writer.refresh()  # write the first status, which says that the run is starting
             if is_trained(context):
                 step("end the stages", stages.clear)
             else:
@@ -110,7 +111,7 @@ def post_training(
 
 
 def _train(step: Steps, stages: Stages, following: RunWatch, writer: StatusWriter, page: Page) -> None:
-    """Train from the newest version to the last one, with one step for each block of versions."""
+    """Train from the newest stored version to the last one, with one step for each block of versions."""
     context = writer.context
     every = list(split_blocks(0, context.config.versions))
     mlflow = mlflow_page(writer.tracker, context.config, writer.tracker.page)
@@ -125,7 +126,7 @@ def _train(step: Steps, stages: Stages, following: RunWatch, writer: StatusWrite
             get_run_logger().warning(writer.no_signal)
             page.warn(writer.no_signal)
         write_anchor(context.log.state, writer.tracker, page)
-        newest = max(0, len(table_rows) - 2)  # the last block again, because its evaluation may come later
+        newest = max(0, len(table_rows) - 2)  # rewrite the last block's row, because its evaluation may come later
         table_rows[newest:] = block_rows(context, every[newest : len(table_rows) + 1])
         page.progress(table_rows)
     step("end the stages", lambda: _end(following, stages, writer))
@@ -138,7 +139,7 @@ def _end(following: RunWatch, stages: Stages, writer: StatusWriter) -> None:
 
 
 def _audit(writer: StatusWriter) -> AuditReport:
-    """Audit the run, and show the audit's progress in the run's status."""
+    """Audit the run; note the audit's progress in the run's status."""
     expected, further = expected_of(writer.context), functools.partial(writer.note_progress, "ending")
     return audit(writer.context.store, progress=lambda _: further(), expected=expected)
 
@@ -148,19 +149,19 @@ def _format_accuracies(accuracies: list[float]) -> str:
 
 
 def _evaluate(writer: StatusWriter) -> list[float]:
-    """Return the held-out accuracy of the first and the last version: the stored accuracy, else that of a new
-    evaluation.
+    """Return the held-out accuracies of the first and the last version, and evaluate these versions if there is no
+    stored evaluation.
     """
     context, note = writer.context, functools.partial(writer.note_progress, "evaluating")
     left_out = {
         evaluation.version for evaluation in read_skipped(context.store)
-    }  # an evaluation that was skipped does not fail a finished run
+    }  # a skipped evaluation does not fail a finished run
     ends = [version for version in (0, context.config.versions) if version not in left_out]
     return [evaluate_version(context, version, note).accuracy for version in ends]
 
 
 def _open_or_create_run(config: RunConfig, run_id: str | None, storage: str | None) -> RunContext:
-    """Return the context of the run; create the run if it does not exist yet."""
+    """Return the run's context, and create the run if it does not exist."""
     if storage:
         return await_run(storage)
     run_id = run_id or run_id_of(config.name, flow_run.id)
@@ -171,12 +172,12 @@ def _open_or_create_run(config: RunConfig, run_id: str | None, storage: str | No
         fix = f"to change it: rollflow resume {context.uri} --set {change.key}=VALUE"
         words = "%s = %s applies, as recorded in the run's log, instead of %s; %s"
         get_run_logger().warning(words, change.key, change.before, change.after, fix)
-    context.prompts()  # raises if the prompt files have changed since the run was created
+    context.prompts()  # raises an error if the prompt files have changed since the run was created
     return context
 
 
 def _claim_run(context: RunContext, address: str) -> Writer:
-    """Claim the run for this supervisor, tag its flow run, and clean up after earlier supervisors."""
+    """Claim the run for this supervisor, tag its flow run, and remove what earlier supervisors left behind."""
     supervisor = claim(context, "supervisor", address, f"flow run {flow_run.id}")
     with contextlib.suppress(Unreachable):  # training does not wait for an unreachable Prefect server
         tag(build_tags(context.config, context.run_id, "supervisor"))
@@ -187,9 +188,9 @@ def _claim_run(context: RunContext, address: str) -> Writer:
 
 
 def _reset_budgets(context: RunContext) -> None:
-    """Reset the restart budgets and drop earlier stop requests, if a user or a schedule starts this run.
+    """Reset the restart budgets and drop old stop requests, if a user or a schedule started this flow run.
 
-    Stop requests that were made since this flow run was asked for still count.
+    Stop requests that are newer than the request for this flow run are kept.
     """
     with contextlib.suppress(RollflowError):  # training does not wait for an unreachable Prefect server or store
         if not follows_another(own := UUID(str(flow_run.id))):
@@ -198,29 +199,29 @@ def _reset_budgets(context: RunContext) -> None:
 
 
 def _reopen(context: RunContext) -> None:
-    """Delete the summary of a run that continues past its old end, because a summary says that the run has ended."""
+    """Delete the summary of a run that has more versions to train, because a summary means that the run has ended."""
     if context.store.exists(SUMMARY) and not is_trained(context):
         context.store.delete(SUMMARY)
 
 
 def _sweep(context: RunContext) -> None:
-    """Remove files that killed writers left unfinished. A store that does not allow the removal does not stop the
-    training.
+    """Remove unfinished files of killed processes from the run's storage. If the store does not allow this, only a
+    warning is logged.
     """
     try:
         sweep(context.store)
-    except (RollflowError, OSError) as error:  # for example, the storage service has no such request
+    except (RollflowError, OSError) as error:  # for example, the storage service does not support the request
         get_run_logger().warning("could not look for unfinished files that killed writers left: %s", error)
 
 
 def is_trained(context: RunContext) -> bool:
-    """Return whether all versions are trained and the last one is evaluated, so that at most the summary is missing."""
+    """Return whether all versions are trained and the last one is evaluated."""
     last = context.config.versions
     return context.policies.newest() == last and is_evaluated(context.store, last)
 
 
 def ray_address(config: RunConfig) -> str:
-    """Return the address of the cluster that the recipe names, or of this runner's private cluster."""
+    """Return the address of the recipe's Ray cluster, or of this runner's private cluster."""
     address = os.environ.get("ROLLFLOW_RAY_ADDRESS") if config.cluster.address == "auto" else config.cluster.address
     if not address:
         raise ConfigError(
@@ -231,7 +232,7 @@ def ray_address(config: RunConfig) -> str:
 
 
 def tracking_place(config: RunConfig) -> TrackingPlace:
-    """Return the MLflow server that the recipe names, or SQLite in the run home."""
+    """Return the recipe's MLflow server, or the SQLite store in the run home."""
     experiment = config.tracking.experiment or config.name
     if config.tracking.uri:
         return TrackingPlace(config.tracking.uri, experiment)
@@ -239,7 +240,9 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
 
 
 def mlflow_page(tracker: Tracker, config: RunConfig, otherwise: str) -> str:
-    """Return the run's page in the recipe's MLflow, or else in the stack's; `otherwise` if there is neither."""
+    """Return the run's page in the recipe's MLflow, or in the MLflow of `rollflow serve`; return `otherwise` if there
+    is neither.
+    """
     if config.tracking.uri:
         return tracker.page
     stack = os.environ.get("ROLLFLOW_MLFLOW_PAGE")
@@ -248,9 +251,7 @@ def mlflow_page(tracker: Tracker, config: RunConfig, otherwise: str) -> str:
 
 @contextlib.contextmanager
 def _record_early_failure(context: RunContext, supervisor: Writer) -> Iterator[None]:
-    """Record the failure of a run that has no status writer yet, or whose status writer could not record the
-    failure.
-    """
+    """Record the failure of the `with` block in the run's status, unless the status writer has recorded it."""
     try:
         yield
     except Exception as error:
@@ -260,8 +261,8 @@ def _record_early_failure(context: RunContext, supervisor: Writer) -> Iterator[N
 
 
 def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:
-    """End the stages and record the reason, unless another supervisor has taken over the run."""
-    # the actors of a newer supervisor may have deposed those of this supervisor
+    """End the stages and record the reason, unless a newer supervisor has taken over the run."""
+    # The restarts may be exhausted because actors of a newer supervisor have replaced this supervisor's actors.
     if isinstance(error, RestartsExhausted):
         with contextlib.suppress(RollflowError):
             supervisor.log.follow()
@@ -269,9 +270,9 @@ def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: Ba
     if newer is None or newer.cluster != stages.address:
         stages.abandon()
     if newer is not None:
-        return  # the run's status and tracking belong to the newer supervisor
+        return  # the newer supervisor writes the run's status and its MLflow run
     phase, writer.failure = _describe_failure(error)
-    # if the store has failed, writing fails, too, and must not hide the first error
+    # A write error must not hide the first error; both may have the same cause, a failed store.
     with contextlib.suppress(RollflowError):
         writer.refresh(phase)
     write_anchor(supervisor.log.state, writer.tracker)
@@ -279,18 +280,18 @@ def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: Ba
 
 
 def _describe_failure(error: BaseException) -> tuple[Phase, str]:
-    """Return the phase and the reason of a run that did not reach its last version."""
+    """Return the phase and the reason for the status of a run that did not reach its last version."""
     if isinstance(error, Pause) or (isinstance(error, RunEnded) and error.pause):
         return "paused", "the run's flow run is paused; the run continues when its flow run is resumed"
     if isinstance(error, RunEnded):
         return "stopped", str(error)
-    if isinstance(error, TerminationSignal):  # the supervisor's flow run was cancelled, or its runner is shutting down
+    if isinstance(error, TerminationSignal):  # Prefect cancelled the flow run, or its runner is shutting down
         return "stopped", "the run's flow run was told to end"
     return "failed", f"{type(error).__name__}: {error}"
 
 
 def _end_flow_run(context: RunContext, person: RunEnded) -> State:
-    """Return the flow run's final state after a user stopped or paused the run."""
+    """End or suspend the flow run after a user stopped or paused the run."""
     if person.pause:
         raise Pause(state=suspend())
     return cancel(f"{person}; continue the run with: rollflow resume {context.uri}")
@@ -300,9 +301,9 @@ def _finish(
     stages: Stages, writer: StatusWriter, supervisor: Writer, report: AuditReport, page: Page
 ) -> dict[str, Any]:
     context, tracker = writer.context, writer.tracker
-    # files that are left are garbage, or are used when the run is resumed
+    # Files that cannot be deleted are harmless, and are used if the run is resumed.
     with contextlib.suppress(StoreFailed, Unreachable):
-        context.policies.prune(supervisor)  # deletes versions that were kept only until their evaluation
+        context.policies.prune(supervisor)  # delete the weights of versions that were kept only until their evaluation
     idle = {role: status.idle for role, status in stages.statuses().items()}
     mlflow = mlflow_page(tracker, context.config, "rollflow serve")
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
@@ -310,14 +311,14 @@ def _finish(
     write_anchor(supervisor.log.state, tracker, page)
     plot = run_home() / "plots" / context.key / "reward.png"
     tracker.log_reward_plot(writer.curves, plot)
-    with contextlib.suppress(RollflowError):  # a batch that was damaged after the training does not fail the run
+    with contextlib.suppress(RollflowError):  # a batch that was damaged after training does not fail the run
         tracker.log_ending(build_outcome(context, summary))
     tracker.finish("FINISHED")
     if plot.exists():
         context.store.put("reward.png", plot.read_bytes())
         page.plot(plot)
     every = list(split_blocks(0, context.config.versions))
-    page.progress(list(block_rows(context, every)))  # shows all blocks once more, because the last evaluations are new
+    page.progress(list(block_rows(context, every)))  # write all rows again, because the last evaluations are new
     page.close()
     writer.refresh("done")
     return summary

@@ -1,8 +1,7 @@
-"""The preflight: finds everything that a run would reject, before any process starts and before the first token.
+"""Finds the errors that would make a run fail, before any process is started.
 
 `rollflow check`, `run`, `sweep` and the deployments call `preflight`, so all of them reject the same recipes with the
-same sentence. The preflight loads only the libraries that the recipe needs: reasoning-gym for its families,
-transformers for the folder of `policy.path` and for chat templates, Ray for a named cluster.
+same message. `preflight` imports only the libraries that the recipe needs: reasoning-gym, transformers, or Ray.
 """
 
 from __future__ import annotations
@@ -58,11 +57,12 @@ VOCABULARY_TEXTS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The checked parts of a new run.
+    """The checked files, prompts and notes of a new run.
 
-    `files` and `weights` are the policy's, by name. `probe` holds the tokens of the weight-update probe. `read` returns
-    the prompt files that the `pins` describe. `notes` are for the user, and say what could not be checked. If the
-    policy is not on this machine, `files`, `weights`, `probe` and `pins` are empty.
+    `files` and `weights` are the policy's files, by name. `probe` has the tokens with which a weight update is checked.
+    `read` is a function that returns the content of a prompt file; `pins` has the files' hashes. `notes` are texts for
+    the user, such as checks that were skipped. If the policy has not been downloaded, `files`, `weights`, `probe` and
+    `pins` are empty.
     """
 
     files: Mapping[str, bytes]
@@ -74,10 +74,10 @@ class Preflight:
 
 
 def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tell: Tell = lambda _: None) -> Preflight:
-    """Check everything that can be checked before a run.
+    """Check everything about a new run that can be checked before it starts.
 
-    With `download=False` a policy from the hub is not fetched; with `ask=False` no service is contacted. `tell` is
-    called with messages about the progress.
+    If `download` is false, a policy on the hub is not downloaded; if `ask` is false, no service is contacted. `tell` is
+    called with progress messages.
 
     Raises:
         ConfigError: one sentence that says what the user must change.
@@ -114,15 +114,14 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         if config.policy.path is not None:
             _check_weights(config, folder, tokenizer)
         probe, pins = probe_tokens(prompts, tokenizer.probe_length), pin_prompts(config, prompts, read)
-    # a policy without a folder gets new weights
+    # A policy without `policy.path` has no weights yet; the learner initializes them.
     weights = {} if config.policy.path is None else weight_files(config.policy.path)
     return Preflight(files, weights, tuple(probe), pins, read, tuple(notes))
 
 
 def recheck(config: RunConfig, context: RunContext) -> None:
-    """Check a changed config against a recorded run and the policy in its storage, before the run continues.
+    """Check a changed config against a recorded run and its stored policy, before the run continues.
 
-    The policy folder in storage is only read.
 
     Raises:
         ConfigError: one sentence that says what the user must change.
@@ -139,10 +138,10 @@ def recheck(config: RunConfig, context: RunContext) -> None:
 
 
 def check_places(config: RunConfig, ask: bool = True) -> list[str]:
-    """Check that the store can be written and that every service answers; return notes on skipped checks.
+    """Check that the store is writable and every service answers; return notes on checks that were skipped.
 
     Raises:
-        ConfigError: a store or service is unusable.
+        ConfigError: the store or a service cannot be used.
     """
     uri, tracking = store_uri(config), config.tracking.uri
     if ask:
@@ -165,12 +164,12 @@ def check_places(config: RunConfig, ask: bool = True) -> list[str]:
 
 
 def check_addresses(config: RunConfig, store: str) -> list[str]:
-    """Check that every service that the config names answers; return notes on the cluster's resources.
+    """Check that every service in the config answers; return notes on the cluster's resources.
 
-    Every node of the cluster must also reach the run's `store` and have the GPUs that the config assigns to it.
+    Every node of the cluster must reach the run's `store`, and the cluster must have the GPUs that the config needs.
 
     Raises:
-        ConfigError: the sentence names the service that does not answer.
+        ConfigError: a service does not answer; the message names it.
     """
     address, notes = config.cluster.address, list[str]()
     check_store_reach(store, address)
@@ -200,7 +199,7 @@ def _check_membership(address: str) -> None:
 
 
 def _check_installed(config: RunConfig) -> None:
-    """Reject a config whose library is not installed, if the run's processes are on this machine."""
+    """Reject a config that needs a library that is not installed; skip the check if the run uses another cluster."""
     if config.cluster.address != "auto":
         return
     if isinstance(config.engine, VllmEngineConfig) and find_spec("vllm") is None:
@@ -212,12 +211,12 @@ def _check_installed(config: RunConfig) -> None:
 
 
 def _note_near_duplicates(config: RunConfig, prompts: RunPrompts) -> str:
-    """Note how many held-out prompts have near duplicates among the training prompts."""
+    """Return a note on the number of held-out prompts that nearly equal a training prompt."""
     return near_duplicates(prompts, config.versions * config.groups).sentence()
 
 
 def _note_few_held_out(config: RunConfig, found: int) -> list[str]:
-    """Note that fewer prompts are held out for evaluation than the config asks for."""
+    """Return a note if fewer prompts are held out for evaluation than the config asks for."""
     if found >= config.evaluation.prompts:
         return []
     few = f"only {found} prompts are held out for evaluation; raise prompts.held_out, or give more lines"
@@ -225,7 +224,7 @@ def _note_few_held_out(config: RunConfig, found: int) -> list[str]:
 
 
 def _read_policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
-    """Return the policy folder without weights: a new small policy, or the one at `policy.path`."""
+    """Return the files of the policy folder without weights: of a new small policy, or of the one at `policy.path`."""
     if config.policy.cold_start is None:
         assert config.policy.path is not None
         return copy_folder(config.policy.path)
@@ -233,7 +232,7 @@ def _read_policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
 
 
 def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
-    """Open the policy as the run will: check the policy's files, engine, end tokens, context and templates."""
+    """Check the policy's files, engine, end tokens, context and templates; return its tokenizer."""
     check_files(folder)
     if config.policy.path is not None:
         check_config(folder)
@@ -247,7 +246,7 @@ def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
 
 
 def _check_room(config: RunConfig, tokenizer: PolicyTokenizer) -> None:
-    """Reject a response limit that fills the policy's whole context, which leaves no room for a prompt."""
+    """Reject a response limit that is not smaller than the policy's context, because no prompt would fit."""
     if tokenizer.context <= config.engine.max_new_tokens:
         raise ConfigError(
             f"engine.max_new_tokens = {config.engine.max_new_tokens}: the policy's context has only "
@@ -256,7 +255,7 @@ def _check_room(config: RunConfig, tokenizer: PolicyTokenizer) -> None:
 
 
 def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer) -> None:
-    """Reject weights that do not fit the policy, and tokens without a row in the embedding."""
+    """Reject weights that do not fit the policy, and a vocabulary that is larger than the embedding."""
     from rollflow.tasks.policies.tensors import check_tensors  # imports torch
 
     assert config.policy.path is not None
@@ -266,7 +265,7 @@ def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer) 
 
 
 def _check_engine(config: RunConfig, folder: Path) -> None:
-    """Reject a policy that the engine cannot run, because the engine's actors would die one after another."""
+    """Reject a policy that the engine cannot run."""
     path = config.policy.path
     if isinstance(config.engine, VllmEngineConfig) and config.cluster.address == "auto":
         cold = config.policy.cold_start
@@ -287,7 +286,7 @@ def _check_engine(config: RunConfig, folder: Path) -> None:
 
 
 def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
-    """Reject a KV cache that is too small for one request: vLLM would not start."""
+    """Reject a KV cache that is too small for one request, with which vLLM would not start."""
     engine = config.engine
     if not isinstance(engine, VllmEngineConfig) or config.cluster.address != "auto":
         return
@@ -302,7 +301,9 @@ def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
 
 
 def _check_tokenizer_agrees(config: RunConfig, folder: Path, texts: list[str]) -> None:
-    """Reject a policy whose tokenizer other tools load differently: those tools could not use the trained policy."""
+    """Reject a policy whose tokenizer other tools would load differently, because they could not use the trained
+    policy.
+    """
     path = config.policy.path
     if path is not None and (what := find_other_reading(folder, texts)) is not None:
         raise ConfigError(

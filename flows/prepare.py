@@ -1,7 +1,7 @@
 """Prepares a run: checks the recipe, stores the policy and the prompts, and creates the first entry of the run's log.
 
-The first entry reserves the run id. If two commands prepare the same run id at the same time, neither overwrites the
-files of the other.
+The first entry of the log reserves the run id. If two commands prepare the same run id at the same time, neither
+overwrites the other's files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollflow.tasks.runtime.names import is_number
 
 
 def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunContext:
-    """Create the run in its store. `tell` reports progress, and notes for the user.
+    """Create the run in its store. `tell` is called with progress messages and notes for the user.
 
     Raises:
         ConfigError: one sentence that says what the user must change.
@@ -70,10 +70,11 @@ def _describe_stored(path: str, data: Data) -> StoredObject:
 
 
 def _store_policy(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> None:
-    """Write the policy's files, unless another command with the same run id has written different files.
+    """Write the policy's files to the run's storage; raise `ConfigError` if another command has written different files
+    under this run id.
 
-    The other command may still be running, or may have died while it wrote. This run must not get the weights or the
-    chat template of the other command.
+    The other command may be running, or may have died while it wrote. Without the error, this run could get the weights
+    or the chat template of the other command.
     """
 
     def refusal_of(path: str) -> ConfigError:

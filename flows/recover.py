@@ -1,4 +1,4 @@
-"""The flow that an automation starts after a supervisor crashed: it restarts the run's supervisor."""
+"""Defines the flow that a Prefect automation starts after a supervisor crashed; it restarts the supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward stage: verifier processes with a deadline."""
+"""Defines the flow of the reward stage, in which processes score responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollflow.tasks.actors.reward import REWARD, start_reward
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.runtime.names import RunPlace
 
-NO_LIMIT = float("inf")  # no limit, because the reward actor is idle as long as the rollout stage sends no responses
+NO_LIMIT = float("inf")  # seconds; no limit, because the reward actor is idle while it gets no responses
 
 
 @flow(name="reward")

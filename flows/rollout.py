@@ -1,4 +1,4 @@
-"""The rollout stage: the engines, and the scheduler that feeds them."""
+"""Defines the flow of the rollout stage: engines generate responses, and a scheduler gives them prompts."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ def rollout(run: RunPlace, ray_address: str) -> None:
             start=start,
             redone=lambda status: _describe_lost_work(status, context.config.group_size),
             patience=context.config.rollout.patience_seconds,
-            poll=POLL_SECONDS,  # between two looks at the scheduler, `tick` checks the engines
+            poll=POLL_SECONDS,  # seconds between status calls, after each of which the engines are checked
         )
         ActorKeeper(context, scheduler, log).run(engines.look)
         engines.reporter.notes.flush()
 
 
 def _describe_lost_work(status: RolloutStatus, group_size: int) -> tuple[str, int]:
-    """Describe the work that was lost with the scheduler and is repeated: the scheduler's open groups are issued
-    again.
-    """
+    """Describe the work that is repeated after the scheduler died: the generation of its unfinished groups."""
     groups = status.running + status.buffered
     return f"{groups} groups that were running, or in no batch yet", groups * group_size

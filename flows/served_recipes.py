@@ -1,7 +1,8 @@
-"""The recipes that `rollflow serve` offers in the Prefect UI: shipped recipes, and deployed recipes.
+"""Lists the recipes that `rollflow serve` offers in the Prefect UI: those that rollflow ships, and those that users
+deployed.
 
-`rollflow deploy FOLDER` adds a folder, `rollflow nightly FILE` a nightly file. The list is stored in `deployed.json` in
-the run home.
+`rollflow deploy FOLDER` adds the recipes of a folder, and `rollflow nightly FILE` adds a nightly file. The deployed
+folders and files are listed in `deployed.json` in the run home.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SHIPPED = Path(__file__).parent / "recipes"
 
 @dataclass(frozen=True, slots=True)
 class ServedRecipe:
-    """A recipe, its file, and the comment at its top."""
+    """A recipe that is served: its config, its file, and the comment at the top of the file."""
 
     config: RunConfig
     file: Path
@@ -31,23 +32,23 @@ class ServedRecipe:
 
 
 def recipes_file(place: Path) -> Path:
-    """Return the file that lists the deployed folders."""
+    """Return the path of the file that lists the deployed folders and nightly files."""
     return place / "deployed.json"
 
 
 def list_folders(place: Path) -> list[Path]:
-    """Return the folders whose recipes are served; the folder of shipped recipes comes first."""
+    """Return the folders whose recipes are served: first rollflow's own, then the deployed ones."""
     return [SHIPPED, *(one for one in _read_deployed(place) if one.suffix != ".toml")]
 
 
 def served_files() -> list[Path]:
-    """Return the nightly files that were deployed in this home."""
+    """Return the nightly files that were deployed in this run home."""
     return [one for one in _read_deployed(run_home()) if one.suffix == ".toml"]
 
 
 def deploy_recipes(place: Path, what: Path) -> None:
-    """Serve the recipes of a folder, or a nightly file, from now on. If a folder or file is deployed again, the runner
-    reads the folder or file again.
+    """Add a folder of recipes or a nightly file to the list of what is served. If it is in the list already, the runner
+    reads it again.
     """
     with one_at_a_time(place / "deploying"):
         kept = [str(one) for one in _read_deployed(place) if one != what]
@@ -65,7 +66,7 @@ def recipes_of(folder: Path) -> list[ServedRecipe]:
     """Return the recipes of a folder.
 
     Raises:
-        ConfigError: the folder has no recipe or an invalid one, or two of its recipes have the same name.
+        ConfigError: the folder has no recipe, an invalid recipe, or two recipes with the same name.
     """
     files = sorted(folder.glob("*.toml"))
     if not files:
@@ -84,8 +85,8 @@ def recipes_of(folder: Path) -> list[ServedRecipe]:
 
 
 def served_recipes(tell: Callable[[str], None]) -> list[ServedRecipe]:
-    """Return every recipe that this home serves; of recipes with equal names, return the one that was deployed last.
-    `tell` is called with a message for each invalid recipe.
+    """Return every recipe that this run home serves; of recipes with equal names, return the one that was deployed
+    last. `tell` is called with a message for each invalid recipe.
     """
     found: dict[str, ServedRecipe] = {}
     for folder in list_folders(run_home()):
@@ -105,7 +106,7 @@ def _read_recipe(file: Path) -> ServedRecipe:
 
 
 def _read_comment(file: Path) -> str:
-    """Return the comment at the top of the file."""
+    """Return the comment at the top of the recipe file."""
     lines = []
     for line in file.read_text(encoding="utf-8-sig").splitlines():
         if not line.startswith("#"):

@@ -1,9 +1,10 @@
-"""The services that `rollflow run` uses while a run lasts: a Prefect server, a Ray cluster and a runner.
+"""Starts and watches the services that a command such as `rollflow run` needs: a Prefect server, a Ray cluster and a
+runner.
 
-A session starts each service that the user does not provide, and stops these services when the session ends, for
-whatever reason. Services that the session did not start (`PREFECT_API_URL`, `cluster.address`, a stack that is up) are
-used and left running. The Prefect server belongs to the run home, and stops with the last command that uses it. A
-service that the session started is restarted if it dies (`keepalive.services`), and so is the run's supervisor
+A session is the set of services of one command: it starts each service that the user does not provide, and stops it
+when the command ends. Services that the user provides (`PREFECT_API_URL`, `cluster.address`, a running `rollflow
+serve`) are used and left running. The Prefect server belongs to the run home, and stops with the last command that uses
+it. A service of the session is restarted if it dies (`keepalive.services`), and so is the run's supervisor
 (`keepalive.supervisor`).
 """
 
@@ -55,19 +56,22 @@ STACK = "stack"
 class Session:
     """The services of one command, by role.
 
-    `page` is the Prefect UI. `login` says how to get the credentials of a private server. `environment` holds the
-    variables that a process needs to use the services. A session that uses a running stack holds no services of its
-    own.
+    `page` is the address of the Prefect UI. `login` is a text for the user: where to find the password of a private
+    Prefect server. `environment` has the variables that a process needs to use the services. If `rollflow serve` runs
+    in this run home, the session uses its services and starts none.
     """
 
     deployment: str
     page: str
     services: Mapping[str, Service]
-    login: str = ""  # how to get the credentials of the page; "" if the session did not start the server
+    # text that tells the user where to find the page's password, or "" if the session did not start the server
+    login: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def submit(self, context: RunContext, began: float) -> UUID:
-        """Start the supervisor's flow run, dated to the time `began` of the command (seconds since the epoch)."""
+        """Create the supervisor's flow run; its scheduled time is `began`, the start of the command in seconds since
+        the epoch.
+        """
         parameters = {"config": context.config.model_dump(mode="json"), "storage": context.uri}
         key = uuid4().hex
 
@@ -80,9 +84,9 @@ class Session:
         return call_until_answered(submit)
 
     def follow(self, context: RunContext, flow_run: UUID) -> Iterator[RunStatus]:
-        """Yield the run's status repeatedly until the run has ended; the last status says how it ended.
+        """Yield the run's status repeatedly until the run has ended.
 
-        Meanwhile dead services and a dead supervisor are restarted: see `keepalive.services` and
+        While the run is followed, dead services and a dead supervisor are restarted: see `keepalive.services` and
         `keepalive.supervisor`.
         """
         from rollflow.flows.keepalive.supervisor import SupervisorKeeper
@@ -98,10 +102,11 @@ class Session:
         keeper.await_end()
 
     def serve(self, log: Callable[[str], None], ended: StopFlag) -> None:
-        """Keep the services running until `ended` is set. On a private server, also resume runs whose supervisor died.
+        """Restart services that die, until `ended` is set. On a private Prefect server, crashed supervisors are
+        restarted as well.
 
         Raises:
-            RestartsExhausted: a service cannot be kept running.
+            RestartsExhausted: a service died too often.
         """
         from rollflow.flows.keepalive.supervisor_restart import SupervisorRestarter
 
@@ -113,11 +118,11 @@ class Session:
                 pick_up.look(log)
 
     def service_keeper(self, limits: RecoveryConfig) -> ServiceKeeper:
-        """Return the keeper that restarts dead services."""
+        """Return the object that restarts dead services."""
         return ServiceKeeper(self.deployment, self.services, limits)
 
     def cancel(self, context: RunContext) -> None:
-        """Cancel the run's flow runs, and kill the run's actors if this session does not own the cluster."""
+        """Cancel the run's flow runs, and kill its actors if the Ray cluster goes on running after this session."""
         if RUNNER in self.services:
             self._cancel_flows()
         else:
@@ -140,7 +145,9 @@ class Session:
                 client.set_flow_run_state(run.id, Cancelled(message="the run was stopped by Ctrl-C"), force=True)
 
     def _ask_to_cancel(self, context: RunContext) -> None:
-        """Ask the runner of another session to end this run's processes, and wait until they have ended."""
+        """Ask Prefect to cancel this run's flow runs, which the runner of `rollflow serve` executes, and wait until
+        they have ended.
+        """
         from rollflow.flows.registration.prefect_api import cancel_flow_run
 
         with contextlib.suppress(Unreachable):
@@ -158,7 +165,7 @@ class Session:
 
 @contextmanager
 def session_of(context: RunContext) -> Iterator[Session]:
-    """Use the running stack of this home for one run, or else open a new session for it."""
+    """Yield the session for one run: the services of a running `rollflow serve`, or a new session."""
     up, given = stack.find(run_home()), prefect_url()
     if up is None or given not in ("", up.environment["PREFECT_API_URL"]):
         config = context.config
@@ -174,10 +181,11 @@ def session_of(context: RunContext) -> Iterator[Session]:
 def open_session(
     name: str, ray_address: str, *extra: Service, ray_port: int | None = None, spares: Sequence[Kind] = ()
 ) -> Iterator[Session]:
-    """Start the services that are not provided, serve the deployments as `name`, and stop everything after the block.
+    """Start the services that the user does not provide, serve the deployments as `name`, and stop everything after the
+    `with` block.
 
-    `spares` are the kinds of worker processes that Ray starts in advance. A stack replaces each worker that a run
-    takes.
+    `spares` are the kinds of worker processes that Ray starts before an actor needs them. `rollflow serve` replaces
+    each of these workers after a run has used it.
     """
     place, given = run_home(), prefect_url()
     server = None if given else HomeServer(place)
@@ -187,9 +195,9 @@ def open_session(
         **(server.env if server else {"PREFECT_API_URL": given}),
         **(ray.env | {"ROLLFLOW_RAY_ADDRESS": ray.address} if ray else {}),
         "ROLLFLOW_HOME": str(place),
-        "PREFECT_LOCAL_STORAGE_PATH": str(place / "results"),  # folder for the values that flows return
+        "PREFECT_LOCAL_STORAGE_PATH": str(place / "results"),  # folder for the stored results of flows
         "ROLLFLOW_DEPLOYMENT": name,
-        # a stack lives longer than the command that starts it
+        # the page's address, or the command that shows the page if the server ends with this session
         "ROLLFLOW_PREFECT_PAGE": "rollflow serve" if server and name != SERVED else page,
         "ROLLFLOW_MLFLOW_PAGE": next((service.url for service in extra if isinstance(service, MlflowServer)), ""),
     }
@@ -203,7 +211,7 @@ def open_session(
         start_together(*services.values(), meanwhile=lambda: _import_prefect(runner))
         if name != SERVED and not server:
             call_until_answered(lambda: check_unserved(name, place))
-        if server or name != SERVED:  # no other session serves these deployments
+        if server or name != SERVED:  # no other command serves these deployments
             call_until_answered(lambda: crash_orphans(name, "its session died", scheduled=True))
             call_until_answered(sweep)
         begin.touch()
@@ -211,21 +219,21 @@ def open_session(
         yield Session(name, page, services | {RUNNER: runner}, _describe_login(server), environment)
     finally:
         runner.stop()
-        if begin.exists():  # the runner may have registered its deployments
+        if begin.exists():  # the runner may have registered deployments, which are deleted here
             with contextlib.suppress(Unreachable):
                 withdraw(name, place)
         stop_together(*services.values())
 
 
 def _build_runner(place: Path, name: str, environment: Mapping[str, str], begin: Path, *, watched: bool) -> Runner:
-    """Return the session's runner, which begins to serve the flows once the file `begin` exists.
+    """Return the session's runner, which serves the flows once the file `begin` exists.
 
-    Automations restart crashed runs, unless the session itself watches its runs (`watched`).
+    Prefect automations restart crashed runs, unless `watched` is true, which means that the session restarts them.
     """
     log, ready = place / "logs" / name / "runner.log", begin.with_name("runner-ready")
     ready.parent.mkdir(parents=True, exist_ok=True)
     begin.unlink(missing_ok=True)
-    # level of the log on a flow run's page; the terminal shows the live view instead
+    # level of the log on a flow run's page in Prefect; the terminal shows only the live view
     level = {"PREFECT_LOGGING_LEVEL": "INFO"}
     variables = {**environment, **logging_settings(shared=name == SERVED), **level}
     arguments = ["--begin", str(begin), "--ready", str(ready), *(["--no-automations"] if watched else [])]
@@ -237,17 +245,17 @@ def _describe_login(server: PrefectServer | None) -> str:
 
 
 def _import_prefect(runner: Runner) -> None:
-    """Import Prefect here and in the runner, which then waits for its start signal.
+    """Start the runner, and import Prefect in this process while the runner imports it.
 
     Raises:
-        ConfigError: Prefect rejects a setting.
+        ConfigError: Prefect rejects the value of one of its environment variables.
     """
     runner.launch()
     try:
         from prefect.settings import get_current_settings
 
         get_current_settings()
-    except ValueError as error:  # pydantic's error for a Prefect setting, which does not name the variable
+    except ValueError as error:  # a value of a Prefect setting is invalid; the error does not name the variable
         given = ", ".join(sorted(name for name in os.environ if name.startswith("PREFECT_")))
         reason = " ".join(f"{error}".split())[:200]
         raise ConfigError(f"Prefect refuses a value of {given} ({reason}); correct or unset the variable") from None

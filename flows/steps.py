@@ -1,10 +1,8 @@
-"""The Prefect tasks of a run, which the Prefect page shows as its graph.
+"""Runs the steps of a supervisor as Prefect tasks, which the flow run's page shows as a graph.
 
-A step is a box on the page; the box is named after the step's result, and placed after the previous step. Wrapping work
-in a step does not change the work. Prefect keeps no results of steps, so a supervisor that takes over repeats the steps
-itself. A step makes
-no request to the Prefect server, so an unreachable or slow server delays nothing: Prefect sends task events in the
-background.
+A step is a box in the graph; the box shows the step's result, and follows the box of the previous step. A step only
+wraps work, and does not change its result. Prefect stores no results of steps, so a restarted supervisor repeats them.
+An unreachable or slow Prefect server delays no step, because Prefect sends the events of tasks in the background.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from rollflow.storage.run_records.stop_requests import RunEnded
 from rollflow.tasks.run.config import RunConfig
 
 T = TypeVar("T")
-BLOCKS = 20  # largest number of boxes for the versions of a run
+BLOCKS = 20  # largest number of blocks of versions, each of which is a box on a run's page
 
 
 class Steps:
@@ -40,8 +38,8 @@ class Steps:
         self._last: State | None = None
 
     def __call__(self, name: str, do: Callable[[], T], tell: Callable[[T], str] = lambda result: "") -> T:
-        """Run `do` as a step, and return the result of `do` or raise its error; `tell` describes the result in a few
-        words for the box.
+        """Run `do` as a step named `name`; return its result or raise its error. `tell` turns the result into a few
+        words for the step's box.
         """
         results: list[T] = []
         ended: list[RunEnded] = []
@@ -68,7 +66,9 @@ class Steps:
 
 
 def split_blocks(done: int, versions: int) -> Iterator[tuple[int, int]]:
-    """Yield the versions after `done` in blocks (first, last). All supervisors of a run get the same block bounds."""
+    """Yield blocks (first version, last version) of the versions after `done`. The blocks of a run begin at fixed
+    versions, so all its supervisors use the same blocks.
+    """
     size = math.ceil(versions / BLOCKS)
     for last in (*range(size, versions, size), versions):
         first = max(done, (last - 1) // size * size) + 1
@@ -82,13 +82,13 @@ def run_title(config: RunConfig) -> str:
 
 
 def run_name() -> str:
-    """Return the name of a supervisor's flow run."""
+    """Return the name of the supervisor's flow run, for the Prefect UI."""
     config: Any = flow_run.parameters["config"]
     return run_title(RunConfig.model_validate(config))
 
 
 def build_tags(config: RunConfig, run_id: str, role: str) -> list[str]:
-    """Return the tags by which Prefect's page finds the flow runs of a training run."""
+    """Return the tags of a flow run, by which the Prefect UI can find the flow runs of a training run."""
     return [f"recipe:{config.name}", f"run:{run_id}", f"role:{role}"]
 
 
@@ -99,9 +99,10 @@ def tag(found: Sequence[str]) -> None:
 
 
 def cancel(why: str) -> State:
-    """End this flow run as cancelled by raising `Abort`; return the state instead if the server does not answer.
+    """Set the state of this flow run to cancelled and raise `Abort`; if the Prefect server does not answer, return the
+    state.
 
-    A flow that returns a `Cancelled` state is reported as an error by Prefect, so returning is the second choice.
+    Raising is better, because Prefect reports a flow that returns the state `Cancelled` as an error.
     """
     state: State = Cancelled(message=why)
     with contextlib.suppress(Unreachable):
@@ -114,8 +115,8 @@ def cancel(why: str) -> State:
 
 
 def suspend() -> State:
-    """Suspend this flow run and return the flow run's state. Resuming starts a new process, so this process need not
-    wait.
+    """Suspend this flow run, and return its state. This process can end, because Prefect resumes a suspended flow run
+    in a new process.
     """
     with open_client() as client:
         state = client.read_flow_run(UUID(str(flow_run.id))).state
@@ -127,11 +128,11 @@ def suspend() -> State:
 
 
 def create_stand_in(client: SyncPrefectClient, name: str, key: str) -> UUID | None:
-    """Create a task run that represents another flow run, so that Prefect's page shows the other flow run below this
-    one.
+    """Create a task run that stands for another flow run, so that Prefect's page shows the other flow run below this
+    one; return its id.
 
-    Prefect's `run_deployment` also creates a task run that stands for a flow run. Calls with the same `key` create only
-    one task run. Outside a flow run, the function returns None.
+    Prefect's `run_deployment` creates such a task run as well. Several calls with the same `key` create only one task
+    run. Outside a flow run, nothing is created and None is returned.
     """
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     if flow is None or flow.flow_run is None:

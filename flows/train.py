@@ -1,4 +1,4 @@
-"""The train stage: one learner, from the newest version in storage to the last."""
+"""Defines the flow of the train stage: one learner trains from the newest stored version to the last version."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train(run: RunPlace, ray_address: str) -> int:
 
 
 def _describe_lost_work(status: LearnerStatus) -> tuple[str, int]:
-    """Describe the work that was lost with the learner: the learner's start if it had not restored a version, else one
-    train step.
+    """Describe the work that is repeated after the learner died: its start, if it had restored no version, or one train
+    step.
     """
     return ("its start" if status.version < 0 else f"the step of version {status.version + 1}", 0)
